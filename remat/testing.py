@@ -1,0 +1,383 @@
+"""Assertions and counters for functions that should equal one another, only cheaper.
+
+Two functions are the *same* when their values, structures, dtypes and gradients are; a
+transform is *worth it* when fewer ops run or fewer bytes live. Equality alone proves
+nothing about a transform that may be the identity, so tests pair ``assert_same`` with
+``count_ops``, ``peak_bytes`` or ``live_bytes``.
+
+Bytes come from the profiler's memory events, which report every allocation and every
+free to the byte, on CPU too. Rejected: ``tracemalloc``, which does not see tensors, and
+``resource.getrusage``, which sees whole pages and only their peak.
+"""
+
+import gc
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from remat import _tree
+
+
+# --- Ops ----------------------------------------------------------------------
+
+
+@contextmanager
+def count_ops() -> Iterator[Counter[str]]:
+    """Count the kernels that run inside the block, by name.
+
+    The count is taken below ``torch.func``: a call under ``grad`` and ``vmap`` counts
+    the batched kernel that runs in the end, once. Bookkeeping that autograd dispatches
+    (``detach``, ``alias``, ``view``) is counted too.
+
+    Yields:
+        A counter from op name (``"mm"``, ``"add_"``, ``"mylib::op"`` outside ATen) to
+        the number of calls so far; an op that did not run counts 0.
+
+    Example:
+        >>> x = torch.ones(3)
+        >>> with count_ops() as ops:
+        ...     _ = torch.func.grad(lambda x: x.sin().sin().sum())(x)
+        >>> ops["sin"], ops["cos"], ops["mm"]
+        (2, 2, 0)
+    """
+    counts: Counter[str] = Counter()
+    with _CountingMode(counts):
+        yield counts
+
+
+class _CountingMode(TorchDispatchMode):
+    """Adds each op that reaches the bottom of the dispatcher to ``counts``."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    @override
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types  # every tensor is counted alike
+        name = func.overloadpacket.__name__
+        aten = func.namespace == "aten"
+        self._counts[name if aten else f"{func.namespace}::{name}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# --- Bytes --------------------------------------------------------------------
+
+
+def memory_timeline(fn: Callable[[], object]) -> list[int]:
+    """Run ``fn`` and return the bytes alive after each allocation and each free.
+
+    Zero is what was alive before the call: tensors that exist already do not count, and
+    are not subtracted when ``fn`` frees them. The result of ``fn`` is kept until the
+    last entry is taken. Cyclic garbage is collected before and not during the call, so
+    that memory held by a reference cycle shows.
+
+    Args:
+        fn: Called once, without arguments. State that its first call leaves behind for
+            good counts as alive, so call it once before where that matters.
+
+    Returns:
+        Live bytes on all devices together, in order of events.
+
+    Example:
+        >>> x = torch.ones(1000)
+        >>> memory_timeline(lambda: x.sin().cos())
+        [4000, 8000, 4000]
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return list(accumulate(_memory_events(fn)))
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def peak_bytes(fn: Callable[[], object]) -> int:
+    """Run ``fn`` and return the most bytes that its tensors held at any one time.
+
+    Args:
+        fn: Called once, without arguments, as in ``memory_timeline``.
+
+    Returns:
+        The highest point of ``memory_timeline(fn)``, or 0.
+
+    Example:
+        >>> x = torch.ones(1000)
+        >>> peak_bytes(lambda: x.sin().cos().exp())
+        8000
+    """
+    return max(memory_timeline(fn), default=0)
+
+
+def live_bytes(fn: Callable[[], object]) -> int:
+    """Run ``fn`` and return the bytes it leaves alive while its result is held.
+
+    For a forward pass that is what the backward pass has to work with: the residuals
+    and the result itself.
+
+    Args:
+        fn: Called once, without arguments, as in ``memory_timeline``.
+
+    Returns:
+        The last point of ``memory_timeline(fn)``, or 0.
+
+    Example:
+        >>> x = torch.ones(1000, requires_grad=True)
+        >>> live_bytes(lambda: x.sin().sin())  # the result and one residual
+        8000
+    """
+    timeline = memory_timeline(fn)
+    return timeline[-1] if timeline else 0
+
+
+def _memory_events(fn: Callable[[], object]) -> list[int]:
+    """Run ``fn`` and return the size of each allocation, negative for each free."""
+    # Kineto writes two lines to stderr at each start; it reads this at the first one.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    profiler = profile(profile_memory=True)
+    with profiler:
+        result = fn()
+    del result  # freed after the profiler stopped, so it still counts as alive
+    # The profiler's public `events()` folds memory events into the ops around them and
+    # loses their order; read `events()` instead of this once it keeps them apart.
+    recorded: Any = profiler.kineto_results
+    return [event.nbytes() for event in recorded.events() if event.name() == "[memory]"]
+
+
+# --- Equality -----------------------------------------------------------------
+
+
+def assert_same(
+    actual: Any, expected: Any, *, reassociated: bool | torch.dtype = False
+) -> None:
+    """Assert that two pytrees agree in structure, metadata and values.
+
+    Tensors must agree in dtype, shape, device, layout and ``requires_grad``, and bit
+    for bit in value (any NaN equals any NaN, and zero equals negative zero); other
+    leaves in type and by ``==``.
+
+    Args:
+        actual: What was computed.
+        expected: What it should be.
+        reassociated: True where the same floating-point sums may have been added up in
+            another order: values then have to agree to rounding in their own dtype,
+            relative to the largest value of the tensor. A dtype where the sums were
+            taken in that (lower) precision, as under autocast.
+
+    Raises:
+        AssertionError: Naming the first leaf that differs, how, and what both are.
+
+    Example:
+        >>> ones = torch.ones(2)
+        >>> assert_same({"a": ones}, {"a": ones + 0})
+        >>> assert_same({"a": ones}, {"a": ones + 1})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        AssertionError: assert_same: `['a']` differs in value...
+    """
+    leaves, treedef = _tree.flatten(actual)
+    wanted, wanted_treedef = _tree.flatten(expected)
+    if treedef != wanted_treedef:
+        raise AssertionError(
+            "assert_same: the structures differ.\n"
+            f"  actual:   {treedef}\n  expected: {wanted_treedef}"
+        )
+    for path, leaf, want in zip(_tree.paths(treedef), leaves, wanted, strict=True):
+        if difference := _difference(leaf, want, reassociated):
+            raise AssertionError(
+                f"assert_same: {f'`{path}`' if path else 'the result'} {difference}\n"
+                f"  actual:   {_describe(leaf)}\n  expected: {_describe(want)}"
+            )
+
+
+def assert_same_gradients(
+    fn: Callable[..., Any],
+    reference: Callable[..., Any],
+    *args: Any,
+    wrt: Any = None,
+    reassociated: bool | torch.dtype = False,
+    **kwargs: Any,
+) -> None:
+    """Assert that two functions agree in their result and in every gradient.
+
+    Each runs forward and ``.backward()`` on its own copy of the arguments, with the
+    same random cotangent for every output that requires grad. A gradient that is None
+    has to be None in both.
+
+    Args:
+        fn: The function under test.
+        reference: The function it should equal.
+        *args: Arguments for both; tensors that require grad are differentiated to.
+        wrt: A pytree of further leaf tensors to differentiate to, such as
+            ``dict(module.named_parameters())``. These are shared, not copied; their
+            ``.grad`` is as before in the end.
+        reassociated: As in ``assert_same``, for the gradients; results are always
+            compared bit for bit.
+        **kwargs: Keyword arguments for both.
+
+    Raises:
+        AssertionError: Naming the first leaf of the results or gradients that differs;
+            also if no output requires grad, for then there is nothing to compare.
+
+    Example:
+        >>> x = torch.linspace(0, 1, 5, requires_grad=True)
+        >>> assert_same_gradients(lambda x: -(-x).sin(), torch.sin, x)
+        >>> wrong = lambda x: x.detach().sin() + 0 * x
+        >>> assert_same_gradients(wrong, torch.sin, x)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        AssertionError: in the gradients: assert_same: `['args'][0]` differs in value...
+    """
+    result, gradients = _value_and_gradients(fn, args, kwargs, wrt)
+    wanted, wanted_gradients = _value_and_gradients(reference, args, kwargs, wrt)
+    _assert_named("the results", result, wanted, False)
+    if not any(leaf.requires_grad for leaf in _tensors(wanted)):
+        raise AssertionError(
+            "assert_same_gradients: no output of the reference requires grad, so there "
+            "is nothing to compare. Pass an argument (or `wrt`) that requires grad."
+        )
+    _assert_named("the gradients", gradients, wanted_gradients, reassociated)
+
+
+def _assert_named(
+    what: str, actual: Any, expected: Any, reassociated: bool | torch.dtype
+) -> None:
+    try:
+        assert_same(actual, expected, reassociated=reassociated)
+    except AssertionError as error:
+        raise AssertionError(f"in {what}: {error}") from None
+
+
+def _value_and_gradients(
+    fn: Callable[..., Any], args: Any, kwargs: Any, wrt: Any
+) -> tuple[Any, Any]:
+    """Run ``fn`` forward and backward; gradients come in the tree of the inputs."""
+    args, kwargs = _copy((args, kwargs))
+    inputs = {"args": args, "kwargs": kwargs, "wrt": wrt}
+    leaves, treedef = _tree.flatten(inputs)
+    before = [leaf.grad for leaf in _tensors(wrt)]
+    try:
+        for leaf in _tensors(wrt):
+            leaf.grad = None
+        result = fn(*args, **kwargs)
+        outputs = [leaf for leaf in _tensors(result) if leaf.requires_grad]
+        torch.autograd.backward(outputs, _cotangents(outputs))
+        gradients = [_gradient(leaf) for leaf in leaves]
+    finally:
+        for leaf, grad in zip(_tensors(wrt), before, strict=True):
+            leaf.grad = grad
+    return result, _tree.unflatten(treedef, gradients)
+
+
+def _gradient(leaf: Any) -> Tensor | str:
+    # Not None: in a pytree that is structure, which would be compared without a path.
+    grad = leaf.grad if isinstance(leaf, Tensor) else None
+    return "no gradient" if grad is None else grad
+
+
+def _copy(tree: Any) -> Any:
+    """Copy the tensors of a pytree to leaves; one tensor seen twice stays one."""
+    leaves, treedef = _tree.flatten(tree)
+    copies = {
+        id(leaf): leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+    }
+    return _tree.unflatten(treedef, [copies.get(id(leaf), leaf) for leaf in leaves])
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in _tree.flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _cotangents(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Random but always the same: ones would hide a mixed-up cotangent."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device)
+        for x in outputs
+    ]
+
+
+def _difference(
+    actual: Any, expected: Any, reassociated: bool | torch.dtype
+) -> str | None:
+    """Say how two leaves differ, or return None."""
+    if not (isinstance(actual, Tensor) and isinstance(expected, Tensor)):
+        if type(actual) is not type(expected):
+            return "differs in type."
+        nan = actual != actual and expected != expected
+        return None if nan or actual == expected else "differs in value."
+    for attribute in ("dtype", "shape", "device", "layout", "requires_grad"):
+        if getattr(actual, attribute) != getattr(expected, attribute):
+            return f"differs in {attribute}."
+    return _value_difference(
+        actual.detach().to_dense(), expected.detach().to_dense(), reassociated
+    )
+
+
+def _value_difference(
+    actual: Tensor, expected: Tensor, reassociated: bool | torch.dtype
+) -> str | None:
+    """Say how the values of two dense tensors with equal metadata differ."""
+    wrong = ~_equal(actual, expected)
+    inexact = actual.is_floating_point() or actual.is_complex()
+    close = inexact and bool(_close(actual, expected, reassociated).all())
+    if not wrong.any() or (reassociated and close):
+        return None
+    index = tuple(wrong.nonzero()[0].tolist())
+    message = (
+        f"differs in value: {int(wrong.sum())} of {wrong.numel()} elements, first at "
+        f"index {index}: {actual[index].item()!r}, expected {expected[index].item()!r}."
+    )
+    if close:
+        message += (
+            " They agree to rounding: if the same sum may be added up in another order"
+            " here, pass reassociated=True."
+        )
+    return message
+
+
+def _equal(actual: Tensor, expected: Tensor) -> Tensor:
+    return (actual == expected) | (actual.isnan() & expected.isnan())
+
+
+def _close(
+    actual: Tensor, expected: Tensor, reassociated: bool | torch.dtype
+) -> Tensor:
+    """Equal to rounding: within 64 units in the last place of the largest value."""
+    dtype = reassociated if isinstance(reassociated, torch.dtype) else actual.dtype
+    exact = _equal(actual, expected)
+    size = expected.abs().double()
+    largest = (
+        size[size.isfinite()].max() if size.isfinite().any() else size.new_zeros(())
+    )
+    wide = torch.complex128 if actual.is_complex() else torch.float64
+    error = (actual.to(wide) - expected.to(wide)).abs()
+    return exact | (error <= 64 * torch.finfo(dtype).eps * largest)
+
+
+def _describe(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return f"{type(leaf).__name__} {leaf!r}"
+    name = str(leaf.dtype).removeprefix("torch.")
+    layout = "" if leaf.layout == torch.strided else f" {leaf.layout}"
+    return (
+        f"{name}{list(leaf.shape)}{layout} on {leaf.device}, "
+        f"requires_grad={leaf.requires_grad}"
+    )
