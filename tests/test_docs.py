@@ -1,0 +1,43 @@
+"""Every Python example in the README and the docs runs, page by page, in order."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page):
+    """The examples of a page, each with the line it starts at."""
+    text = page.read_text()
+    for match in BLOCK.finditer(text):
+        yield text.count("\n", 0, match.start(1)), match[1]
+
+
+WITH_EXAMPLES = [page for page in PAGES if any(blocks(page))]
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)
+def test_the_examples_of_the_page_run(page):
+    namespace = {"__name__": "example"}
+    for line, code in blocks(page):
+        # Blank lines in front make a traceback name the line in the page.
+        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+
+
+def test_the_readme_and_the_quickstart_have_examples():
+    assert {"README.md", "quickstart.md"} <= {page.name for page in WITH_EXAMPLES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_point_at_files(page):
+    for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
+        # Notebooks are copied next to the pages when the docs are built.
+        path = page.parent / target
+        if page.parent.name == "docs" and target.startswith("notebooks/"):
+            path = ROOT / target
+        assert path.exists(), f"{page.name} links to {target}"
