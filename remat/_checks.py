@@ -1,0 +1,110 @@
+"""Checks that a call is what remat takes it for.
+
+`reached_leaves` finds tensors that were used without being inputs, `Escape` refuses a gradient that goes around the outputs, and
+`Watch` refuses to read an input that changed since the forward.
+
+Invariant: each raises an error; none changes a value. Rejected: comparing contents, which would cost a copy of every input.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from remat._compat import AccumulateGrad, is_held
+from remat._errors import CaptureError, MutationError
+
+
+def reached_leaves(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[int]:
+    """Return the indices of the `leaves` that the graph of `outs` reaches.
+
+    Raises:
+        CaptureError: it reaches another leaf, one that was not made inside the function.
+    """
+    index = {id(t): i for i, t in enumerate(leaves)}
+    used = set()
+    todo = [o.grad_fn for o in outs if o.requires_grad]
+    seen = set(todo)
+    if None in seen:
+        raise CaptureError(_RETURNED_LEAF)
+    while todo:
+        node = todo.pop()
+        if type(node) is AccumulateGrad:
+            i = index.get(id(node.variable))
+            if i is not None:
+                used.add(i)
+            elif is_held(node):
+                raise CaptureError(_NOT_LIFTED.format(what=describe(node.variable)))
+            continue
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                todo.append(parent)
+    return sorted(used)
+
+
+def describe(tensor: Tensor) -> str:
+    """Write a tensor's dtype, shape and device."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} on {tensor.device}"
+
+
+_NOT_LIFTED = (
+    "a tensor that requires grad is used but is no input of the call: {what}. remat finds tensors in arguments, closures, "
+    "defaults, globals, bound objects and modules, but not this one. Pass it as an argument."
+)
+_RETURNED_LEAF = (
+    "a leaf that requires grad is returned but is no input of the call. Return a tensor computed from the inputs, "
+    "or pass the leaf as an argument."
+)
+
+
+class Escape:
+    """Refuses gradients that reach a forward's leaves by a way around its outputs."""
+
+    __slots__ = ("armed", "label")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.armed = False
+
+    def __call__(self, grad: Tensor) -> None:
+        del grad
+        if self.armed:
+            raise CaptureError(_ESCAPED.format(label=self.label))
+
+
+_ESCAPED = (
+    "remat: a tensor computed inside {label} left it other than by being returned (kept in a list, an attribute or a "
+    "global, say) and is now differentiated, but its graph was dropped after the forward. Return it instead."
+)
+
+
+class Watch(TorchDispatchMode):
+    """Refuses any operation that reads the storages given, by name."""
+
+    def __init__(self, storages: Mapping[int, str]) -> None:
+        super().__init__()
+        self._storages = storages
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        # A detached alias reads nothing.
+        if func is not torch.ops.aten.detach.default:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    name = self._storages.get(leaf.untyped_storage()._cdata)
+                    if name is not None:
+                        raise MutationError(_CHANGED.format(name=name, func=func))
+        return func(*args, **(kwargs or {}))
+
+
+_CHANGED = (
+    "remat: `{name}` was changed in place between the forward and the backward, and the recomputation reads it (in {func}). "
+    "Change a copy, or change it after the backward."
+)

@@ -1,0 +1,217 @@
+"""The only module that touches private torch API, so that an upgrade has one place to look.
+
+Invariant: every name here says which upstream change would delete it.
+Rejected: a HigherOrderOperator or `torch.autograd.Function.apply` under torch.func, which need less private API but
+cost 1.2 and 2.7 million instructions a call where this costs a third of a million (torch 2.13).
+"""
+
+import functools
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import (
+    _is_any_autocast_enabled as is_autocast_active,
+    _set_grad_enabled as set_grad_enabled,
+)
+from torch._C._functorch import (
+    CGradInterpreterPtr,
+    CInterpreter,
+    CJvpInterpreterPtr,
+    TransformType,
+    _unwrap_for_grad,
+    _wrap_for_grad,
+    get_single_level_autograd_function_allowed,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+    pop_dynamic_layer_stack,
+    push_dynamic_layer_stack,
+    set_single_level_autograd_function_allowed,
+    unwrap_if_dead,
+)
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
+from torch.autograd import forward_ad, graph
+from torch.utils import _device
+from torch.utils._pytree import SUPPORTED_NODES
+
+
+# Deleted by: a public way to ask which torch.func transform is innermost.
+current_layer = peek_interpreter_stack
+# Deleted by: Function.apply doing this without inspecting signatures on each call.
+unwrap_dead = unwrap_if_dead
+# Deleted by: a static (not per call) single-level Function in functorch.
+unwrap_for_grad = _unwrap_for_grad
+wrap_for_grad = _wrap_for_grad
+
+
+# Deleted by: a public `Tensor.unwrap()` for torch.func wrappers.
+def base_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor under all torch.func wrappers."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+def requires_grad_at_any_level(tensor: Tensor) -> bool:
+    """Say whether some level, torch.func's or plain autograd, differentiates `tensor`."""
+    while not tensor.requires_grad:
+        if not is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = get_unwrapped(tensor)
+    return True
+
+
+# Deleted by: a static single-level Function in functorch.
+@contextmanager
+def single_level() -> Iterator[None]:
+    """Let `Function.apply` act on one torch.func level."""
+    before = get_single_level_autograd_function_allowed()
+    set_single_level_autograd_function_allowed(True)
+    try:
+        yield
+    finally:
+        set_single_level_autograd_function_allowed(before)
+
+
+@contextmanager
+def lowered(layer: CInterpreter) -> Iterator[None]:
+    """Run the body below a grad or jvp level, in the modes that were on when that level was entered."""
+    if layer.key() == TransformType.Grad:
+        set_grad_enabled(CGradInterpreterPtr(layer).prevGradMode())
+        set_forward_ad(True)
+    else:
+        set_grad_enabled(True)
+        set_forward_ad(CJvpInterpreterPtr(layer).prevFwdGradMode())
+    popped = pop_dynamic_layer_stack()
+    try:
+        yield
+    finally:
+        push_dynamic_layer_stack(popped)
+
+
+Flat = tuple[Any, ...]
+
+
+# Deleted by: `torch.func.vmap` returning the out_dims that a function has, and a public unbatch.
+def batched(
+    leaves: Sequence[Tensor],
+    lower: Callable[[Flat, Flat, int, str], tuple[Flat, Flat]],
+) -> Flat:
+    """Send a call below the innermost vmap level.
+
+    `lower(physical, in_dims, batch_size, randomness)` is called there and gives `(outputs, out_dims)`.
+    """
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    level = interpreter.level()
+    physical, in_dims = unwrap_batched(tuple(leaves), level)
+    size, randomness = interpreter.batch_size(), interpreter.randomness()
+    with interpreter.lower():
+        outs, dims = lower(physical, in_dims, size, randomness)
+    return wrap_batched(outs, dims, level) if outs else ()
+
+
+batch = restore_vmap
+
+
+# Deleted by: a public `forward_ad.is_active()`.
+def dual_level_active() -> bool:
+    """Say whether a `forward_ad.dual_level` is open."""
+    return forward_ad._current_level >= 0
+
+
+set_forward_ad = torch._C._set_fwd_grad_enabled
+forward_ad_enabled = forward_ad._set_fwd_grad_enabled
+
+
+# Deleted by: torch.get_default_device() not allocating a tensor to find out.
+def current_device() -> torch.device | None:
+    """Return the device of the innermost `torch.device` context, if any."""
+    return _device.CURRENT_DEVICE
+
+
+# Deleted by: `torch.compiler.disable` not importing Dynamo at decoration.
+eager_only = torch._disable_dynamo
+
+
+# Deleted by: `Tensor.detach` keeping tangents.
+def detach_dual(tensor: Tensor) -> Tensor:
+    """Detach from reverse mode only."""
+    primal, tangent = forward_ad.unpack_dual(tensor)
+    if tangent is None or not torch._C._is_fwd_grad_enabled():
+        return primal.detach()
+    return forward_ad.make_dual(primal.detach().requires_grad_(), tangent.detach())
+
+
+# Deleted by: saved tensors that tell which of them changed.
+def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+    """Return what was saved, changed in place since or not: telling what changed is the reader's part.
+
+    Raises:
+        RuntimeError: torch's own, where something changed and torch (before 2.12) cannot say more.
+    """
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raw = ctx._raw_saved_tensors
+        if not all(hasattr(s, "data") for s in raw):
+            raise
+        return tuple(s.data for s in raw)
+
+
+# Deleted by: `forward_ad.unpack_dual` working where forward AD is disabled.
+def without_tangent(tensor: Tensor) -> Tensor:
+    """Return the primal of a tensor that may be dual, below torch.func."""
+    if current_layer() is None and dual_level_active():
+        return forward_ad.unpack_dual(tensor).primal
+    return tensor
+
+
+# Deleted by: a public copy-on-write clone.
+def snapshot(tensor: Tensor) -> Tensor | None:
+    """Return a copy that shares memory until either is written, or None where storage cannot do that."""
+    if type(tensor) is not Tensor:
+        return None
+    try:
+        return torch._lazy_clone(tensor)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def is_shared(copy: Tensor) -> bool:
+    """Say whether a `snapshot` was never written."""
+    return torch._C._is_cow_tensor(copy)
+
+
+# Deleted by: `Tensor.register_hook` costing as little as this (a handle, a weak reference and a dict each).
+def on_backward(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` when a gradient reaches the leaf `tensor`, which has no other hook."""
+    tensor._backward_hooks = OrderedDict({0: hook})
+
+
+# Deleted by: nodes that tell when they were made (AccumulateGrad has no sequence number).
+@functools.cache
+def _references_to_unheld() -> int:
+    with torch.enable_grad():
+        root = torch.zeros((), requires_grad=True) * 2.0
+    node: Any = graph.get_gradient_edge(root).node
+    return sys.getrefcount(node.next_functions[0][0].variable)
+
+
+def is_held(leaf_node: Any) -> bool:
+    """Say whether anything but the graph refers to the leaf of an AccumulateGrad node."""
+    return sys.getrefcount(leaf_node.variable) > _references_to_unheld()
+
+
+# Deleted by: a public name for the node that accumulates into a leaf.
+with torch.enable_grad():
+    AccumulateGrad: type = type(
+        graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
+    )

@@ -1,0 +1,20 @@
+"""The errors a user of remat may want to catch.
+
+All are `RematError`, itself a `RuntimeError`: what remat refuses, it refuses at run time.
+"""
+
+
+class RematError(RuntimeError):
+    """Base class of the errors that remat raises itself."""
+
+
+class RecomputeError(RematError):
+    """The recomputation did something other than the forward did."""
+
+
+class MutationError(RematError):
+    """A tensor that the recomputation reads was changed in place."""
+
+
+class CaptureError(RematError):
+    """The function uses outside state that cannot be made an input of the call."""

@@ -1,0 +1,274 @@
+"""The transform: one Function that evaluates programs, each of whose rules is again a program.
+
+    forward(program, *leaves)      run the program, keep only its inputs
+    backward(ctx, *cotangents)  =  call(Vjp(program), *inputs, *cotangents)
+    jvp(ctx, *tangents)         =  call(Jvp(program), *inputs, *tangents)
+    vmap(in_dims)               =  dispatch(Batch(program, in_dims), ...) one level down
+
+Invariant: a graph made here retains the inputs of a call and nothing computed in it, at every level and every order. That is
+why a backward is itself a call: `torch.func.grad` retains the graph of the backward, and with it whatever an inline
+recomputation had saved (it would save nothing at all).
+Rejected: one Function a level, made anew on each call (functorch's way, eight times the cost), and `jvp` as plain code (silent
+zeros for jacfwd of jacfwd).
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from remat._compat import (
+    TransformType,
+    batch,
+    batched,
+    current_layer,
+    dual_level_active,
+    forward_ad_enabled,
+    lowered,
+    requires_grad_at_any_level,
+    saved_tensors,
+    single_level,
+    unwrap_dead,
+    unwrap_for_grad,
+    without_tangent,
+    wrap_for_grad,
+)
+from remat._program import Facts, Program, detached, has_derivatives
+from remat._types import Outputs
+
+
+def call(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
+    """Evaluate `program`, differentiably at every level."""
+    leaves = [unwrap_dead(t) for t in leaves]
+    if not torch.is_grad_enabled():
+        return program.run(*leaves)
+    needs = [requires_grad_at_any_level(t) for t in leaves]
+    if not any(needs):
+        return program.run(*leaves)
+    program.facts.needs = needs
+    program.facts.exact = current_layer() is None
+    return dispatch(program, leaves)
+
+
+def dispatch(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
+    """Evaluate `program` by the innermost torch.func transform."""
+    layer = current_layer()
+    if layer is None:
+        return Remat.apply(None, program, *leaves)
+    if layer.key() == TransformType.Vmap:
+        return batched(leaves, functools.partial(_dispatch_batch, program))
+    with single_level():
+        return Remat.apply(layer, program, *leaves)
+
+
+def _dispatch_batch(
+    program: Program,
+    leaves: tuple[Any, ...],
+    in_dims: tuple[Any, ...],
+    size: int,
+    randomness: str,
+) -> tuple[Any, Any]:
+    inner = Batch(program, in_dims, size, randomness)
+    outs = dispatch(inner, leaves)
+    kept = [in_dims[i] for i in program.facts.kept]
+    return tuple(outs), (*inner.out_dims, *kept)
+
+
+class Remat(Function):
+    """Evaluates a program at one level: the base (`layer` None), or a grad or jvp level of torch.func."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Record past `Function.apply`, which inspects signatures on each call and sends torch.func's levels elsewhere."""
+        return super(Function, cls).apply(*args)
+
+    @staticmethod
+    def forward(ctx: Any, layer: Any, program: Program, *leaves: Tensor) -> Any:
+        """Evaluate here, or one level down, and save the inputs."""
+        ctx.program = program
+        ctx.set_materialize_grads(False)
+        if layer is None:
+            forward_mode = dual_level_active()
+            outs = program.evaluate(leaves)
+        else:
+            forward_mode = layer.key() == TransformType.Jvp
+            outs = _evaluate_below(layer, program, leaves)
+        facts = program.facts
+        inputs = list(leaves)
+        for i, before in zip(reversed(facts.kept), reversed(outs), strict=False):
+            inputs[i] = before
+        ctx.save_for_backward(*inputs)
+        if forward_mode:
+            ctx.save_for_forward(*inputs)
+            constant = [o for o in outs if o is not None and not has_derivatives(o)]
+        else:
+            pairs = zip(outs, facts.differentiable, strict=True)
+            constant = [o for o, d in pairs if o is not None and not d]
+        if constant:
+            ctx.mark_non_differentiable(*constant)
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        """Call the program's vjp for the gradients wanted here, given the cotangents that exist."""
+        program: Program = ctx.program
+        needs = ctx.needs_input_grad
+        given = [j for j, ct in enumerate(cotangents) if ct is not None]
+        wanted = [i for i in program.facts.used if needs[i + 2]]
+        grads: list[Tensor | None] = [None] * len(needs)
+        if wanted and given:
+            primals = saved_tensors(ctx)
+            rule = Vjp(program, len(primals), wanted, given)
+            cts = [cotangents[j] for j in given]
+            for i, grad in zip(wanted, call(rule, [*primals, *cts]), strict=True):
+                grads[i + 2] = grad
+        return tuple(grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _layer: Any, _program: Any, *tangents: Tensor | None) -> Any:
+        """Call the program's jvp for the tangents that exist."""
+        program: Program = ctx.program
+        given = [i for i, t in enumerate(tangents) if t is not None]
+        primals = [without_tangent(t) for t in ctx.saved_tensors]
+        rule = Jvp(program, len(primals), given)
+        return tuple(call(rule, [*primals, *(tangents[i] for i in given)]))
+
+
+def _evaluate_below(
+    layer: Any, program: Program, leaves: Sequence[Tensor]
+) -> list[Any]:
+    level = layer.level()
+    below = [unwrap_for_grad(t, level) for t in leaves]
+    with lowered(layer):
+        outs = dispatch(program, below)
+    return [None if o is None else wrap_for_grad(o, level) for o in outs]
+
+
+# --- Derived programs ---
+
+
+class Vjp(Program):
+    """`(*primals, *cotangents) -> gradients` of a program, for the primals wanted and the outputs given cotangents."""
+
+    __slots__ = ("_arity", "_given", "_of", "_wanted")
+
+    def __init__(
+        self, of: Program, arity: int, wanted: Sequence[int], given: Sequence[int]
+    ) -> None:
+        self.facts = Facts(used=range(arity + len(given)))
+        self._of, self._arity, self._wanted, self._given = of, arity, wanted, given
+
+    def run(self, *leaves: Tensor) -> Outputs:
+        """Recompute the program and pull the cotangents back through it."""
+        primals, cts = leaves[: self._arity], leaves[self._arity :]
+        if current_layer() is not None:
+            return self._pull_back_under_transforms(primals, cts)
+        # Plain autograd: torch.func.vjp costs twice as much.
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
+        if not recorded:
+            primals = detached(primals, self._of.facts.needs)
+        with torch.enable_grad():
+            outs = self._of.run(*primals)
+        pairs = zip((outs[j] for j in self._given), cts, strict=True)
+        pairs = [(o, ct) for o, ct in pairs if o is not None and o.requires_grad]
+        if not pairs:
+            return (None,) * len(self._wanted)
+        return torch.autograd.grad(
+            [o for o, _ in pairs],
+            [primals[i] for i in self._wanted],
+            [ct for _, ct in pairs],
+            create_graph=recorded,
+            allow_unused=True,
+        )
+
+    def _pull_back_under_transforms(
+        self, primals: Sequence[Tensor], cts: Sequence[Tensor]
+    ) -> Outputs:
+        def of_wanted(*wanted: Tensor) -> Outputs:
+            outs = self._of.run(*_replace(primals, self._wanted, wanted))
+            return tuple(outs[j] for j in self._given)
+
+        _, pull_back = torch.func.vjp(of_wanted, *(primals[i] for i in self._wanted))
+        return pull_back(tuple(cts))
+
+
+class Jvp(Program):
+    """`(*primals, *tangents) -> tangents` of a program, for the primals that are given tangents."""
+
+    __slots__ = ("_arity", "_given", "_of")
+
+    def __init__(self, of: Program, arity: int, given: Sequence[int]) -> None:
+        self.facts = Facts(used=range(arity + len(given)))
+        self._of, self._arity, self._given = of, arity, given
+
+    def run(self, *leaves: Tensor) -> Outputs:
+        """Recompute the program and push the tangents forward through it."""
+        primals, tangents = leaves[: self._arity], leaves[self._arity :]
+        if current_layer() is None and dual_level_active():
+            return self._push_dual(primals, tangents)
+        positions: list[int] = []
+        count = 0
+
+        def of_given(*given: Tensor) -> Outputs:
+            nonlocal positions, count
+            outs = self._of.run(*_replace(primals, self._given, given))
+            positions = [j for j, o in enumerate(outs) if has_derivatives(o)]
+            count = len(outs)
+            return tuple(outs[j] for j in positions)
+
+        given = tuple(primals[i] for i in self._given)
+        _, pushed = torch.func.jvp(of_given, given, tuple(tangents))
+        return tuple(_replace([None] * count, positions, pushed))
+
+    def _push_dual(
+        self, primals: Sequence[Tensor], tangents: Sequence[Tensor]
+    ) -> Outputs:
+        # torch.func.jvp would open a second dual level, which torch refuses.
+        with forward_ad_enabled(True):
+            duals = [
+                forward_ad.make_dual(primals[i], t)
+                for i, t in zip(self._given, tangents, strict=True)
+            ]
+            outs = self._of.run(*_replace(primals, self._given, duals))
+            return tuple(None if o is None else _tangent(o) for o in outs)
+
+
+class Batch(Program):
+    """A program under vmap: the same call, seen from below that level."""
+
+    __slots__ = ("_how", "_of", "out_dims")
+
+    def __init__(
+        self, of: Program, in_dims: tuple[Any, ...], size: int, randomness: str
+    ) -> None:
+        self.facts = of.facts
+        self.out_dims: tuple[Any, ...] = ()
+        self._of, self._how = of, (in_dims, size, randomness)
+
+    def run(self, *leaves: Tensor) -> Outputs:
+        """Evaluate the program on every element of the batch."""
+        outs, self.out_dims = batch(self._of.run, *self._how)(*leaves)
+        return outs
+
+    @property
+    def forward(self) -> Any:
+        return getattr(self._of, "forward", None)
+
+    def evaluate(self, leaves: Sequence[Tensor]) -> list[Any]:
+        """Evaluate at the base level; if the call has not been evaluated yet, be its forward."""
+        forward = self.forward
+        return super().evaluate(leaves) if forward is None else forward(self, leaves)
+
+
+def _replace(values: Sequence[Any], where: Sequence[int], by: Sequence[Any]) -> list[Any]:
+    replaced = list(values)
+    for i, value in zip(where, by, strict=True):
+        replaced[i] = value
+    return replaced
+
+
+def _tangent(tensor: Tensor) -> Tensor | None:
+    return forward_ad.unpack_dual(tensor).tangent

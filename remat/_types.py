@@ -1,0 +1,15 @@
+"""Shared vocabulary: what flows between modules. No behaviour.
+
+`Leaf` is `Any` on purpose: a pytree leaf is whatever the user put there, and no narrower type is true.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+
+Leaf: TypeAlias = Any
+Leaves: TypeAlias = tuple[Tensor, ...]
+Outputs: TypeAlias = tuple[Tensor | None, ...]
+Fn: TypeAlias = Callable[..., Any]
