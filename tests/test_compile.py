@@ -1,0 +1,76 @@
+"""Under torch.compile: the table in docs/compile.md, on each backend."""
+
+import pytest
+import torch
+
+from remat import remat
+from remat.testing import count_ops
+
+
+# Dynamo and inductor warn of their own deprecations and of slow numerics.
+pytestmark = pytest.mark.filterwarnings("default")
+
+BACKENDS = ["eager", "aot_eager", "inductor"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    torch._dynamo.reset()
+    yield request.param
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def weight():
+    return torch.randn(4, 4, requires_grad=True)
+
+
+x = torch.randn(3, 4)
+
+
+def body(w, x):
+    return torch.tanh(torch.sin(x @ w)).sum()
+
+
+def gradient(fn, w):
+    return torch.autograd.grad(fn(w, x), w)[0]
+
+
+def test_compiled_loss_then_backward(backend, weight):
+    compiled = torch.compile(remat(body), backend=backend)
+    torch.testing.assert_close(gradient(compiled, weight), gradient(body, weight))
+
+
+def test_compiled_func_grad(backend, weight):
+    w = weight.detach()
+    compiled = torch.compile(torch.func.grad(remat(body)), backend=backend)
+    torch.testing.assert_close(compiled(w, x), torch.func.grad(body)(w, x))
+
+
+def test_compiled_step_with_backward_inside(backend, weight):
+    def step(w):
+        remat(body)(w, x).backward()
+
+    torch.compile(step, backend=backend)(weight)
+    torch.testing.assert_close(weight.grad, gradient(body, weight))
+
+
+def test_a_compiled_dropout_inside_draws_the_same_mask_again(backend, weight):
+    def dropped(w):
+        return torch.nn.functional.dropout(x @ w, 0.5)
+
+    compiled = torch.compile(dropped, backend=backend)
+    out = remat(lambda w: (compiled(w) ** 2).sum())(weight)
+    out.backward()
+    # Homogeneous of degree 2: this is 1 if both passes drew the same mask.
+    euler = (weight * weight.grad).sum() / (2 * out)
+    torch.testing.assert_close(euler, torch.ones(()))
+
+
+def test_the_compiled_part_is_recomputed(weight):
+    torch._dynamo.reset()
+    inner = torch.compile(lambda w: (x @ w).sin(), backend="eager")
+    out = remat(lambda w: inner(w).sum())(weight)
+    with count_ops() as backward:
+        out.backward()
+    assert backward["mm"] == 2  # once again, and once for the gradient
