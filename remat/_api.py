@@ -31,14 +31,15 @@ class Rematerialized(Generic[P, R]):
         else:
             functools.update_wrapper(self, fn)
         self._where = where
+        self._label = f"`{getattr(fn,'__qualname__',type(fn).__name__)}` (rematerialized at {self._where})"
 
     def __call__(self, /, *args, **kwargs):
         fn = self.__wrapped__
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        program = Primal(fn, f"`{getattr(fn,'__qualname__',type(fn).__name__)}` (rematerialized at {self._where})", args, kwargs)
+        program = Primal(fn, self._label, args, kwargs)
         leaves, program.leaves = program.leaves, []
-        if not any(requires_grad_at_any_level(t) for t in leaves):
+        if True not in [requires_grad_at_any_level(t) for t in leaves]:
             return fn(*args, **kwargs)
         outs = call(program, leaves)
         return program.out.join(outs, leaves)

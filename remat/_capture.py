@@ -29,12 +29,12 @@ from torch import Tensor, nn
 
 from remat import _tree
 from remat._errors import CaptureError
+from remat._types import Fn
 
 
 # --- What a search finds -------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
 class Found:
     """The tensors and generators that one call refers to.
 
@@ -46,10 +46,13 @@ class Found:
             registered buffer.
     """
 
-    tensors: list[Tensor] = field(default_factory=list)
-    origins: list["Path"] = field(default_factory=list)
-    generators: list[torch.Generator] = field(default_factory=list)
-    buffers: dict[int, bool] = field(default_factory=dict)
+    __slots__ = ("buffers", "generators", "origins", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.origins: list[Path] = []
+        self.generators: list[torch.Generator] = []
+        self.buffers: dict[int, bool] = {}
 
 
 # The position of an argument, `None` for the function itself, or a chain of `(parent, text)` down from one of them.
@@ -213,6 +216,16 @@ _INERT = frozenset(
         staticmethod, classmethod, property, threading.Thread, weakref.ref, weakref.WeakKeyDictionary,
     }
 )  # fmt: skip
+
+
+def refers_to_nothing(fn: Fn) -> bool:
+    """Say quickly that a function plainly refers to no tensor: the common case, on every call."""
+    if type(fn) is not types.FunctionType:
+        return False
+    if fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__:
+        return False
+    scope = fn.__globals__
+    return all(type(scope.get(n)) in _INERT for n in _names(fn.__code__).loaded)
 
 
 class Search:

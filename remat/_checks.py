@@ -32,17 +32,15 @@ def reached_leaves(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[int]:
         raise CaptureError(_RETURNED_LEAF)
     while todo:
         node = todo.pop()
-        if type(node) is AccumulateGrad:
-            i = index.get(id(node.variable))
-            if i is not None:
-                used.add(i)
-            elif is_held(node):
-                raise CaptureError(_NOT_LIFTED.format(what=describe(node.variable)))
-            continue
-        for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
-                seen.add(parent)
-                todo.append(parent)
+        if type(node) is not AccumulateGrad:
+            for parent, _ in node.next_functions:
+                if parent is not None and parent not in seen:
+                    seen.add(parent)
+                    todo.append(parent)
+        elif (i := index.get(id(node.variable))) is not None:
+            used.add(i)
+        elif is_held(node):
+            raise CaptureError(_NOT_LIFTED.format(what=describe(node.variable)))
     return sorted(used)
 
 

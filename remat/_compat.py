@@ -8,8 +8,7 @@ cost 1.2 and 2.7 million instructions a call where this costs a third of a milli
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +39,8 @@ from torch.autograd import forward_ad, graph
 from torch.utils import _device
 from torch.utils._pytree import SUPPORTED_NODES
 
+from remat._types import Leaves, Outputs
+
 
 # Deleted by: a public way to ask which torch.func transform is innermost.
 current_layer = peek_interpreter_stack
@@ -67,30 +68,44 @@ def requires_grad_at_any_level(tensor: Tensor) -> bool:
     return True
 
 
+class grad_mode:  # noqa: N801
+    """`torch.set_grad_enabled` without the function-decorator machinery: a tenth of the cost."""
+
+    __slots__ = ("_before", "_mode")
+
+    def __init__(self, mode: bool) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        set_grad_enabled(self._mode)
+
+    def __exit__(self, *_: object) -> None:
+        set_grad_enabled(self._before)
+
+
 # Deleted by: a static single-level Function in functorch.
-@contextmanager
-def single_level() -> Iterator[None]:
-    """Let `Function.apply` act on one torch.func level."""
+def apply_at_level(apply: Callable[..., Any], *args: Any) -> Any:
+    """Call a Function's `apply` on one torch.func level, which torch allows only if told so."""
     before = get_single_level_autograd_function_allowed()
     set_single_level_autograd_function_allowed(True)
     try:
-        yield
+        return apply(*args)
     finally:
         set_single_level_autograd_function_allowed(before)
 
 
-@contextmanager
-def lowered(layer: CInterpreter) -> Iterator[None]:
-    """Run the body below a grad or jvp level, in the modes that were on when that level was entered."""
-    if layer.key() == TransformType.Grad:
-        set_grad_enabled(CGradInterpreterPtr(layer).prevGradMode())
-        set_forward_ad(True)
-    else:
-        set_grad_enabled(True)
-        set_forward_ad(CJvpInterpreterPtr(layer).prevFwdGradMode())
+def call_below(layer: CInterpreter, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` below a grad or jvp level, in the modes that were on when that level was entered.
+
+    To be called in a Function's forward, which restores the modes itself.
+    """
+    is_grad = layer.key() == TransformType.Grad
+    set_grad_enabled(not is_grad or CGradInterpreterPtr(layer).prevGradMode())
+    set_forward_ad(is_grad or CJvpInterpreterPtr(layer).prevFwdGradMode())
     popped = pop_dynamic_layer_stack()
     try:
-        yield
+        return fn(*args)
     finally:
         push_dynamic_layer_stack(popped)
 
@@ -137,6 +152,16 @@ def current_device() -> torch.device | None:
 
 # Deleted by: `torch.compiler.disable` not importing Dynamo at decoration.
 eager_only = torch._disable_dynamo
+
+
+# Deleted by: `torch.autograd.grad` not checking again what the engine checks (a third of its cost on small graphs).
+def pull_back(
+    outs: Leaves, cotangents: Leaves, inputs: Leaves, create_graph: bool
+) -> Outputs:
+    """Run the engine from `outs` to `inputs`, freeing the graph unless another is made of it."""
+    return torch.autograd.Variable._execution_engine.run_backward(
+        outs, cotangents, create_graph, create_graph, inputs, True, accumulate_grad=False
+    )
 
 
 # Deleted by: `Tensor.detach` keeping tangents.

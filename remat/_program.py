@@ -12,8 +12,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from remat import _tree
 from remat._ambient import Ambient
-from remat._capture import Search, bind
+from remat._capture import Search, bind, refers_to_nothing
 from remat._checks import Escape, Watch, reached_leaves
 from remat._compat import (
     base_tensor,
@@ -36,23 +35,25 @@ from remat._errors import CaptureError, MutationError, RecomputeError
 from remat._types import Fn, Leaf, Outputs
 
 
-@dataclass(slots=True, eq=False)
 class Facts:
     """What is known of a call of a program, at whichever level it is looked at.
 
     Attributes:
         needs: which leaves require grad, at any level.
         exact: whether evaluating it must tell which outputs require grad.
-        used: the leaves that some output depends on differentiably.
+        used: the leaves that some output may depend on differentiably.
         differentiable: which outputs do.
         kept: the leaves that the forward updated in place; their values from before follow the outputs.
     """
 
-    needs: Sequence[bool] = ()
-    exact: bool = False
-    used: Sequence[int] = ()
-    differentiable: Sequence[bool] = ()
-    kept: Sequence[int] = ()
+    __slots__ = ("differentiable", "exact", "kept", "needs", "used")
+
+    def __init__(self, needs: list[bool], *, exact: bool) -> None:
+        self.needs = needs
+        self.exact = exact
+        self.used: Sequence[int] = range(len(needs))
+        self.differentiable: list[bool] = []
+        self.kept: list[int] = []
 
 
 class Program:
@@ -92,27 +93,49 @@ def detached(leaves: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+def _flatten(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Leaf], _tree.Treedef | None]:
+    """Flatten the arguments; `None` in place of a treedef stands for positional leaves, the common case."""
+    if not kwargs:
+        for value in args:
+            if type(value) is not Tensor:
+                break
+        else:
+            return list(args), None
+    return _tree.flatten((args, kwargs))
+
+
 class Out:
     """The structure of a function's outputs.
 
     Attributes:
-        treedef: how the leaves below make up the value returned.
+        treedef: how the leaves make up the value returned; `None` for a lone tensor.
         slots: for each leaf the index of an output, `~index` of an input returned as it is, or `None`.
         statics: the leaves that are no tensors, by position.
         metas: shape, dtype and device of each output.
     """
 
-    treedef: _tree.Treedef
-    slots: list[int | None]
-    statics: dict[int, Leaf]
-    metas: list[tuple[Any, ...]]
+    __slots__ = ("metas", "slots", "statics", "treedef")
+
+    def __init__(
+        self,
+        treedef: _tree.Treedef | None,
+        slots: list[int | None],
+        statics: dict[int, Leaf],
+        metas: list[tuple[Any, ...]],
+    ) -> None:
+        self.treedef, self.slots = treedef, slots
+        self.statics, self.metas = statics, metas
 
     @classmethod
-    def split(cls, value: Any, leaves: Sequence[Tensor]) -> tuple[Outputs, "Out"]:
+    def split(cls, value: Any, inputs: Sequence[Tensor]) -> tuple[Outputs, "Out"]:
         """Take a returned value apart into the tensors computed and the structure around them."""
+        known = {id(t): ~i for i, t in enumerate(inputs)}
+        if type(value) is Tensor and id(value) not in known:
+            meta = (value.shape, value.dtype, value.device)
+            return (value,), cls(None, [0], {}, [meta])
         flat, treedef = _tree.flatten(value)
-        known = {id(t): ~i for i, t in enumerate(leaves)}
         outs: list[Tensor] = []
         slots: list[int | None] = []
         statics = {}
@@ -127,20 +150,23 @@ class Out:
         metas = [(t.shape, t.dtype, t.device) for t in outs]
         return tuple(outs), cls(treedef, slots, statics, metas)
 
-    def join(self, outs: Sequence[Any], leaves: Sequence[Tensor]) -> Any:
+    def join(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> Any:
         """Rebuild the value returned."""
+        if self.treedef is None:
+            return outs[0]
         flat = [
-            self.statics[k] if s is None else outs[s] if s >= 0 else leaves[~s]
+            self.statics[k] if s is None else outs[s] if s >= 0 else inputs[~s]
             for k, s in enumerate(self.slots)
         ]
         return _tree.unflatten(self.treedef, flat)
 
     def difference(self, other: "Out") -> str | None:
         """Say how the outputs of a recomputation differ from these, if they do."""
-        if self.metas == other.metas and self.slots == other.slots:
-            same = self.treedef == other.treedef
-            return None if same else f"{other.treedef} where the forward returned {self.treedef}"
-        return f"tensors {other.metas} where the forward returned {self.metas}"
+        if self.metas != other.metas or self.slots != other.slots:
+            return f"tensors {other.metas} where the forward returned {self.metas}"
+        if self.treedef != other.treedef:
+            return f"{other.treedef} where the forward returned {self.treedef}"
+        return None
 
 
 class Primal(Program):
@@ -160,21 +186,22 @@ class Primal(Program):
     def __init__(
         self, fn: Fn, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.facts = Facts()
         self.out: Out | None = None
         self._fn, self._label = fn, label
-        values, self._treedef = _tree.flatten((args, kwargs))
+        values, self._treedef = _flatten(args, kwargs)
         search = Search()
         # Where each tensor goes, and how to rebuild what holds others; the function itself is at -1.
         self._positions: list[tuple[int, int]] = []
         self._nodes = {}
-        opaque = [(-1, fn)]
+        opaque: list[tuple[int, Any]] = []
         for k, value in enumerate(values):
             if isinstance(value, Tensor):
                 self._positions.append((k, search.tensor(value, k)))
                 values[k] = None
             else:
                 opaque.append((k, value))
+        if not refers_to_nothing(fn):
+            opaque.append((-1, fn))
         for k, value in opaque:
             node = search.visit(value, k if k >= 0 else None)
             if node is not None:
@@ -190,12 +217,8 @@ class Primal(Program):
             outs, self.out = self._call(leaves, self._generators, first=True)
             return outs
         try:
-            with self.ambient.restored(self._generators), self._unchanged(leaves):
-                private = self.ambient.private(self._generators)
-                fresh = [
-                    t.clone() if i in self.facts.kept else t for i, t in enumerate(leaves)
-                ]
-                outs, out = self._call(fresh, private, first=False)
+            with self._as_before(leaves):
+                outs, out = self._call_again(leaves)
             difference = self.out.difference(out)
             if difference is not None:
                 raise RecomputeError(_DIFFERENT.format(difference=difference))
@@ -204,6 +227,15 @@ class Primal(Program):
             raise
         return outs
 
+    def _call_again(self, leaves: Sequence[Tensor]) -> tuple[Outputs, Out]:
+        if self.facts.kept:
+            fresh = list(leaves)
+            for i in self.facts.kept:
+                fresh[i] = leaves[i].clone()
+            leaves = fresh
+        private = self.ambient.private(self._generators) if self._generators else ()
+        return self._call(leaves, private, first=False)
+
     def _call(
         self, leaves: Sequence[Tensor], generators: Sequence[torch.Generator], *, first: bool
     ) -> tuple[Outputs, Out]:
@@ -211,14 +243,18 @@ class Primal(Program):
         for k, i in self._positions:
             values[k] = leaves[i]
         if not self._nodes:
-            args, kwargs = _tree.unflatten(self._treedef, values)
-            return Out.split(self._fn(*args, **kwargs), leaves)
+            return Out.split(self._apply(self._fn, values), leaves)
         with bind(self._nodes, leaves, generators, first=first) as built:
             fn = built.pop(-1, self._fn)
             for k, value in built.items():
                 values[k] = value
-            args, kwargs = _tree.unflatten(self._treedef, values)
-            return Out.split(fn(*args, **kwargs), leaves)
+            return Out.split(self._apply(fn, values), leaves)
+
+    def _apply(self, fn: Fn, values: list[Leaf]) -> Any:
+        if self._treedef is None:
+            return fn(*values)
+        args, kwargs = _tree.unflatten(self._treedef, values)
+        return fn(*args, **kwargs)
 
     # --- The forward ---
 
@@ -229,19 +265,19 @@ class Primal(Program):
     def forward(self, program: Program, leaves: Sequence[Tensor]) -> list[Any]:
         """Evaluate for the first time, as `program`: this one, or this one under vmap."""
         facts = self.facts
-        self.ambient = Ambient.now(self._generators)
+        self.ambient = Ambient(self._generators)
         escape = Escape(self._label)
         inner = detached(leaves, facts.needs)
-        for t, need in zip(inner, facts.needs, strict=True):
-            if need:
+        for t in inner:
+            if t.requires_grad:
                 on_backward(t, escape)
-        copies = self._copy_buffers(inner)
         self._versions = [t._version for t in leaves]
+        copies = self._copy_buffers(inner)
         set_grad_enabled(True)
         outs = self._first_run(program, inner)
         escape.armed = True
         self.ambient.forward_done()
-        kept = self._update_buffers(leaves, copies)
+        kept = self._update_buffers(leaves, copies) if copies else []
         self._check_inputs(leaves, inner)
         try:
             facts.used = reached_leaves(outs, inner)
@@ -272,9 +308,11 @@ class Primal(Program):
         """Put copies in place of what may be updated, so that the values from before remain."""
         copies = {}
         for i, t in enumerate(inner):
+            if self.facts.needs[i]:
+                continue
             registered = self._buffers.get(i, False)
             # Batch norm updates its running statistics without counting it as a change: vectors, passed or captured.
-            if i in self._buffers or (t.dim() == 1 and not self.facts.needs[i]):
+            if i in self._buffers or t.dim() == 1:
                 copy = snapshot(t)
                 if copy is not None or registered:
                     inner[i] = copies[i] = t.clone() if copy is None else copy
@@ -302,30 +340,35 @@ class Primal(Program):
         return kept
 
     def _check_inputs(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
+        needs, kept = self.facts.needs, self.facts.kept
+        changed = self._versions != [t._version for t in leaves]
+        if not changed and needs == [t.requires_grad for t in inner]:
+            return
         for i, t in enumerate(leaves):
-            if t._version != self._versions[i] and i not in self.facts.kept:
-                raise MutationError(
-                    _IN_PLACE.format(name=self.name_of(i), label=self._label)
-                )
-            if inner[i].requires_grad and not self.facts.needs[i]:
-                raise MutationError(
-                    _REQUIRES_GRAD.format(name=self.name_of(i), label=self._label)
-                )
+            if t._version != self._versions[i] and i not in kept:
+                message = _IN_PLACE
+            elif not needs[i] and inner[i].requires_grad:
+                message = _REQUIRES_GRAD
+            else:
+                continue
+            raise MutationError(
+                message.format(name=self.name_of(i), label=self._label)
+            )
 
     # --- Recomputation ---
 
-    def _unchanged(self, leaves: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """Refuse to read leaves that changed since the forward."""
-        changed = {
-            i: base
-            for i, t in enumerate(leaves)
-            if (base := base_tensor(t))._version != self._versions[i]
-        }
-        if not changed:
-            return nullcontext()
-        return Watch(
-            {t.untyped_storage()._cdata: self.name_of(i) for i, t in changed.items()}
-        )
+    def _as_before(self, leaves: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """Restore the ambient state, and refuse to read leaves that changed since the forward."""
+        state = self.ambient.restored(self._generators)
+        bases = [base_tensor(t) for t in leaves]
+        if [t._version for t in bases] == self._versions:
+            return state
+        both = contextlib.ExitStack()
+        both.enter_context(state)
+        changed = [i for i, t in enumerate(bases) if t._version != self._versions[i]]
+        names = {bases[i].untyped_storage()._cdata: self.name_of(i) for i in changed}
+        both.enter_context(Watch(names))
+        return both
 
     def name_of(self, index: int) -> str:
         """Write where an input comes from, as the function's author would."""
@@ -335,6 +378,8 @@ class Primal(Program):
             text = part + text
         if root is None:
             return text.lstrip(".")
+        if self._treedef is None:
+            return argument_name(self._fn, f"[0][{root}]") + text
         return argument_name(self._fn, _tree.paths(self._treedef)[root]) + text
 
 

@@ -22,15 +22,17 @@ from torch.autograd import Function, forward_ad
 
 from remat._compat import (
     TransformType,
+    apply_at_level,
     batch,
     batched,
+    call_below,
     current_layer,
     dual_level_active,
     forward_ad_enabled,
-    lowered,
+    grad_mode,
+    pull_back,
     requires_grad_at_any_level,
     saved_tensors,
-    single_level,
     unwrap_dead,
     unwrap_for_grad,
     without_tangent,
@@ -42,14 +44,13 @@ from remat._types import Outputs
 
 def call(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     """Evaluate `program`, differentiably at every level."""
-    leaves = [unwrap_dead(t) for t in leaves]
     if not torch.is_grad_enabled():
         return program.run(*leaves)
+    leaves = [unwrap_dead(t) for t in leaves]
     needs = [requires_grad_at_any_level(t) for t in leaves]
-    if not any(needs):
+    if True not in needs:
         return program.run(*leaves)
-    program.facts.needs = needs
-    program.facts.exact = current_layer() is None
+    program.facts = Facts(needs, exact=current_layer() is None)
     return dispatch(program, leaves)
 
 
@@ -57,11 +58,14 @@ def dispatch(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     """Evaluate `program` by the innermost torch.func transform."""
     layer = current_layer()
     if layer is None:
-        return Remat.apply(None, program, *leaves)
+        if program.facts.exact or dual_level_active() or _records(leaves):
+            return Remat.apply(None, program, *leaves)
+        # Only levels above differentiate: nothing is to be saved down here.
+        with grad_mode(False):
+            return program.evaluate(leaves)
     if layer.key() == TransformType.Vmap:
         return batched(leaves, functools.partial(_dispatch_batch, program))
-    with single_level():
-        return Remat.apply(layer, program, *leaves)
+    return apply_at_level(Remat.apply, layer, program, *leaves)
 
 
 def _dispatch_batch(
@@ -97,27 +101,26 @@ class Remat(Function):
             forward_mode = layer.key() == TransformType.Jvp
             outs = _evaluate_below(layer, program, leaves)
         facts = program.facts
-        inputs = list(leaves)
-        for i, before in zip(reversed(facts.kept), reversed(outs), strict=False):
-            inputs[i] = before
-        ctx.save_for_backward(*inputs)
+        if facts.kept:
+            leaves = _replace(leaves, facts.kept, outs[-len(facts.kept) :])
+        ctx.save_for_backward(*leaves)
+        differentiable = facts.differentiable
         if forward_mode:
-            ctx.save_for_forward(*inputs)
-            constant = [o for o in outs if o is not None and not has_derivatives(o)]
-        else:
-            pairs = zip(outs, facts.differentiable, strict=True)
-            constant = [o for o, d in pairs if o is not None and not d]
-        if constant:
-            ctx.mark_non_differentiable(*constant)
+            ctx.save_for_forward(*leaves)
+            differentiable = [has_derivatives(o) for o in outs]
+        if False in differentiable:
+            pairs = zip(outs, differentiable, strict=True)
+            ctx.mark_non_differentiable(*[o for o, d in pairs if o is not None and not d])
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         """Call the program's vjp for the gradients wanted here, given the cotangents that exist."""
         program: Program = ctx.program
-        needs = ctx.needs_input_grad
-        given = [j for j, ct in enumerate(cotangents) if ct is not None]
-        wanted = [i for i in program.facts.used if needs[i + 2]]
+        needs, facts = ctx.needs_input_grad, program.facts
+        pairs = zip(cotangents, facts.differentiable, strict=True)
+        given = [j for j, (ct, d) in enumerate(pairs) if d and ct is not None]
+        wanted = [i for i in facts.used if needs[i + 2]]
         grads: list[Tensor | None] = [None] * len(needs)
         if wanted and given:
             primals = saved_tensors(ctx)
@@ -142,8 +145,7 @@ def _evaluate_below(
 ) -> list[Any]:
     level = layer.level()
     below = [unwrap_for_grad(t, level) for t in leaves]
-    with lowered(layer):
-        outs = dispatch(program, below)
+    outs = call_below(layer, dispatch, program, below)
     return [None if o is None else wrap_for_grad(o, level) for o in outs]
 
 
@@ -158,41 +160,32 @@ class Vjp(Program):
     def __init__(
         self, of: Program, arity: int, wanted: Sequence[int], given: Sequence[int]
     ) -> None:
-        self.facts = Facts(used=range(arity + len(given)))
         self._of, self._arity, self._wanted, self._given = of, arity, wanted, given
 
     def run(self, *leaves: Tensor) -> Outputs:
         """Recompute the program and pull the cotangents back through it."""
         primals, cts = leaves[: self._arity], leaves[self._arity :]
         if current_layer() is not None:
-            return self._pull_back_under_transforms(primals, cts)
+            return self._run_under_transforms(primals, cts)
         # Plain autograd: torch.func.vjp costs twice as much.
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
+        recorded = _records(leaves)
         if not recorded:
             primals = detached(primals, self._of.facts.needs)
-        with torch.enable_grad():
+        with grad_mode(True):
             outs = self._of.run(*primals)
-        pairs = zip((outs[j] for j in self._given), cts, strict=True)
-        pairs = [(o, ct) for o, ct in pairs if o is not None and o.requires_grad]
-        if not pairs:
-            return (None,) * len(self._wanted)
-        return torch.autograd.grad(
-            [o for o, _ in pairs],
-            [primals[i] for i in self._wanted],
-            [ct for _, ct in pairs],
-            create_graph=recorded,
-            allow_unused=True,
-        )
+        outs = tuple([outs[j] for j in self._given])
+        inputs = tuple([primals[i] for i in self._wanted])
+        return pull_back(outs, cts, inputs, recorded)
 
-    def _pull_back_under_transforms(
+    def _run_under_transforms(
         self, primals: Sequence[Tensor], cts: Sequence[Tensor]
     ) -> Outputs:
         def of_wanted(*wanted: Tensor) -> Outputs:
             outs = self._of.run(*_replace(primals, self._wanted, wanted))
             return tuple(outs[j] for j in self._given)
 
-        _, pull_back = torch.func.vjp(of_wanted, *(primals[i] for i in self._wanted))
-        return pull_back(tuple(cts))
+        _, pull = torch.func.vjp(of_wanted, *(primals[i] for i in self._wanted))
+        return pull(cts)
 
 
 class Jvp(Program):
@@ -201,7 +194,6 @@ class Jvp(Program):
     __slots__ = ("_arity", "_given", "_of")
 
     def __init__(self, of: Program, arity: int, given: Sequence[int]) -> None:
-        self.facts = Facts(used=range(arity + len(given)))
         self._of, self._arity, self._given = of, arity, given
 
     def run(self, *leaves: Tensor) -> Outputs:
@@ -261,6 +253,10 @@ class Batch(Program):
         """Evaluate at the base level; if the call has not been evaluated yet, be its forward."""
         forward = self.forward
         return super().evaluate(leaves) if forward is None else forward(self, leaves)
+
+
+def _records(leaves: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and True in [t.requires_grad for t in leaves]
 
 
 def _replace(values: Sequence[Any], where: Sequence[int], by: Sequence[Any]) -> list[Any]:
