@@ -316,7 +316,7 @@ def parse_options(tokens: Tensor) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--layers", type=positive_int, default=8, help="number of blocks")
+    add("--layers", type=positive_int, default=6, help="number of blocks")
     add("--width", type=positive_int, default=128, help="size of the residual stream")
     add(
         "--heads",
@@ -330,8 +330,8 @@ def parse_options(tokens: Tensor) -> argparse.Namespace:
         default=128,
         help="characters that the model sees",
     )
-    add("--batch", type=positive_int, default=8, help="windows of text in a step")
-    add("--steps", type=positive_int, default=100, help="steps of training, each twice")
+    add("--batch", type=positive_int, default=16, help="windows of text in a step")
+    add("--steps", type=positive_int, default=120, help="steps of training, each twice")
     add("--lr", type=positive_float, default=1e-3, help="learning rate of AdamW")
     add("--seed", type=seed, default=0, help="of the parameters and the batches")
     add("--out", type=Path, default=Path("out"), help="folder for the plot")
