@@ -327,7 +327,7 @@ def parse_options(tokens: Tensor) -> argparse.Namespace:
     add(
         "--context",
         type=positive_int,
-        default=128,
+        default=64,
         help="characters that the model sees",
     )
     add("--batch", type=positive_int, default=16, help="windows of text in a step")
