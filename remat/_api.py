@@ -1,59 +1,174 @@
 """`remat`: the decorator, and the callable it returns.
 
-Invariant: with nothing to differentiate, calling it is calling the function. Rejected: a plain closure, which could neither be
-pickled nor rebuilt around other captured tensors by an outer remat.
+Invariant: with nothing to differentiate, calling it is calling the function.
+Rejected: a closure for the callable, which could not be pickled, or rebuilt around other captured tensors by an outer remat.
 """
-from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import types
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import torch
+from torch import nn
 
 from remat._compat import requires_grad_at_any_level
-from remat._errors import RematError
 from remat._program import Primal
 from remat._transform import call
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Rng = Literal["replay", "error"]
+Prune = Literal["auto"] | bool
+
+
+@overload
+def remat(
+    fn: Callable[P, R],
+    /,
+    *,
+    policy: None = None,
+    prune: Prune = "auto",
+    rng: Rng = "replay",
+) -> "Rematerialized[P, R]": ...
+@overload
+def remat(
+    fn: None = None,
+    /,
+    *,
+    policy: None = None,
+    prune: Prune = "auto",
+    rng: Rng = "replay",
+) -> "Callable[[Callable[P, R]], Rematerialized[P, R]]": ...
+def remat(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    policy: None = None,
+    prune: Prune = "auto",
+    rng: Rng = "replay",
+) -> Any:
+    """Return a function equal to `fn` whose derivatives recompute its intermediate values instead of storing them.
+
+    Between the forward and the backward only the inputs of a call stay alive: the tensors in its arguments, and those that `fn`
+    reaches through closures, defaults, globals, bound objects and modules. The backward runs `fn` again on the same tensors, in the
+    same random, autocast and device state, and differentiates that. A backward is itself such a call, so the same holds under
+    `torch.func` transforms and for higher derivatives. With nothing to differentiate, calling the result is calling `fn`.
+
+    Use it as `remat(fn)`, `@remat` or `@remat(...)`, on functions, methods, partials, callable objects and modules. (A module is
+    called, not wrapped: keep the module itself registered with its parent, and write `remat(self.block)(x)`.)
+
+    Args:
+        fn: the function. Its arguments and results are pytrees; leaves that are no tensors pass through.
+        policy: which values may be stored. Only `None` (none) in this release.
+        prune: whether a recomputation leaves out what the backward does not need. It does nothing yet; results never depend on it.
+        rng: `"replay"` restores the global random streams for a recomputation; `"error"` refuses a `fn` that draws from them.
+
+    Returns:
+        A callable with the signature, name and docstring of `fn`, also available as `__wrapped__`.
+
+    Raises:
+        NotImplementedError: for a policy.
+        TypeError: `fn` is not callable.
+        ValueError: an option has no such value.
+        RematError: on a call, where the function does what cannot be recomputed: see its subclasses.
+
+    Source: the transform is JAX's `jax.checkpoint`; the trade of time for memory is Griewank's (1992).
+
+    Example:
+        >>> from remat.testing import count_ops
+        >>> def f(x):
+        ...     return x.sin().sin().sum()
+        >>> x = torch.ones(3)
+        >>> with count_ops() as plain:
+        ...     df = torch.func.grad(f)(x)
+        >>> with count_ops() as ops:
+        ...     assert torch.equal(torch.func.grad(remat(f))(x), df)
+        >>> plain["sin"], ops["sin"]
+        (2, 4)
+    """
+    _check(policy, prune, rng)
+    caller = sys._getframe(1)
+    where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    if fn is None:
+        return functools.partial(Rematerialized, where=where, rng=rng)
+    return Rematerialized(fn, where, rng)
+
+
+def _check(policy: object, prune: object, rng: object) -> None:
+    if policy is not None:
+        raise NotImplementedError(f"remat: policy={policy!r}: only None so far")
+    if prune not in ("auto", True, False):
+        raise ValueError(f"remat: prune={prune!r}: use 'auto', True or False")
+    if rng not in ("replay", "error"):
+        raise ValueError(f"remat: rng={rng!r}: use 'replay' or 'error'")
 
 
 class Rematerialized(Generic[P, R]):
-    def __init__(self, fn, options, where):
-        if isinstance(fn, torch.nn.Module) or not hasattr(fn,'__name__'):
+    """What `remat` returns.
+
+    Attributes:
+        __wrapped__: the function. Attributes not set here are the function's.
+    """
+
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, fn: Callable[P, R], where: str, rng: Rng) -> None:
+        if isinstance(fn, classmethod):
+            raise TypeError("remat: write @classmethod above @remat, not below")
+        if not callable(fn):
+            raise TypeError(f"remat: {fn!r} is not callable")
+        if isinstance(fn, nn.Module) or not hasattr(fn, "__qualname__"):
             self.__wrapped__ = fn
+            name = type(fn).__qualname__
         else:
             functools.update_wrapper(self, fn)
-        self._where = where
-        self._label = f"`{getattr(fn,'__qualname__',type(fn).__name__)}` (rematerialized at {self._where})"
+            name = fn.__qualname__
+        self._where, self._rng = where, rng
+        self._label = f"`{name}` (rematerialized at {where})"
 
-    def __call__(self, /, *args, **kwargs):
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function; record it for recomputation if something is to be differentiated."""
         fn = self.__wrapped__
+        # While Dynamo traces, the function is inlined: Dynamo drops a Function's backward under torch.func.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        program = Primal(fn, self._label, args, kwargs)
-        leaves, program.leaves = program.leaves, []
+        program = Primal(fn, self._label, args, kwargs, self._rng)
+        leaves = program.take_leaves()
         if True not in [requires_grad_at_any_level(t) for t in leaves]:
             return fn(*args, **kwargs)
-        outs = call(program, leaves)
-        return program.out.join(outs, leaves)
+        return program.join(call(program, leaves), leaves)
 
-    def __get__(self, instance, owner=None):
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def __remat_rewrap__(self, fn):
-        return Rematerialized(fn, None, self._where)
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+    def __repr__(self) -> str:
+        return f"remat({self.__wrapped__!r})"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if _find(self) is self:
+            return self.__qualname__
+        return Rematerialized, (self.__wrapped__, self._where, self._rng)
+
+    def __remat_rewrap__(self, fn: Callable[P, R]) -> "Rematerialized[P, R]":
+        """Return the same transform of `fn`, which is `__wrapped__` rebuilt around other tensors."""
+        return Rematerialized(fn, self._where, self._rng)
 
 
-def remat(fn=None, /, *, policy=None, prune="auto", rng="replay"):
-    frame = sys._getframe(1)
-    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    if fn is None:
-        return lambda fn: Rematerialized(fn, None, where)
-    return Rematerialized(fn, None, where)
+def _find(decorated: Any) -> Any:
+    """Return what stands under the name of `decorated`: itself, if it was made by decorating."""
+    try:
+        found: Any = importlib.import_module(decorated.__module__)
+        for part in decorated.__qualname__.split("."):
+            found = getattr(found, part)
+    except (AttributeError, ImportError):
+        return None
+    return found

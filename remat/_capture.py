@@ -1,13 +1,12 @@
 """Lift the tensors that a function refers to without being passed them.
 
-`search` walks a function's closure, defaults, globals, bound arguments and modules, and the opaque objects among its
-arguments. What it finds become inputs of the call; `bind` runs the function on other tensors in their place.
+`Search` walks a function's closure, defaults, globals, bound arguments and modules, and the opaque objects among its arguments.
+What it finds become inputs of the call; `build` rebuilds what was searched around other tensors, for one run.
 
-Invariant: outside `bind` nothing the user owns is changed, save for what the function itself changed in its first run.
-Functions are rebuilt around new cells, so other threads and plain calls never see ours; modules and objects are shared by
-what they are, so their entries are swapped for the duration, under a re-entrant lock per object.
-Rejected: differentiating the user's own tensors (their gradient hooks would run twice) and `torch.func.functional_call`
-(parameters only, not thread-safe).
+Invariant: nothing the user owns changes, save that `pass_on` hands over what the function itself assigned in its first run. A
+function is rebuilt with new cells, a module or object as a shallow replica, so no other thread and no plain call ever sees our tensors.
+Rejected: swapping the parameters of the user's own modules for the duration. Code in another thread then reads a stand-in for
+`module.weight`, lock or no lock. Differentiating the user's own tensors would run their gradient hooks twice.
 """
 
 import dis
@@ -19,9 +18,8 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -189,21 +187,51 @@ class _FunctionNode(_Composite):
         return new
 
 
+class _SetNode(_Composite):
+    __slots__ = ()
+
+    def _build(self, run: "_Run") -> Any:
+        children = self.children
+        parts = enumerate(self.value)
+        return type(self.value)(
+            children[k].build(run) if k in children else v for k, v in parts
+        )
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return what an object holds, in its `__dict__` and its slots."""
+    attributes = dict(getattr(value, "__dict__", ()))
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                attributes[name] = getattr(value, name)
+    return attributes
+
+
 class _ObjectNode(_Composite):
-    """A module or an object: itself, with entries swapped."""
+    """A module or an object: a replica with entries of its own."""
 
     __slots__ = ()
 
     def _build(self, run: "_Run") -> Any:
-        run.owners[id(self.value)] = self.value
+        cls = type(self.value)
+        replica = cls.__new__(cls)
         # Before the children are built: one of them may refer to this very object.
-        run.built[id(self)] = self.value
+        run.built[id(self)] = replica
+        entries = _attributes(self.value)
+        own = {mapping for mapping, _ in self.children if mapping is not None}
+        for mapping in own:
+            entries[mapping] = entries[mapping].copy()
         for (mapping, name), child in self.children.items():
-            entry = vars(self.value) if mapping is None else vars(self.value)[mapping]
-            built = child.build(run)
-            if built is not entry.get(name):
-                run.swaps.append((entry, name, built))
-        return self.value
+            (entries if mapping is None else entries[mapping])[name] = child.build(run)
+        for name, value in entries.items():
+            object.__setattr__(replica, name, value)
+        for mapping in own:
+            registry = vars(self.value)[mapping]
+            run.registries.append((registry, entries[mapping], entries[mapping].copy()))
+        run.replicas.append((self.value, replica, entries))
+        return replica
 
 
 # --- The search ----------------------------------------------------------------------------------------------------
@@ -231,10 +259,11 @@ def refers_to_nothing(fn: Fn) -> bool:
 class Search:
     """One walk over what a call refers to."""
 
-    __slots__ = ("_index", "_memo", "found")
+    __slots__ = ("_compiled", "_index", "_memo", "found")
 
     def __init__(self) -> None:
         self.found = Found()
+        self._compiled = False
         self._index: dict[int, int] = {}
         self._memo: dict[int, _Node | None] = {}
 
@@ -290,9 +319,16 @@ class Search:
         return self._memo[known]
 
     def _function(self, fn: types.FunctionType, path: Path) -> _Node | None:
-        if fn.__closure__ is None and fn.__defaults__ is None and fn.__kwdefaults__ is None and _is_installed(fn):  # fmt: skip
+        if not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__) and _is_installed(fn):
             return None
-        return self._composite(_FunctionNode(fn), _function_parts(fn), path)
+        outer = self._compiled
+        # Compiled code looks its own parts up in the globals it was compiled with: those cannot be other ones.
+        self._compiled = outer or hasattr(fn, "_torchdynamo_orig_callable")
+        searched = not (self._compiled or _is_installed(fn))
+        parts = _function_parts(fn, with_globals=searched)
+        node = self._composite(_FunctionNode(fn), parts, path)
+        self._compiled = outer
+        return node
 
     def _tree(self, value: Any, path: Path) -> _Node | None:
         if not value:
@@ -331,12 +367,11 @@ class Search:
         if id(module) in self._memo:
             return self._memo[id(module)]
         node = self._memo[id(module)] = _ObjectNode(module)
-        with lock_of(module):
-            for name, value in vars(module).items():
-                if name == "_parameters" or name == "_buffers":
-                    self._registered(node, name, value, path)
-                elif type(value) not in _INERT:
-                    self._entry(node, name, value, path)
+        for name, value in vars(module).items():
+            if name == "_parameters" or name == "_buffers":
+                self._registered(node, name, value, path)
+            elif type(value) not in _INERT:
+                self._entry(node, name, value, path)
         self._memo[id(module)] = node.settle()
         return self._memo[id(module)]
 
@@ -360,15 +395,17 @@ class Search:
             node.children[None, name] = child
 
     def _object(self, value: Any, path: Path) -> _Node | None:
-        entries = getattr(value, "__dict__", None)
-        if not entries or isinstance(value, (type, enum.Enum)) or _is_standard(value):
+        if isinstance(value, (type, enum.Enum)) or _is_standard(value):
             return None
         return self._namespace(value, path)
 
     def _namespace(self, value: Any, path: Path) -> _Node | None:
-        with lock_of(value):
-            parts = [((None, k), v, f".{k}") for k, v in vars(value).items()]
-        return self._composite(_ObjectNode(value), iter(parts), path)
+        parts = (((None, k), v, f".{k}") for k, v in _attributes(value).items())
+        return self._composite(_ObjectNode(value), parts, path)
+
+    def _set(self, value: Any, path: Path) -> _Node | None:
+        parts = ((k, v, f"[{k}]") for k, v in enumerate(value))
+        return self._composite(_SetNode(value), parts, path)
 
 
 def _is_standard(value: Any) -> bool:
@@ -388,6 +425,7 @@ _VISITS: dict[type, Callable[[Search, Any, Path], _Node | None]] = {
     functools.partial: Search._partial,
     types.SimpleNamespace: Search._namespace,
     **dict.fromkeys((list, tuple, dict), Search._tree),
+    **dict.fromkeys((set, frozenset), Search._set),
 }
 
 
@@ -410,7 +448,9 @@ def _visit_of(kind: type) -> Callable[[Search, Any, Path], _Node | None]:
     return Search._object
 
 
-def _function_parts(fn: types.FunctionType) -> Iterator[tuple[Any, Any, str]]:
+def _function_parts(
+    fn: types.FunctionType, *, with_globals: bool
+) -> Iterator[tuple[Any, Any, str]]:
     for i, cell in enumerate(fn.__closure__ or ()):
         try:
             yield ("cell", i), cell.cell_contents, fn.__code__.co_freevars[i]
@@ -420,7 +460,7 @@ def _function_parts(fn: types.FunctionType) -> Iterator[tuple[Any, Any, str]]:
         yield ("__defaults__", 0), fn.__defaults__, "defaults"
     if fn.__kwdefaults__:
         yield ("__kwdefaults__", 0), fn.__kwdefaults__, "defaults"
-    if not _is_installed(fn):
+    if with_globals:
         scope = fn.__globals__
         for name in _names(fn.__code__).loaded:
             yield ("global", name), scope.get(name), name
@@ -472,71 +512,49 @@ def _is_installed(fn: types.FunctionType) -> bool:
 
 # --- Running on other tensors --------------------------------------------------------------------------------------
 
-_LOCKS: dict[int, Any] = {}
 
-
-def lock_of(owner: Any) -> Any:
-    """Return the re-entrant lock of a module or object whose entries are swapped."""
-    lock = _LOCKS.get(id(owner))
-    if lock is None:
-        lock = _LOCKS.setdefault(id(owner), threading.RLock())
-        try:
-            weakref.finalize(owner, _LOCKS.pop, id(owner), None)
-        except TypeError:  # cannot be weakly referenced: its lock stays
-            pass
-    return lock
-
-
-@dataclass(slots=True, eq=False)
 class _Run:
-    """What building for one run has made, and must be undone or passed on after it."""
+    """What building for one run has made, with what it was made from."""
 
-    tensors: Sequence[Tensor]
-    generators: Sequence[torch.Generator]
-    built: dict[int, Any] = field(default_factory=dict)
-    owners: dict[int, Any] = field(default_factory=dict)
-    swaps: list[tuple[MutableMapping[str, Any], str, Any]] = field(default_factory=list)
-    cells: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    scopes: list[tuple[Any, dict[str, Any], dict[str, Any]]] = field(default_factory=list)  # fmt: skip
-    copies: list[tuple[Any, Any, Any, list[Any]]] = field(default_factory=list)
+    __slots__ = ("built", "cells", "copies", "generators", "registries", "replicas", "scopes", "tensors")
+
+    def __init__(
+        self, tensors: Sequence[Tensor], generators: Sequence[torch.Generator]
+    ) -> None:
+        self.tensors, self.generators = tensors, generators
+        self.built: dict[int, Any] = {}
+        self.cells: list[tuple[Any, Any, Any]] = []
+        self.scopes: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+        self.copies: list[tuple[Any, Any, Any, list[Any]]] = []
+        self.registries: list[tuple[dict[str, Any], ...]] = []
+        self.replicas: list[tuple[Any, Any, dict[str, Any]]] = []
 
 
-@contextmanager
-def bind(
+def build(
     nodes: Mapping[int, _Node],
     tensors: Sequence[Tensor],
     generators: Sequence[torch.Generator],
-    *,
-    first: bool,
-) -> Iterator[dict[int, Any]]:
-    """Yield the searched values rebuilt around `tensors` and `generators`.
+) -> tuple[dict[int, Any], _Run]:
+    """Rebuild searched values around `tensors` and `generators`.
 
     Args:
         nodes: what `Search.visit` returned, under any keys.
         tensors: stand in for `Found.tensors`.
         generators: stand in for `Found.generators`.
-        first: pass on what the body assigns to captured names and attributes; otherwise discard it.
+
+    Returns:
+        The values, and the run that `pass_on` takes.
     """
     run = _Run(tensors, generators)
-    values = {key: node.build(run) for key, node in nodes.items()}
-    with ExitStack() as stack:
-        for owner in sorted(run.owners):
-            stack.enter_context(lock_of(run.owners[owner]))
-        before = [mapping.get(name) for mapping, name, _ in run.swaps]
-        for mapping, name, new in run.swaps:
-            mapping[name] = new
-        try:
-            yield values
-        finally:
-            for (mapping, name, new), old in zip(run.swaps, before, strict=True):
-                if not first or mapping.get(name) is new:
-                    mapping[name] = old
-    if first:
-        _pass_on(run)
+    return {key: node.build(run) for key, node in nodes.items()}, run
 
 
-def _pass_on(run: _Run) -> None:
-    """Let the function's own assignments to captured variables reach them."""
+def pass_on(run: _Run) -> None:
+    """Let what the function assigned to captured names and attributes reach those.
+
+    Raises:
+        CaptureError: it changed a captured container that holds tensors.
+    """
     for original, cell, ours in run.cells:
         if cell.cell_contents is not ours:
             original.cell_contents = cell.cell_contents
@@ -544,6 +562,19 @@ def _pass_on(run: _Run) -> None:
         for name in _names(fn.__code__).stored:
             if scope.get(name) is not before.get(name):
                 fn.__globals__[name] = scope[name]
+    for original, ours, before in run.registries:
+        for name in ours.keys() | before.keys():
+            if name not in ours:
+                original.pop(name, None)
+            elif ours[name] is not before.get(name):
+                original[name] = ours[name]
+    for original, replica, before in run.replicas:
+        now = _attributes(replica)
+        for name in now.keys() | before.keys():
+            if name not in now:
+                object.__delattr__(original, name)
+            elif now[name] is not before.get(name):
+                object.__setattr__(original, name, now[name])
     for original, copy, treedef, leaves in run.copies:
         now, now_treedef = _tree.flatten(copy)
         if now_treedef != treedef or any(

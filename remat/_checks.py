@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from remat._compat import AccumulateGrad, is_held
+from remat._compat import AccumulateGrad, is_held, is_of_level_above
 from remat._errors import CaptureError, MutationError
 
 
@@ -51,7 +52,7 @@ def describe(tensor: Tensor) -> str:
 
 
 _NOT_LIFTED = (
-    "a tensor that requires grad is used but is no input of the call: {what}. remat finds tensors in arguments, closures, "
+    "a tensor that is differentiated or batched is used but is no input of the call: {what}. remat finds tensors in arguments, closures, "
     "defaults, globals, bound objects and modules, but not this one. Pass it as an argument."
 )
 _RETURNED_LEAF = (
@@ -79,6 +80,19 @@ _ESCAPED = (
     "remat: a tensor computed inside {label} left it other than by being returned (kept in a list, an attribute or a "
     "global, say) and is now differentiated, but its graph was dropped after the forward. Return it instead."
 )
+
+
+class Foreign(TorchFunctionMode):
+    """Refuses tensors of a torch.func level that is not on the stack: they were used without being inputs."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and is_of_level_above(leaf):
+                raise CaptureError(_NOT_LIFTED.format(what=describe(leaf)))
+        return func(*args, **(kwargs or {}))
 
 
 class Watch(TorchDispatchMode):

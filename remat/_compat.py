@@ -27,6 +27,7 @@ from torch._C._functorch import (
     get_single_level_autograd_function_allowed,
     get_unwrapped,
     is_functorch_wrapped_tensor,
+    maybe_get_level,
     peek_interpreter_stack,
     pop_dynamic_layer_stack,
     push_dynamic_layer_stack,
@@ -57,6 +58,14 @@ def base_tensor(tensor: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
+
+
+def is_of_level_above(tensor: Tensor) -> bool:
+    """Say whether a tensor belongs to a torch.func level above the innermost one that is active."""
+    if not is_functorch_wrapped_tensor(tensor):
+        return False
+    layer = peek_interpreter_stack()
+    return maybe_get_level(tensor) > (layer.level() if layer is not None else 0)
 
 
 def requires_grad_at_any_level(tensor: Tensor) -> bool:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from remat import _tree
 from remat._ambient import Ambient
-from remat._capture import Search, bind, refers_to_nothing
-from remat._checks import Escape, Watch, reached_leaves
+from remat._capture import Search, build, pass_on, refers_to_nothing
+from remat._checks import Escape, Foreign, Watch, reached_leaves
 from remat._compat import (
     base_tensor,
     detach_dual,
@@ -31,7 +31,7 @@ from remat._compat import (
     set_grad_enabled,
     snapshot,
 )
-from remat._errors import CaptureError, MutationError, RecomputeError
+from remat._errors import CaptureError, MutationError, RecomputeError, RematError
 from remat._types import Fn, Leaf, Outputs
 
 
@@ -44,9 +44,11 @@ class Facts:
         used: the leaves that some output may depend on differentiably.
         differentiable: which outputs do.
         kept: the leaves that the forward updated in place; their values from before follow the outputs.
+        views: the outputs that are views of a leaf, and of which.
+        batched: whether a vmap lies between here and the base.
     """
 
-    __slots__ = ("differentiable", "exact", "kept", "needs", "used")
+    __slots__ = ("batched", "differentiable", "exact", "kept", "needs", "used", "views")
 
     def __init__(self, needs: list[bool], *, exact: bool) -> None:
         self.needs = needs
@@ -54,6 +56,8 @@ class Facts:
         self.used: Sequence[int] = range(len(needs))
         self.differentiable: list[bool] = []
         self.kept: list[int] = []
+        self.views: dict[int, int] = {}
+        self.batched = False
 
 
 class Program:
@@ -76,6 +80,7 @@ class Program:
         set_grad_enabled(True)
         outs = list(self.run(*detached(leaves, facts.needs)))
         facts.differentiable = [o is not None and o.requires_grad for o in outs]
+        set_grad_enabled(False)
         return [None if o is None else o.detach() for o in outs]
 
 
@@ -169,25 +174,39 @@ class Out:
         return None
 
 
+def _views(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[int, int]:
+    """Return which outputs are views of which leaves."""
+    views = {}
+    for j, o in enumerate(outs):
+        if o._is_view():
+            for i, leaf in enumerate(leaves):
+                if o._base is leaf:
+                    views[j] = i
+    return views
+
+
 class Primal(Program):
     """One call of a user's function.
 
     Attributes:
-        leaves: the tensors of the call, cleared once it has started.
         out: the structure of its outputs, once the forward has run.
-        ambient: the state that recomputations restore.
     """
 
     __slots__ = (
-        "_buffers", "_fn", "_generators", "_label", "_nodes", "_origins", "_positions", "_treedef", "_values", "_versions",
-        "ambient", "leaves", "out",
+        "_ambient", "_buffers", "_fn", "_generators", "_label", "_leaves", "_nodes", "_origins", "_positions", "_rng",
+        "_treedef", "_values", "_versions", "out",
     )  # fmt: skip
 
     def __init__(
-        self, fn: Fn, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        fn: Fn,
+        label: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rng: str = "replay",
     ) -> None:
         self.out: Out | None = None
-        self._fn, self._label = fn, label
+        self._fn, self._label, self._rng = fn, label, rng
         values, self._treedef = _flatten(args, kwargs)
         search = Search()
         # Where each tensor goes, and how to rebuild what holds others; the function itself is at -1.
@@ -208,8 +227,18 @@ class Primal(Program):
                 self._nodes[k] = node
         self._values = values
         found = search.found
-        self.leaves, self._origins = found.tensors, found.origins
+        self._leaves, self._origins = found.tensors, found.origins
         self._generators, self._buffers = found.generators, found.buffers
+
+    def take_leaves(self) -> list[Tensor]:
+        """Return the tensors of the call, and forget them."""
+        leaves, self._leaves = self._leaves, []
+        return leaves
+
+    def join(self, outs: Sequence[Any], leaves: Sequence[Tensor]) -> Any:
+        """Rebuild the value that the function returned."""
+        assert self.out is not None
+        return self.out.join(outs, leaves)
 
     def run(self, *leaves: Tensor) -> Outputs:
         """Recompute, in the state of the forward; the first time, be the forward."""
@@ -233,7 +262,7 @@ class Primal(Program):
             for i in self.facts.kept:
                 fresh[i] = leaves[i].clone()
             leaves = fresh
-        private = self.ambient.private(self._generators) if self._generators else ()
+        private = self._ambient.private(self._generators) if self._generators else ()
         return self._call(leaves, private, first=False)
 
     def _call(
@@ -244,11 +273,14 @@ class Primal(Program):
             values[k] = leaves[i]
         if not self._nodes:
             return Out.split(self._apply(self._fn, values), leaves)
-        with bind(self._nodes, leaves, generators, first=first) as built:
-            fn = built.pop(-1, self._fn)
-            for k, value in built.items():
-                values[k] = value
-            return Out.split(self._apply(fn, values), leaves)
+        built, run = build(self._nodes, leaves, generators)
+        fn = built.pop(-1, self._fn)
+        for k, value in built.items():
+            values[k] = value
+        result = Out.split(self._apply(fn, values), leaves)
+        if first:
+            pass_on(run)
+        return result
 
     def _apply(self, fn: Fn, values: list[Leaf]) -> Any:
         if self._treedef is None:
@@ -265,7 +297,7 @@ class Primal(Program):
     def forward(self, program: Program, leaves: Sequence[Tensor]) -> list[Any]:
         """Evaluate for the first time, as `program`: this one, or this one under vmap."""
         facts = self.facts
-        self.ambient = Ambient(self._generators)
+        self._ambient = Ambient(self._generators)
         escape = Escape(self._label)
         inner = detached(leaves, facts.needs)
         for t in inner:
@@ -276,7 +308,10 @@ class Primal(Program):
         set_grad_enabled(True)
         outs = self._first_run(program, inner)
         escape.armed = True
-        self.ambient.forward_done()
+        self._ambient.forward_done()
+        if self._rng == "error" and self._ambient.drew_globally:
+            devices = ", ".join(self._ambient.drew_globally)
+            raise RematError(_DREW.format(label=self._label, devices=devices))
         kept = self._update_buffers(leaves, copies) if copies else []
         self._check_inputs(leaves, inner)
         try:
@@ -284,11 +319,18 @@ class Primal(Program):
         except CaptureError as error:
             raise CaptureError(f"remat: in {self._label}, {error}") from None
         facts.differentiable = [o.requires_grad for o in outs] + [False] * len(kept)
-        return [*(o.detach() for o in outs), *kept]
+        facts.views = _views(outs, inner)
+        set_grad_enabled(False)
+        return [*[o.detach() for o in outs], *kept]
 
     def _first_run(self, program: Program, inner: list[Tensor]) -> Outputs:
         try:
-            return program.run(*inner)
+            if self.facts.exact or not _is_new(self._fn):
+                return program.run(*inner)
+            with Foreign():
+                return program.run(*inner)
+        except CaptureError as error:
+            raise CaptureError(f"remat: in {self._label}, {error}") from None
         except RuntimeError as error:
             if "a leaf Variable that requires grad" not in str(error):
                 raise
@@ -299,7 +341,7 @@ class Primal(Program):
     def _find_changed(self, program: Program, inner: list[Tensor]) -> str:
         """Name the input that torch refused to change in place, by letting it happen to copies."""
         copies = [t.detach().clone() for t in inner]
-        with contextlib.suppress(Exception), torch.no_grad(), self.ambient.restored():
+        with contextlib.suppress(Exception), torch.no_grad(), torch.random.fork_rng():
             program.run(*copies)
         names = [self.name_of(i) for i, t in enumerate(copies) if t._version]
         return names[0] if names else "an input"
@@ -359,7 +401,7 @@ class Primal(Program):
 
     def _as_before(self, leaves: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Restore the ambient state, and refuse to read leaves that changed since the forward."""
-        state = self.ambient.restored(self._generators)
+        state = self._ambient.restored(self._generators)
         bases = [base_tensor(t) for t in leaves]
         if [t._version for t in bases] == self._versions:
             return state
@@ -381,6 +423,21 @@ class Primal(Program):
         if self._treedef is None:
             return argument_name(self._fn, f"[0][{root}]") + text
         return argument_name(self._fn, _tree.paths(self._treedef)[root]) + text
+
+
+# Functions that ran once under torch.func without using what is not theirs, oldest first.
+_PROVEN: dict[int, Any] = {}
+
+
+def _is_new(fn: Fn) -> bool:
+    """Say whether code like this has not been evaluated below torch.func before."""
+    key = getattr(fn, "__code__", None) or type(fn)
+    if id(key) in _PROVEN:
+        return False
+    if len(_PROVEN) >= 4096:
+        del _PROVEN[next(iter(_PROVEN))]
+    _PROVEN[id(key)] = key
+    return True
 
 
 def argument_name(fn: Fn, path: str) -> str:
@@ -405,6 +462,10 @@ def argument_name(fn: Fn, path: str) -> str:
 _DIFFERENT = (
     "remat: the recomputation gave {difference}. The function must compute the same thing twice: if it depends on outside "
     "state that changed, pass that state as an argument."
+)
+_DREW = (
+    "remat: {label} drew from the global random stream of: {devices}, which rng='error' refuses. "
+    "Pass a torch.Generator and draw from it."
 )
 _IN_PLACE = (
     "remat: `{name}` was changed in place inside {label}. A recomputation would start from the changed value: "

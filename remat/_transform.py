@@ -103,6 +103,8 @@ class Remat(Function):
         facts = program.facts
         if facts.kept:
             leaves = _replace(leaves, facts.kept, outs[-len(facts.kept) :])
+        if facts.views and not facts.batched:
+            outs = _as_views(outs, leaves, facts.views)
         ctx.save_for_backward(*leaves)
         differentiable = facts.differentiable
         if forward_mode:
@@ -237,6 +239,7 @@ class Batch(Program):
         self, of: Program, in_dims: tuple[Any, ...], size: int, randomness: str
     ) -> None:
         self.facts = of.facts
+        self.facts.batched = True
         self.out_dims: tuple[Any, ...] = ()
         self._of, self._how = of, (in_dims, size, randomness)
 
@@ -253,6 +256,18 @@ class Batch(Program):
         """Evaluate at the base level; if the call has not been evaluated yet, be its forward."""
         forward = self.forward
         return super().evaluate(leaves) if forward is None else forward(self, leaves)
+
+
+def _as_views(
+    outs: Sequence[Any], leaves: Sequence[Tensor], views: dict[int, int]
+) -> list[Any]:
+    """Make outputs that share an input's memory views of it, so that torch refuses to change them in place."""
+    outs = list(outs)
+    for j, i in views.items():
+        o = outs[j]
+        if o.dtype == leaves[i].dtype:
+            outs[j] = leaves[i].as_strided(o.size(), o.stride(), o.storage_offset())
+    return outs
 
 
 def _records(leaves: Sequence[Tensor]) -> bool:
