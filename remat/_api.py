@@ -14,9 +14,9 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch import nn
 
-from remat._compat import requires_grad_at_any_level
+from remat._compat import unwrap_dead
 from remat._program import Primal
-from remat._transform import call
+from remat._transform import record
 
 
 P = ParamSpec("P")
@@ -137,10 +137,9 @@ class Rematerialized(Generic[P, R]):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         program = Primal(fn, self._label, args, kwargs, self._rng)
-        leaves = program.take_leaves()
-        if True not in [requires_grad_at_any_level(t) for t in leaves]:
-            return fn(*args, **kwargs)
-        return program.join(call(program, leaves), leaves)
+        leaves = [unwrap_dead(t) for t in program.take_leaves()]
+        outs = record(program, leaves)
+        return fn(*args, **kwargs) if outs is None else program.join(outs, leaves)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

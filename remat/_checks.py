@@ -32,16 +32,17 @@ def reached_leaves(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[int]:
     if None in seen:
         raise CaptureError(_RETURNED_LEAF)
     while todo:
-        node = todo.pop()
-        if type(node) is not AccumulateGrad:
-            for parent, _ in node.next_functions:
-                if parent is not None and parent not in seen:
-                    seen.add(parent)
-                    todo.append(parent)
-        elif (i := index.get(id(node.variable))) is not None:
-            used.add(i)
-        elif is_held(node):
-            raise CaptureError(_NOT_LIFTED.format(what=describe(node.variable)))
+        for node, _ in todo.pop().next_functions:
+            if type(node) is AccumulateGrad:
+                i = index.get(id(node.variable))
+                if i is not None:
+                    used.add(i)
+                elif is_held(node):
+                    what = describe(node.variable)
+                    raise CaptureError(_NOT_LIFTED.format(what=what))
+            elif node is not None and node not in seen:
+                seen.add(node)
+                todo.append(node)
     return sorted(used)
 
 
@@ -120,3 +121,12 @@ _CHANGED = (
     "remat: `{name}` was changed in place between the forward and the backward, and the recomputation reads it (in {func}). "
     "Change a copy, or change it after the backward."
 )
+
+
+def views_of(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[int, int]:
+    """Return which outputs are views of which leaves."""
+    if True not in [o._is_view() for o in outs]:
+        return {}
+    index = {id(t): i for i, t in enumerate(leaves)}
+    pairs = ((j, index.get(id(o._base))) for j, o in enumerate(outs))
+    return {j: i for j, i in pairs if i is not None}

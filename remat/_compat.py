@@ -62,6 +62,7 @@ def base_tensor(tensor: Tensor) -> Tensor:
 
 def is_of_level_above(tensor: Tensor) -> bool:
     """Say whether a tensor belongs to a torch.func level above the innermost one that is active."""
+    tensor = unwrap_if_dead(tensor)
     if not is_functorch_wrapped_tensor(tensor):
         return False
     layer = peek_interpreter_stack()

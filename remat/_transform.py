@@ -44,12 +44,16 @@ from remat._types import Outputs
 
 def call(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     """Evaluate `program`, differentiably at every level."""
-    if not torch.is_grad_enabled():
-        return program.run(*leaves)
     leaves = [unwrap_dead(t) for t in leaves]
+    outs = record(program, leaves) if torch.is_grad_enabled() else None
+    return program.run(*leaves) if outs is None else outs
+
+
+def record(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any] | None:
+    """Evaluate `program` if there is something to differentiate."""
     needs = [requires_grad_at_any_level(t) for t in leaves]
     if True not in needs:
-        return program.run(*leaves)
+        return None
     program.facts = Facts(needs, exact=current_layer() is None)
     return dispatch(program, leaves)
 
@@ -175,6 +179,7 @@ class Vjp(Program):
             primals = detached(primals, self._of.facts.needs)
         with grad_mode(True):
             outs = self._of.run(*primals)
+        self._of.check_outputs(outs)
         outs = tuple([outs[j] for j in self._given])
         inputs = tuple([primals[i] for i in self._wanted])
         return pull_back(outs, cts, inputs, recorded)

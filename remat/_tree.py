@@ -111,5 +111,6 @@ class _Unflatten:
 
 
 def is_node(cls: type) -> bool:
-    """Say whether instances of `cls` are taken apart by `flatten`."""
-    return optree.register_pytree_node.get(cls, namespace=_NAMESPACE) is not None or _adopt(cls)  # fmt: skip
+    """Say whether `flatten` takes instances of `cls` apart."""
+    known = optree.register_pytree_node.get(cls, namespace=_NAMESPACE)
+    return known is not None or _adopt(cls)

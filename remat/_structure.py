@@ -1,0 +1,146 @@
+"""The structure around the tensors of a call: what rebuilds arguments and results.
+
+Invariant: structure holds no tensor. A lone tensor, and arguments that are all
+positional tensors, have the treedef `None`: flattening those would cost as much as the
+rest of a small call.
+"""
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from remat import _tree
+from remat._errors import RecomputeError
+from remat._types import Fn, Leaf, Outputs
+
+
+def flatten_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Leaf], _tree.Treedef | None]:
+    """Return the leaves of a call's arguments and what rebuilds them."""
+    if not kwargs:
+        for value in args:
+            if type(value) is not Tensor:
+                break
+        else:
+            return list(args), None
+    return _tree.flatten((args, kwargs))
+
+
+def apply(fn: Fn, treedef: _tree.Treedef | None, leaves: Sequence[Leaf]) -> Any:
+    """Call `fn` on the arguments that `leaves` make up."""
+    if treedef is None:
+        return fn(*leaves)
+    args, kwargs = _tree.unflatten(treedef, leaves)
+    return fn(*args, **kwargs)
+
+
+def argument_name(fn: Fn, treedef: _tree.Treedef | None, position: int) -> str:
+    """Write the leaf at `position` of the arguments as `fn`'s author would.
+
+    Example:
+        >>> treedef = flatten_arguments((1,), {"params": {"w": [2]}})[1]
+        >>> argument_name(lambda x, params: x, treedef, 1)
+        "params['w'][0]"
+    """
+    path = f"[0][{position}]" if treedef is None else _tree.paths(treedef)[position]
+    which, first, *rest = re.findall(r"\[[^\]]*\]|\.\w+", path)
+    if which == "[1]":
+        return first[2:-2] + "".join(rest)
+    return _parameter(fn, int(first[1:-1])) + "".join(rest)
+
+
+def _parameter(fn: Fn, position: int) -> str:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    for k, parameter in enumerate(parameters):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return f"{parameter.name}[{position - k}]"
+        if k == position:
+            return parameter.name
+    return f"args[{position}]"
+
+
+class Out:
+    """The structure of a function's result.
+
+    Attributes:
+        treedef: how the leaves make up the result.
+        slots: for each leaf the index of an output, `~index` of an input returned as
+            it is, or `None`.
+        statics: the leaves that are no tensors, by position.
+        metas: shape, dtype and device of each output.
+    """
+
+    __slots__ = ("metas", "slots", "statics", "treedef")
+
+    def __init__(
+        self,
+        treedef: _tree.Treedef | None,
+        slots: list[int | None],
+        statics: dict[int, Leaf],
+        outs: Sequence[Tensor],
+    ) -> None:
+        self.treedef, self.slots, self.statics = treedef, slots, statics
+        self.metas = [(t.shape, t.dtype, t.device) for t in outs]
+
+    @classmethod
+    def split(cls, result: Any, inputs: Sequence[Tensor]) -> tuple[Outputs, "Out"]:
+        """Take a result apart into the tensors computed and the structure."""
+        known = {id(t): ~i for i, t in enumerate(inputs)}
+        if type(result) is Tensor and id(result) not in known:
+            return (result,), cls(None, [0], {}, (result,))
+        flat, treedef = _tree.flatten(result)
+        outs: list[Tensor] = []
+        slots: list[int | None] = []
+        statics = {}
+        for k, leaf in enumerate(flat):
+            slot = None
+            if not isinstance(leaf, Tensor):
+                statics[k] = leaf
+            elif (slot := known.get(id(leaf))) is None:
+                slot = known[id(leaf)] = len(outs)
+                outs.append(leaf)
+            slots.append(slot)
+        return tuple(outs), cls(treedef, slots, statics, outs)
+
+    def join(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> Any:
+        """Rebuild the result."""
+        if self.treedef is None:
+            return outs[0]
+        flat = [
+            self.statics[k] if s is None else outs[s] if s >= 0 else inputs[~s]
+            for k, s in enumerate(self.slots)
+        ]
+        return _tree.unflatten(self.treedef, flat)
+
+    def split_again(self, result: Any, inputs: Sequence[Tensor]) -> Outputs:
+        """Take the result of a recomputation apart, which must be built like this.
+
+        Raises:
+            RecomputeError: it is not.
+        """
+        if self.treedef is None and type(result) is Tensor:
+            meta = (result.shape, result.dtype, result.device)
+            if meta == self.metas[0]:
+                return (result,)
+        outs, again = Out.split(result, inputs)
+        if again.metas != self.metas or again.slots != self.slots:
+            raise RecomputeError(_DIFFERENT.format(now=again.metas, then=self.metas))
+        if again.treedef != self.treedef:
+            raise RecomputeError(
+                _DIFFERENT.format(now=again.treedef, then=self.treedef)
+            )
+        return outs
+
+
+_DIFFERENT = (
+    "remat: the recomputation returned {now} where the forward returned {then}. The "
+    "function must compute the same thing twice: if it depends on outside state that "
+    "changed, pass that state as an argument."
+)
