@@ -1,0 +1,449 @@
+"""`remat` on anything that can be called, and what it returns in its place."""
+
+import copy
+import functools
+import inspect
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from remat import remat
+from remat.testing import assert_same, assert_same_gradients, count_ops
+
+
+def wave(x, *, scale=2.0):
+    """Return a wave."""
+    return (x * scale).sin()
+
+
+@remat
+def decorated(x, *, scale=2.0):
+    """Return a decorated wave."""
+    return (x * scale).sin()
+
+
+rematerialized = remat(wave)
+
+
+class Wave(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, x):
+        return (x * self.weight).sin()
+
+
+class Waves:
+    """Callable in all the ways that a class can be."""
+
+    def __init__(self):
+        self.weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+    def __call__(self, x):
+        return self.plain(x)
+
+    def plain(self, x):
+        return (x * self.weight).sin()
+
+    @remat
+    def method(self, x):
+        """Wave by method."""
+        return (x * self.weight).sin()
+
+    @remat(prune=False)
+    def configured(self, x):
+        return (x * self.weight).sin()
+
+    @staticmethod
+    @remat
+    def static(x):
+        return x.sin()
+
+    @classmethod
+    @remat
+    def of_class(cls, x):
+        return x.sin() * len(cls.__name__)
+
+    @property
+    @remat
+    def value(self):
+        return self.weight.sin()
+
+
+class SubWaves(Waves):
+    def method(self, x):
+        return super().method(x) * 2
+
+
+class RematModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    @remat
+    def forward(self, x):
+        return (x * self.weight).sin()
+
+
+WAVES, SUB_WAVES, MODULE = Waves(), SubWaves(), Wave()
+
+# A callable that remat made, and the same without.
+CALLABLES = {
+    "function": (remat(wave), wave),
+    "decorated function": (decorated, wave),
+    "lambda": (remat(lambda x: x.sin()), torch.sin),
+    "builtin": (remat(torch.sin), torch.sin),
+    "method of a builtin type": (remat(torch.Tensor.sin), torch.sin),
+    "partial": (
+        remat(functools.partial(wave, scale=3)),
+        functools.partial(wave, scale=3),
+    ),
+    "partial of remat": (
+        functools.partial(remat(wave), scale=3),
+        functools.partial(wave, scale=3),
+    ),
+    "bound method": (remat(WAVES.plain), WAVES.plain),
+    "unbound method": (functools.partial(remat(Waves.plain), WAVES), WAVES.plain),
+    "method decorator": (WAVES.method, WAVES.plain),
+    "method decorator with options": (WAVES.configured, WAVES.plain),
+    "decorated method, unbound": (
+        functools.partial(Waves.method, WAVES),
+        WAVES.plain,
+    ),
+    "decorated method through super": (
+        SUB_WAVES.method,
+        lambda x: SUB_WAVES.plain(x) * 2,
+    ),
+    "static method": (Waves.static, torch.sin),
+    "static method of an instance": (WAVES.static, torch.sin),
+    "class method": (Waves.of_class, lambda x: x.sin() * 5),
+    "class method of a subclass": (SubWaves.of_class, lambda x: x.sin() * 8),
+    "property": (lambda x: WAVES.value * x, lambda x: WAVES.weight.sin() * x),
+    "callable object": (remat(WAVES), WAVES),
+    "module": (remat(MODULE), MODULE),
+    "forward decorated in the class": (RematModule(), torch.sin),
+    "remat of remat": (remat(remat(torch.sin)), torch.sin),
+}
+
+
+@pytest.mark.parametrize(("fn", "plain"), CALLABLES.values(), ids=[*CALLABLES.keys()])
+def test_whatever_is_called_is_rematerialized(fn, plain):
+    x = torch.randn(3, requires_grad=True)
+    wrt = [WAVES.weight, SUB_WAVES.weight, *MODULE.parameters()]
+    assert_same_gradients(fn, plain, x, wrt=wrt)
+    with count_ops() as ops:
+        y = fn(x)
+        forward = ops["sin"]
+        torch.autograd.grad(y.sum(), [x, *wrt], allow_unused=True)
+    assert forward == 1
+    assert ops["sin"] > 1
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        remat(),
+        remat(policy=None),
+        remat(prune="auto", rng="replay"),
+        remat(prune=False, rng="error"),
+    ],
+    ids=["no options", "policy", "defaults", "other options"],
+)
+def test_with_options_only_it_returns_a_decorator(factory):
+    x = torch.randn(3, requires_grad=True)
+    with count_ops() as ops:
+        assert_same_gradients(factory(wave), wave, x)
+    assert ops["sin"] == 1 + 2
+
+
+def test_a_decorator_made_once_decorates_many_functions():
+    decorate = remat(rng="error")
+    a, b = decorate(torch.sin), decorate(torch.cos)
+    assert (a.__wrapped__, b.__wrapped__) == (torch.sin, torch.cos)
+
+
+# --- What wraps what -------------------------------------------------------------
+
+
+def test_it_carries_what_functools_wraps_would():
+    @functools.wraps(wave)
+    def wrapper(x): ...
+
+    wave.tag = "kept"
+    again = remat(wave)
+    assert again.__wrapped__ is wave
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(again, name) == getattr(wave, name)
+    assert again.tag == "kept"
+    assert inspect.unwrap(again) is wave
+
+
+def test_its_signature_is_that_of_the_function():
+    assert rematerialized is not wave
+    assert inspect.signature(rematerialized) == inspect.signature(wave)
+    assert str(inspect.signature(WAVES.method)) == "(x)"
+    assert str(inspect.signature(Waves.method)) == "(self, x)"
+
+
+def test_its_annotations_are_those_of_the_function():
+    def fn(x: int) -> str: ...
+
+    again = remat(fn)
+    assert again is not fn
+    assert inspect.get_annotations(again) == {"x": int, "return": str}
+
+
+def test_arguments_may_have_any_name():
+    def fn(self, fn, args, kwargs, *, program, policy):
+        return fn.sin() * self + args + kwargs + program + policy
+
+    x = torch.randn(3, requires_grad=True)
+    names = ("self", "fn", "args", "kwargs", "program", "policy")
+    with count_ops() as ops:
+        y = remat(fn)(**dict.fromkeys(names, x))
+        y.sum().backward()
+    assert ops["sin"] == 2
+    assert_same(y, fn(*[x] * 4, program=x, policy=x))
+
+
+def test_a_wrong_call_is_reported_as_by_the_function():
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(
+        TypeError, match=r"wave\(\) got an unexpected keyword .*'shift'"
+    ):
+        rematerialized(x, shift=1)
+    with pytest.raises(TypeError, match=r"decorated\(\) missing 1 required positional"):
+        decorated()
+
+
+def test_a_decorated_method_binds():
+    assert inspect.ismethod(WAVES.method)
+    assert WAVES.method.__self__ is WAVES
+    assert WAVES.method.__doc__ == "Wave by method."
+    assert WAVES.method == WAVES.method
+
+
+def test_a_rematerialized_bound_method_does_not_bind_again():
+    class Holder:
+        plain = remat(WAVES.plain)
+
+    x = torch.randn(3, requires_grad=True)
+    with count_ops() as ops:
+        assert_same_gradients(Holder.plain, WAVES.plain, x)
+    assert ops["sin"] == 1 + 2
+
+
+def test_attributes_are_those_of_what_is_wrapped():
+    wrapped = remat(MODULE)
+    assert wrapped.__wrapped__ is MODULE
+    assert wrapped.weight is MODULE.weight
+    assert [n for n, _ in wrapped.named_parameters()] == ["weight"]
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = wrapped.nothing
+
+
+def test_its_repr_shows_what_is_wrapped():
+    assert repr(remat(MODULE)) == "remat(Wave())"
+    assert repr(remat(torch.sin)).startswith("remat(<built-in method sin")
+
+
+def test_a_module_rematerialized_stays_registered_with_its_parent():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wave = Wave()
+
+        def forward(self, x):
+            return remat(self.wave)(x)
+
+    parent = Parent()
+    with count_ops() as ops:
+        parent(torch.randn(3)).sum().backward()
+    assert ops["sin"] == 2
+    assert [n for n, p in parent.named_parameters() if p.grad is not None] == [
+        "wave.weight"
+    ]
+
+
+# --- Copies ----------------------------------------------------------------------
+
+
+def recomputes(fn, *args):
+    with count_ops() as ops:
+        fn(*args).sum().backward()
+    return ops["sin"] > 1
+
+
+def test_a_decorated_function_is_pickled_by_name():
+    loaded = pickle.loads(pickle.dumps(decorated))
+    assert loaded is decorated
+    assert recomputes(loaded, torch.randn(3, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        rematerialized,
+        remat(functools.partial(wave, scale=3)),
+        remat(MODULE),
+        remat(WAVES),
+        remat(WAVES.plain),
+        remat(torch.sin),
+        remat(remat(wave)),
+        remat(wave, rng="error"),
+        WAVES.method,
+    ],
+    ids=[
+        "function under another name",
+        "partial",
+        "module",
+        "callable object",
+        "bound method",
+        "builtin",
+        "remat of remat",
+        "other options",
+        "decorated method",
+    ],
+)
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, lambda fn: pickle.loads(pickle.dumps(fn))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_a_copy_does_the_same(fn, duplicate):
+    x = torch.randn(3, requires_grad=True)
+    duplicated = duplicate(fn)
+    assert_same(duplicated(x), fn(x))
+    assert recomputes(duplicated, x)
+
+
+def test_a_copy_keeps_the_options():
+    loaded = pickle.loads(pickle.dumps(remat(noise, rng="error")))
+    with pytest.raises(RuntimeError, match="rng='error' refuses"):
+        loaded(torch.randn(3, requires_grad=True))
+
+
+def noise(x):
+    return x * torch.rand(3)
+
+
+def test_a_deep_copy_of_a_rematerialized_module_has_its_own_parameters():
+    module = Wave()
+    copied = copy.deepcopy(remat(module))
+    assert copied.weight is not module.weight
+    assert_same(copied.weight, module.weight)
+    assert recomputes(copied, torch.randn(3))
+    assert copied.weight.grad is not None
+    assert module.weight.grad is None
+
+
+def test_a_module_with_a_decorated_forward_is_copied_and_pickled():
+    for duplicate in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
+        copied = duplicate(RematModule())
+        assert recomputes(copied, torch.randn(3))
+        assert copied.weight.grad is not None
+
+
+def test_what_cannot_be_pickled_cannot_be_pickled_rematerialized():
+    fn = remat(lambda x: x.sin())
+    assert recomputes(fn, torch.randn(3, requires_grad=True))
+    with pytest.raises((pickle.PicklingError, AttributeError), match="<lambda>"):
+        pickle.dumps(fn)
+
+
+# --- What is refused -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"policy": "dots"}, NotImplementedError, "policy='dots': only None so far"),
+        ({"prune": "yes"}, ValueError, "prune='yes': use 'auto', True or False"),
+        ({"prune": None}, ValueError, "prune=None: use 'auto', True or False"),
+        ({"rng": "ignore"}, ValueError, "rng='ignore': use 'replay' or 'error'"),
+        ({"rng": False}, ValueError, "rng=False: use 'replay' or 'error'"),
+        ({"use_reentrant": False}, TypeError, "unexpected keyword .*'use_reentrant'"),
+        ({"static_argnums": 0}, TypeError, "unexpected keyword .*'static_argnums'"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("form", ["direct", "factory"])
+def test_a_wrong_option_is_refused_when_decorating(form, options, error, message):
+    fn = (wave,) if form == "direct" else ()
+    with pytest.raises(error, match=message):
+        remat(*fn, **options)
+
+
+@pytest.mark.parametrize("value", [3, "sin", torch.ones(2), [torch.sin]], ids=repr)
+def test_what_cannot_be_called_is_refused(value):
+    with pytest.raises(TypeError, match="is not callable"):
+        remat(value)
+    with pytest.raises(TypeError, match="is not callable"):
+        remat()(value)
+
+
+def test_options_are_keywords_only():
+    with pytest.raises(TypeError, match="positional argument"):
+        remat(wave, None)
+
+
+def test_above_classmethod_is_refused_with_the_right_order():
+    with pytest.raises(TypeError, match="write @classmethod above @remat"):
+
+        class _Wrong:
+            @remat
+            @classmethod
+            def method(cls, x): ...
+
+
+# --- Types -----------------------------------------------------------------------
+
+SNIPPET = """
+from torch import Tensor
+from remat import remat
+
+@remat
+def bare(x: Tensor, n: int, *, flag: bool = False) -> Tensor: ...
+
+@remat(prune=False)
+def factory(x: Tensor, n: int, *, flag: bool = False) -> Tensor: ...
+
+def right(x: Tensor) -> Tensor:
+    return bare(x, 1) + factory(x, n=2, flag=True)
+
+def wrong(x: Tensor) -> None:
+    bare(x, "one")  # line 15
+    bare(x, 1, True)  # line 16
+    factory(x)  # line 17
+    factory(x, 1, flg=True)  # line 18
+    y: int = bare(x, 1)  # line 19
+    remat(bare, prune="yes")  # line 20
+"""
+
+
+def test_checkers_see_the_signature_of_the_function(tmp_path):
+    pyrefly = Path(sys.executable).with_name("pyrefly")
+    if not pyrefly.exists():
+        pytest.skip("pyrefly is not installed")
+    snippet = tmp_path / "snippet.py"
+    snippet.write_text(SNIPPET)
+    (tmp_path / "pyrefly.toml").write_text('preset = "strict"')
+    command = [
+        pyrefly,
+        "check",
+        snippet,
+        "--output-format=min-text",
+        f"--python-interpreter-path={sys.executable}",
+    ]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120
+    )
+    lines = [line for line in result.stdout.splitlines() if line.startswith("ERROR")]
+    found = sorted(int(line.split("snippet.py:")[1].split(":")[0]) for line in lines)
+    assert sorted(set(found)) == [15, 16, 17, 18, 19, 20], result.stdout + result.stderr
