@@ -137,7 +137,7 @@ class Rematerialized(Generic[P, R]):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         program = Primal(fn, self._label, args, kwargs, self._rng)
-        leaves = [unwrap_dead(t) for t in program.take_leaves()]
+        leaves = [*map(unwrap_dead, program.take_leaves())]
         outs = record(program, leaves)
         return fn(*args, **kwargs) if outs is None else program.join(outs, leaves)
 

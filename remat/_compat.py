@@ -228,7 +228,8 @@ def is_shared(copy: Tensor) -> bool:
 # Deleted by: `Tensor.register_hook` costing as little as this (a handle, a weak reference and a dict each).
 def on_backward(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Call `hook` when a gradient reaches the leaf `tensor`, which has no other hook."""
-    tensor._backward_hooks = OrderedDict({0: hook})
+    hooks = tensor._backward_hooks = OrderedDict()
+    hooks[0] = hook
 
 
 # Deleted by: nodes that tell when they were made (AccumulateGrad has no sequence number).

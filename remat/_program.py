@@ -11,6 +11,7 @@ Rejected: keeping the tensors here, which would hide them from torch's saved ten
 """
 
 import contextlib
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -35,6 +36,11 @@ from remat._errors import CaptureError, MutationError, RecomputeError, RematErro
 from remat._rebuild import build, pass_on
 from remat._structure import Out, apply, argument_name, flatten_arguments
 from remat._types import Fn, Outputs
+
+
+# Cheaper than comprehensions, on a path taken on every call.
+_version = operator.attrgetter("_version")
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Facts:
@@ -233,7 +239,7 @@ class Primal(Program):
         for t in inner:
             if t.requires_grad:
                 on_backward(t, escape)
-        self._versions = [t._version for t in leaves]
+        self._versions = [*map(_version, leaves)]
         copies = self._copy_buffers(inner)
         set_grad_enabled(True)
         outs = self._first_run(program, inner)
@@ -246,8 +252,8 @@ class Primal(Program):
         self._check_inputs(leaves, inner)
         facts.used = self._labelled(reached_leaves, outs, inner)
         facts.views = views_of(outs, inner)
-        facts.differentiable = [*[o.requires_grad for o in outs], *[False for _ in kept]]
-        return [*[o.detach() for o in outs], *kept]
+        facts.differentiable = [*map(_requires_grad, outs), *[False] * len(kept)]
+        return [*map(Tensor.detach, outs), *kept]
 
     def _first_run(self, program: Program, inner: list[Tensor]) -> Outputs:
         try:
@@ -287,8 +293,8 @@ class Primal(Program):
 
     def _check_inputs(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
         needs, kept = self.facts.needs, self.facts.kept
-        changed = self._versions != [t._version for t in leaves]
-        if not changed and needs == [t.requires_grad for t in inner]:
+        changed = self._versions != [*map(_version, leaves)]
+        if not changed and needs == [*map(_requires_grad, inner)]:
             return
         for i, t in enumerate(leaves):
             if t._version != self._versions[i] and i not in kept:
@@ -353,7 +359,7 @@ class Primal(Program):
         """Restore the ambient state, and refuse to read leaves that changed since."""
         state = self._ambient.restored(self._generators)
         bases = leaves if current_layer() is None else [*map(base_tensor, leaves)]
-        if [t._version for t in bases] == self._versions:
+        if [*map(_version, bases)] == self._versions:
             return state
         names = {
             t.untyped_storage()._cdata: self._name_of(i)
@@ -372,7 +378,7 @@ class Primal(Program):
             RecomputeError: it is not.
         """
         flags = self.facts.differentiable[: len(outs)]
-        now = [o.requires_grad for o in outs]
+        now = [*map(_requires_grad, outs)]
         if now != flags:
             message = _GRADLESS.format(label=self._label, now=now, then=flags)
             raise RecomputeError(message)

@@ -44,14 +44,14 @@ from remat._types import Outputs
 
 def call(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     """Evaluate `program`, differentiably at every level."""
-    leaves = [unwrap_dead(t) for t in leaves]
+    leaves = [*map(unwrap_dead, leaves)]
     outs = record(program, leaves) if torch.is_grad_enabled() else None
     return program.run(*leaves) if outs is None else outs
 
 
 def record(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any] | None:
     """Evaluate `program` if there is something to differentiate."""
-    needs = [requires_grad_at_any_level(t) for t in leaves]
+    needs = [*map(requires_grad_at_any_level, leaves)]
     if True not in needs:
         return None
     program.facts = Facts(needs, exact=current_layer() is None)
