@@ -1,0 +1,226 @@
+"""What the tests of compositions share: a zoo of functions to wrap, and one comparison.
+
+A *transform* here takes a function and returns what was computed with it. It is run
+with the function as it is and with the rematerialized one: the results have to be the
+same, and the function has to have been evaluated as often as the test says.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from remat import remat
+from remat.testing import assert_same
+
+
+def make(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.double, generator=generator) * 0.7
+
+
+W, X = make(4, 4, seed=1), make(4, 4, seed=2)
+WS, XS = make(3, 4, 4, seed=3), make(3, 4, 4, seed=4)
+V = make(4, 4, seed=5)
+
+
+def leaves_of(*tensors: Tensor) -> list[Tensor]:
+    """Fresh copies that require grad."""
+    return [t.clone().requires_grad_() for t in tensors]
+
+
+def scalar(tree: Any) -> Tensor:
+    """A loss of all the floating-point tensors in `tree`, curved in each of them."""
+    tensors = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+    return sum(t.sin().sum() for t in tensors if t.is_floating_point())
+
+
+# --- The zoo: functions of two 4x4 matrices that return any pytree ---
+
+
+def elementwise(w, x):
+    return (w.sin() * x).exp()
+
+
+def matmul(w, x):
+    return torch.tanh(x @ w) @ w
+
+
+def outputs(w, x):
+    h = x @ w
+    return {
+        "sin": h.sin(),
+        "rest": [w.exp(), None, "name", 3],
+        "i": (x.cos(), h.argmax()),
+    }
+
+
+def keywords(params, /, *, inputs, power, squared):
+    h = inputs["x"][0] @ params["w"] * params["scale"]
+    return h.tanh() ** power if squared else h
+
+
+def reductions(w, x):
+    h = x @ w
+    return h.softmax(-1).mean(0), h.logsumexp(0), (h * h).sum(), h.var(1)
+
+
+def views(w, x):
+    h = (x @ w.t()).reshape(2, 8)[:, 1:7].unflatten(1, (2, 3)).transpose(0, 1)
+    return h.exp(), w.diagonal().expand(4, 4) * x, torch.cat(x.unbind(0)[1:]).sin()
+
+
+def in_place(w, x):
+    h = x @ w
+    h.mul_(2).tanh_()
+    out = torch.zeros_like(h)
+    out[1:] = h[:-1]
+    out += x
+    return out * w
+
+
+class Cubed(torch.autograd.Function):
+    """A cube whose derivative is wrong on purpose: it shows who differentiates it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        (x,) = ctx.saved_tensors
+        return cotangent * 5 * x
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        (x,) = ctx.saved_tensors
+        return tangent * 5 * x
+
+
+def custom(w, x):
+    return Cubed.apply(x @ w).sin()
+
+
+def network(w, x):
+    h = torch.nn.functional.layer_norm(x @ w, (4,))
+    return torch.nn.functional.gelu(h).softmax(-1) @ x
+
+
+def linear(w, x):
+    return 2 * w + x.mT
+
+
+def positional(fn, w, x):
+    return fn(w, x)
+
+
+def call_with_keywords(fn, w, x):
+    params = {"w": w, "scale": 1.5, "none": None}
+    return fn(params, inputs={"x": (x, "text")}, power=2, squared=True)
+
+
+# What is wrapped, and how it is called.
+ZOO = {
+    "elementwise": (elementwise, positional),
+    "matmul": (matmul, positional),
+    "outputs": (outputs, positional),
+    "keywords": (keywords, call_with_keywords),
+    "reductions": (reductions, positional),
+    "views": (views, positional),
+    "in_place": (in_place, positional),
+    "custom": (custom, positional),
+    "network": (network, positional),
+    "linear": (linear, positional),
+}
+
+
+# --- The comparison ---
+
+
+def counted(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[None]]:
+    """`fn`, and a list that grows by one with each evaluation of it."""
+    calls: list[None] = []
+
+    def evaluated(*args, **kwargs):
+        calls.append(None)
+        return fn(*args, **kwargs)
+
+    return evaluated, calls
+
+
+def assert_rematerialized(
+    transform: Callable[[Callable[..., Any]], Any],
+    fn: Callable[..., Any],
+    *,
+    evaluations: int,
+    plain: int = 1,
+    reassociated: bool = False,
+    wrap: Callable[..., Any] = remat,
+) -> None:
+    """`transform` gives the same for `fn` and `wrap(fn)`, at the evaluations given."""
+    fn, calls = counted(fn)
+    expected = transform(fn)
+    assert len(calls) == plain
+    calls.clear()
+    actual = transform(wrap(fn))
+    assert_same(actual, expected, reassociated=reassociated)
+    assert len(calls) == evaluations
+    assert_not_vanishing(expected)
+
+
+def assert_zoo_rematerialized(
+    transform: Callable[..., Any], case: str, **expected: Any
+) -> None:
+    """The same for `transform(loss, w, x)`, where `loss` calls one of the zoo."""
+    fn, call = ZOO[case]
+
+    def of_loss(fn):
+        return transform(lambda w, x: scalar(call(fn, w, x)), W, X)
+
+    assert_rematerialized(of_loss, fn, **expected)
+
+
+def assert_not_vanishing(tree: Any) -> None:
+    """Where all gradients are zero, equality proves nothing."""
+    tensors = [t.detach() for t in tree_leaves(tree) if isinstance(t, Tensor)]
+    assert any(t.count_nonzero() > 0 for t in tensors)
+    assert all(t.isfinite().all() for t in tensors if t.is_floating_point())
+
+
+# --- Memory: blocks whose intermediate values all have one size ---
+
+
+BLOCKS, DEPTH, SIZE = 4, 6, 1 << 14
+BIG = make(SIZE, seed=6).float()
+BIGS = make(2, SIZE, seed=7).float()
+
+
+def block(x):
+    for _ in range(DEPTH):
+        x = x.sin()
+    return x
+
+
+def blocks(wrap: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    """A loss through a chain of `BLOCKS` blocks of `DEPTH` sines."""
+
+    def loss(x):
+        for _ in range(BLOCKS):
+            x = wrap(block)(x)
+        return x.sum()
+
+    return loss
+
+
+def plainly(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in the place of remat in the reference."""
+    return fn
