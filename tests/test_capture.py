@@ -1,0 +1,673 @@
+"""Tensors that a function reaches without being passed them are inputs as well."""
+
+import contextvars
+import dataclasses
+import functools
+import operator
+import sys
+import threading
+import types
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, jvp, vmap
+
+from remat import CaptureError, remat
+from remat.testing import assert_same, assert_same_gradients, count_ops
+
+
+# --- All the ways to reach a tensor ----------------------------------------------
+
+
+class Point(NamedTuple):
+    w: Any
+
+
+@dataclasses.dataclass
+class Data:
+    w: Any
+
+
+class Object:
+    def __init__(self, w):
+        self.w = w
+
+    def method(self, x):
+        return wave(x, self.w)
+
+    @property
+    def computed(self):
+        return self.w * 1
+
+    def __call__(self, x):
+        return wave(x, self.w)
+
+
+class Slots:
+    __slots__ = ("other", "w")
+
+    def __init__(self, w):
+        self.w = w
+
+
+class SubSlots(Slots):
+    __slots__ = ("more",)
+
+
+class Frozen:
+    def __init__(self, w):
+        self.__dict__["w"] = w
+
+    def __setattr__(self, name, value):
+        raise AttributeError("frozen")
+
+
+class Module(nn.Module):
+    def __init__(self, w):
+        super().__init__()
+        self.w = w  # an attribute, no parameter
+
+    def forward(self, x):
+        return wave(x, self.w)
+
+
+class Buffer(nn.Module):
+    def __init__(self, w):
+        super().__init__()
+        self.register_buffer("w", w)
+
+    def forward(self, x):
+        return wave(x, self.w)
+
+
+def wave(x, w):
+    return (x * w).sin().sum()
+
+
+def by_default(w):
+    def fn(x, w=w):
+        return wave(x, w)
+
+    return fn
+
+
+def by_keyword_default(w):
+    def fn(x, *, w=w):
+        return wave(x, w)
+
+    return fn
+
+
+def by_wrapper(w):
+    def scaled(fn):
+        @functools.wraps(fn)
+        def wrapper(x):
+            return fn(x * w)
+
+        return wrapper
+
+    return scaled(lambda x: x.sin().sum())
+
+
+def by_recursion(w):
+    def fn(x, depth=3):
+        return wave(x, w) if depth == 0 else fn(x, depth - 1)
+
+    return fn
+
+
+def by_mutual_recursion(w):
+    def even(x, n=4):
+        return wave(x, w) if n == 0 else odd(x, n - 1)
+
+    def odd(x, n):
+        return even(x * w, n - 1)
+
+    return even
+
+
+def by_object_that_holds_itself(w):
+    o = Object(w)
+    o.me = [o]
+    return lambda x: wave(x, o.me[0].me[0].w)
+
+
+def by_two_ways(w):
+    o = Object(w)
+    return lambda x: wave(x, w * o.w)
+
+
+def by_slots(cls, w):
+    o = cls(w)
+    return lambda x: wave(x, o.w)
+
+
+def by_container(put, get):
+    def make(w):
+        container = put(w)
+        return lambda x: wave(x, get(container))
+
+    return make
+
+
+def by_method_of_list(w):
+    return types.MethodType(lambda ws, x: wave(x, ws[0]), [w])
+
+
+WAYS = {
+    "closure": lambda w: lambda x: wave(x, w),
+    "closure of a closure": lambda w: lambda x: (lambda: wave(x, w))(),
+    "function in a closure": lambda w: (lambda f: lambda x: f(x))(by_default(w)),
+    "default": by_default,
+    "keyword default": by_keyword_default,
+    "partial": lambda w: functools.partial(lambda w, x: wave(x, w), w),
+    "partial keyword": lambda w: functools.partial(wave, w=w),
+    "partial of a closure": lambda w: functools.partial(lambda _, x: wave(x, w), 1),
+    "decorator": by_wrapper,
+    "recursion": by_recursion,
+    "mutual recursion": by_mutual_recursion,
+    "list": by_container(lambda w: [0, w], operator.itemgetter(1)),
+    "tuple": by_container(lambda w: (w,), operator.itemgetter(0)),
+    "dict": by_container(lambda w: {"w": w}, operator.itemgetter("w")),
+    "set": by_container(lambda w: {w}, lambda ws: next(iter(ws))),
+    "frozenset": by_container(lambda w: frozenset([w]), lambda ws: next(iter(ws))),
+    "nested": by_container(lambda w: [{"a": (Point(w),)}], lambda t: t[0]["a"][0].w),
+    "namedtuple": by_container(Point, operator.attrgetter("w")),
+    "dataclass": by_container(Data, operator.attrgetter("w")),
+    "namespace": by_container(
+        lambda w: types.SimpleNamespace(w=w), operator.attrgetter("w")
+    ),
+    "list of functions": by_container(lambda w: [lambda: w, len], lambda fns: fns[0]()),
+    "object": by_container(Object, operator.attrgetter("w")),
+    "object in a list": by_container(lambda w: [Object(w)], lambda t: t[0].w),
+    "property": by_container(Object, operator.attrgetter("computed")),
+    "object that refuses assignment": by_container(Frozen, operator.attrgetter("w")),
+    "slots": functools.partial(by_slots, Slots),
+    "inherited slots": functools.partial(by_slots, SubSlots),
+    "object that holds itself": by_object_that_holds_itself,
+    "two ways at once": by_two_ways,
+    "bound self": lambda w: Object(w).method,
+    "bound self that is a list": by_method_of_list,
+    "callable object": Object,
+    "method in a closure": lambda w: (lambda m: lambda x: m(x))(Object(w).method),
+    "module attribute": Module,
+    "module buffer": Buffer,
+    "module in a list": by_container(lambda w: [Module(w)], lambda t: t[0].w),
+    "submodule": lambda w: nn.Sequential(nn.Identity(), Module(w)),
+    "remat function in a closure": lambda w: (lambda f: lambda x: f(x))(
+        remat(lambda x: wave(x, w))
+    ),
+}
+ways = pytest.mark.parametrize("make", WAYS.values(), ids=WAYS.keys())
+
+
+@ways
+def test_a_reached_tensor_gets_its_gradient(make):
+    w, x = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    with count_ops() as ops:
+        want = torch.autograd.grad(make(w)(x), (w, x))
+    with count_ops() as more:
+        got = torch.autograd.grad(remat(make(w))(x), (w, x))
+    assert_same(got, want)
+    assert more["sin"] > ops["sin"]
+
+
+@ways
+def test_a_reached_tensor_is_differentiated_alone(make):
+    w, x = torch.randn(3), torch.randn(3)
+    want = grad(lambda w: make(w)(x))(w)
+    with count_ops() as ops:
+        got = grad(lambda w: remat(make(w))(x))(w)
+    assert_same(got, want)
+    assert ops["sin"] > 1
+
+
+@ways
+def test_a_reached_tensor_is_batched(make):
+    ws, x = torch.randn(5, 3), torch.randn(3)
+    want = vmap(grad(lambda w: make(w)(x)))(ws)
+    with count_ops() as ops:
+        got = vmap(grad(lambda w: remat(make(w))(x)))(ws)
+    assert_same(got, want)
+    assert ops["sin"] > 1
+
+
+@ways
+def test_a_reached_tensor_has_a_tangent(make):
+    w, x, t = torch.randn(3), torch.randn(3), torch.randn(3)
+    assert_same(
+        jvp(lambda w: remat(make(w))(x), (w,), (t,)),
+        jvp(lambda w: make(w)(x), (w,), (t,)),
+    )
+    want = jvp(grad(lambda w: make(w)(x)), (w,), (t,))
+    with count_ops() as ops:
+        got = jvp(grad(lambda w: remat(make(w))(x)), (w,), (t,))
+    assert_same(got, want)
+    assert ops["sin"] > 2
+
+
+@ways
+def test_a_reached_tensor_may_be_batched_while_only_the_argument_is_differentiated(
+    make,
+):
+    ws, x = torch.randn(5, 3), torch.randn(3)
+    want = vmap(lambda w: grad(make(w))(x))(ws)
+    with count_ops() as ops:
+        got = vmap(lambda w: grad(remat(make(w)))(x))(ws)
+    assert_same(got, want)
+    assert ops["sin"] > 1
+
+
+# --- Globals ---------------------------------------------------------------------
+
+GLOBAL = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+TABLE = {"w": [GLOBAL]}
+HELPERS = [lambda: GLOBAL]
+
+
+def reads(x):
+    return wave(x, GLOBAL)
+
+
+def reads_through_a_function(x):
+    return reads(x)
+
+
+def reads_a_container(x):
+    return wave(x, TABLE["w"][0])
+
+
+def reads_through_a_list_of_functions(x):
+    return wave(x, HELPERS[0]())
+
+
+def reads_in_a_comprehension(x):
+    return torch.stack([wave(x, GLOBAL) for _ in "a"]).sum()
+
+
+def reads_in_a_lambda(x):
+    return (lambda: wave(x, GLOBAL))()
+
+
+GLOBAL_READERS = [
+    reads,
+    reads_through_a_function,
+    reads_in_a_comprehension,
+    reads_in_a_lambda,
+    reads_through_a_list_of_functions,
+]
+
+
+@pytest.mark.parametrize(
+    "fn", [*GLOBAL_READERS, reads_a_container], ids=lambda fn: fn.__name__
+)
+def test_a_global_tensor_gets_its_gradient(fn):
+    x = torch.randn(3, requires_grad=True)
+    with count_ops() as ops:
+        assert_same_gradients(remat(fn), fn, x, wrt=GLOBAL)
+    assert ops["sin"] == 1 + 2
+
+
+@pytest.mark.parametrize("fn", GLOBAL_READERS, ids=lambda fn: fn.__name__)
+def test_a_global_is_read_when_called(fn, monkeypatch):
+    x, w = torch.randn(3), torch.randn(3)
+    wrapped = remat(fn)
+
+    def with_global(w, call):
+        monkeypatch.setattr(sys.modules[__name__], "GLOBAL", w)
+        return call(x)
+
+    want = grad(with_global)(w, fn)
+    with count_ops() as ops:
+        got = grad(with_global)(w, wrapped)
+    assert_same(got, want)
+    assert ops["sin"] == 2
+
+
+def test_a_recomputation_sees_the_global_of_the_forward(monkeypatch):
+    x = torch.randn(3, requires_grad=True)
+    want = torch.autograd.grad(reads(x), x)
+    with count_ops() as ops:
+        y = remat(reads)(x)
+        monkeypatch.setattr(sys.modules[__name__], "GLOBAL", torch.zeros(3))
+        got = torch.autograd.grad(y, x)
+    assert_same(got, want)
+    assert ops["sin"] == 2
+
+
+def test_a_recomputation_sees_the_closure_of_the_forward():
+    x, w = torch.randn(3, requires_grad=True), torch.randn(3)
+
+    def fn(x):
+        return wave(x, w)
+
+    want = torch.autograd.grad(fn(x), x)
+    with count_ops() as ops:
+        y = remat(fn)(x)
+        w = torch.zeros(3)
+        got = torch.autograd.grad(y, x)
+    assert_same(got, want)
+    assert ops["sin"] == 2
+
+
+# --- Assigning to what is captured -----------------------------------------------
+
+
+def test_a_rebound_nonlocal_is_assigned_once():
+    def run(transform):
+        state, w = torch.zeros(3), torch.ones(3, requires_grad=True)
+
+        def fn(x):
+            nonlocal state
+            state = state + x.detach()
+            return wave(x + state, w)
+
+        x = torch.arange(3.0, requires_grad=True)
+        step = transform(fn)
+        for _ in range(3):
+            step(x).backward()
+        return state, x.grad, w.grad
+
+    want = run(lambda fn: fn)
+    with count_ops() as ops:
+        got = run(remat)
+    assert_same(got, want)
+    assert ops["sin"] == 2 * 3
+
+
+def test_a_rebound_global_is_assigned_once(monkeypatch):
+    here = sys.modules[__name__]
+
+    def run(transform):
+        monkeypatch.setattr(here, "COUNT", torch.zeros(3))
+        x = torch.arange(3.0, requires_grad=True)
+        for _ in range(3):
+            transform(rebinds_global)(x).backward()
+        return COUNT, x.grad
+
+    want = run(lambda fn: fn)
+    with count_ops() as ops:
+        got = run(remat)
+    assert_same(got, want)
+    assert ops["sin"] == 2 * 3
+
+
+COUNT = torch.zeros(3)
+
+
+def rebinds_global(x):
+    global COUNT
+    COUNT = COUNT + 1
+    return wave(x, COUNT)
+
+
+def test_an_attribute_assigned_inside_is_assigned_once():
+    def run(transform):
+        o = Object(torch.ones(3, requires_grad=True))
+        o.seen = torch.zeros(3)
+
+        def fn(x):
+            o.seen = o.seen + x.detach()
+            o.new = "text"
+            return wave(x + o.seen, o.w)
+
+        x = torch.arange(3.0, requires_grad=True)
+        for _ in range(2):
+            transform(fn)(x).backward()
+        return o.seen, o.new, x.grad, o.w.grad
+
+    want = run(lambda fn: fn)
+    with count_ops() as ops:
+        got = run(remat)
+    assert_same(got, want)
+    assert ops["sin"] == 2 * 2
+
+
+def test_changing_a_captured_container_of_tensors_is_refused():
+    cache = [torch.ones(3)]
+
+    def fn(x):
+        cache.append(x.detach() * 2)
+        return wave(x, cache[0])
+
+    with pytest.raises(CaptureError, match="the function changed a captured list"):
+        remat(fn)(torch.randn(3, requires_grad=True))
+
+
+# --- The user's own objects are left alone ---------------------------------------
+
+
+def test_gradient_hooks_of_captured_tensors_run_once():
+    w, x = torch.randn(3, requires_grad=True), torch.randn(3)
+    calls = []
+    w.register_hook(calls.append)
+    w.register_post_accumulate_grad_hook(lambda t: calls.append(t.grad))
+    with count_ops() as ops:
+        remat(lambda x: wave(x, w))(x).backward()
+    assert ops["sin"] == 2
+    assert_same(calls, [w.grad, w.grad])
+
+
+def test_the_function_runs_on_stand_ins_and_the_originals_stay():
+    o = Object(torch.randn(3, requires_grad=True))
+    module, w = Module(o.w), o.w
+    seen = []
+
+    def fn(x):
+        seen.extend([o.w is module.w, o.w is w, id(o), id(module)])
+        return wave(x, o.w) + module(x)
+
+    y = remat(fn)(torch.randn(3))
+    y.backward()
+    assert len(seen) == 2 * 4
+    assert seen[:2] == seen[4:6] == [True, True]
+    assert {id(o), id(module)}.isdisjoint(seen)
+    assert o.w is w
+    assert module.w is w
+
+
+# --- What a search cannot find is refused ----------------------------------------
+
+VARIABLE = contextvars.ContextVar("VARIABLE")
+LOCAL = threading.local()
+
+
+class Attribute:
+    """Classes are not searched."""
+
+
+HIDING_PLACES = {
+    "context variable": (lambda w: VARIABLE.set(w), lambda: VARIABLE.get()),
+    "thread local": (lambda w: setattr(LOCAL, "w", w), lambda: LOCAL.w),
+    "class attribute": (lambda w: setattr(Attribute, "w", w), lambda: Attribute.w),
+}
+
+
+@pytest.fixture(params=HIDING_PLACES.values(), ids=HIDING_PLACES.keys())
+def hidden(request):
+    """A function to hide a tensor, and a new function that uses the hidden one."""
+    hide, find = request.param
+
+    def fn(x):
+        return wave(x, find())
+
+    # Its own code, as if each test had written the function anew.
+    code = fn.__code__.replace(co_name=f"fn_{next(NAMES)}")
+    return hide, types.FunctionType(code, globals(), "fn", (), fn.__closure__)
+
+
+NAMES = iter(range(10**6))
+
+
+def test_a_tensor_out_of_reach_is_refused_with_shape_and_dtype(hidden):
+    hide, fn = hidden
+    hide(torch.randn(3, dtype=torch.float64, requires_grad=True))
+    with pytest.raises(
+        CaptureError, match=r"no input of the call: float64\[3\] on cpu"
+    ):
+        remat(fn)(torch.randn(3, requires_grad=True))
+
+
+def test_a_computed_tensor_out_of_reach_is_refused(hidden):
+    hide, fn = hidden
+    w = torch.randn(3, requires_grad=True)
+    hide(w * 2)
+    with pytest.raises(
+        CaptureError, match=r"no input of the call: float32\[3\] on cpu"
+    ):
+        remat(fn)(torch.randn(3, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        grad,
+        lambda f: lambda w: jvp(f, (w,), (w,)),
+        lambda f: grad(lambda w: grad(f)(w).sum()),
+        lambda f: lambda w: vmap(grad(f))(w.expand(2, 3)),
+    ],
+    ids=["grad", "jvp", "grad(grad)", "vmap(grad)"],
+)
+@pytest.mark.parametrize("differentiated", [True, False], ids=["x grad", "x plain"])
+def test_a_transformed_tensor_out_of_reach_is_refused(
+    hidden, transform, differentiated
+):
+    hide, fn = hidden
+    x = torch.randn(3, requires_grad=True)
+
+    def outer(w):
+        hide(w)
+        if differentiated:
+            return grad(remat(fn))(x.detach())[0]
+        return remat(fn)(x)
+
+    with pytest.raises(CaptureError, match=r"no input of the call: float32\[3\]"):
+        transform(outer)(torch.randn(3))
+
+
+def test_a_batched_tensor_out_of_reach_is_used_by_its_batch(hidden):
+    hide, fn = hidden
+    x, ws = torch.randn(3), torch.randn(5, 3)
+
+    def outer(w, call):
+        hide(w)
+        return grad(call)(x)
+
+    want = vmap(outer, in_dims=(0, None))(ws, fn)
+    with count_ops() as ops:
+        got = vmap(outer, in_dims=(0, None))(ws, remat(fn))
+    assert_same(got, want)
+    assert ops["sin"] == 2
+
+
+def test_it_is_refused_although_the_function_was_right_before(hidden):
+    hide, fn = hidden
+    x = torch.randn(3)
+
+    def outer(w):
+        hide(w)
+        return grad(remat(fn))(x).sum()
+
+    hide(torch.randn(3))
+    with count_ops() as ops:
+        grad(remat(fn))(x)
+    assert ops["sin"] == 2
+    with pytest.raises(CaptureError, match=r"no input of the call: float32\[3\]"):
+        grad(outer)(torch.randn(3))
+
+
+def test_a_constant_out_of_reach_is_fine(hidden):
+    hide, fn = hidden
+    hide(torch.randn(3))
+    with count_ops() as ops:
+        assert_same_gradients(remat(fn), fn, torch.randn(3, requires_grad=True))
+        assert_same(grad(remat(fn))(GLOBAL.detach()), grad(fn)(GLOBAL.detach()))
+    assert ops["sin"] == (1 + 2) * 2
+
+
+# --- Leaves made inside, and intermediates that get out --------------------------
+
+
+def test_a_leaf_made_inside_is_no_input():
+    def fn(x):
+        w = torch.zeros(3, requires_grad=True)
+        (g,) = torch.autograd.grad((w - x).sin().sum(), w, create_graph=True)
+        return (w - 0.1 * g) * x
+
+    with count_ops() as ops:
+        assert_same_gradients(remat(fn), fn, torch.randn(3, requires_grad=True))
+    assert ops["sin"] > 2 * 1 + 2
+
+
+def test_a_module_made_inside_is_no_input():
+    def fn(x):
+        layer = nn.Linear(3, 3)
+        nn.init.ones_(layer.weight)
+        nn.init.zeros_(layer.bias)
+        return layer(x).sin()
+
+    with count_ops() as ops:
+        assert_same_gradients(remat(fn), fn, torch.randn(2, 3, requires_grad=True))
+    assert ops["sin"] == 1 + 2
+
+
+def test_returning_a_leaf_made_inside_is_refused():
+    def fn(x):
+        return x.sin(), torch.zeros(3, requires_grad=True)
+
+    with pytest.raises(CaptureError, match="a leaf that requires grad is returned"):
+        remat(fn)(torch.randn(3, requires_grad=True))
+
+
+def escapes(keep):
+    """Ways in which an intermediate value gets out of a function."""
+    last = None
+
+    def by_nonlocal(x):
+        nonlocal last
+        last = x.sin()
+        return last.sum()
+
+    def by_list(x):
+        keep.append(x.sin())
+        return keep[-1].sum()
+
+    def by_attribute(x):
+        holder.last = x.sin()
+        return holder.last.sum()
+
+    holder = types.SimpleNamespace()
+    return {
+        "nonlocal": (by_nonlocal, lambda: last),
+        "list": (by_list, lambda: keep[-1]),
+        "attribute": (by_attribute, lambda: holder.last),
+    }
+
+
+@pytest.mark.parametrize("way", ["nonlocal", "list", "attribute"])
+def test_differentiating_an_intermediate_that_got_out_is_refused(way):
+    fn, escaped = escapes([])[way]
+    remat(fn)(torch.randn(3, requires_grad=True))
+    with pytest.raises(CaptureError, match="left it other than by being returned"):
+        escaped().sum().backward()
+
+
+@pytest.mark.parametrize("way", ["nonlocal", "list", "attribute"])
+def test_an_intermediate_that_got_out_may_be_looked_at(way):
+    fn, escaped = escapes([])[way]
+    x = torch.randn(3, requires_grad=True)
+    with count_ops() as ops:
+        y = remat(fn)(x)
+        assert_same(escaped().detach(), x.detach().sin())
+        y.backward()
+    assert ops["sin"] == 3
+    assert_same(x.grad, x.detach().cos())
+
+
+def test_a_scripted_module_is_refused():
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(CaptureError, match="Linear is a TorchScript module"):
+        remat(scripted)(torch.randn(2))
