@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import _tree
-from remat._code import global_names, is_installed
+from remat._code import global_names, is_library
 from remat._errors import CaptureError
 from remat._rebuild import (
     Composite,
@@ -76,15 +76,26 @@ class Found:
         self.buffers: dict[int, bool] = {}
 
 
-def refers_to_nothing(fn: Fn) -> bool:
-    """Say, on every call and so quickly, that a function plainly refers to no tensor."""
-    if type(fn) is not types.FunctionType:
+def is_self_contained(fn: Fn, within: tuple[Fn, ...] = ()) -> bool:
+    """Say, on every call and so quickly, that a function plainly reaches no tensor.
+
+    It refers to nothing but inert values, library modules, and functions like it.
+    """
+    if type(fn) is not types.FunctionType or fn.__closure__:
         return False
-    if fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__:
+    if fn.__defaults__ or fn.__kwdefaults__:
         return False
     scope = fn.__globals__
     for name in global_names(fn.__code__).loaded:
-        if type(scope.get(name)) not in _INERT:
+        value = scope.get(name)
+        kind = type(value)
+        if kind is types.ModuleType:
+            if not is_library(value.__dict__):
+                return False
+        elif kind is types.FunctionType:
+            if value not in within and not is_self_contained(value, (*within, fn)):
+                return False
+        elif kind not in _INERT:
             return False
     return True
 
@@ -146,7 +157,7 @@ class Search:
         return settled
 
     def _function(self, fn: types.FunctionType, path: Path) -> Node | None:
-        installed = is_installed(fn)
+        installed = is_library(fn.__globals__)
         if installed and not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
             return None
         outer = self._compiled

@@ -1,10 +1,12 @@
-"""Which global names a function's code refers to.
+"""Which global names a function's code refers to, and whose globals they are.
 
-Invariant: answers are kept by identity of the code and of the globals, and both are held
-so that no identity is used again. Rejected: hashing code objects, which reads all of them.
+Invariant: what is remembered is bounded and holds no user's globals. Rejected: walking
+the globals of installed packages, which may be thousands of functions on every call.
 """
 
 import dis
+import functools
+import sys
 import sysconfig
 import types
 from dataclasses import dataclass
@@ -19,13 +21,18 @@ class GlobalNames:
     stored: tuple[str, ...]
 
 
+# Oldest first. By identity: hashing a code object reads all of it.
 _NAMES: dict[int, tuple[types.CodeType, GlobalNames]] = {}
+_NAMES_SIZE = 4096
 
 
 def global_names(code: types.CodeType) -> GlobalNames:
     """Return the global names that `code`, or code nested in it, refers to."""
     known = _NAMES.get(id(code))
     if known is None:
+        if len(_NAMES) >= _NAMES_SIZE:
+            del _NAMES[next(iter(_NAMES))]
+        # The code is held, so that its identity is not used again.
         known = _NAMES[id(code)] = (code, _find_names(code))
     return known[1]
 
@@ -45,14 +52,16 @@ def _find_names(code: types.CodeType) -> GlobalNames:
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
 _LIBRARIES = tuple(sysconfig.get_paths()[k] for k in _PATHS)
-_INSTALLED: dict[int, tuple[dict[str, Any], bool]] = {}
 
 
-def is_installed(fn: types.FunctionType) -> bool:
-    """Say whether `fn` comes from the standard library or an installed package."""
-    scope = fn.__globals__
-    known = _INSTALLED.get(id(scope))
-    if known is None:
-        file = str(scope.get("__file__", ""))
-        known = _INSTALLED[id(scope)] = (scope, file.startswith(_LIBRARIES))
-    return known[1]
+@functools.lru_cache(maxsize=4096)
+def _is_library_file(file: str) -> bool:
+    return file.startswith(_LIBRARIES)
+
+
+def is_library(scope: dict[str, Any]) -> bool:
+    """Say whether a module's globals are those of the standard library or a package."""
+    file = scope.get("__file__")
+    if file is None:
+        return scope.get("__name__") in sys.builtin_module_names
+    return _is_library_file(file)

@@ -8,11 +8,13 @@ cost 1.2 and 2.7 million instructions a call where this costs a third of a milli
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch._C import (
     _is_any_autocast_enabled as is_autocast_active,
     _set_grad_enabled as set_grad_enabled,
@@ -181,6 +183,31 @@ def detach_dual(tensor: Tensor) -> Tensor:
     if tangent is None or not torch._C._is_fwd_grad_enabled():
         return primal.detach()
     return forward_ad.make_dual(primal.detach().requires_grad_(), tangent.detach())
+
+
+_NO_HOOKS: AbstractContextManager[None] = nullcontext()
+
+
+# Deleted by: a public way to suspend saved-tensor hooks.
+def temporary_graph() -> AbstractContextManager[None]:
+    """Keep the user's saved-tensor hooks from a graph that is dropped or freed at once.
+
+    They would offload or copy every intermediate value, for nothing.
+    """
+    return _NO_HOOKS if top_hooks(True) is None else _suspended_hooks()
+
+
+@contextmanager
+def _suspended_hooks() -> Iterator[None]:
+    suspended = []
+    while (hooks := top_hooks(True)) is not None:
+        suspended.append(hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(suspended):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 # Deleted by: saved tensors that tell which of them changed.

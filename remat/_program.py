@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from remat._ambient import Ambient
-from remat._capture import Search, refers_to_nothing
+from remat._capture import Search, is_self_contained
 from remat._checks import Escape, Foreign, Watch, reached_leaves, views_of
 from remat._compat import (
     base_tensor,
@@ -31,6 +31,7 @@ from remat._compat import (
     on_backward,
     set_grad_enabled,
     snapshot,
+    temporary_graph,
 )
 from remat._errors import CaptureError, MutationError, RecomputeError, RematError
 from remat._rebuild import build, pass_on
@@ -92,7 +93,8 @@ class Program:
             facts.differentiable = [has_derivatives(o) for o in outs]
             return outs
         set_grad_enabled(True)
-        outs = self.run(*detached(leaves, facts.needs))
+        with temporary_graph():
+            outs = self.run(*detached(leaves, facts.needs))
         set_grad_enabled(False)
         facts.differentiable = [o is not None and o.requires_grad for o in outs]
         return [None if o is None else o.detach() for o in outs]
@@ -118,6 +120,7 @@ class Primal(Program):
     __slots__ = (
         "_ambient",
         "_buffers",
+        "_contained",
         "_fn",
         "_generators",
         "_label",
@@ -143,14 +146,14 @@ class Primal(Program):
         self._out: Out | None = None
         self._fn, self._label, self._rng = fn, label, rng
         values, self._treedef = flatten_arguments(args, kwargs)
-        plain = refers_to_nothing(fn)
-        if plain and self._treedef is None and len({*map(id, values)}) == len(values):
+        self._contained = contained = is_self_contained(fn)
+        if contained and self._treedef is None and len({*map(id, values)}) == len(values):
             # The common case: the leaves are the arguments, each once.
             self._leaves, self._nodes, self._generators = values, {}, ()
             self._positions, self._buffers = None, {}
             self._origins = range(len(values))
         else:
-            self._search(values, () if plain else ((-1, fn),))
+            self._search(values, () if contained else ((-1, fn),))
 
     def _search(self, values: list[Any], roots: Sequence[tuple[int, Any]]) -> None:
         """Note where each tensor goes and how to rebuild what holds others.
@@ -242,7 +245,8 @@ class Primal(Program):
         self._versions = [*map(_version, leaves)]
         copies = self._copy_buffers(inner)
         set_grad_enabled(True)
-        outs = self._first_run(program, inner)
+        with temporary_graph():
+            outs = self._first_run(program, inner)
         set_grad_enabled(False)
         escape.armed = True
         self._ambient.forward_done()
@@ -257,7 +261,7 @@ class Primal(Program):
 
     def _first_run(self, program: Program, inner: list[Tensor]) -> Outputs:
         try:
-            if self.facts.exact or not _is_new(self._fn):
+            if self.facts.exact or self._contained:
                 return program.run(*inner)
             with Foreign():
                 return self._labelled(program.run, *inner)
@@ -392,22 +396,6 @@ class Primal(Program):
         if root is None:
             return text.lstrip(".")
         return argument_name(self._fn, self._treedef, root) + text
-
-
-# Code that ran once under torch.func without using what is not its own, oldest first.
-_PROVEN: dict[int, Any] = {}
-_PROVEN_SIZE = 4096
-
-
-def _is_new(fn: Fn) -> bool:
-    """Say whether code like this has not been evaluated below torch.func before."""
-    code = getattr(fn, "__code__", None) or type(fn)
-    if id(code) in _PROVEN:
-        return False
-    if len(_PROVEN) >= _PROVEN_SIZE:
-        del _PROVEN[next(iter(_PROVEN))]
-    _PROVEN[id(code)] = code
-    return True
 
 
 _GRADLESS = (

@@ -14,6 +14,7 @@ zeros for jacfwd of jacfwd).
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from remat._compat import (
     pull_back,
     requires_grad_at_any_level,
     saved_tensors,
+    temporary_graph,
     unwrap_dead,
     unwrap_for_grad,
     without_tangent,
@@ -177,10 +179,16 @@ class Vjp(Program):
         recorded = _records(leaves)
         if not recorded:
             primals = detached(primals, self._of.facts.needs)
-        with grad_mode(True):
+        with grad_mode(True), _NOTHING if recorded else temporary_graph():
             outs = self._of.run(*primals)
         self._of.check_outputs(outs)
         outs = tuple([outs[j] for j in self._given])
+        if not all(map(_requires_grad, outs)):
+            pairs = zip(outs, cts, strict=True)
+            pairs = [(o, ct) for o, ct in pairs if _requires_grad(o)]
+            if not pairs:
+                return (None,) * len(self._wanted)
+            outs, cts = zip(*pairs, strict=True)
         inputs = tuple([primals[i] for i in self._wanted])
         return pull_back(outs, cts, inputs, recorded)
 
@@ -232,7 +240,7 @@ class Jvp(Program):
                 for i, t in zip(self._given, tangents, strict=True)
             ]
             outs = self._of.run(*_replace(primals, self._given, duals))
-            return tuple(None if o is None else _tangent(o) for o in outs)
+            return tuple(_tangent(o) if has_derivatives(o) else None for o in outs)
 
 
 class Batch(Program):
@@ -286,5 +294,14 @@ def _replace(values: Sequence[Any], where: Sequence[int], by: Sequence[Any]) -> 
     return replaced
 
 
-def _tangent(tensor: Tensor) -> Tensor | None:
-    return forward_ad.unpack_dual(tensor).tangent
+def _requires_grad(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+def _tangent(tensor: Tensor) -> Tensor:
+    tangent = forward_ad.unpack_dual(tensor).tangent
+    # Plain code has no tangent here; torch wants one of every differentiable output.
+    return torch.zeros_like(tensor) if tangent is None else tangent
+
+
+_NOTHING = nullcontext()
