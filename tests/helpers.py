@@ -18,7 +18,7 @@ from remat.testing import assert_same
 
 def make(*shape: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.double, generator=generator) * 0.7
+    return torch.randn(shape, dtype=torch.double, generator=generator) * 0.7
 
 
 W, X = make(4, 4, seed=1), make(4, 4, seed=2)
