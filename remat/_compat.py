@@ -8,13 +8,16 @@ cost 1.2 and 2.7 million instructions a call where this costs a third of a milli
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks as pop_hooks,
+    _push_saved_tensors_default_hooks as push_hooks,
+    _top_saved_tensors_default_hooks as top_hooks,
+)
 from torch._C import (
     _is_any_autocast_enabled as is_autocast_active,
     _set_grad_enabled as set_grad_enabled,
@@ -36,6 +39,7 @@ from torch._C._functorch import (
     set_single_level_autograd_function_allowed,
     unwrap_if_dead,
 )
+from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
 from torch.autograd import forward_ad, graph
@@ -152,6 +156,11 @@ def dual_level_active() -> bool:
     return forward_ad._current_level >= 0
 
 
+def base_dual_level_active() -> bool:
+    """Say whether the open dual level is the user's, in which torch.func.jvp raises."""
+    return dual_level_active() and eager_transforms.JVP_NESTING == 0
+
+
 set_forward_ad = torch._C._set_fwd_grad_enabled
 forward_ad_enabled = forward_ad._set_fwd_grad_enabled
 
@@ -185,29 +194,23 @@ def detach_dual(tensor: Tensor) -> Tensor:
     return forward_ad.make_dual(primal.detach().requires_grad_(), tangent.detach())
 
 
-_NO_HOOKS: AbstractContextManager[None] = nullcontext()
-
-
 # Deleted by: a public way to suspend saved-tensor hooks.
-def temporary_graph() -> AbstractContextManager[None]:
-    """Keep the user's saved-tensor hooks from a graph that is dropped or freed at once.
+def without_hooks(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn`, whose graph is dropped at once, without the user's saved-tensor hooks.
 
     They would offload or copy every intermediate value, for nothing.
     """
-    return _NO_HOOKS if top_hooks(True) is None else _suspended_hooks()
-
-
-@contextmanager
-def _suspended_hooks() -> Iterator[None]:
+    if top_hooks(True) is None:
+        return fn(*args)
     suspended = []
     while (hooks := top_hooks(True)) is not None:
         suspended.append(hooks)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_hooks()
     try:
-        yield
+        return fn(*args)
     finally:
         for hooks in reversed(suspended):
-            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+            push_hooks(*hooks)
 
 
 # Deleted by: saved tensors that tell which of them changed.

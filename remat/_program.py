@@ -31,7 +31,7 @@ from remat._compat import (
     on_backward,
     set_grad_enabled,
     snapshot,
-    temporary_graph,
+    without_hooks,
 )
 from remat._errors import CaptureError, MutationError, RecomputeError, RematError
 from remat._rebuild import build, pass_on
@@ -63,10 +63,10 @@ class Facts:
     views: Mapping[int, int] = {}  # noqa: RUF012  # never changed, only replaced
     batched: bool = False
 
-    def __init__(self, needs: list[bool], *, exact: bool) -> None:
+    def __init__(self, needs: list[bool], used: Sequence[int], *, exact: bool) -> None:
         self.needs = needs
+        self.used = used
         self.exact = exact
-        self.used: Sequence[int] = range(len(needs))
 
 
 class Program:
@@ -78,6 +78,10 @@ class Program:
     def run(self, *leaves: Tensor) -> Outputs:
         """Evaluate in the ambient modes: recorded exactly if the caller records."""
         raise NotImplementedError
+
+    def uses(self, count: int) -> Sequence[int]:
+        """Return which of `count` leaves the outputs may depend on differentiably."""
+        return range(count)
 
     def check_outputs(self, outs: Sequence[Any]) -> None:
         """Check what a recomputation gave against what the forward gave."""
@@ -93,8 +97,7 @@ class Program:
             facts.differentiable = [has_derivatives(o) for o in outs]
             return outs
         set_grad_enabled(True)
-        with temporary_graph():
-            outs = self.run(*detached(leaves, facts.needs))
+        outs = without_hooks(self.run, *detached(leaves, facts.needs))
         set_grad_enabled(False)
         facts.differentiable = [o is not None and o.requires_grad for o in outs]
         return [None if o is None else o.detach() for o in outs]
@@ -245,8 +248,7 @@ class Primal(Program):
         self._versions = [*map(_version, leaves)]
         copies = self._copy_buffers(inner)
         set_grad_enabled(True)
-        with temporary_graph():
-            outs = self._first_run(program, inner)
+        outs = without_hooks(self._first_run, program, inner)
         set_grad_enabled(False)
         escape.armed = True
         self._ambient.forward_done()
@@ -334,12 +336,17 @@ class Primal(Program):
         before = []
         kept = []
         for i, copy in copies.items():
-            if is_shared(copy) or torch.equal(copy, leaves[i]):
+            if is_shared(copy):
                 continue
+            buffer = leaves[i]
+            same = torch.equal(copy, buffer)
             if i not in self._buffers:
+                if same and not copy._version:
+                    continue
                 raise self._error(_IN_PLACE, i)
-            before.append(leaves[i].clone())
-            leaves[i].copy_(copy)
+            before.append(buffer.detach() if same else buffer.clone())
+            if not same:
+                buffer.copy_(copy)
             kept.append(i)
             self._versions[i] = before[-1]._version
         self.facts.kept = kept

@@ -14,7 +14,6 @@ zeros for jacfwd of jacfwd).
 
 import functools
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.autograd import Function, forward_ad
 from remat._compat import (
     TransformType,
     apply_at_level,
+    base_dual_level_active,
     batch,
     batched,
     call_below,
@@ -34,9 +34,9 @@ from remat._compat import (
     pull_back,
     requires_grad_at_any_level,
     saved_tensors,
-    temporary_graph,
     unwrap_dead,
     unwrap_for_grad,
+    without_hooks,
     without_tangent,
     wrap_for_grad,
 )
@@ -56,7 +56,8 @@ def record(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any] | None:
     needs = [*map(requires_grad_at_any_level, leaves)]
     if True not in needs:
         return None
-    program.facts = Facts(needs, exact=current_layer() is None)
+    exact = current_layer() is None
+    program.facts = Facts(needs, program.uses(len(needs)), exact=exact)
     return dispatch(program, leaves)
 
 
@@ -116,6 +117,8 @@ class Remat(Function):
         if forward_mode:
             ctx.save_for_forward(*leaves)
             differentiable = [has_derivatives(o) for o in outs]
+        elif not (facts.exact or any(leaves[i].requires_grad for i in facts.used)):
+            differentiable = [False] * len(outs)
         if False in differentiable:
             pairs = zip(outs, differentiable, strict=True)
             ctx.mark_non_differentiable(*[o for o, d in pairs if o is not None and not d])
@@ -170,6 +173,10 @@ class Vjp(Program):
     ) -> None:
         self._of, self._arity, self._wanted, self._given = of, arity, wanted, given
 
+    def uses(self, count: int) -> Sequence[int]:
+        """Return the leaves that the program uses, and the cotangents."""
+        return (*self._of.facts.used, *range(self._arity, count))
+
     def run(self, *leaves: Tensor) -> Outputs:
         """Recompute the program and pull the cotangents back through it."""
         primals, cts = leaves[: self._arity], leaves[self._arity :]
@@ -177,10 +184,14 @@ class Vjp(Program):
             return self._run_under_transforms(primals, cts)
         # Plain autograd: torch.func.vjp costs twice as much.
         recorded = _records(leaves)
-        if not recorded:
-            primals = detached(primals, self._of.facts.needs)
-        with grad_mode(True), _NOTHING if recorded else temporary_graph():
-            outs = self._of.run(*primals)
+        needs = self._of.facts.needs
+        if recorded:
+            # Those that are differentiated here, though not in what records this.
+            needs = [n and not t.requires_grad for n, t in zip(needs, primals, strict=True)]
+        primals = detached(primals, needs)
+        with grad_mode(True):
+            run = self._of.run
+            outs = run(*primals) if recorded else without_hooks(run, *primals)
         self._of.check_outputs(outs)
         outs = tuple([outs[j] for j in self._given])
         if not all(map(_requires_grad, outs)):
@@ -214,7 +225,7 @@ class Jvp(Program):
     def run(self, *leaves: Tensor) -> Outputs:
         """Recompute the program and push the tangents forward through it."""
         primals, tangents = leaves[: self._arity], leaves[self._arity :]
-        if current_layer() is None and dual_level_active():
+        if current_layer() is None and base_dual_level_active():
             return self._push_dual(primals, tangents)
         positions: list[int] = []
         count = 0
@@ -303,5 +314,3 @@ def _tangent(tensor: Tensor) -> Tensor:
     # Plain code has no tangent here; torch wants one of every differentiable output.
     return torch.zeros_like(tensor) if tangent is None else tangent
 
-
-_NOTHING = nullcontext()
