@@ -74,7 +74,7 @@ def gradients(module, x):
     return x.grad, {n: p.grad for n, p in module.named_parameters()}
 
 
-def check_updates(plain, module, step):
+def check_updates(plain, module, step, *, reassociated=False):
     """Assert that three steps leave the same buffers and gradients, and recompute."""
     x = torch.randn(4, 3)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -85,7 +85,9 @@ def check_updates(plain, module, step):
         with count_ops() as more:
             step(remat(module), b)
         assert_same(buffers(module), buffers(plain))
-        assert_same(gradients(module, b), gradients(plain, a))
+        assert_same(
+            gradients(module, b), gradients(plain, a), reassociated=reassociated
+        )
         sines.append(more["sin"] - ops["sin"])
     assert min(sines) > 0
     return a.grad
@@ -129,7 +131,8 @@ def test_two_calls_before_either_backward(make):
         y, z = call(x), call(x)
         (2 * y.pow(3).sum() + z.pow(2).sum()).backward()
 
-    check_updates(*twins(make), step)
+    # A spectral norm uses its weight twice in each of the two calls.
+    check_updates(*twins(make), step, reassociated=True)
 
 
 @modules

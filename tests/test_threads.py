@@ -1,0 +1,170 @@
+"""Threads share functions and modules, and see nothing of each other's calls."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from remat import remat
+from remat.testing import assert_same, count_ops
+
+
+ROUNDS = 40
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x.sin()).sin()
+
+
+def in_threads(*jobs):
+    """Run all jobs at once and return their results."""
+    start = threading.Barrier(len(jobs))
+
+    def run(job):
+        start.wait(timeout=60)
+        return job()
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [f.result(timeout=60) for f in [pool.submit(run, j) for j in jobs]]
+
+
+def rounds(call, x):
+    """Forward and backward, again and again; return the gradients and the sines."""
+    with count_ops() as ops:
+        results = [call(x) for _ in range(ROUNDS)]
+    return results, ops["sin"] / ROUNDS
+
+
+def gradient(fn):
+    def call(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(fn(x).pow(2).sum(), x)[0]
+
+    return call
+
+
+TRANSFORMS = {
+    "backward": gradient,
+    "grad": lambda fn: grad(lambda x: fn(x).pow(2).sum()),
+    "vmap(grad)": lambda fn: vmap(grad(lambda x: fn(x).pow(2).sum())),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+def test_different_functions_in_two_threads(transform):
+    w = torch.randn(8)
+    fns = [lambda x: (x * w).sin(), lambda x: (x.exp().sin() * w).sin()]
+    xs = torch.randn(2, 4, 8)
+    want = [transform(fn)(x) for fn, x in zip(fns, xs, strict=True)]
+
+    def job(k):
+        return lambda: rounds(transform(remat(fns[k])), xs[k])
+
+    for k, (got, sines) in enumerate(in_threads(job(0), job(1))):
+        assert_same(got, [want[k]] * ROUNDS)
+        assert sines == 2 * (k + 1)
+
+
+def test_the_same_module_in_two_threads():
+    block = Block()
+    xs = torch.randn(2, 4, 8)
+
+    def step(call):
+        def gradients(x):
+            return torch.autograd.grad(call(x).pow(2).sum(), [*block.parameters()])
+
+        return gradients
+
+    want = [step(block)(x) for x in xs]
+    results = in_threads(*(lambda x=x: rounds(step(remat(block)), x) for x in xs))
+    for (got, sines), expected in zip(results, want, strict=True):
+        assert_same(got, [expected] * ROUNDS)
+        assert sines == 2 * 2
+
+
+def test_the_same_module_in_two_threads_with_parameters_of_their_own():
+    block, xs = Block(), torch.randn(2, 4, 8)
+    before = dict(block.named_parameters())
+    values = [p.detach().clone() for p in before.values()]
+    done = threading.Event()
+
+    def call(params, x):
+        return functional_call(block, params, (x,))
+
+    def step(call, k):
+        params = {n: (k + 1) * p.detach() for n, p in before.items()}
+        for p in params.values():
+            p.requires_grad_()
+        return lambda x: torch.autograd.grad(call(params, x).sum(), [*params.values()])
+
+    def work(k):
+        try:
+            return rounds(step(remat(call), k), xs[k])
+        finally:
+            done.set()
+
+    def read():
+        """Plain code that looks at the module meanwhile."""
+        seen = 0
+        while not done.is_set() or not seen:
+            assert all(block.get_parameter(n) is p for n, p in before.items())
+            seen += 1
+        return seen
+
+    want = [step(call, k)(xs[k]) for k in range(2)]
+    *results, seen = in_threads(lambda: work(0), lambda: work(1), read)
+    for (got, sines), expected in zip(results, want, strict=True):
+        assert_same(got, [expected] * ROUNDS)
+        assert sines == 2 * 2
+    assert seen > 0
+    assert_same([p.detach() for p in block.parameters()], values)
+
+
+def test_a_backward_in_another_thread_than_its_forward():
+    w, x = torch.randn(8, requires_grad=True), torch.randn(4, 8)
+
+    def fn(x):
+        return nn.functional.dropout(x * w, 0.5).sin()
+
+    torch.manual_seed(1)
+    (want,) = torch.autograd.grad(fn(x).sum(), w)
+    torch.manual_seed(1)
+    y = remat(fn)(x).sum()
+    after = torch.get_rng_state()
+
+    def backward():
+        with count_ops() as ops:
+            return torch.autograd.grad(y, w)[0], ops["sin"]
+
+    ((got, sines),) = in_threads(backward)
+    assert_same(got, want)
+    assert sines == 1
+    assert_same(torch.get_rng_state(), after)
+
+
+def test_an_outer_backward_is_not_blocked_by_an_inner_one_in_a_thread():
+    """As a hook does that hands work to a pool and waits for it."""
+    w = torch.randn(8, requires_grad=True)
+    fn = remat(lambda x: (x * w).sin())
+    x = torch.randn(8, requires_grad=True)
+    inner = []
+
+    def hook(g):
+        inner.extend(in_threads(lambda: rounds(gradient(fn), x)))
+
+    y = fn(x)
+    y.register_hook(hook)
+    with count_ops() as ops:
+        y.sum().backward()
+    assert ops["sin"] == 1
+    ((got, sines),) = inner
+    assert sines == 2
+    assert_same(got, [gradient(lambda x: (x * w).sin())(x)] * ROUNDS)
