@@ -169,11 +169,11 @@ def assert_rematerialized(
     """`transform` gives the same for `fn` and `wrap(fn)`, at the evaluations given."""
     fn, calls = counted(fn)
     expected = transform(fn)
-    assert len(calls) == plain
+    assert len(calls) == plain, f"plain evaluates {len(calls)} times, not {plain}"
     calls.clear()
     actual = transform(wrap(fn))
     assert_same(actual, expected, reassociated=reassociated)
-    assert len(calls) == evaluations
+    assert len(calls) == evaluations, f"{len(calls)} evaluations, not {evaluations}"
     assert_not_vanishing(expected)
 
 

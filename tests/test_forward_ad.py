@@ -102,12 +102,12 @@ def test_outputs_without_a_tangent():
         x, y = leaves_of(W, X)
         with dual_level():
             outs = f(make_dual(x, V), y)
-            first, second, *rest = [parts(t)[1] for t in outs]
-            # Where plain has none, a call that has others gives zero.
-            assert second is None or not second.any()
-            assert rest == [None, None]
+            first, *others = [parts(t)[1] for t in outs]
+            # Where plain has none, a call may give zero.
+            assert all(t is None or not t.any() for t in others)
             outs[1].sum().backward()
-            return outs, first, x.grad, y.grad
+            # Detached: a constant output of a call that is recorded may require grad.
+            return [out.detach() for out in outs], first, x.grad, y.grad
 
     def fn(x, y):
         return x.sin(), y.exp(), x.argmax(), y.detach().cos()

@@ -1,4 +1,4 @@
-"""`torch.func.jvp`: nothing is stored, so nothing is recomputed; but with a backward."""
+"""`torch.func.jvp`: nothing is stored or recomputed, unless there is a backward too."""
 
 import pytest
 import torch
@@ -128,7 +128,8 @@ def test_an_output_that_has_no_tangent():
         (y,) = leaves_of(X)
         (a, b, c), (da, db, dc) = jvp(lambda w: f(w, y), (W,), (V,))
         (a.sum() + (da * db).sum() + b.sum()).backward()
-        return a, b, c, da, db, dc, y.grad
+        # Detached: a constant output of a call that is recorded may require grad.
+        return a, b, c.detach(), da, db, dc.detach(), y.grad
 
     def fn(w, y):
         return w.sin() * y, y.exp(), torch.ones(3)
@@ -207,10 +208,10 @@ def test_jvp_of_jvp(order):
         result.sum().backward()
         return result, w.grad
 
-    # The derivatives up to `order`, each as a call, and each recomputed once: 2^order
-    # tangents of all the subsets of levels. Reassociated: higher order.
+    # A call for the value, and for each level one more for the tangent of each before.
+    # Only the last of them is read, and recomputed. Reassociated: higher order.
     assert_rematerialized(
-        transform, torch.exp, evaluations=2 * 2**order, reassociated=True
+        transform, torch.exp, evaluations=2**order + 1, reassociated=True
     )
 
 
