@@ -117,7 +117,8 @@ class Remat(Function):
         if forward_mode:
             ctx.save_for_forward(*leaves)
             differentiable = [has_derivatives(o) for o in outs]
-        elif not (facts.exact or any(leaves[i].requires_grad for i in facts.used)):
+        elif not facts.exact and True not in [leaves[i].requires_grad for i in facts.used]:
+            # Some leaf of this level led here, but none that the outputs depend on.
             differentiable = [False] * len(outs)
         if False in differentiable:
             pairs = zip(outs, differentiable, strict=True)
@@ -189,12 +190,12 @@ class Vjp(Program):
             # Those that are differentiated here, though not in what records this.
             needs = [n and not t.requires_grad for n, t in zip(needs, primals, strict=True)]
         primals = detached(primals, needs)
+        run = self._of.run
         with grad_mode(True):
-            run = self._of.run
             outs = run(*primals) if recorded else without_hooks(run, *primals)
-        self._of.check_outputs(outs)
+        checked = self._of.is_as_recorded(outs)
         outs = tuple([outs[j] for j in self._given])
-        if not all(map(_requires_grad, outs)):
+        if not (checked or all(map(_requires_grad, outs))):
             pairs = zip(outs, cts, strict=True)
             pairs = [(o, ct) for o, ct in pairs if _requires_grad(o)]
             if not pairs:
