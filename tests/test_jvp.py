@@ -129,7 +129,7 @@ def test_an_output_that_has_no_tangent():
         (a, b, c), (da, db, dc) = jvp(lambda w: f(w, y), (W,), (V,))
         (a.sum() + (da * db).sum() + b.sum()).backward()
         # Detached: a constant output of a call that is recorded may require grad.
-        return a, b, c.detach(), da, db, dc.detach(), y.grad
+        return a, b, c.detach(), da, db.detach(), dc.detach(), y.grad
 
     def fn(w, y):
         return w.sin() * y, y.exp(), torch.ones(3)
