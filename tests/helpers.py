@@ -189,6 +189,21 @@ def assert_zoo_rematerialized(
     assert_rematerialized(of_loss, fn, **expected)
 
 
+def and_backward(transform: Callable[..., Any]) -> Callable[..., Any]:
+    """Add a backward to a transform that stores nothing, and so recomputes nothing.
+
+    It evaluates the function once, and once more where that is rematerialized.
+    """
+
+    def both(loss, w, x):
+        result = transform(loss, w, x)
+        w, x = leaves_of(w, x)
+        loss(w, x).backward()
+        return result, w.grad, x.grad
+
+    return both
+
+
 def assert_not_vanishing(tree: Any) -> None:
     """Where all gradients are zero, equality proves nothing."""
     tensors = [t.detach() for t in tree_leaves(tree) if isinstance(t, Tensor)]

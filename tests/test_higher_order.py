@@ -10,6 +10,7 @@ from helpers import (
     V,
     W,
     X,
+    and_backward,
     assert_rematerialized,
     assert_zoo_rematerialized,
     blocks,
@@ -141,9 +142,10 @@ PAIRS = {
 def test_jacobian_of_jacobian(outer, inner, case):
     # Reassociated: second order.
     assert_zoo_rematerialized(
-        lambda loss, w, x: outer(inner(loss, BOTH), BOTH)(w, x),
+        and_backward(lambda loss, w, x: outer(inner(loss, BOTH), BOTH)(w, x)),
         case,
-        evaluations=PAIRS[outer, inner],
+        plain=1 + 1,
+        evaluations=PAIRS[outer, inner] + 2,
         reassociated=True,
     )
 

@@ -16,6 +16,7 @@ from helpers import (
     V,
     W,
     X,
+    and_backward,
     assert_rematerialized,
     assert_zoo_rematerialized,
     block,
@@ -54,11 +55,12 @@ def twice(loss, w, x):
     return torch.autograd.grad(first.sin().sum(), (w, x))
 
 
+# Evaluations: the forward; in the backward the recomputation of the outer call, which
+# is the forward of the inner one, and the recomputation of the inner call.
 TRANSFORMS = {
     "backward": (backward, 3),
     "grad": (lambda loss, w, x: grad(loss, (0, 1))(w, x), 3),
     "vjp": (lambda loss, w, x: vjp(loss, w, x)[1](W[0, 0]), 3),
-    "jvp": (lambda loss, w, x: jvp(loss, (w, x), (V, V)), 1),
     "vmap_grad": (
         lambda loss, w, x: vmap(grad(loss), (None, 0))(w, torch.stack([x, -x])),
         3,
@@ -71,6 +73,14 @@ TRANSFORMS = {
 def test_two_deep(how, case):
     transform, evaluations = TRANSFORMS[how]
     assert_zoo_rematerialized(transform, case, evaluations=evaluations, wrap=deep(2))
+
+
+@pytest.mark.parametrize("case", ZOO)
+def test_two_deep_in_forward_mode(case):
+    transform = and_backward(lambda loss, w, x: jvp(loss, (w, x), (V, V)))
+    assert_zoo_rematerialized(
+        transform, case, plain=1 + 1, evaluations=1 + 3, wrap=deep(2)
+    )
 
 
 # The forward, 1, and its backward, 2, as for one order. The backward of the forward, 2.
