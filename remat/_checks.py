@@ -71,9 +71,9 @@ class Escape:
         self.label = label
         self.armed = False
 
-    def __call__(self, grad: Tensor) -> None:
-        del grad
-        if self.armed:
+    def __call__(self, grad: Tensor | None) -> None:
+        # None comes by when an attribute kept from an earlier call is not used by this.
+        if self.armed and grad is not None:
             raise CaptureError(_ESCAPED.format(label=self.label))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch._C._autograd import (
     _pop_saved_tensors_default_hooks as pop_hooks,
     _push_saved_tensors_default_hooks as push_hooks,
@@ -43,7 +43,7 @@ from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
 from torch.autograd import forward_ad, graph
-from torch.utils import _device
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import SUPPORTED_NODES
 
 from remat._types import Leaves, Outputs
@@ -168,7 +168,31 @@ forward_ad_enabled = forward_ad._set_fwd_grad_enabled
 # Deleted by: torch.get_default_device() not allocating a tensor to find out.
 def current_device() -> torch.device | None:
     """Return the device of the innermost `torch.device` context, if any."""
-    return _device.CURRENT_DEVICE
+    if not torch._C._len_torch_function_stack():
+        return None
+    for mode in reversed(overrides._get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
+
+
+# Deleted by: a public `torch.fx` way to ask whether a trace is being made.
+def is_traced() -> bool:
+    """Say whether make_fx records the operations that run now."""
+    return torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+# Deleted by: a public way to open a grad level without `torch.func.vjp`'s graph.
+grad_level = eager_transforms.grad_increment_nesting
+
+
+def require_grad_at(tensor: Tensor, level: int) -> Tensor:
+    """Return `tensor` as a leaf of the grad level just opened."""
+    with eager_transforms.enable_inplace_requires_grad(True):
+        return _wrap_for_grad(tensor, level).requires_grad_()
 
 
 # Deleted by: `torch.compiler.disable` not importing Dynamo at decoration.
@@ -233,8 +257,8 @@ def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
 
 # Deleted by: `forward_ad.unpack_dual` working where forward AD is disabled.
 def without_tangent(tensor: Tensor) -> Tensor:
-    """Return the primal of a tensor that may be dual, below torch.func."""
-    if current_layer() is None and dual_level_active():
+    """Return the primal of a tensor that may be dual in the user's own dual level."""
+    if base_dual_level_active():
         return forward_ad.unpack_dual(tensor).primal
     return tensor
 

@@ -14,7 +14,7 @@ import contextlib
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,17 +56,26 @@ class Facts:
             follow the outputs.
         views: the outputs that are views of a leaf, and of which.
         batched: whether a vmap lies between here and the base.
+        above: what was found at the levels above each such vmap.
     """
 
     differentiable: Sequence[bool] = ()
     kept: Sequence[int] = ()
     views: Mapping[int, int] = {}  # noqa: RUF012  # never changed, only replaced
     batched: bool = False
+    above: Sequence["Above"] = ()
 
     def __init__(self, needs: list[bool], used: Sequence[int], *, exact: bool) -> None:
         self.needs = needs
         self.used = used
         self.exact = exact
+
+
+class Above(NamedTuple):
+    """What the levels above a vmap differentiate: leaves used, and outputs by index."""
+
+    used: Sequence[int]
+    differentiable: Sequence[int]
 
 
 class Program:
@@ -78,6 +87,11 @@ class Program:
     def run(self, *leaves: Tensor) -> Outputs:
         """Evaluate in the ambient modes: recorded exactly if the caller records."""
         raise NotImplementedError
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the next run is the forward of a user's call."""
+        return False
 
     def uses(self, count: int) -> Sequence[int]:
         """Return which of `count` leaves the outputs may depend on differentiably."""
@@ -184,6 +198,11 @@ class Primal(Program):
         self._leaves, self._origins = found.tensors, found.origins
         self._generators, self._buffers = found.generators, found.buffers
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether the next run is the first."""
+        return self._out is None
+
     def take_leaves(self) -> list[Tensor]:
         """Return the tensors of the call, and forget them."""
         leaves, self._leaves = self._leaves, []
@@ -261,6 +280,10 @@ class Primal(Program):
         facts.used = self._used(outs, inner)
         facts.views = views_of(outs, inner)
         facts.differentiable = [*map(_requires_grad, outs), *[False] * len(kept)]
+        for above in facts.above:
+            facts.used = sorted({*facts.used, *above.used})
+            for j in above.differentiable:
+                facts.differentiable[j] = True
         return [*map(Tensor.detach, outs), *kept]
 
     def _first_run(self, program: Program, inner: list[Tensor]) -> Outputs:
@@ -279,7 +302,7 @@ class Primal(Program):
 
     def _used(self, outs: Outputs, inner: list[Tensor]) -> Sequence[int]:
         needs = self.facts.needs
-        if self._contained and needs.count(True) == 1:
+        if self._contained and needs.count(True) == 1 and not self.facts.batched:
             # Nothing else can be reached, and it costs a tenth of a small call to look.
             return [needs.index(True)]
         return self._labelled(reached_leaves, outs, inner)
@@ -349,17 +372,22 @@ class Primal(Program):
                 continue
             buffer = leaves[i]
             same = torch.equal(copy, buffer)
+            if same and not self._was_written(i, copy):
+                continue
             if i not in self._buffers:
-                if same and not copy._version:
-                    continue
                 raise self._error(_IN_PLACE, i)
-            before.append(buffer.detach() if same else buffer.clone())
+            before.append(buffer.clone())
             if not same:
                 buffer.copy_(copy)
             kept.append(i)
             self._versions[i] = before[-1]._version
         self.facts.kept = kept
         return before
+
+    def _was_written(self, index: int, copy: Tensor) -> bool:
+        """Say whether a buffer that kept its value was written with that value."""
+        lazy = snapshot(copy) is not None
+        return copy._version > 0 or (lazy and index in self._buffers)
 
     def _fresh_buffers(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
         """Copy what a recomputation will update, for it to be updated in vain."""

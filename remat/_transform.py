@@ -13,13 +13,14 @@ zeros for jacfwd of jacfwd).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
+from remat._checks import reached_leaves
 from remat._compat import (
     TransformType,
     apply_at_level,
@@ -28,10 +29,11 @@ from remat._compat import (
     batched,
     call_below,
     current_layer,
-    dual_level_active,
     forward_ad_enabled,
+    grad_level,
     grad_mode,
     pull_back,
+    require_grad_at,
     requires_grad_at_any_level,
     saved_tensors,
     unwrap_dead,
@@ -40,7 +42,7 @@ from remat._compat import (
     without_tangent,
     wrap_for_grad,
 )
-from remat._program import Facts, Program, detached, has_derivatives
+from remat._program import Above, Facts, Program, detached, has_derivatives
 from remat._types import Outputs
 
 
@@ -65,7 +67,7 @@ def dispatch(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     """Evaluate `program` by the innermost torch.func transform."""
     layer = current_layer()
     if layer is None:
-        if program.facts.exact or dual_level_active() or _records(leaves):
+        if program.facts.exact or base_dual_level_active() or _records(leaves):
             return Remat.apply(None, program, *leaves)
         # Only levels above differentiate: nothing is to be saved down here.
         with grad_mode(False):
@@ -82,9 +84,13 @@ def _dispatch_batch(
     size: int,
     randomness: str,
 ) -> tuple[Any, Any]:
-    inner = Batch(program, in_dims, size, randomness)
+    facts = program.facts
+    below = [*map(requires_grad_at_any_level, leaves)]
+    above = [n and not b for n, b in zip(facts.needs, below, strict=True)]
+    facts.batched, facts.needs = True, below
+    inner = Batch(program, above, in_dims, size, randomness)
     outs = dispatch(inner, leaves)
-    kept = [in_dims[i] for i in program.facts.kept]
+    kept = [in_dims[i] for i in facts.kept]
     return tuple(outs), (*inner.out_dims, *kept)
 
 
@@ -101,11 +107,11 @@ class Remat(Function):
         """Evaluate here, or one level down, and save the inputs."""
         ctx.program = program
         ctx.set_materialize_grads(False)
+        forward_mode = base_dual_level_active()
         if layer is None:
-            forward_mode = dual_level_active()
             outs = program.evaluate(leaves)
         else:
-            forward_mode = layer.key() == TransformType.Jvp
+            forward_mode = forward_mode or layer.key() == TransformType.Jvp
             outs = _evaluate_below(layer, program, leaves)
         facts = program.facts
         if facts.kept:
@@ -226,7 +232,7 @@ class Jvp(Program):
     def run(self, *leaves: Tensor) -> Outputs:
         """Recompute the program and push the tangents forward through it."""
         primals, tangents = leaves[: self._arity], leaves[self._arity :]
-        if current_layer() is None and base_dual_level_active():
+        if base_dual_level_active():
             return self._push_dual(primals, tangents)
         positions: list[int] = []
         count = 0
@@ -256,37 +262,69 @@ class Jvp(Program):
 
 
 class Batch(Program):
-    """A program under vmap: the same call, seen from below that level."""
+    """A program under vmap: the same call, seen from below that level.
 
-    __slots__ = ("_how", "_of", "out_dims")
+    `above` says which leaves are differentiated only above the vmap.
+    """
+
+    __slots__ = ("_above", "_how", "_of", "out_dims")
 
     def __init__(
-        self, of: Program, in_dims: tuple[Any, ...], size: int, randomness: str
+        self,
+        of: Program,
+        above: list[bool],
+        in_dims: tuple[Any, ...],
+        size: int,
+        randomness: str,
     ) -> None:
         self.facts = of.facts
-        self.facts.batched = True
         self.out_dims: tuple[Any, ...] = ()
-        self._of, self._how = of, (in_dims, size, randomness)
+        self._of, self._above = of, above
+        self._how = in_dims, size, randomness
 
     def run(self, *leaves: Tensor) -> Outputs:
         """Evaluate the program on every element of the batch."""
-        outs, self.out_dims = batch(self._of.run, *self._how)(*leaves)
+        of = self._of
+        run = self._run_forward if of.is_forward and True in self._above else of.run
+        outs, self.out_dims = batch(run, *self._how)(*leaves)
         return outs
+
+    def _run_forward(self, *leaves: Tensor) -> Outputs:
+        # As plain code sees them: requiring grad above the vmap and not below it, where
+        # other kernels would be chosen.
+        with grad_level() as level:
+            pairs = zip(leaves, self._above, strict=True)
+            inner = [require_grad_at(t, level) if a else t for t, a in pairs]
+            outs = self._of.run(*inner)
+            flags = [j for j, o in enumerate(outs) if _requires_grad(o)]
+            found = Above(reached_leaves(outs, inner), flags)
+            self.facts.above = (*self.facts.above, found)
+            return tuple(None if o is None else unwrap_for_grad(o, level) for o in outs)
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the next run is the forward of a user's call."""
+        return self._of.is_forward
 
     @property
     def forward(self) -> Any:
-        return getattr(self._of, "forward", None)
+        """The forward of the user's call."""
+        return self._of.forward
 
-    def evaluate(self, leaves: Sequence[Tensor]) -> list[Any]:
-        """Evaluate at the base level; if the call has not been evaluated yet, be its forward."""
-        forward = self.forward
-        return super().evaluate(leaves) if forward is None else forward(self, leaves)
+    def evaluate(self, leaves: Sequence[Tensor]) -> Sequence[Any]:
+        """Evaluate at the base."""
+        return (
+            self.forward(self, leaves) if self.is_forward else super().evaluate(leaves)
+        )
 
 
 def _as_views(
-    outs: Sequence[Any], leaves: Sequence[Tensor], views: dict[int, int]
+    outs: Sequence[Any], leaves: Sequence[Tensor], views: Mapping[int, int]
 ) -> list[Any]:
-    """Make outputs that share an input's memory views of it, so that torch refuses to change them in place."""
+    """Make outputs that share an input's memory views of it.
+
+    So that torch refuses to change them in place.
+    """
     outs = list(outs)
     for j, i in views.items():
         o = outs[j]
