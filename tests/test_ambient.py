@@ -122,8 +122,12 @@ def test_draws_are_replayed_under_transforms(transform):
 
 
 def test_randomness_is_refused_by_vmap_as_in_plain():
+    x = torch.randn(4, 64)
     with pytest.raises(RuntimeError, match="randomness"):
-        vmap(grad(remat(noisy)))(torch.randn(4, 64))
+        vmap(grad(remat(noisy)))(x)
+    with count_ops() as ops:
+        vmap(grad(remat(noisy)), randomness="same")(x)
+    assert ops["sin"] == 2
 
 
 def test_draws_are_replayed_in_a_second_derivative():

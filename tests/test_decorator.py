@@ -214,6 +214,7 @@ def test_arguments_may_have_any_name():
 
 def test_a_wrong_call_is_reported_as_by_the_function():
     x = torch.randn(3, requires_grad=True)
+    assert recomputes(rematerialized, x)
     with pytest.raises(
         TypeError, match=r"wave\(\) got an unexpected keyword .*'shift'"
     ):
@@ -224,6 +225,8 @@ def test_a_wrong_call_is_reported_as_by_the_function():
 
 def test_a_decorated_method_binds():
     assert inspect.ismethod(WAVES.method)
+    assert Waves.method is WAVES.method.__func__
+    assert not inspect.isfunction(Waves.method)
     assert WAVES.method.__self__ is WAVES
     assert WAVES.method.__doc__ == "Wave by method."
     assert WAVES.method == WAVES.method
@@ -371,7 +374,15 @@ def test_what_cannot_be_pickled_cannot_be_pickled_rematerialized():
         ({"use_reentrant": False}, TypeError, "unexpected keyword .*'use_reentrant'"),
         ({"static_argnums": 0}, TypeError, "unexpected keyword .*'static_argnums'"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    ids=[
+        "policy",
+        "prune",
+        "prune None",
+        "rng",
+        "rng False",
+        "use_reentrant",
+        "static_argnums",
+    ],
 )
 @pytest.mark.parametrize("form", ["direct", "factory"])
 def test_a_wrong_option_is_refused_when_decorating(form, options, error, message):
@@ -380,7 +391,11 @@ def test_a_wrong_option_is_refused_when_decorating(form, options, error, message
         remat(*fn, **options)
 
 
-@pytest.mark.parametrize("value", [3, "sin", torch.ones(2), [torch.sin]], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [3, "sin", torch.ones(2), [torch.sin]],
+    ids=["number", "name", "tensor", "list"],
+)
 def test_what_cannot_be_called_is_refused(value):
     with pytest.raises(TypeError, match="is not callable"):
         remat(value)

@@ -265,7 +265,7 @@ def test_a_change_during_a_higher_derivative_is_refused():
     y = remat(lambda x, a: (x * a).sin())(x, a)
     (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     a.add_(1)
-    with pytest.raises((MutationError, RuntimeError), match=r"changed|modified"):
+    with pytest.raises(MutationError, match="`a` was changed in place between"):
         g.sum().backward()
 
 
