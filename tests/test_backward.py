@@ -115,7 +115,7 @@ def test_gradients_accumulate_over_calls(case):
     assert_zoo_rematerialized(accumulate_over_two_calls, case, plain=2, evaluations=4)
 
 
-@pytest.mark.parametrize("anomaly", [False, True], ids=["", "anomaly"])
+@pytest.mark.parametrize("anomaly", [False, True], ids=["normal", "anomaly"])
 def test_ops_are_those_of_plain_and_one_more_forward(anomaly):
     def step(wrap):
         w, x = leaves_of(W, X)

@@ -20,7 +20,7 @@ from helpers import (
     scalar,
 )
 from torch.autograd import functional
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import remat
 from remat.testing import count_ops, live_bytes, peak_bytes
@@ -119,6 +119,30 @@ def test_second_order(how, case):
     # the two calls adds up its own contributions first.
     assert_zoo_rematerialized(
         transform, case, evaluations=evaluations, reassociated=True
+    )
+
+
+WRAPPED = {
+    "grad": lambda loss: grad(loss, BOTH),
+    "vmap_grad": lambda loss: lambda w, x: vmap(grad(loss), (None, 0))(w, x[None]),
+    "hessian": hessian,
+    "jvp": lambda loss: lambda w, x: jvp(loss, (w, x), (V, w)),
+}
+
+
+@pytest.mark.parametrize("case", ZOO)
+@pytest.mark.parametrize("how", WRAPPED)
+def test_a_derivative_may_be_wrapped(how, case):
+    fn, call = ZOO[case]
+
+    def transform(derivative):
+        w, x = leaves_of(W, X)
+        scalar(derivative(w, x)).backward()
+        return w.grad, x.grad
+
+    # One call, in which nothing is added up in another order: bitwise.
+    assert_rematerialized(
+        transform, WRAPPED[how](lambda w, x: scalar(call(fn, w, x))), evaluations=2
     )
 
 
