@@ -153,7 +153,9 @@ def under_vjp(fn, inputs):
 
 def under_vmap(fn, inputs):
     rows = torch.stack([inputs["x"], inputs["x"]])
-    return vmap(lambda x: fn({"x": x, "n": 2}))(rows)
+    out = vmap(lambda x: fn({"x": x, "n": 2}))(rows)
+    out.sum().backward()
+    return out
 
 
 def under_vmap_of_grad(fn, inputs):
@@ -179,7 +181,7 @@ USES = {
     "double backward": (double_backward, 3),
     "grad": (under_grad, 2),
     "vjp": (under_vjp, 1),
-    "vmap": (under_vmap, 1),
+    "vmap": (under_vmap, 2),
     "vmap(grad)": (under_vmap_of_grad, 2),
     "jvp(grad)": (under_jvp_of_grad, 4),
     "hessian": (under_hessian, 4),
@@ -202,8 +204,9 @@ def test_all_is_freed_when_the_results_are(use, evaluations):
 @pytest.mark.parametrize("use", [backward, under_grad, under_vmap_of_grad, under_vmap])
 def test_bytes_return_to_zero(use):
     def step():
-        fn, inputs, _ = make_call(Watch())
+        fn, inputs, calls = make_call(Watch())
         use(fn, inputs)
+        assert len(calls) == 2
 
     step()  # what torch keeps for good is kept now
     timeline = memory_timeline(step)
@@ -323,6 +326,9 @@ def test_an_exception_leaves_nothing_alive(use, evaluation):
     x = watch(torch.linspace(0, 1, 4))
     attempt(use, remat(watch(fn)), x)
     assert len(count) == evaluation
+    count.append("past the failure")
+    use(remat(fn), x)
+    assert len(count) > evaluation + 2, "and the next attempt is rematerialized"
     del fn, x
     assert watch.alive == 0
 

@@ -24,7 +24,7 @@ SIZE = 3
 bounded = settings(
     deadline=None,
     derandomize="REMAT_EXPLORE" not in os.environ,
-    max_examples=40,
+    max_examples=150,
     print_blob=True,
 )
 
@@ -305,7 +305,7 @@ def test_first_derivatives_of_random_programs(program, derivative):
     assert len(log) > len(plain_log)
 
 
-@settings(bounded, max_examples=25)
+@settings(bounded, max_examples=100)
 @given(program=programs, derivative=st.sampled_from(sorted(SECOND_ORDER)))
 def test_second_derivatives_of_random_programs(program, derivative):
     got, log = evaluate(SECOND_ORDER[derivative], program, remat)

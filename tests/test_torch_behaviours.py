@@ -116,7 +116,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("segments", [1, 2, 3])
+@pytest.mark.parametrize("segments", [2, 3, 6])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 def test_sequences_of_any_kind(kind, segments):
     """3: outputs, gradients of inputs and of parameters."""
@@ -706,7 +706,7 @@ def derivative(f):
     return g
 
 
-MIXES = ["c", "g", "cg", "gc", "gcg", "cgc", "ggc", "cgg", "gcgc", "cgcgc", "gggc"]
+MIXES = ["c", "cg", "gc", "gcg", "cgc", "ggc", "cgg", "gcgc", "cgcgc", "gggc"]
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -743,7 +743,7 @@ def test_any_mix_of_gradients_and_remat(mix):
     # Uses of x are added up call by call (promise 1).
     assert_same(got, want, reassociated=True)
     assert left == 0
-    assert evaluations > plain_evaluations or "c" not in mix
+    assert evaluations > plain_evaluations
 
 
 def test_two_children_in_one_parent():
