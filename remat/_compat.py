@@ -111,6 +111,16 @@ def apply_at_level(apply: Callable[..., Any], *args: Any) -> Any:
         set_single_level_autograd_function_allowed(before)
 
 
+def lifted(layer: CInterpreter, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves as tensors of a grad or jvp level.
+
+    Else that level would see the tangents that a constant of its has one level down.
+    """
+    is_grad = layer.key() == TransformType.Grad
+    level = (CGradInterpreterPtr if is_grad else CJvpInterpreterPtr)(layer)
+    return [*map(level.lift, leaves)]
+
+
 def call_below(layer: CInterpreter, fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn` below a grad or jvp level, in the modes that were on when that level was entered.
 
@@ -189,10 +199,13 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 grad_level = eager_transforms.grad_increment_nesting
 
 
-def require_grad_at(tensor: Tensor, level: int) -> Tensor:
-    """Return `tensor` as a leaf of the grad level just opened."""
-    with eager_transforms.enable_inplace_requires_grad(True):
-        return _wrap_for_grad(tensor, level).requires_grad_()
+def leaf_at(level: int, tensor: Tensor, *, requires_grad: bool) -> Tensor:
+    """Return `tensor` as an argument of the grad level just opened."""
+    wrapped = _wrap_for_grad(tensor, level)
+    if requires_grad:
+        with eager_transforms.enable_inplace_requires_grad(True):
+            wrapped.requires_grad_()
+    return wrapped
 
 
 # Deleted by: `torch.compiler.disable` not importing Dynamo at decoration.

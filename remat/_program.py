@@ -304,7 +304,8 @@ class Primal(Program):
         needs = self.facts.needs
         if self._contained and needs.count(True) == 1 and not self.facts.batched:
             # Nothing else can be reached, and it costs a tenth of a small call to look.
-            return [needs.index(True)]
+            if None not in [o.grad_fn for o in outs if o.requires_grad]:
+                return [needs.index(True)]
         return self._labelled(reached_leaves, outs, inner)
 
     def _labelled(self, check: Fn, *args: Any) -> Any:

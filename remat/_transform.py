@@ -28,12 +28,14 @@ from remat._compat import (
     batch,
     batched,
     call_below,
+    dual_level_active,
     current_layer,
     forward_ad_enabled,
     grad_level,
     grad_mode,
+    leaf_at,
+    lifted,
     pull_back,
-    require_grad_at,
     requires_grad_at_any_level,
     saved_tensors,
     unwrap_dead,
@@ -74,6 +76,8 @@ def dispatch(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
             return program.evaluate(leaves)
     if layer.key() == TransformType.Vmap:
         return batched(leaves, functools.partial(_dispatch_batch, program))
+    if dual_level_active():
+        leaves = lifted(layer, leaves)
     return apply_at_level(Remat.apply, layer, program, *leaves)
 
 
@@ -116,7 +120,8 @@ class Remat(Function):
         facts = program.facts
         if facts.kept:
             leaves = _replace(leaves, facts.kept, outs[-len(facts.kept) :])
-        if facts.views and not facts.batched:
+        # Forward mode wants the tangent of a view to be a view, which ours is not.
+        if facts.views and not (facts.batched or forward_mode):
             outs = _as_views(outs, leaves, facts.views)
         ctx.save_for_backward(*leaves)
         differentiable = facts.differentiable
@@ -294,7 +299,7 @@ class Batch(Program):
         # other kernels would be chosen.
         with grad_level() as level:
             pairs = zip(leaves, self._above, strict=True)
-            inner = [require_grad_at(t, level) if a else t for t, a in pairs]
+            inner = [leaf_at(level, t, requires_grad=a) for t, a in pairs]
             outs = self._of.run(*inner)
             flags = [j for j, o in enumerate(outs) if _requires_grad(o)]
             found = Above(reached_leaves(outs, inner), flags)
