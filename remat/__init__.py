@@ -1,4 +1,6 @@
-"""JAX's rematerialization for PyTorch."""
+"""JAX's rematerialization for PyTorch: a function transform over `torch.func`."""
+
+from importlib.metadata import version as _version
 
 from remat._api import remat as remat
 from remat._errors import (
@@ -10,3 +12,4 @@ from remat._errors import (
 
 
 checkpoint = remat
+__version__ = _version("remat")

@@ -1,52 +1,27 @@
-"""The state that a function reads without being passed it: random streams, autocast, the default device.
+"""What a function reads without being passed it: random streams, autocast, device.
 
-`Ambient()` notes it before the forward, `forward_done` keeps only what the forward moved, and `restored()` puts it back for a
-recomputation and takes it away again.
+An `Ambient` notes it before the forward, keeps only what the forward moved, and puts it
+back for a recomputation.
 
-Invariant: after a recomputation every stream stands where it stood before it. Nothing is kept for a function that drew nothing.
-Rejected: asking which devices the arguments live on, as torch.utils.checkpoint does; a function may draw on any.
+Invariant: after a recomputation every stream stands where it stood before it. Nothing
+is kept for a function that drew nothing.
+Rejected: asking which devices the arguments live on, as torch.utils.checkpoint does; a
+function may draw on any.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from ctypes import string_at
 
 import torch
 
-from remat._compat import current_device, is_autocast_active
+from remat._compat import current_device, default_generators, is_autocast_active
 
 
 States = list[tuple[torch.Generator, torch.Tensor]]
 
 
-def _cuda() -> Sequence[torch.Generator]:
-    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-
-
-def _xpu() -> Sequence[torch.Generator]:
-    return torch.xpu.default_generators if torch.xpu.is_initialized() else ()
-
-
-def _mps() -> Sequence[torch.Generator]:
-    return (torch.mps._get_default_mps_generator(),)
-
-
-# The default generators of each device type besides the CPU, once it is initialized.
-_STREAMS: list[Callable[[], Sequence[torch.Generator]]] = []
-if torch.backends.cuda.is_built():
-    _STREAMS.append(_cuda)
-if torch.xpu._is_compiled():
-    _STREAMS.append(_xpu)
-if torch.backends.mps.is_available():
-    _STREAMS.append(_mps)
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
-
-
-def _streams() -> list[torch.Generator]:
-    generators = [torch.default_generator]
-    for stream in _STREAMS:
-        generators += stream()
-    return generators
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -59,13 +34,14 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _autocast() -> dict[str, torch.dtype | None]:
     """Return the dtype that each device type autocasts to, `None` for off."""
     if not is_autocast_active():
-        return {}
+        return _OFF
     return {
         d: torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None
         for d in _AUTOCAST_DEVICES
     }
 
 
+_OFF: dict[str, torch.dtype | None] = {}
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -82,11 +58,14 @@ class Ambient:
         self._autocast = _autocast()
         self._cache = torch.is_autocast_cache_enabled() if self._autocast else True
         self._device = current_device()
-        self._before = [(g, g.get_state()) for g in (*_streams(), *generators)]
-        
+        self._before = [
+            (g, g.get_state()) for g in (*default_generators(), *generators)
+        ]
+
     def forward_done(self) -> None:
         """Keep only the streams that moved since."""
-        before, self._before = self._before, []
+        before = self._before
+        self._before: States = []
         self._moved: States = [
             (g, old) for g, old in before if _differ(old, g.get_state())
         ]
@@ -95,7 +74,7 @@ class Ambient:
     @property
     def drew_globally(self) -> list[str]:
         """The device types whose global stream moved."""
-        streams = {id(g) for g in _streams()}
+        streams = {id(g) for g in default_generators()}
         return sorted({g.device.type for g, _ in self._moved if id(g) in streams})
 
     def private(self, generators: Sequence[torch.Generator]) -> list[torch.Generator]:

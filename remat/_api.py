@@ -1,7 +1,8 @@
 """`remat`: the decorator, and the callable it returns.
 
 Invariant: with nothing to differentiate, calling it is calling the function.
-Rejected: a closure for the callable, which could not be pickled, or rebuilt around other captured tensors by an outer remat.
+Rejected: a closure for the callable, which could not be pickled, or rebuilt around
+other captured tensors by an outer remat.
 """
 
 import functools
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from remat._compat import is_traced, unwrap_dead
-from remat._program import Primal
+from remat._primal import Primal
 from remat._transform import record
 
 
@@ -51,32 +52,42 @@ def remat(
     prune: Prune = "auto",
     rng: Rng = "replay",
 ) -> Any:
-    """Return a function equal to `fn` whose derivatives recompute its intermediate values instead of storing them.
+    """Return a function equal to `fn` that recomputes values instead of storing them.
 
-    Between the forward and the backward only the inputs of a call stay alive: the tensors in its arguments, and those that `fn`
-    reaches through closures, defaults, globals, bound objects and modules. The backward runs `fn` again on the same tensors, in the
-    same random, autocast and device state, and differentiates that. A backward is itself such a call, so the same holds under
-    `torch.func` transforms and for higher derivatives. With nothing to differentiate, calling the result is calling `fn`.
+    Between the forward and the backward only the inputs of a call stay alive: the
+    tensors in its arguments, and those that `fn` reaches through closures, defaults,
+    globals, bound objects and modules. The backward runs `fn` again on the same
+    tensors, in the same random, autocast and device state, and differentiates that. A
+    backward is itself such a call, so the same holds under `torch.func` transforms and
+    for higher derivatives. With nothing to differentiate, calling the result is calling
+    `fn`.
 
-    Use it as `remat(fn)`, `@remat` or `@remat(...)`, on functions, methods, partials, callable objects and modules. (A module is
-    called, not wrapped: keep the module itself registered with its parent, and write `remat(self.block)(x)`.)
+    Use it as `remat(fn)`, `@remat` or `@remat(...)`, on functions, methods, partials,
+    callable objects and modules. A module is called, not wrapped: keep the module
+    itself registered with its parent, and write `remat(self.block)(x)`.
 
     Args:
-        fn: the function. Its arguments and results are pytrees; leaves that are no tensors pass through.
-        policy: which values may be stored. Only `None` (none) in this release.
-        prune: whether a recomputation leaves out what the backward does not need. It does nothing yet; results never depend on it.
-        rng: `"replay"` restores the global random streams for a recomputation; `"error"` refuses a `fn` that draws from them.
+        fn: the function. Its arguments and results are pytrees; leaves that are no
+            tensors pass through.
+        policy: which values may be stored. Only `None`, for none, in this release.
+        prune: whether a recomputation leaves out what the backward does not need. It
+            does nothing yet; results never depend on it.
+        rng: `"replay"` restores the global random streams for a recomputation;
+            `"error"` refuses a `fn` that draws from them.
 
     Returns:
-        A callable with the signature, name and docstring of `fn`, also available as `__wrapped__`.
+        A callable with the signature, name and docstring of `fn`, which is its
+        `__wrapped__`.
 
     Raises:
         NotImplementedError: for a policy.
         TypeError: `fn` is not callable.
         ValueError: an option has no such value.
-        RematError: on a call, where the function does what cannot be recomputed: see its subclasses.
+        RematError: on a call, where `fn` does what cannot be recomputed.
 
-    Source: the transform is JAX's `jax.checkpoint`; the trade of time for memory is Griewank's (1992).
+    Source: JAX's `jax.checkpoint`; the exchange of time for memory is from Griewank,
+    "Achieving logarithmic growth of temporal and spatial complexity in reverse
+    automatic differentiation" (1992).
 
     Example:
         >>> from remat.testing import count_ops
@@ -131,7 +142,7 @@ class Rematerialized(Generic[P, R]):
         self._label = f"`{name}` (rematerialized at {where})"
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function; record it for recomputation if something is to be differentiated."""
+        """Call the function, for recomputation if something is to be differentiated."""
         fn = self.__wrapped__
         # While something traces, the function is inlined: Dynamo drops a Function's
         # backward under torch.func, and a trace by make_fx has no memory to save.
@@ -159,12 +170,12 @@ class Rematerialized(Generic[P, R]):
         return Rematerialized, (self.__wrapped__, self._where, self._rng)
 
     def __remat_rewrap__(self, fn: Callable[P, R]) -> "Rematerialized[P, R]":
-        """Return the same transform of `fn`, which is `__wrapped__` rebuilt around other tensors."""
+        """Return the same transform of `fn`: `__wrapped__` around other tensors."""
         return Rematerialized(fn, self._where, self._rng)
 
 
 def _find(decorated: Any) -> Any:
-    """Return what stands under the name of `decorated`: itself, if it was made by decorating."""
+    """Return what stands under the name of `decorated`: itself, if so made."""
     try:
         found: Any = importlib.import_module(decorated.__module__)
         for part in decorated.__qualname__.split("."):

@@ -3,8 +3,8 @@
 `Search` walks a function's closure, defaults, globals, bound arguments and modules, and
 the opaque objects among its arguments. What it finds become inputs of the call.
 
-Invariant: whatever can hold a tensor is either walked or listed as inert, and a value is
-walked once. Globals of installed packages are not walked, for time; a differentiated
+Invariant: whatever can hold a tensor is either walked or listed as inert, and a value
+is walked once. Globals of installed packages are not walked, for time; a differentiated
 tensor that is missed is an error on the first use (`_checks`).
 Rejected: differentiating the user's own tensors, whose gradient hooks would run twice.
 """
@@ -87,7 +87,7 @@ def is_self_contained(fn: Fn, within: tuple[Fn, ...] = ()) -> bool:
         return False
     scope = fn.__globals__
     for name in global_names(fn.__code__).loaded:
-        value = scope.get(name)
+        value: Any = scope.get(name)
         kind = type(value)
         if kind is types.ModuleType:
             if not is_library(value.__dict__):

@@ -1,9 +1,11 @@
 """Checks that a call is what remat takes it for.
 
-`reached_leaves` finds tensors that were used without being inputs, `Escape` refuses a gradient that goes around the outputs, and
-`Watch` refuses to read an input that changed since the forward.
+`reached_leaves` and `Foreign` refuse tensors that were used without being inputs,
+`Escape` refuses a gradient that goes around the outputs, and `Watch` refuses to read an
+input that changed since the forward.
 
-Invariant: each raises an error; none changes a value. Rejected: comparing contents, which would cost a copy of every input.
+Invariant: each raises an error; none changes a value. Rejected: comparing contents,
+which would cost a copy of every input.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from remat._compat import AccumulateGrad, is_held, is_of_level_above
 from remat._errors import CaptureError, MutationError
@@ -23,7 +26,7 @@ def reached_leaves(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[int]:
     """Return the indices of the `leaves` that the graph of `outs` reaches.
 
     Raises:
-        CaptureError: it reaches another leaf, one that was not made inside the function.
+        CaptureError: it reaches another leaf, not made inside the function.
     """
     index = {id(t): i for i, t in enumerate(leaves)}
     used = set()
@@ -53,12 +56,13 @@ def describe(tensor: Tensor) -> str:
 
 
 _NOT_LIFTED = (
-    "a tensor that is differentiated or batched is used but is no input of the call: {what}. remat finds tensors in arguments, closures, "
-    "defaults, globals, bound objects and modules, but not this one. Pass it as an argument."
+    "a tensor that is differentiated or batched is used but is no input of the call: "
+    "{what}. remat finds tensors in arguments, closures, defaults, globals, bound "
+    "objects and modules, but not this one. Pass it as an argument."
 )
 _RETURNED_LEAF = (
-    "a leaf that requires grad is returned but is no input of the call. Return a tensor computed from the inputs, "
-    "or pass the leaf as an argument."
+    "a leaf that requires grad is returned but is no input of the call. Return a "
+    "tensor computed from the inputs, or pass the leaf as an argument."
 )
 
 
@@ -78,14 +82,16 @@ class Escape:
 
 
 _ESCAPED = (
-    "remat: a tensor computed inside {label} left it other than by being returned (kept in a list, an attribute or a "
-    "global, say) and is now differentiated, but its graph was dropped after the forward. Return it instead."
+    "remat: a tensor computed inside {label} left it other than by being returned "
+    "(kept in a list, an attribute or a global, say) and is now differentiated, but "
+    "its graph was dropped after the forward. Return it instead."
 )
 
 
 class Foreign(TorchFunctionMode):
-    """Refuses tensors of a torch.func level that is not on the stack: they were used without being inputs."""
+    """Refuses tensors of a torch.func level that is off the stack."""
 
+    @override
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -103,6 +109,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._storages = storages
 
+    @override
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -118,8 +125,9 @@ class Watch(TorchDispatchMode):
 
 
 _CHANGED = (
-    "remat: `{name}` was changed in place between the forward and the backward, and the recomputation reads it (in {func}). "
-    "Change a copy, or change it after the backward."
+    "remat: `{name}` was changed in place between the forward and the backward, and "
+    "the recomputation reads it (in {func}). Change a copy, or change it after the "
+    "backward."
 )
 
 

@@ -1,15 +1,16 @@
-"""The only module that touches private torch API, so that an upgrade has one place to look.
+"""The only module that touches private torch API: an upgrade has one place to look.
 
 Invariant: every name here says which upstream change would delete it.
-Rejected: a HigherOrderOperator or `torch.autograd.Function.apply` under torch.func, which need less private API but
-cost 1.2 and 2.7 million instructions a call where this costs a third of a million (torch 2.13).
+Rejected: a HigherOrderOperator, or `Function.apply` under torch.func. They need less
+private API, but cost 1.2 and 2.7 million instructions a call where this costs a third
+of a million (torch 2.13).
 """
 
 import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, overrides
@@ -17,10 +18,6 @@ from torch._C._autograd import (
     _pop_saved_tensors_default_hooks as pop_hooks,
     _push_saved_tensors_default_hooks as push_hooks,
     _top_saved_tensors_default_hooks as top_hooks,
-)
-from torch._C import (
-    _is_any_autocast_enabled as is_autocast_active,
-    _set_grad_enabled as set_grad_enabled,
 )
 from torch._C._functorch import (
     CGradInterpreterPtr,
@@ -42,13 +39,19 @@ from torch._C._functorch import (
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
-from torch.autograd import forward_ad, graph
+from torch.autograd import Function, forward_ad, graph
+from torch.utils import _pytree
 from torch.utils._device import DeviceContext
-from torch.utils._pytree import SUPPORTED_NODES
-
-from remat._types import Leaves, Outputs
 
 
+Outputs: TypeAlias = tuple[Tensor | None, ...]
+Tensors: TypeAlias = tuple[Tensor, ...]
+
+
+is_autocast_active = torch._C._is_any_autocast_enabled
+set_grad_enabled = torch._C._set_grad_enabled
+# Deleted by: a public registry of torch's pytree classes.
+TORCH_NODES: dict[type, Any] = _pytree.SUPPORTED_NODES
 # Deleted by: a public way to ask which torch.func transform is innermost.
 current_layer = peek_interpreter_stack
 # Deleted by: Function.apply doing this without inspecting signatures on each call.
@@ -67,7 +70,7 @@ def base_tensor(tensor: Tensor) -> Tensor:
 
 
 def is_of_level_above(tensor: Tensor) -> bool:
-    """Say whether a tensor belongs to a torch.func level above the innermost one that is active."""
+    """Say whether a tensor belongs to a level above the innermost active one."""
     tensor = unwrap_if_dead(tensor)
     if not is_functorch_wrapped_tensor(tensor):
         return False
@@ -76,7 +79,7 @@ def is_of_level_above(tensor: Tensor) -> bool:
 
 
 def requires_grad_at_any_level(tensor: Tensor) -> bool:
-    """Say whether some level, torch.func's or plain autograd, differentiates `tensor`."""
+    """Say whether some level, torch.func's or the base, differentiates `tensor`."""
     while not tensor.requires_grad:
         if not is_functorch_wrapped_tensor(tensor):
             return False
@@ -84,8 +87,9 @@ def requires_grad_at_any_level(tensor: Tensor) -> bool:
     return True
 
 
+# Deleted by: `torch.set_grad_enabled` without its decorator machinery, ten times this.
 class grad_mode:  # noqa: N801
-    """`torch.set_grad_enabled` without the function-decorator machinery: a tenth of the cost."""
+    """A context in which grad mode is on or off."""
 
     __slots__ = ("_before", "_mode")
 
@@ -100,9 +104,17 @@ class grad_mode:  # noqa: N801
         set_grad_enabled(self._before)
 
 
+# Deleted by: `Function.apply` not inspecting signatures on each call, nor sending
+# torch.func's levels elsewhere.
+def plain_apply(function: type[Function]) -> Callable[..., Any]:
+    """Return what records a call of `function` at the level it is on."""
+    parent: Any = super(Function, function)
+    return parent.apply
+
+
 # Deleted by: a static single-level Function in functorch.
 def apply_at_level(apply: Callable[..., Any], *args: Any) -> Any:
-    """Call a Function's `apply` on one torch.func level, which torch allows only if told so."""
+    """Record a call at one torch.func level, which torch allows only if told so."""
     before = get_single_level_autograd_function_allowed()
     set_single_level_autograd_function_allowed(True)
     try:
@@ -122,7 +134,7 @@ def lifted(layer: CInterpreter, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def call_below(layer: CInterpreter, fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` below a grad or jvp level, in the modes that were on when that level was entered.
+    """Call `fn` below a grad or jvp level, in the modes it was entered in.
 
     To be called in a Function's forward, which restores the modes itself.
     """
@@ -136,17 +148,18 @@ def call_below(layer: CInterpreter, fn: Callable[..., Any], *args: Any) -> Any:
         push_dynamic_layer_stack(popped)
 
 
-Flat = tuple[Any, ...]
+Flat: TypeAlias = tuple[Any, ...]
 
 
-# Deleted by: `torch.func.vmap` returning the out_dims that a function has, and a public unbatch.
+# Deleted by: `torch.func.vmap` returning the out_dims that a function has.
 def batched(
     leaves: Sequence[Tensor],
     lower: Callable[[Flat, Flat, int, str], tuple[Flat, Flat]],
 ) -> Flat:
     """Send a call below the innermost vmap level.
 
-    `lower(physical, in_dims, batch_size, randomness)` is called there and gives `(outputs, out_dims)`.
+    `lower(physical, in_dims, batch_size, randomness)` is called there; it gives
+    `(outputs, out_dims)`.
     """
     interpreter: Any = retrieve_current_functorch_interpreter()
     level = interpreter.level()
@@ -208,17 +221,16 @@ def leaf_at(level: int, tensor: Tensor, *, requires_grad: bool) -> Tensor:
     return wrapped
 
 
-# Deleted by: `torch.compiler.disable` not importing Dynamo at decoration.
-eager_only = torch._disable_dynamo
-
-
-# Deleted by: `torch.autograd.grad` not checking again what the engine checks (a third of its cost on small graphs).
+# Deleted by: `torch.autograd.grad` not checking again what the engine checks, which is
+# a third of its cost on small graphs.
 def pull_back(
-    outs: Leaves, cotangents: Leaves, inputs: Leaves, create_graph: bool
+    outs: Tensors, cotangents: Tensors, inputs: Tensors, *, create_graph: bool
 ) -> Outputs:
-    """Run the engine from `outs` to `inputs`, freeing the graph unless another is made of it."""
-    return torch.autograd.Variable._execution_engine.run_backward(
-        outs, cotangents, create_graph, create_graph, inputs, True, accumulate_grad=False
+    """Run the engine from `outs` to `inputs`; free the graph or make another of it."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    retain, unused = create_graph, True
+    return engine.run_backward(
+        outs, cotangents, retain, create_graph, inputs, unused, accumulate_grad=False
     )
 
 
@@ -252,10 +264,10 @@ def without_hooks(fn: Callable[..., Any], *args: Any) -> Any:
 
 # Deleted by: saved tensors that tell which of them changed.
 def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
-    """Return what was saved, changed in place since or not: telling what changed is the reader's part.
+    """Return what was saved, changed in place since or not: the reader checks that.
 
     Raises:
-        RuntimeError: torch's own, where something changed and torch (before 2.12) cannot say more.
+        RuntimeError: torch's own, where something changed and this torch says no more.
     """
     try:
         return ctx.saved_tensors
@@ -270,7 +282,7 @@ def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
 
 # Deleted by: `forward_ad.unpack_dual` working where forward AD is disabled.
 def without_tangent(tensor: Tensor) -> Tensor:
-    """Return the primal of a tensor that may be dual in the user's own dual level."""
+    """Return the primal of a tensor that may be dual in the user's dual level."""
     if base_dual_level_active():
         return forward_ad.unpack_dual(tensor).primal
     return tensor
@@ -278,7 +290,7 @@ def without_tangent(tensor: Tensor) -> Tensor:
 
 # Deleted by: a public copy-on-write clone.
 def snapshot(tensor: Tensor) -> Tensor | None:
-    """Return a copy that shares memory until either is written, or None where storage cannot do that."""
+    """Return a copy that shares memory until either is written, or None if none can."""
     if type(tensor) is not Tensor:
         return None
     try:
@@ -287,19 +299,24 @@ def snapshot(tensor: Tensor) -> Tensor | None:
         return None
 
 
+_is_cow: Callable[[Tensor], bool] = vars(torch._C)["_is_cow_tensor"]
+
+
 def is_shared(copy: Tensor) -> bool:
     """Say whether a `snapshot` was never written."""
-    return torch._C._is_cow_tensor(copy)
+    return _is_cow(copy)
 
 
-# Deleted by: `Tensor.register_hook` costing as little as this (a handle, a weak reference and a dict each).
-def on_backward(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call `hook` when a gradient reaches the leaf `tensor`, which has no other hook."""
-    hooks = tensor._backward_hooks = OrderedDict()
+# Deleted by: `Tensor.register_hook` costing as little as this.
+def on_backward(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> None:
+    """Call `hook` when a gradient reaches `tensor`, a leaf without other hooks."""
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    tensor._backward_hooks = hooks
     hooks[0] = hook
 
 
-# Deleted by: nodes that tell when they were made (AccumulateGrad has no sequence number).
+# Deleted by: nodes that tell when they were made: AccumulateGrad has no sequence
+# number.
 @functools.cache
 def _references_to_unheld() -> int:
     with torch.enable_grad():
@@ -309,12 +326,33 @@ def _references_to_unheld() -> int:
 
 
 def is_held(leaf_node: Any) -> bool:
-    """Say whether anything but the graph refers to the leaf of an AccumulateGrad node."""
+    """Say whether anything but the graph refers to the leaf of `leaf_node`."""
     return sys.getrefcount(leaf_node.variable) > _references_to_unheld()
 
 
 # Deleted by: a public name for the node that accumulates into a leaf.
 with torch.enable_grad():
-    AccumulateGrad: type = type(
-        graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
+    _leaf = torch.zeros((), requires_grad=True)
+    AccumulateGrad: type = type(graph.get_gradient_edge(_leaf).node)
+
+
+# Deleted by: a registry of devices that tells their default generators.
+_STREAMS: list[Callable[[], Sequence[torch.Generator]]] = []
+if torch.backends.cuda.is_built():
+    _STREAMS.append(
+        lambda: torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     )
+if torch.xpu._is_compiled():
+    _STREAMS.append(
+        lambda: torch.xpu.default_generators if torch.xpu.is_initialized() else ()
+    )
+if torch.backends.mps.is_available():
+    _STREAMS.append(lambda: (torch.mps._get_default_mps_generator(),))
+
+
+def default_generators() -> list[torch.Generator]:
+    """Return the global generator of every device that is initialized."""
+    generators = [torch.default_generator]
+    for stream in _STREAMS:
+        generators += stream()
+    return generators

@@ -1,6 +1,7 @@
 """The errors a user of remat may want to catch.
 
-All are `RematError`, itself a `RuntimeError`: what remat refuses, it refuses at run time.
+All are `RematError`, itself a `RuntimeError`: what remat refuses, it refuses at run
+time.
 """
 
 

@@ -1,18 +1,21 @@
 """Rebuild what a search found around other tensors, for one run.
 
 Invariant: nothing the user owns changes, save that `pass_on` hands over what the
-function itself assigned in its first run. A function is rebuilt with new cells, a module
-or object as a shallow replica, so no other thread and no plain call sees our tensors.
+function itself assigned in its first run. A function is rebuilt with new cells, a
+module or object as a shallow replica, so no other thread and no plain call sees our
+tensors.
 Rejected: swapping the parameters of the user's own modules for the duration. Code in
 another thread would then read a stand-in for `module.weight`, lock or no lock.
 """
 
+import operator
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from remat import _tree
 from remat._code import global_names
@@ -70,13 +73,7 @@ def pass_on(run: Run) -> None:
     Raises:
         CaptureError: it changed a captured container that holds tensors.
     """
-    for original, cell, ours in run.cells:
-        if cell.cell_contents is not ours:
-            original.cell_contents = cell.cell_contents
-    for fn, scope, before in run.scopes:
-        for name in global_names(fn.__code__).stored:
-            if scope.get(name) is not before.get(name):
-                fn.__globals__[name] = scope[name]
+    _pass_on_variables(run)
     for registry, ours, before in run.registries:
         for name in _changed(ours, before):
             registry[name] = ours[name]
@@ -86,9 +83,19 @@ def pass_on(run: Run) -> None:
             object.__setattr__(original, name, now[name])
     for original, copy, treedef, leaves in run.copies:
         now, now_treedef = _tree.flatten(copy)
-        same = map(lambda a, b: a is b, now, leaves)
+        same = map(operator.is_, now, leaves)
         if now_treedef != treedef or not all(same):
             raise CaptureError(_CHANGED.format(kind=type(original).__name__))
+
+
+def _pass_on_variables(run: Run) -> None:
+    for original, cell, ours in run.cells:
+        if cell.cell_contents is not ours:
+            original.cell_contents = cell.cell_contents
+    for fn, scope, before in run.scopes:
+        for name in global_names(fn.__code__).stored:
+            if scope.get(name) is not before.get(name):
+                fn.__globals__[name] = scope[name]
 
 
 def _changed(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
@@ -134,6 +141,7 @@ class TensorNode(Node):
     def __init__(self, index: int) -> None:
         self.index = index
 
+    @override
     def build(self, run: Run) -> Any:
         """Return the run's tensor."""
         return run.tensors[self.index]
@@ -144,6 +152,7 @@ class GeneratorNode(TensorNode):
 
     __slots__ = ()
 
+    @override
     def build(self, run: Run) -> Any:
         """Return the run's generator."""
         return run.generators[self.index]
@@ -173,6 +182,7 @@ class Composite(Node):
         )
         return self if self.live else None
 
+    @override
     def build(self, run: Run) -> Any:
         """Return the value rebuilt, the same one each time in a run."""
         built = run.built.get(id(self))
@@ -194,6 +204,7 @@ class TreeNode(Composite):
         super().__init__(value)
         self._leaves, self._treedef = leaves, treedef
 
+    @override
     def _build(self, run: Run) -> Any:
         leaves = list(self._leaves)
         for i, child in self.children.items():
@@ -208,6 +219,7 @@ class SetNode(Composite):
 
     __slots__ = ()
 
+    @override
     def _build(self, run: Run) -> Any:
         children = self.children
         parts = enumerate(self.value)
@@ -221,6 +233,7 @@ class PartialNode(Composite):
 
     __slots__ = ()
 
+    @override
     def _build(self, run: Run) -> Any:
         fn, args, kwargs = self.children["parts"].build(run)
         return type(self.value)(fn, *args, **kwargs)
@@ -231,6 +244,7 @@ class MethodNode(Composite):
 
     __slots__ = ()
 
+    @override
     def _build(self, run: Run) -> Any:
         parts = [self.value.__func__, self.value.__self__]
         for k, child in self.children.items():
@@ -243,6 +257,7 @@ class WrapperNode(Composite):
 
     __slots__ = ()
 
+    @override
     def _build(self, run: Run) -> Any:
         return self.value.__remat_rewrap__(self.children["fn"].build(run))
 
@@ -252,6 +267,7 @@ class FunctionNode(Composite):
 
     __slots__ = ()
 
+    @override
     def _build(self, run: Run) -> Any:
         fn = self.value
         cells = [
@@ -287,8 +303,9 @@ class ObjectNode(Composite):
 
     __slots__ = ()
 
+    @override
     def _build(self, run: Run) -> Any:
-        cls = type(self.value)
+        cls: Any = type(self.value)
         replica = cls.__new__(cls)
         # Before the children are built: one of them may refer to this very object.
         run.built[id(self)] = replica

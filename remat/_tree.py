@@ -1,7 +1,8 @@
-"""Pytrees: the only importer of optree, so that namespace and the treatment of `None` are decided once.
+"""Pytrees: the only importer of optree, to decide namespace and `None` once.
 
-Invariant: `unflatten(treedef, leaves)` undoes `flatten(tree)`. `None` is part of the structure, as in JAX. Dataclasses, and
-classes registered only with torch.utils._pytree, are registered in our namespace when first met.
+Invariant: `unflatten(treedef, leaves)` undoes `flatten(tree)`. `None` is part of the
+structure, as in JAX. Dataclasses, and classes registered only with torch.utils._pytree,
+are registered in our namespace when first met.
 Rejected: torch.utils._pytree, ten times slower and without key paths for every node.
 """
 
@@ -12,11 +13,13 @@ from typing import Any, TypeAlias
 import optree
 from torch import Tensor, nn
 
-from remat._compat import SUPPORTED_NODES
+from remat._compat import TORCH_NODES
 from remat._types import Leaf
 
 
 _NAMESPACE = "remat"
+# Typed for classes that are collections, which a pytree node need not be.
+_register: Any = optree.register_pytree_node
 Treedef: TypeAlias = optree.PyTreeSpec
 
 
@@ -24,7 +27,8 @@ def flatten(tree: Any) -> tuple[list[Leaf], Treedef]:
     """Return the leaves of a pytree and what rebuilds it.
 
     Args:
-        tree: any nesting of dict, list, tuple, namedtuple, dataclass and registered classes.
+        tree: any nesting of dict, list, tuple, namedtuple, dataclass and registered
+            classes.
 
     Returns:
         The leaves in order (dictionaries by sorted key), and the treedef.
@@ -65,26 +69,22 @@ def _adopt(cls: type) -> bool:
     """Register `cls` if it is a pytree elsewhere; say whether it was."""
     if issubclass(cls, (Tensor, nn.Module)):
         return False
-    if cls in SUPPORTED_NODES:
+    if cls in TORCH_NODES:
         _adopt_torch(cls)
     elif dataclasses.is_dataclass(cls) and not issubclass(cls, (dict, list, tuple)):
-        optree.register_pytree_node(
-            cls, _flatten_dataclass, _Unflatten(cls), namespace=_NAMESPACE
-        )
+        _register(cls, _flatten_dataclass, _Unflatten(cls), namespace=_NAMESPACE)
     else:
         return False
     return True
 
 
 def _adopt_torch(cls: type) -> None:
-    node = SUPPORTED_NODES[cls]
+    node = TORCH_NODES[cls]
 
     def unflatten_node(context: Any, children: Sequence[Any]) -> Any:
         return node.unflatten_fn(list(children), context)
 
-    optree.register_pytree_node(
-        cls, node.flatten_fn, unflatten_node, namespace=_NAMESPACE
-    )
+    _register(cls, node.flatten_fn, unflatten_node, namespace=_NAMESPACE)
 
 
 def _flatten_dataclass(
@@ -112,5 +112,5 @@ class _Unflatten:
 
 def is_node(cls: type) -> bool:
     """Say whether `flatten` takes instances of `cls` apart."""
-    known = optree.register_pytree_node.get(cls, namespace=_NAMESPACE)
+    known = _register.get(cls, namespace=_NAMESPACE)
     return known is not None or _adopt(cls)

@@ -1,6 +1,7 @@
 """Shared vocabulary: what flows between modules. No behaviour.
 
-`Leaf` is `Any` on purpose: a pytree leaf is whatever the user put there, and no narrower type is true.
+`Leaf` is `Any` on purpose: a pytree leaf is whatever the user put there, and no
+narrower type is true.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,5 @@ from torch import Tensor
 
 
 Leaf: TypeAlias = Any
-Leaves: TypeAlias = tuple[Tensor, ...]
 Outputs: TypeAlias = tuple[Tensor | None, ...]
 Fn: TypeAlias = Callable[..., Any]

@@ -1,0 +1,377 @@
+"""A user's call as a program: what it is made of, how it runs, how it is checked.
+
+Invariant: the first run is the forward. It fixes the structure of the result and the
+state that later runs, the recomputations, restore and are checked against.
+Rejected: running the forward without grad mode. Composite operations decompose
+differently there, so a recomputation would be another function.
+"""
+
+import contextlib
+import operator
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from remat._ambient import Ambient
+from remat._capture import Path, Search, is_self_contained
+from remat._checks import Escape, Foreign, Watch, reached_leaves, views_of
+from remat._compat import (
+    base_tensor,
+    current_layer,
+    is_shared,
+    on_backward,
+    set_grad_enabled,
+    snapshot,
+    without_hooks,
+)
+from remat._errors import CaptureError, MutationError, RecomputeError, RematError
+from remat._program import Program, detached
+from remat._rebuild import Node, build, pass_on
+from remat._structure import Out, apply, argument_name, flatten_arguments
+from remat._types import Fn, Outputs
+
+
+# Cheaper than comprehensions, on a path taken on every call.
+_version = operator.attrgetter("_version")
+_requires_grad = operator.attrgetter("requires_grad")
+_NO_BUFFERS: Mapping[int, bool] = {}
+
+
+class Primal(Program):
+    """One call of a user's function."""
+
+    __slots__ = (
+        "_ambient",
+        "_buffers",
+        "_contained",
+        "_fn",
+        "_generators",
+        "_label",
+        "_leaves",
+        "_nodes",
+        "_origins",
+        "_out",
+        "_positions",
+        "_rng",
+        "_treedef",
+        "_values",
+        "_versions",
+    )
+
+    def __init__(
+        self,
+        fn: Fn,
+        label: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rng: str = "replay",
+    ) -> None:
+        self._out: Out | None = None
+        self._fn, self._label, self._rng = fn, label, rng
+        self._positions: list[tuple[int, int]] | None = None
+        self._nodes: dict[int, Node] = {}
+        self._generators: Sequence[torch.Generator] = ()
+        self._buffers: Mapping[int, bool] = _NO_BUFFERS
+        self._origins: Sequence[Path]
+        values, self._treedef = flatten_arguments(args, kwargs)
+        self._contained = contained = is_self_contained(fn)
+        if (
+            contained
+            and self._treedef is None
+            and len({*map(id, values)}) == len(values)
+        ):
+            # The common case: the leaves are the arguments, each once.
+            self._leaves, self._origins = values, range(len(values))
+        else:
+            self._search(values, () if contained else ((-1, fn),))
+
+    def _search(self, values: list[Any], roots: Sequence[tuple[int, Any]]) -> None:
+        """Note where each tensor goes and how to rebuild what holds others.
+
+        The function itself stands at -1.
+        """
+        search = Search()
+        positions: list[tuple[int, int]] = []
+        self._positions = positions
+        opaque: list[tuple[int, Any]] = []
+        for k, value in enumerate(values):
+            if isinstance(value, Tensor):
+                positions.append((k, search.tensor(value, k)))
+                values[k] = None
+            else:
+                opaque.append((k, value))
+        for k, value in (*opaque, *roots):
+            node = search.visit(value, k if k >= 0 else None)
+            if node is not None:
+                self._nodes[k] = node
+        self._values = values
+        found = search.found
+        self._leaves, self._origins = found.tensors, found.origins
+        self._generators, self._buffers = found.generators, found.buffers
+
+    @property
+    @override
+    def is_forward(self) -> bool:
+        """Whether the next run is the first."""
+        return self._out is None
+
+    def take_leaves(self) -> list[Tensor]:
+        """Return the tensors of the call, and forget them."""
+        leaves = self._leaves
+        self._leaves: list[Tensor] = []
+        return leaves
+
+    def join(self, outs: Sequence[Any], leaves: Sequence[Tensor]) -> Any:
+        """Rebuild the value that the function returned."""
+        assert self._out is not None
+        return self._out.join(outs, leaves)
+
+    @override
+    def run(self, *leaves: Tensor) -> Outputs:
+        """Recompute, in the state of the forward; the first time, be the forward."""
+        if self._out is None:
+            result = self._call(leaves, self._generators, first=True)
+            outs, self._out = Out.split(result, leaves)
+            return outs
+        try:
+            with self._as_before(leaves):
+                fresh = self._fresh_buffers(leaves)
+                result = self._call(fresh, self._private(), first=False)
+            return self._out.split_again(result, fresh)
+        except Exception as error:
+            error.add_note(f"remat: raised while recomputing {self._label}.")
+            raise
+
+    def _call(
+        self,
+        leaves: Sequence[Tensor],
+        generators: Sequence[torch.Generator],
+        *,
+        first: bool,
+    ) -> Any:
+        if self._positions is None:
+            return self._fn(*leaves)
+        values = list(self._values)
+        for k, i in self._positions:
+            values[k] = leaves[i]
+        if not self._nodes:
+            return apply(self._fn, self._treedef, values)
+        built, run = build(self._nodes, leaves, generators)
+        fn = built.pop(-1, self._fn)
+        for k, value in built.items():
+            values[k] = value
+        result = apply(fn, self._treedef, values)
+        if first:
+            pass_on(run)
+        return result
+
+    # --- The forward ---
+
+    @override
+    def forward(self, program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
+        """Evaluate for the first time, as `program`: this, or this under vmap."""
+        facts = self.facts
+        self._ambient = Ambient(self._generators)
+        escape = Escape(self._label)
+        inner = detached(leaves, facts.needs)
+        for t in inner:
+            if t.requires_grad:
+                on_backward(t, escape)
+        self._versions = [*map(_version, leaves)]
+        copies = self._copy_buffers(inner)
+        set_grad_enabled(True)
+        outs = without_hooks(self._first_run, program, inner)
+        set_grad_enabled(False)
+        escape.armed = True
+        self._ambient.forward_done()
+        if self._rng == "error":
+            self._check_draws()
+        kept = self._update_buffers(leaves, copies) if copies else ()
+        self._check_inputs(leaves, inner)
+        facts.used = self._used(outs, inner)
+        facts.views = views_of(outs, inner)
+        facts.differentiable = [*map(_requires_grad, outs), *[False] * len(kept)]
+        for above in facts.above:
+            facts.used = sorted({*facts.used, *above.used})
+            for j in above.differentiable:
+                facts.differentiable[j] = True
+        return [*map(Tensor.detach, outs), *kept]
+
+    def _first_run(self, program: Program, inner: list[Tensor]) -> Outputs:
+        try:
+            if self.facts.exact or self._contained:
+                return program.run(*inner)
+            with Foreign():
+                return self._labelled(program.run, *inner)
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad" not in str(error):
+                raise
+            self._out = None
+            name = self._find_changed(program, inner)
+            message = _IN_PLACE.format(name=name, label=self._label)
+            raise MutationError(message) from error
+
+    def _used(self, outs: Sequence[Any], inner: list[Tensor]) -> Sequence[int]:
+        needs = self.facts.needs
+        alone = self._contained and needs.count(True) == 1 and not self.facts.batched
+        if alone and None not in [o.grad_fn for o in outs if o.requires_grad]:
+            # Nothing else can be reached, and it costs a tenth of a small call to look.
+            return [needs.index(True)]
+        return self._labelled(reached_leaves, outs, inner)
+
+    def _labelled(self, check: Fn, *args: Any) -> Any:
+        try:
+            return check(*args)
+        except CaptureError as error:
+            if str(error).startswith("remat"):
+                raise
+            raise CaptureError(f"remat: in {self._label}, {error}") from None
+
+    def _find_changed(self, program: Program, inner: list[Tensor]) -> str:
+        """Name the input that torch refused to change, by letting copies be changed."""
+        copies = [t.detach().clone() for t in inner]
+        with contextlib.suppress(Exception), torch.no_grad(), torch.random.fork_rng():
+            program.run(*copies)
+        self._out = None
+        names = [self._name_of(i) for i, t in enumerate(copies) if t._version]
+        return names[0] if names else "an input"
+
+    def _check_draws(self) -> None:
+        if self._ambient.drew_globally:
+            devices = ", ".join(self._ambient.drew_globally)
+            raise RematError(_DREW.format(label=self._label, devices=devices))
+
+    def _check_inputs(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
+        needs, kept = self.facts.needs, self.facts.kept
+        changed = self._versions != [*map(_version, leaves)]
+        if not changed and needs == [*map(_requires_grad, inner)]:
+            return
+        for i, t in enumerate(leaves):
+            if t._version != self._versions[i] and i not in kept:
+                raise self._error(_IN_PLACE, i)
+            if not needs[i] and inner[i].requires_grad:
+                raise self._error(_REQUIRES_GRAD, i)
+
+    def _error(self, message: str, index: int) -> MutationError:
+        name = self._name_of(index)
+        return MutationError(message.format(name=name, label=self._label))
+
+    # --- Buffers: updated once, by the forward ---
+
+    def _copy_buffers(self, inner: list[Tensor]) -> dict[int, Tensor]:
+        """Put copies in place of what may be updated, so that the values remain."""
+        copies = {}
+        for i, t in enumerate(inner):
+            if self.facts.needs[i]:
+                continue
+            registered = self._buffers.get(i, False)
+            # Batch norm does not count its update of running statistics, which are
+            # vectors, as a change: so vectors that are passed are copied as well.
+            if i in self._buffers or t.dim() == 1:
+                copy = snapshot(t)
+                if copy is not None or registered:
+                    inner[i] = copies[i] = t.clone() if copy is None else copy
+        return copies
+
+    def _update_buffers(
+        self, leaves: Sequence[Tensor], copies: dict[int, Tensor]
+    ) -> list[Tensor]:
+        """Write back what the forward made of them; return their values from before."""
+        before = []
+        kept = []
+        for i, copy in copies.items():
+            if is_shared(copy):
+                continue
+            buffer = leaves[i]
+            same = torch.equal(copy, buffer)
+            if same and not self._was_written(i, copy):
+                continue
+            if i not in self._buffers:
+                raise self._error(_IN_PLACE, i)
+            before.append(buffer.clone())
+            if not same:
+                buffer.copy_(copy)
+            kept.append(i)
+            self._versions[i] = before[-1]._version
+        self.facts.kept = kept
+        return before
+
+    def _was_written(self, index: int, copy: Tensor) -> bool:
+        """Say whether a buffer that kept its value was written with that value."""
+        lazy = snapshot(copy) is not None
+        return copy._version > 0 or (lazy and index in self._buffers)
+
+    def _fresh_buffers(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Copy what a recomputation will update, for it to be updated in vain."""
+        if not self.facts.kept:
+            return leaves
+        fresh = list(leaves)
+        for i in self.facts.kept:
+            fresh[i] = leaves[i].clone()
+        return fresh
+
+    # --- Recomputation ---
+
+    def _private(self) -> Sequence[torch.Generator]:
+        return self._ambient.private(self._generators) if self._generators else ()
+
+    def _as_before(self, leaves: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """Restore the ambient state, and refuse to read leaves that changed since."""
+        state = self._ambient.restored(self._generators)
+        bases = leaves if current_layer() is None else [*map(base_tensor, leaves)]
+        if [*map(_version, bases)] == self._versions:
+            return state
+        names = {
+            t.untyped_storage()._cdata: self._name_of(i)
+            for i, t in enumerate(bases)
+            if t._version != self._versions[i]
+        }
+        both = contextlib.ExitStack()
+        both.enter_context(state)
+        both.enter_context(Watch(names))
+        return both
+
+    @override
+    def is_as_recorded(self, outs: Sequence[Any]) -> bool:
+        """Check that a recomputation is differentiable where the forward was.
+
+        Raises:
+            RecomputeError: it is not.
+        """
+        now, then = [*map(_requires_grad, outs)], self.facts.differentiable
+        if now != then and now != then[: len(now)]:
+            message = _GRADLESS.format(label=self._label, now=now, then=then)
+            raise RecomputeError(message)
+        return True
+
+    def _name_of(self, index: int) -> str:
+        """Write where an input comes from, as the function's author would."""
+        root, text = self._origins[index], ""
+        while isinstance(root, tuple):
+            root, part = root
+            text = part + text
+        if root is None:
+            return text.lstrip(".")
+        return argument_name(self._fn, self._treedef, root) + text
+
+
+_GRADLESS = (
+    "remat: recomputing {label} gave outputs that require grad: {now}, where in the "
+    "forward: {then}. The function must compute the same thing twice."
+)
+_DREW = (
+    "remat: {label} drew from the global random stream of: {devices}, which "
+    "rng='error' refuses. Pass a torch.Generator and draw from it."
+)
+_IN_PLACE = (
+    "remat: `{name}` was changed in place inside {label}. A recomputation would start "
+    "from the changed value: work on a copy (`{name}.clone()`) and return it."
+)
+_REQUIRES_GRAD = (
+    "remat: `{name}` was made to require grad inside {label}, where its gradient would "
+    "be lost. Call requires_grad_() before the call, or on a detached copy inside."
+)

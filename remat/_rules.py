@@ -1,0 +1,217 @@
+"""The programs derived from a program: its vjp, its jvp, its batching.
+
+Invariant: each is again a flat function of tensors that recomputes what it needs and
+keeps nothing. At the base it uses plain autograd and dual numbers, which cost half of
+`torch.func.vjp` and `jvp`; below a vmap those, in a level of their own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from typing_extensions import override
+
+from remat._checks import reached_leaves
+from remat._compat import (
+    base_dual_level_active,
+    batch,
+    current_layer,
+    forward_ad_enabled,
+    grad_level,
+    grad_mode,
+    leaf_at,
+    pull_back,
+    unwrap_for_grad,
+    without_hooks,
+)
+from remat._program import Above, Program, detached, has_derivatives
+from remat._types import Outputs
+
+
+class Vjp(Program):
+    """`(*primals, *cotangents) -> gradients` of a program.
+
+    Args:
+        of: the program.
+        arity: how many primals it has.
+        wanted: the primals to give the gradients of.
+        given: the outputs that have cotangents.
+    """
+
+    __slots__ = ("_arity", "_given", "_of", "_wanted")
+
+    def __init__(
+        self, of: Program, arity: int, wanted: Sequence[int], given: Sequence[int]
+    ) -> None:
+        self._of, self._arity, self._wanted, self._given = of, arity, wanted, given
+
+    @override
+    def uses(self, count: int) -> Sequence[int]:
+        """Return the leaves that the program uses, and the cotangents."""
+        return (*self._of.facts.used, *range(self._arity, count))
+
+    @override
+    def run(self, *leaves: Tensor) -> Outputs:
+        """Recompute the program and pull the cotangents back through it."""
+        primals, cts = leaves[: self._arity], leaves[self._arity :]
+        if current_layer() is not None:
+            return self._run_under_transforms(primals, cts)
+        recorded = records(leaves)
+        needs = self._of.facts.needs
+        if recorded:
+            # Those that are differentiated here, though not in what records this.
+            pairs = zip(needs, primals, strict=True)
+            needs = [need and not t.requires_grad for need, t in pairs]
+        inner = detached(primals, needs)
+        run = self._of.run
+        with grad_mode(True):
+            outs = run(*inner) if recorded else without_hooks(run, *inner)
+        checked = self._of.is_as_recorded(outs)
+        ours: Any = tuple([outs[j] for j in self._given])
+        if not (checked or all(map(requires_grad, ours))):
+            pairs = zip(ours, cts, strict=True)
+            pairs = [(o, ct) for o, ct in pairs if requires_grad(o)]
+            if not pairs:
+                return (None,) * len(self._wanted)
+            ours, cts = zip(*pairs, strict=True)
+        inputs = tuple([inner[i] for i in self._wanted])
+        return pull_back(ours, cts, inputs, create_graph=recorded)
+
+    def _run_under_transforms(
+        self, primals: Sequence[Tensor], cts: Sequence[Tensor]
+    ) -> Outputs:
+        def of_wanted(*wanted: Tensor) -> Outputs:
+            outs = self._of.run(*replace(primals, self._wanted, wanted))
+            return tuple(outs[j] for j in self._given)
+
+        wanted = [primals[i] for i in self._wanted]
+        pull = torch.func.vjp(of_wanted, *wanted)[1]
+        return pull(tuple(cts))
+
+
+class Jvp(Program):
+    """`(*primals, *tangents) -> tangents` of a program.
+
+    Args:
+        of: the program.
+        arity: how many primals it has.
+        given: those that have tangents.
+    """
+
+    __slots__ = ("_arity", "_given", "_of")
+
+    def __init__(self, of: Program, arity: int, given: Sequence[int]) -> None:
+        self._of, self._arity, self._given = of, arity, given
+
+    @override
+    def run(self, *leaves: Tensor) -> Outputs:
+        """Recompute the program and push the tangents forward through it."""
+        primals, tangents = leaves[: self._arity], leaves[self._arity :]
+        if base_dual_level_active():
+            return self._push_dual(primals, tangents)
+        positions: list[int] = []
+        count = 0
+
+        def of_given(*given: Tensor) -> Outputs:
+            nonlocal positions, count
+            outs = self._of.run(*replace(primals, self._given, given))
+            positions = [j for j, o in enumerate(outs) if has_derivatives(o)]
+            count = len(outs)
+            return tuple(outs[j] for j in positions)
+
+        given = tuple(primals[i] for i in self._given)
+        pushed = torch.func.jvp(of_given, given, tuple(tangents))[1]
+        return tuple(replace([None] * count, positions, pushed))
+
+    def _push_dual(
+        self, primals: Sequence[Tensor], tangents: Sequence[Tensor]
+    ) -> Outputs:
+        # torch.func.jvp would open a second dual level, which torch refuses.
+        with forward_ad_enabled(True):
+            pairs = zip(self._given, tangents, strict=True)
+            duals = [forward_ad.make_dual(primals[i], t) for i, t in pairs]
+            outs = self._of.run(*replace(primals, self._given, duals))
+            return tuple(map(_tangent, outs))
+
+
+def _tangent(output: Tensor | None) -> Tensor | None:
+    if output is None or not has_derivatives(output):
+        return None
+    tangent = forward_ad.unpack_dual(output).tangent
+    # Plain code has no tangent here; torch wants one of every differentiable output.
+    return torch.zeros_like(output) if tangent is None else tangent
+
+
+class Batch(Program):
+    """A program under vmap: the same call, seen from below that level.
+
+    Args:
+        of: the program.
+        above: which leaves are differentiated only above the vmap.
+        how: in_dims, batch size and randomness.
+
+    Attributes:
+        out_dims: where its outputs are batched, once it has run.
+    """
+
+    __slots__ = ("_above", "_how", "_of", "out_dims")
+
+    def __init__(
+        self, of: Program, above: Sequence[bool], how: tuple[Any, int, str]
+    ) -> None:
+        self.facts = of.facts
+        self.out_dims: tuple[Any, ...] = ()
+        self._of, self._above, self._how = of, above, how
+
+    @override
+    def run(self, *leaves: Tensor) -> Outputs:
+        """Evaluate the program on every element of the batch."""
+        of = self._of
+        run = self._run_forward if of.is_forward and True in self._above else of.run
+        outs, self.out_dims = batch(run, *self._how)(*leaves)
+        return outs
+
+    def _run_forward(self, *leaves: Tensor) -> Outputs:
+        # As plain code sees them: requiring grad above the vmap and not below it, where
+        # other kernels would be chosen.
+        with grad_level() as level:
+            pairs = zip(leaves, self._above, strict=True)
+            inner = [leaf_at(level, t, requires_grad=a) for t, a in pairs]
+            outs = self._of.run(*inner)
+            flags = [j for j, o in enumerate(outs) if requires_grad(o)]
+            found = Above(reached_leaves(outs, inner), flags)
+            self.facts.above = (*self.facts.above, found)
+            return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
+
+    @property
+    @override
+    def is_forward(self) -> bool:
+        """Whether the next run is the forward of a user's call."""
+        return self._of.is_forward
+
+    @override
+    def forward(self, program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
+        """Be the forward of the user's call."""
+        return self._of.forward(program, leaves)
+
+
+def requires_grad(tensor: Tensor | None) -> bool:
+    """Say whether an output can be differentiated."""
+    return tensor is not None and tensor.requires_grad
+
+
+def records(leaves: Sequence[Tensor]) -> bool:
+    """Say whether autograd records what is done with `leaves`."""
+    return torch.is_grad_enabled() and True in [t.requires_grad for t in leaves]
+
+
+def replace(
+    values: Sequence[Any], where: Sequence[int], by: Sequence[Any]
+) -> list[Any]:
+    """Return `values` with those at `where` replaced."""
+    replaced = list(values)
+    for i, value in zip(where, by, strict=True):
+        replaced[i] = value
+    return replaced
