@@ -21,9 +21,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from remat import _tree
-from remat._code import global_names, is_library
+from remat._code import global_names, is_library, is_trusted
 from remat._errors import CaptureError
 from remat._rebuild import (
     Composite,
@@ -34,10 +35,10 @@ from remat._rebuild import (
     ObjectNode,
     PartialNode,
     SetNode,
+    SubclassNode,
     TensorNode,
     TreeNode,
     WrapperNode,
-    attributes,
 )
 from remat._types import Fn
 
@@ -51,6 +52,14 @@ _INERT = frozenset(
         *(type, property, staticmethod, classmethod, types.ModuleType, types.CodeType),
         *(types.BuiltinFunctionType, types.WrapperDescriptorType),
         *(types.MethodDescriptorType, threading.Thread, weakref.ref),
+        *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
+    }
+)
+
+
+_CONSTANT = frozenset(
+    {
+        *(bool, bytes, complex, float, int, str, type(None), type(...)),
         *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
     }
 )
@@ -77,27 +86,37 @@ class Found:
 
 
 def is_self_contained(fn: Fn, within: tuple[Fn, ...] = ()) -> bool:
-    """Say, on every call and so quickly, that a function plainly reaches no tensor.
+    """Say, on every call and so quickly, that a function provably reaches no tensor.
 
-    It refers to nothing but inert values, library modules, and functions like it.
+    It refers to nothing but constants, builtins, torch and the standard library, and
+    functions like it.
     """
     if type(fn) is not types.FunctionType or fn.__closure__:
         return False
-    if fn.__defaults__ or fn.__kwdefaults__:
+    names = global_names(fn.__code__)
+    if fn.__defaults__ or fn.__kwdefaults__ or not names.plain:
         return False
-    scope = fn.__globals__
-    for name in global_names(fn.__code__).loaded:
-        value: Any = scope.get(name)
+    scope: dict[str, Any] = fn.__globals__
+    for name in names.loaded:
+        value = scope.get(name)
         kind = type(value)
         if kind is types.ModuleType:
-            if not is_library(value.__dict__):
+            if not is_trusted(value.__dict__):
                 return False
         elif kind is types.FunctionType:
             if value not in within and not is_self_contained(value, (*within, fn)):
                 return False
-        elif kind not in _INERT:
+        elif (kind in _CONSTANT and name in scope) or not _is_constant(value):
             return False
     return True
+
+
+def _is_constant(value: Any) -> bool:
+    if value is None:  # a name of builtins
+        return True
+    owner = getattr(value, "__self__", value)
+    is_function = type(value) is types.BuiltinFunctionType
+    return is_function and (owner is None or type(owner) is types.ModuleType)
 
 
 class Search:
@@ -164,10 +183,12 @@ class Search:
         # Compiled code looks its own parts up in the globals it was compiled with.
         self._compiled = outer or hasattr(fn, "_torchdynamo_orig_callable")
         with_globals = not (self._compiled or installed)
-        parts = _function_parts(fn, with_globals=with_globals)
-        node = self._composite(FunctionNode(fn), parts, path)
+        constants = _constants(fn) if with_globals else {}
+        node = FunctionNode(fn, constants, frozen=not installed)
+        parts = _function_parts(node, with_globals=with_globals)
+        settled = self._composite(node, parts, path)
         self._compiled = outer
-        return node
+        return settled
 
     def _tree(self, value: Any, path: Path) -> Node | None:
         if not value:
@@ -175,10 +196,19 @@ class Search:
         leaves, treedef = _tree.flatten(value)
         if all(type(leaf) in _INERT for leaf in leaves):
             return None
+        if len(leaves) == 1 and leaves[0] is value:
+            return self._subclass(value, path)
         node = TreeNode(value, leaves, treedef)
         texts = _tree.paths(treedef)
         parts = zip(itertools.count(), leaves, texts, strict=False)
         return self._composite(node, parts, path)
+
+    def _subclass(self, value: Any, path: Path) -> Node | None:
+        if isinstance(value, tuple):
+            return self._object(value, path)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        parts = ((k, v, f"[{k!r}]") for k, v in list(items))
+        return self._composite(SubclassNode(value), parts, path)
 
     def _set(self, value: Any, path: Path) -> Node | None:
         parts = ((k, v, f"[{k}]") for k, v in enumerate(value))
@@ -203,14 +233,15 @@ class Search:
             return self._memo[id(module)][1]
         node = ObjectNode(module)
         self._memo[id(module)] = (module, node)
-        for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers"):
-                self._registered(node, name, value, path)
-            elif name == "_modules":
-                for key, child in value.items():
+        for name, value in node.entries.items():
+            if name not in node.registries:
+                self._entry(node, (None, name), value, path)
+        for name, items in node.registries.items():
+            if name == "_modules":
+                for key, child in items.items():
                     self._entry(node, (name, key), child, path)
             else:
-                self._entry(node, (None, name), value, path)
+                self._registered(node, name, items, path)
         settled = node.settle()
         self._memo[id(module)] = (module, settled)
         return settled
@@ -219,6 +250,9 @@ class Search:
         self, node: Composite, registry: str, entries: dict[str, Any], path: Path
     ) -> None:
         for name, value in entries.items():
+            if is_lazy(value):
+                where = "".join(_texts((path, f".{name}"))).lstrip(".")
+                raise CaptureError(_LAZY.format(name=where))
             if value is not None:
                 is_buffer = registry == "_buffers"
                 child = self._tensor(value, (path, f".{name}"), is_buffer)
@@ -240,10 +274,18 @@ class Search:
         return self._namespace(value, path)
 
     def _namespace(self, value: Any, path: Path) -> Node | None:
-        parts = (((None, k), v, f".{k}") for k, v in attributes(value).items())
-        return self._composite(ObjectNode(value), parts, path)
+        node = ObjectNode(value)
+        parts = (((None, k), v, f".{k}") for k, v in node.entries.items())
+        return self._composite(node, parts, path)
 
 
+def _texts(path: Path) -> list[str]:
+    return [*_texts(path[0]), path[1]] if isinstance(path, tuple) else []
+
+
+_LAZY = (
+    "remat: `{name}` is not initialized yet. Run the lazy module once without remat."
+)
 _SCRIPTED = (
     "remat: {name} is a TorchScript module, whose parameters cannot be stood in for. "
     "Pass the eager module instead."
@@ -279,14 +321,19 @@ def _visit_of(kind: type) -> _Visit:
     return Search._tree if _tree.is_node(kind) else Search._object
 
 
+def _constants(fn: types.FunctionType) -> dict[str, Any]:
+    """Return the global constants, which a notebook's loop may rebind."""
+    scope = fn.__globals__
+    names = global_names(fn.__code__).loaded
+    return {n: scope[n] for n in names if n in scope and type(scope[n]) in _CONSTANT}
+
+
 def _function_parts(
-    fn: types.FunctionType, *, with_globals: bool
+    node: FunctionNode, *, with_globals: bool
 ) -> Iterator[tuple[Any, Any, str]]:
-    for i, cell in enumerate(fn.__closure__ or ()):
-        try:
-            yield ("cell", i), cell.cell_contents, fn.__code__.co_freevars[i]
-        except ValueError:  # a variable not assigned yet
-            continue
+    fn: types.FunctionType = node.value
+    for i, name, content in node.variables():
+        yield ("cell", i), content, name
     for where in ("__defaults__", "__kwdefaults__"):
         if getattr(fn, where):
             yield (where, ""), getattr(fn, where), f"{fn.__name__}.{where}"

@@ -6,19 +6,32 @@ the globals of installed packages, which may be thousands of functions on every 
 
 import dis
 import functools
+import os
 import sys
 import sysconfig
 import types
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True, slots=True)
 class GlobalNames:
-    """Global names that code loads, and that it stores or deletes."""
+    """Global names of a function's code.
+
+    Attributes:
+        loaded: those it loads.
+        stored: those it stores or deletes.
+        plain: whether it reaches for globals in no other way.
+    """
 
     loaded: tuple[str, ...]
     stored: tuple[str, ...]
+    plain: bool
+
+
+_REFLECTION = {"__import__", "eval", "exec", "getattr", "globals", "locals", "vars"}
 
 
 # Oldest first. By identity: hashing a code object reads all of it.
@@ -40,14 +53,18 @@ def global_names(code: types.CodeType) -> GlobalNames:
 def _find_names(code: types.CodeType) -> GlobalNames:
     found: dict[str, dict[str, None]] = {"LOAD": {}, "STORE": {}, "DELETE": {}}
     todo = [code]
+    plain = True
     while todo:
         here = todo.pop()
         for step in dis.get_instructions(here):
             action, _, where = step.opname.partition("_")
             if where in ("GLOBAL", "NAME") and action in found:
                 found[action][str(step.argval)] = None
+            plain = plain and step.opname != "IMPORT_NAME"
         todo += [c for c in here.co_consts if isinstance(c, types.CodeType)]
-    return GlobalNames(tuple(found["LOAD"]), (*found["STORE"], *found["DELETE"]))
+    stored = (*found["STORE"], *found["DELETE"])
+    plain = plain and not stored and not (_REFLECTION & found["LOAD"].keys())
+    return GlobalNames(tuple(found["LOAD"]), stored, plain)
 
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
@@ -65,3 +82,22 @@ def is_library(scope: dict[str, Any]) -> bool:
     if file is None:
         return scope.get("__name__") in sys.builtin_module_names
     return _is_library_file(file)
+
+
+_STANDARD = tuple(sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib"))
+_TORCH = os.path.dirname(torch.__file__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_trusted_file(file: str) -> bool:
+    if file.startswith(_TORCH):
+        return True
+    return file.startswith(_STANDARD) and "site-packages" not in file
+
+
+def is_trusted(scope: dict[str, Any]) -> bool:
+    """Say whether a module is torch's or the standard library's: no user's tensors."""
+    file = scope.get("__file__")
+    if file is None:
+        return scope.get("__name__") in sys.builtin_module_names
+    return _is_trusted_file(file)

@@ -8,13 +8,15 @@ Rejected: swapping the parameters of the user's own modules for the duration. Co
 another thread would then read a stand-in for `module.weight`, lock or no lock.
 """
 
+import copy
+import inspect
 import operator
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from remat import _tree
@@ -79,10 +81,11 @@ def pass_on(run: Run) -> None:
             registry[name] = ours[name]
     for original, replica, before in run.replicas:
         now = attributes(replica)
-        for name in _changed(now, before):
-            object.__setattr__(original, name, now[name])
-    for original, copy, treedef, leaves in run.copies:
-        now, now_treedef = _tree.flatten(copy)
+        changed = {name: now[name] for name in _changed(now, before)}
+        if changed:
+            set_attributes(original, changed)
+    for original, ours, treedef, leaves in run.copies:
+        now, now_treedef = _tree.flatten(ours)
         same = map(operator.is_, now, leaves)
         if now_treedef != treedef or not all(same):
             raise CaptureError(_CHANGED.format(kind=type(original).__name__))
@@ -90,8 +93,9 @@ def pass_on(run: Run) -> None:
 
 def _pass_on_variables(run: Run) -> None:
     for original, cell, ours in run.cells:
-        if cell.cell_contents is not ours:
-            original.cell_contents = cell.cell_contents
+        now = _contents(cell)
+        if now is not ours and now is not _EMPTY:
+            original.cell_contents = now
     for fn, scope, before in run.scopes:
         for name in global_names(fn.__code__).stored:
             if scope.get(name) is not before.get(name):
@@ -114,10 +118,32 @@ def attributes(value: Any) -> dict[str, Any]:
     held = dict(getattr(value, "__dict__", ()))
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            name = _mangled(cls, slot)
+            if slot not in ("__dict__", "__weakref__") and hasattr(value, name):
                 held[name] = getattr(value, name)
     return held
+
+
+def _mangled(cls: type, name: str) -> str:
+    private = name.startswith("__") and not name.endswith("__")
+    return f"_{cls.__name__.lstrip('_')}{name}" if private else name
+
+
+def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
+    """Give an object what `attributes` returned, past its properties and setters."""
+    held = getattr(value, "__dict__", None)
+    for name, entry in entries.items():
+        if held is not None and not _is_slot(type(value), name):
+            held[name] = entry
+        else:
+            object.__setattr__(value, name, entry)
+
+
+def _is_slot(cls: type, name: str) -> bool:
+    return isinstance(
+        inspect.getattr_static(cls, name, None), types.MemberDescriptorType
+    )
 
 
 # --- How to rebuild each kind of value ---
@@ -164,19 +190,21 @@ class Composite(Node):
     Attributes:
         value: the user's own.
         children: how to rebuild those parts that hold tensors.
-        live: whether there are any; taken for granted until the search of it ended.
+        live: whether it is to be rebuilt; taken for granted until its search has ended.
+        frozen: whether it is to be rebuilt in any case, for what it holds may change.
     """
 
-    __slots__ = ("children", "live", "value")
+    __slots__ = ("children", "frozen", "live", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self.live = True
+        self.frozen = False
         self.children: dict[Any, Node] = {}
 
     def settle(self) -> "Composite | None":
-        """End the search of this value; return it if it holds a tensor."""
-        self.live = any(
+        """End the search of this value; return it if it is to be rebuilt."""
+        self.live = self.frozen or any(
             not isinstance(child, Composite) or child.live
             for child in self.children.values()
         )
@@ -209,9 +237,9 @@ class TreeNode(Composite):
         leaves = list(self._leaves)
         for i, child in self.children.items():
             leaves[i] = child.build(run)
-        copy = _tree.unflatten(self._treedef, leaves)
-        run.copies.append((self.value, copy, self._treedef, leaves))
-        return copy
+        new = _tree.unflatten(self._treedef, leaves)
+        run.copies.append((self.value, new, self._treedef, leaves))
+        return new
 
 
 class SetNode(Composite):
@@ -263,19 +291,42 @@ class WrapperNode(Composite):
 
 
 class FunctionNode(Composite):
-    """A Python function, its children keyed `(where, name)`."""
+    """A Python function, its children keyed `(where, name)`.
 
-    __slots__ = ()
+    Its variables and global constants are those of the moment of the search: a loop may
+    rebind them since.
+    """
+
+    __slots__ = ("_constants", "_contents")
+
+    def __init__(
+        self, fn: types.FunctionType, constants: dict[str, Any], *, frozen: bool
+    ) -> None:
+        super().__init__(fn)
+        self._constants = constants
+        self._contents = [*map(_contents, fn.__closure__ or ())]
+        names = fn.__code__.co_freevars
+        # `__class__` stands in every method that calls super().
+        closed = frozen and any(name != "__class__" for name in names)
+        self.frozen = closed or bool(constants)
+
+    def variables(self) -> list[tuple[int, str, Any]]:
+        """Return position, name and content of the variables that are assigned."""
+        names = self.value.__code__.co_freevars
+        found = enumerate(zip(names, self._contents, strict=True))
+        return [(i, name, c) for i, (name, c) in found if c is not _EMPTY]
 
     @override
     def _build(self, run: Run) -> Any:
         fn = self.value
-        cells = [
-            types.CellType() if ("cell", i) in self.children else cell
-            for i, cell in enumerate(fn.__closure__ or ())
-        ]
+        cells = list(fn.__closure__ or ())
+        for i, _, content in self.variables():
+            cells[i] = types.CellType(content)
         has_globals = any(where == "global" for where, _ in self.children)
-        scope = dict(fn.__globals__) if has_globals else fn.__globals__
+        has_globals = has_globals or bool(self._constants)
+        scope = fn.__globals__
+        if has_globals:
+            scope = {**scope, **self._constants}
         new = types.FunctionType(
             fn.__code__, scope, fn.__name__, fn.__defaults__, tuple(cells)
         )
@@ -288,38 +339,83 @@ class FunctionNode(Composite):
             built = child.build(run)
             if where == "cell":
                 cells[key].cell_contents = built
-                run.cells.append((fn.__closure__[key], cells[key], built))
             elif where == "global":
                 scope[key] = built
             else:
                 setattr(new, where, built)
+        for i, _, _ in self.variables():
+            run.cells.append((fn.__closure__[i], cells[i], cells[i].cell_contents))
         if has_globals:
             run.scopes.append((fn, scope, dict(scope)))
         return new
 
 
-class ObjectNode(Composite):
-    """A module or an object, its children keyed `(registry or None, name)`."""
+_EMPTY = object()
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable not assigned yet
+        return _EMPTY
+
+
+class SubclassNode(Composite):
+    """An instance of a subclass of dict or list, its children keyed by item."""
 
     __slots__ = ()
 
     @override
     def _build(self, run: Run) -> Any:
-        cls: Any = type(self.value)
-        replica = cls.__new__(cls)
+        new = copy.copy(self.value)
+        run.built[id(self)] = new
+        base: Any = dict if isinstance(self.value, dict) else list
+        for key, child in self.children.items():
+            base.__setitem__(new, key, child.build(run))
+        return new
+
+
+class ObjectNode(Composite):
+    """A module or an object, its children keyed `(registry or None, name)`.
+
+    Its attributes are those of the moment of the search: a module may be in another
+    mode since.
+    """
+
+    __slots__ = ("entries", "registries")
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.entries = attributes(value)
+        self.frozen = isinstance(value, nn.Module)
+        self.registries: dict[str, dict[str, Any]] = {}
+        if self.frozen:
+            self.registries = {k: self.entries[k].copy() for k in _REGISTRIES}
+
+    @override
+    def _build(self, run: Run) -> Any:
+        replica = _replica(self.value)
         # Before the children are built: one of them may refer to this very object.
         run.built[id(self)] = replica
-        entries = attributes(self.value)
-        own = {registry for registry, _ in self.children if registry is not None}
-        for registry in own:
-            entries[registry] = entries[registry].copy()
+        entries = dict(self.entries)
+        for registry, items in self.registries.items():
+            entries[registry] = items.copy()
         for (registry, name), child in self.children.items():
             target = entries if registry is None else entries[registry]
             target[name] = child.build(run)
-        for name, value in entries.items():
-            object.__setattr__(replica, name, value)
-        for registry in own:
+        set_attributes(replica, entries)
+        for registry in self.registries:
             ours = entries[registry]
-            run.registries.append((vars(self.value)[registry], ours, ours.copy()))
+            run.registries.append((self.entries[registry], ours, ours.copy()))
         run.replicas.append((self.value, replica, entries))
         return replica
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+def _replica(value: Any) -> Any:
+    try:
+        return object.__new__(type(value))
+    except TypeError:  # a subclass of str, say, which holds more than attributes
+        return copy.copy(value)
