@@ -1,9 +1,21 @@
-"""Every Python example in the README and the docs runs, page by page, in order."""
+"""Every Python example in the README and the docs runs, page by page, in order.
 
+What docs/limits.md says in words is tested below, in the order of that page.
+"""
+
+import random
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from remat import CaptureError, remat
+from remat.testing import count_ops
 
 
 ROOT = Path(__file__).parent.parent
@@ -41,3 +53,231 @@ def test_relative_links_point_at_files(page):
         if page.parent.name == "docs" and target.startswith("notebooks/"):
             path = ROOT / target
         assert path.exists(), f"{page.name} links to {target}"
+
+
+# --- docs/limits.md ---
+
+
+def ones(*shape):
+    return torch.ones(*shape, requires_grad=True)
+
+
+def gradient(out, leaf):
+    return torch.autograd.grad(out.sum(), leaf)[0]
+
+
+def test_python_randomness_is_drawn_again():
+    x = ones(3)
+    y = remat(lambda x: x * random.random())(x)
+    assert not torch.equal(gradient(y, x), y)
+
+
+def test_side_effects_run_again():
+    ran = []
+
+    def fn(x):
+        ran.append(1)
+        return x.sin()
+
+    remat(fn)(ones(3)).sum().backward()
+    assert len(ran) == 2
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_attributes_and_variables_are_handed_over_from_the_first_run_only():
+    calls, scale = 0, torch.ones(3)
+
+    def fn(x):
+        nonlocal calls
+        calls += 1
+        return x.sin() * scale
+
+    module = Counting(3, 3)
+    with count_ops() as ops:
+        (remat(module)(ones(3)) + remat(fn)(ones(3))).sum().backward()
+    assert ops["sin"] == 2, "recomputed"
+    assert (module.calls, calls) == (1, 1)
+
+
+def test_a_captured_container_of_tensors_may_not_change():
+    held = {"w": torch.ones(3)}
+
+    def fn(x):
+        held["last"] = 1
+        return x * held["w"]
+
+    with pytest.raises(CaptureError, match="changed a captured dict"):
+        remat(fn)(ones(3))
+
+
+def test_a_change_to_a_captured_set_of_tensors_is_lost():
+    held = {torch.ones(3)}
+
+    def fn(x):
+        held.add(torch.zeros(3))
+        return x.sin()
+
+    with count_ops() as ops:
+        remat(fn)(ones(3)).sum().backward()
+    assert ops["sin"] == 2
+    assert len(held) == 1
+
+
+def test_loop_variables_and_module_attributes_are_those_of_the_forward():
+    x, out = ones(3), torch.zeros(3)
+    for scale in (1.0, 2.0, 3.0):
+        out = out + remat(lambda x: x.sin() * scale)(x)  # noqa: B023
+    dropout = nn.Dropout(0.5)
+    y = remat(dropout)(x)
+    dropout.eval()
+    assert torch.equal(gradient(y, x), y)
+    with count_ops() as ops:
+        got = gradient(out, x)
+    assert torch.allclose(got, 6 * x.cos())
+    assert ops["sin"] == 3
+
+
+def test_entries_of_plain_containers_are_read_again():
+    config, x = {"scale": 1.0}, ones(3)
+    y = remat(lambda x: x * config["scale"])(x)
+    config["scale"] = 5.0
+    assert torch.equal(gradient(y, x), torch.full((3,), 5.0))
+
+
+settings = ModuleType("settings")
+settings.CONSTANT = torch.ones(3)
+settings.WEIGHT = ones(3)
+
+
+def test_attributes_of_python_modules_are_not_found():
+    with pytest.raises(CaptureError, match="no input of the call"):
+        remat(lambda x: x * settings.WEIGHT)(ones(3))
+    x = ones(3)
+    y = remat(lambda x: (x * settings.CONSTANT).square())(x)
+    settings.CONSTANT.fill_(2.0)
+    assert torch.equal(gradient(y, x), torch.full((3,), 8.0))
+
+
+def test_a_closure_over_a_model_takes_all_of_it():
+    model = nn.ModuleDict({"block": nn.Linear(3, 3), "other": nn.Linear(3, 3)})
+    inputs = {
+        remat(fn)(ones(3)).grad_fn: size
+        for fn, size in ((lambda x: model["block"](x), 5), (model["block"], 3))
+    }
+    assert [len(node.next_functions) for node in inputs] == list(inputs.values())
+
+
+def test_inside_a_module_is_a_replica():
+    seen = []
+
+    class Module(nn.Linear):
+        def forward(self, x):
+            seen.append(self)
+            return super().forward(x)
+
+    module = Module(3, 3)
+    remat(module)(ones(3))
+    assert seen[0] is not module
+
+
+def test_an_intermediate_that_leaves_has_no_gradient():
+    kept, x = [], torch.ones(3)
+
+    def fn(x):
+        kept.append(x.sin())
+        return x.cos()
+
+    remat(fn)(ones(3))
+    with pytest.raises(CaptureError, match="left it other than by being returned"):
+        kept.pop().sum().backward()
+    got = torch.func.grad(lambda x: (remat(fn)(x) + kept[-1]).sum())(x)
+    assert torch.equal(got, -x.sin())
+
+
+class Halving(nn.Linear):
+    def forward(self, x):
+        self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+def test_writes_through_data_are_not_seen():
+    module = Halving(3, 3)
+    before = module.weight.detach().clone()
+    remat(module)(ones(3)).sum().backward()
+    assert torch.equal(module.weight, before / 4)
+
+
+def both(x, y):
+    return x.sin(), y.exp()
+
+
+def test_two_partial_backwards_need_the_graph_retained():
+    x, y = ones(3), ones(3)
+    a, b = remat(both)(x, y)
+    a.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        b.sum().backward()
+    a, b = remat(both)(x, y)
+    a.sum().backward(retain_graph=True)
+    b.sum().backward()
+    assert torch.equal(y.grad, y.exp())
+
+
+def test_a_gradient_costs_what_all_inputs_that_require_grad_cost():
+    def fn(x, y):
+        return x.sin() * y.exp()
+
+    muls = {}
+    for requires_grad in (True, False):
+        x, y = ones(3), torch.ones(3, requires_grad=requires_grad)
+        out = remat(fn)(x, y)
+        with count_ops() as ops:
+            gradient(out, x)
+        assert (ops["sin"], ops["exp"]) == (1, 1)
+        muls[requires_grad] = ops["mul"]
+    assert muls == {True: 5, False: 3}
+
+
+def test_views_are_protected_but_not_under_forward_mode():
+    x = ones(3, 3) * 1
+    with pytest.raises(RuntimeError, match="is being modified inplace"):
+        remat(lambda x: x[0])(x).mul_(2)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(3, 3), torch.ones(3, 3))
+        remat(lambda x: x[0])(dual).mul_(2)
+
+
+def test_a_tangent_that_plain_leaves_none_is_zeros():
+    x, y = torch.ones(3), ones(3)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones(3))
+        plain = forward_ad.unpack_dual(both(dual, y)[1])
+        ours = forward_ad.unpack_dual(remat(both)(dual, y)[1])
+    assert plain.tangent is None
+    assert torch.equal(ours.tangent, torch.zeros(3))
+
+
+def test_a_constant_may_require_grad_under_forward_mode():
+    x, y = torch.ones(3), ones(3)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones(3))
+        outs = remat(lambda x, y: (x.sin() * y, y.detach().cos()))(dual, y)
+    assert outs[1].requires_grad
+
+
+def test_torch_checkpoint_inside():
+    x = ones(3)
+    y = remat(lambda x: torch_checkpoint(torch.sin, x, use_reentrant=False))(x)
+    with count_ops() as ops:
+        assert torch.equal(gradient(y, x), x.cos())
+    assert ops["sin"]
+    y = remat(lambda x: torch_checkpoint(torch.sin, x, use_reentrant=True))(x)
+    with pytest.raises(RuntimeError, match=r"incompatible with \.grad\(\)"):
+        y.sum().backward()
