@@ -16,7 +16,14 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+)
 from typing import Any, TypeAlias
 
 import torch
@@ -104,7 +111,8 @@ def is_self_contained(fn: Fn, within: tuple[Fn, ...] = ()) -> bool:
             if not is_trusted(value.__dict__):
                 return False
         elif kind is types.FunctionType:
-            if value not in within and not is_self_contained(value, (*within, fn)):
+            helper: Any = value
+            if value not in within and not is_self_contained(helper, (*within, fn)):
                 return False
         elif (kind in _CONSTANT and name in scope) or not _is_constant(value):
             return False
@@ -117,6 +125,17 @@ def _is_constant(value: Any) -> bool:
     owner = getattr(value, "__self__", value)
     is_function = type(value) is types.BuiltinFunctionType
     return is_function and (owner is None or type(owner) is types.ModuleType)
+
+
+def holds_tensors(value: Any) -> bool:
+    """Say whether an object that is no pytree holds tensors, or will make them."""
+    if type(value) in _INERT:
+        return False
+    if isinstance(value, (Generator, Coroutine, AsyncGenerator)):
+        return True
+    search = Search()
+    search.visit(value, None)
+    return bool(search.found.tensors)
 
 
 class Search:

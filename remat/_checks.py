@@ -8,7 +8,7 @@ Invariant: each raises an error; none changes a value. Rejected: comparing conte
 which would cost a copy of every input.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,10 +131,19 @@ _CHANGED = (
 )
 
 
-def views_of(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[int, int]:
-    """Return which outputs are views of which leaves."""
+def views_of(
+    outs: Sequence[Tensor], leaves: Sequence[Tensor], copies: Container[int]
+) -> dict[int, int]:
+    """Return which outputs share memory: with a leaf `i`, or with an output, `~k`."""
     if True not in [o._is_view() for o in outs]:
         return {}
-    index = {id(t): i for i, t in enumerate(leaves)}
-    pairs = ((j, index.get(id(o._base))) for j, o in enumerate(outs))
-    return {j: i for j, i in pairs if i is not None}
+    index = {id(t): i for i, t in enumerate(leaves) if i not in copies}
+    views: dict[int, int] = {}
+    first: dict[int, int] = {}
+    for j, o in enumerate(outs):
+        base = id(o._base if o._is_view() else o)
+        if base in index:
+            views[j] = index[base]
+        elif first.setdefault(base, j) != j:
+            views[first[base]] = views[j] = ~first[base]
+    return views

@@ -7,6 +7,7 @@ of a million (torch 2.13).
 """
 
 import functools
+import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -328,6 +329,15 @@ def _references_to_unheld() -> int:
 def is_held(leaf_node: Any) -> bool:
     """Say whether anything but the graph refers to the leaf of `leaf_node`."""
     return sys.getrefcount(leaf_node.variable) > _references_to_unheld()
+
+
+_use_count: Callable[[Tensor], int] = operator.methodcaller("_use_count")
+
+
+# Deleted by: a public count of a tensor's references.
+def is_graph_held(leaves: Sequence[Tensor]) -> bool:
+    """Say whether some graph still refers to one of the autograd `leaves`."""
+    return any(_use_count(t) > 1 for t in leaves if t.requires_grad)
 
 
 # Deleted by: a public name for the node that accumulates into a leaf.

@@ -7,21 +7,24 @@ differently there, so a recomputation would be another function.
 """
 
 import contextlib
+import gc
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from remat._ambient import Ambient
-from remat._capture import Path, Search, is_self_contained
+from remat._capture import Path, Search, holds_tensors, is_self_contained
 from remat._checks import Escape, Foreign, Watch, reached_leaves, views_of
 from remat._compat import (
     base_tensor,
     current_layer,
+    is_autocast_active,
+    is_graph_held,
     is_shared,
     on_backward,
     set_grad_enabled,
@@ -38,6 +41,28 @@ from remat._types import Fn, Outputs
 # Cheaper than comprehensions, on a path taken on every call.
 _version = operator.attrgetter("_version")
 _requires_grad = operator.attrgetter("requires_grad")
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:
+        return [*map(_version_of, tensors)]
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    """Return how often a tensor was changed; `None` where that is not counted."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Say whether two tensors of the same shape hold the same bytes."""
+    if type(a) is not Tensor or a.device.type == "meta":
+        return not (a._version or b._version)
+    flat = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(*flat)
+
+
 _NO_BUFFERS: Mapping[int, bool] = {}
 
 
@@ -136,6 +161,10 @@ class Primal(Program):
         if self._out is None:
             result = self._call(leaves, self._generators, first=True)
             outs, self._out = Out.split(result, leaves)
+            for value in self._out.statics.values():
+                if holds_tensors(value):
+                    kind = type(value).__qualname__
+                    raise CaptureError(_OPAQUE.format(label=self._label, kind=kind))
             return outs
         try:
             with self._as_before(leaves):
@@ -181,7 +210,8 @@ class Primal(Program):
         for t in inner:
             if t.requires_grad:
                 on_backward(t, escape)
-        self._versions = [*map(_version, leaves)]
+        self._versions = _versions(leaves)
+        facts.untracked = None in self._versions
         copies = self._copy_buffers(inner)
         set_grad_enabled(True)
         outs = without_hooks(self._first_run, program, inner)
@@ -193,13 +223,16 @@ class Primal(Program):
         kept = self._update_buffers(leaves, copies) if copies else ()
         self._check_inputs(leaves, inner)
         facts.used = self._used(outs, inner)
-        facts.views = views_of(outs, inner)
+        facts.views = views_of(outs, inner, copies)
         facts.differentiable = [*map(_requires_grad, outs), *[False] * len(kept)]
+        results = [*map(Tensor.detach, outs), *kept]
+        del outs
+        self._check_leaks(leaves, inner)
         for above in facts.above:
             facts.used = sorted({*facts.used, *above.used})
             for j in above.differentiable:
                 facts.differentiable[j] = True
-        return [*map(Tensor.detach, outs), *kept]
+        return results
 
     def _first_run(self, program: Program, inner: list[Tensor]) -> Outputs:
         try:
@@ -247,14 +280,28 @@ class Primal(Program):
 
     def _check_inputs(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
         needs, kept = self.facts.needs, self.facts.kept
-        changed = self._versions != [*map(_version, leaves)]
+        changed = self._versions != _versions(leaves)
         if not changed and needs == [*map(_requires_grad, inner)]:
             return
         for i, t in enumerate(leaves):
-            if t._version != self._versions[i] and i not in kept:
+            if _version_of(t) != self._versions[i] and i not in kept:
                 raise self._error(_IN_PLACE, i)
             if not needs[i] and inner[i].requires_grad:
                 raise self._error(_REQUIRES_GRAD, i)
+
+    def _check_leaks(self, leaves: Sequence[Tensor], inner: list[Tensor]) -> None:
+        """Refuse, now that its graph should be gone, what would lose a gradient."""
+        if self._contained:
+            return
+        for i, need in enumerate(self.facts.needs):
+            if need and _data_moved(leaves[i], inner[i]):
+                raise self._error(_IN_PLACE, i)
+        # At the base, `Escape` refuses it when and if it is differentiated.
+        if self.facts.exact or is_autocast_active() or not is_graph_held(inner):
+            return
+        gc.collect()
+        if is_graph_held(inner):
+            raise CaptureError(_LEAKED.format(label=self._label))
 
     def _error(self, message: str, index: int) -> MutationError:
         name = self._name_of(index)
@@ -287,7 +334,7 @@ class Primal(Program):
             if is_shared(copy):
                 continue
             buffer = leaves[i]
-            same = torch.equal(copy, buffer)
+            same = _same(copy, buffer)
             if same and not self._was_written(i, copy):
                 continue
             if i not in self._buffers:
@@ -323,13 +370,13 @@ class Primal(Program):
         """Restore the ambient state, and refuse to read leaves that changed since."""
         state = self._ambient.restored(self._generators)
         bases = leaves if current_layer() is None else [*map(base_tensor, leaves)]
-        if [*map(_version, bases)] == self._versions:
+        if _versions(bases) == self._versions:
             return state
-        names = {
-            t.untyped_storage()._cdata: self._name_of(i)
-            for i, t in enumerate(bases)
-            if t._version != self._versions[i]
-        }
+        pairs = enumerate(zip(bases, self._versions, strict=True))
+        changed = [i for i, (t, v) in pairs if v is not None and _version_of(t) != v]
+        if not changed:
+            return state
+        names = {bases[i].untyped_storage()._cdata: self._name_of(i) for i in changed}
         both = contextlib.ExitStack()
         both.enter_context(state)
         both.enter_context(Watch(names))
@@ -359,6 +406,22 @@ class Primal(Program):
         return argument_name(self._fn, self._treedef, root) + text
 
 
+def _data_moved(ours: Tensor, inner: Tensor) -> bool:
+    """Say whether the function assigned to `.data` of the stand-in of `ours`."""
+    if type(ours) not in (Tensor, nn.Parameter) or ours.layout is not torch.strided:
+        return False
+    return current_layer() is None and ours.data_ptr() != inner.data_ptr()
+
+
+_OPAQUE = (
+    "remat: {label} returned a {kind} that holds or makes tensors, which remat cannot "
+    "see. Return a pytree of tensors, or register the class as a pytree node."
+)
+_LEAKED = (
+    "remat: a tensor computed inside {label} left it other than by being returned (kept "
+    "in a list, an attribute or a global, say). Under torch.func its gradient would be "
+    "lost. Return it instead."
+)
 _GRADLESS = (
     "remat: recomputing {label} gave outputs that require grad: {now}, where in the "
     "forward: {then}. The function must compute the same thing twice."

@@ -8,7 +8,7 @@ Rejected: keeping the tensors in it, which would hide them from torch's saved te
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat._compat import (
     detach_dual,
@@ -29,7 +29,8 @@ class Facts:
         differentiable: which outputs do.
         kept: the leaves that the forward updated in place; their values from before
             follow the outputs.
-        views: the outputs that are views of a leaf, and of which.
+        views: the outputs that share memory, see `views_of`.
+        untracked: whether some leaf is an inference tensor.
         batched: whether a vmap lies between here and the base.
         above: what was found at the levels above each such vmap.
     """
@@ -37,6 +38,7 @@ class Facts:
     differentiable: Sequence[bool] = ()
     kept: Sequence[int] = ()
     views: Mapping[int, int] = {}  # never changed, only replaced
+    untracked: bool = False
     batched: bool = False
     above: Sequence["Above"] = ()
 
@@ -107,8 +109,24 @@ def has_derivatives(tensor: Tensor | None) -> bool:
 
 def detached(leaves: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
     """Return fresh autograd leaves for those that `needs` marks, others as they are."""
-    fresh = detach_dual if dual_level_active() else Tensor.detach
+    if dual_level_active():
+        pairs = zip(leaves, needs, strict=True)
+        return [detach_dual(t).requires_grad_() if need else t for t, need in pairs]
     return [
-        fresh(t).requires_grad_() if need else t
+        t
+        if not need
+        else t.detach().requires_grad_()
+        if type(t) is Tensor
+        else _stand_in(t)
         for t, need in zip(leaves, needs, strict=True)
     ]
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """Return a fresh leaf of the same class with the same attributes."""
+    if type(tensor) is nn.Parameter:
+        new: Tensor = nn.Parameter(tensor.detach())
+    else:
+        new = tensor.detach().requires_grad_()
+    new.__dict__.update(tensor.__dict__)
+    return new

@@ -93,7 +93,7 @@ class Out:
     def split(cls, result: Any, inputs: Sequence[Tensor]) -> tuple[Outputs, "Out"]:
         """Take a result apart into the tensors computed and the structure."""
         known = {id(t): ~i for i, t in enumerate(inputs)}
-        if type(result) is Tensor and id(result) not in known:
+        if isinstance(result, Tensor) and id(result) not in known:
             return (result,), cls(None, [0], {}, (result,))
         flat, treedef = _tree.flatten(result)
         outs: list[Tensor] = []
@@ -125,7 +125,7 @@ class Out:
         Raises:
             RecomputeError: it is not.
         """
-        if self.treedef is None and type(result) is Tensor:
+        if self.treedef is None and isinstance(result, Tensor):
             meta = (result.shape, result.dtype, result.device)
             if meta == self.metas[0]:
                 return (result,)

@@ -121,6 +121,9 @@ class Remat(Function):
         # Forward mode wants the tangent of a view to be a view, which ours is not.
         if facts.views and not (facts.batched or forward_mode):
             outs = _as_views(outs, leaves, facts.views)
+        if facts.untracked:
+            # Inference tensors cannot be saved, but copies of them can.
+            saved = [t.clone() if t.is_inference() else t for t in saved]
         ctx.save_for_backward(*saved)
         if forward_mode:
             ctx.save_for_forward(*saved)
@@ -190,13 +193,14 @@ def _differentiable(facts: Facts, leaves: Sequence[Tensor]) -> Sequence[bool]:
 def _as_views(
     outs: Sequence[Any], leaves: Sequence[Tensor], views: Mapping[int, int]
 ) -> list[Any]:
-    """Make outputs that share an input's memory views of that input.
-
-    So that torch refuses to change them in place.
-    """
-    outs = list(outs)
+    """Make outputs that share memory views, so that torch refuses to change them."""
+    new = list(outs)
     for j, i in views.items():
-        o = outs[j]
-        if o.dtype == leaves[i].dtype:
-            outs[j] = leaves[i].as_strided(o.size(), o.stride(), o.storage_offset())
-    return outs
+        source, o = leaves[i] if i >= 0 else outs[~i], outs[j]
+        if _kind(source) == _kind(o) and o.layout is torch.strided:
+            new[j] = source.as_strided(o.size(), o.stride(), o.storage_offset())
+    return new
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.layout, tensor.is_conj(), tensor.is_neg()
