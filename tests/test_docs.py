@@ -6,7 +6,7 @@ What docs/limits.md says in words is tested below, in the order of that page.
 import random
 import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from remat import CaptureError, remat
+from remat import CaptureError, MutationError, remat
 from remat.testing import count_ops
 
 
@@ -144,11 +144,11 @@ def test_loop_variables_and_module_attributes_are_those_of_the_forward():
     assert ops["sin"] == 3
 
 
-def test_entries_of_plain_containers_are_read_again():
-    config, x = {"scale": 1.0}, ones(3)
-    y = remat(lambda x: x * config["scale"])(x)
-    config["scale"] = 5.0
-    assert torch.equal(gradient(y, x), torch.full((3,), 5.0))
+def test_entries_of_plain_containers_and_attributes_of_objects_are_read_again():
+    config, options, x = {"scale": 1.0}, SimpleNamespace(scale=1.0), ones(3)
+    y = remat(lambda x: x * config["scale"] * options.scale)(x)
+    config["scale"], options.scale = 5.0, 2.0
+    assert torch.equal(gradient(y, x), torch.full((3,), 10.0))
 
 
 settings = ModuleType("settings")
@@ -188,7 +188,7 @@ def test_inside_a_module_is_a_replica():
 
 
 def test_an_intermediate_that_leaves_has_no_gradient():
-    kept, x = [], torch.ones(3)
+    kept = []
 
     def fn(x):
         kept.append(x.sin())
@@ -197,8 +197,27 @@ def test_an_intermediate_that_leaves_has_no_gradient():
     remat(fn)(ones(3))
     with pytest.raises(CaptureError, match="left it other than by being returned"):
         kept.pop().sum().backward()
-    got = torch.func.grad(lambda x: (remat(fn)(x) + kept[-1]).sum())(x)
-    assert torch.equal(got, -x.sin())
+    with pytest.raises(CaptureError, match="left it other than by being returned"):
+        torch.func.grad(lambda x: remat(fn)(x).sum())(torch.ones(3))
+
+
+def test_an_intermediate_that_leaves_under_func_and_autocast_is_a_constant():
+    kept, x = [], torch.ones(3)
+
+    def fn(x):
+        kept.append(x.sin())
+        return x.cos()
+
+    def loss(x):
+        return (remat(fn)(x) + kept[-1]).sum()
+
+    with torch.autocast("cpu"):
+        assert torch.equal(torch.func.grad(loss)(x), -x.sin())
+
+
+def test_a_result_that_hides_tensors_is_refused():
+    with pytest.raises(CaptureError, match="Return a pytree of tensors"):
+        remat(lambda x: SimpleNamespace(y=x.sin()))(ones(3))
 
 
 class Halving(nn.Linear):
@@ -212,6 +231,24 @@ def test_writes_through_data_are_not_seen():
     before = module.weight.detach().clone()
     remat(module)(ones(3)).sum().backward()
     assert torch.equal(module.weight, before / 4)
+
+
+class Assigning(nn.Linear):
+    def forward(self, x):
+        self.weight.data = self.weight.data / 2
+        return super().forward(x)
+
+
+def test_an_assignment_to_data_is_refused():
+    with pytest.raises(MutationError, match="`weight` was changed"):
+        remat(Assigning(3, 3))(ones(3))
+
+
+def test_an_assignment_to_the_data_of_a_frozen_parameter_is_dropped():
+    module = Assigning(3, 3).requires_grad_(False)
+    before = module.weight.clone()
+    remat(module)(ones(3)).sum().backward()
+    assert torch.equal(module.weight, before)
 
 
 def both(x, y):
@@ -245,10 +282,12 @@ def test_a_gradient_costs_what_all_inputs_that_require_grad_cost():
     assert muls == {True: 5, False: 3}
 
 
-def test_views_are_protected_but_not_under_forward_mode():
+def test_shared_memory_is_protected_but_not_under_forward_mode():
     x = ones(3, 3) * 1
     with pytest.raises(RuntimeError, match="is being modified inplace"):
         remat(lambda x: x[0])(x).mul_(2)
+    with pytest.raises(RuntimeError, match="is being modified inplace"):
+        remat(lambda x: (y := x.sin(), y.view(-1)))(x)[0].mul_(2)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(3, 3), torch.ones(3, 3))
         remat(lambda x: x[0])(dual).mul_(2)
