@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch import nn
 
-from remat._compat import is_traced, unwrap_dead
+from remat._compat import must_inline, unwrap_dead
 from remat._primal import Primal
 from remat._transform import record
 
@@ -144,9 +144,7 @@ class Rematerialized(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function, for recomputation if something is to be differentiated."""
         fn = self.__wrapped__
-        # While something traces, the function is inlined: Dynamo drops a Function's
-        # backward under torch.func, and a trace by make_fx has no memory to save.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_traced():
+        if not torch.is_grad_enabled() or must_inline():
             return fn(*args, **kwargs)
         program = Primal(fn, self._label, args, kwargs, self._rng)
         leaves = [*map(unwrap_dead, program.take_leaves())]

@@ -40,13 +40,19 @@ def reached_leaves(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[int]:
                 i = index.get(id(node.variable))
                 if i is not None:
                     used.add(i)
-                elif is_held(node):
+                elif is_held(node) or _is_stand_in(node.variable):
                     what = describe(node.variable)
                     raise CaptureError(_NOT_LIFTED.format(what=what))
             elif node is not None and node not in seen:
                 seen.add(node)
                 todo.append(node)
     return sorted(used)
+
+
+def _is_stand_in(leaf: Tensor) -> bool:
+    """Say whether a leaf is of another call, which something kept a tensor of."""
+    hooks: Any = leaf._backward_hooks
+    return bool(hooks) and isinstance(hooks.get(0), Escape) and hooks[0].armed
 
 
 def describe(tensor: Tensor) -> str:

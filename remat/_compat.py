@@ -41,6 +41,7 @@ from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
 from torch.autograd import Function, forward_ad, graph
+from torch.nn.utils import parametrize
 from torch.utils import _pytree
 from torch.utils._device import DeviceContext
 
@@ -201,12 +202,33 @@ def current_device() -> torch.device | None:
 
 
 # Deleted by: a public `torch.fx` way to ask whether a trace is being made.
-def is_traced() -> bool:
-    """Say whether make_fx records the operations that run now."""
-    return torch._C._get_dispatch_mode(_PROXY) is not None
+def must_inline() -> bool:
+    """Say whether a function is to be called as it is, though it is differentiated.
+
+    While Dynamo traces, which drops a Function's backward under torch.func; in a trace
+    by make_fx, which has no memory to save; and in inference mode, where a torch.func
+    level records but nothing below it can.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or torch.is_inference_mode_enabled()
+    )
 
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+# Deleted by: a cache of parametrizations that is not global.
+def swap_parametrization_cache(cache: dict[Any, Any]) -> dict[Any, Any]:
+    """Exchange what `parametrize.cached()` keeps: a run has its own."""
+    before, parametrize._cache = parametrize._cache, cache
+    return before
+
+
+def is_parametrization_cached() -> bool:
+    """Say whether `parametrize.cached()` is active."""
+    return parametrize._cache_enabled > 0
 
 
 # Deleted by: a public way to open a grad level without `torch.func.vjp`'s graph.

@@ -25,10 +25,12 @@ from remat._compat import (
     current_layer,
     is_autocast_active,
     is_graph_held,
+    is_parametrization_cached,
     is_shared,
     on_backward,
     set_grad_enabled,
     snapshot,
+    swap_parametrization_cache,
     without_hooks,
 )
 from remat._errors import CaptureError, MutationError, RecomputeError, RematError
@@ -41,6 +43,7 @@ from remat._types import Fn, Outputs
 # Cheaper than comprehensions, on a path taken on every call.
 _version = operator.attrgetter("_version")
 _requires_grad = operator.attrgetter("requires_grad")
+_grad = operator.attrgetter("grad")
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
@@ -193,6 +196,8 @@ class Primal(Program):
         fn = built.pop(-1, self._fn)
         for k, value in built.items():
             values[k] = value
+        if is_parametrization_cached():
+            fn = _with_own_cache(fn)
         result = apply(fn, self._treedef, values)
         if first:
             pass_on(run)
@@ -291,6 +296,9 @@ class Primal(Program):
 
     def _check_leaks(self, leaves: Sequence[Tensor], inner: list[Tensor]) -> None:
         """Refuse, now that its graph should be gone, what would lose a gradient."""
+        grads = [*map(_grad, inner)]
+        if grads.count(None) != len(grads):
+            raise CaptureError(_BACKWARD.format(label=self._label))
         if self._contained:
             return
         for i, need in enumerate(self.facts.needs):
@@ -406,6 +414,17 @@ class Primal(Program):
         return argument_name(self._fn, self._treedef, root) + text
 
 
+def _with_own_cache(fn: Fn) -> Fn:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = swap_parametrization_cache({})
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            swap_parametrization_cache(before)
+
+    return run
+
+
 def _data_moved(ours: Tensor, inner: Tensor) -> bool:
     """Say whether the function assigned to `.data` of the stand-in of `ours`."""
     if type(ours) not in (Tensor, nn.Parameter) or ours.layout is not torch.strided:
@@ -416,6 +435,10 @@ def _data_moved(ours: Tensor, inner: Tensor) -> bool:
 _OPAQUE = (
     "remat: {label} returned a {kind} that holds or makes tensors, which remat cannot "
     "see. Return a pytree of tensors, or register the class as a pytree node."
+)
+_BACKWARD = (
+    "remat: {label} calls backward(), whose gradients of its inputs would be lost. "
+    "Use torch.autograd.grad with inputs=, and return what is needed."
 )
 _LEAKED = (
     "remat: a tensor computed inside {label} left it other than by being returned (kept "

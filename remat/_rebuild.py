@@ -84,11 +84,24 @@ def pass_on(run: Run) -> None:
         changed = {name: now[name] for name in _changed(now, before)}
         if changed:
             set_attributes(original, changed)
-    for original, ours, treedef, leaves in run.copies:
-        now, now_treedef = _tree.flatten(ours)
-        same = map(operator.is_, now, leaves)
-        if now_treedef != treedef or not all(same):
+    for original, ours, before, leaves in run.copies:
+        _pass_on_items(original, ours, before)
+        if not all(map(operator.is_, _tree.flatten(before)[0], leaves)):
             raise CaptureError(_CHANGED.format(kind=type(original).__name__))
+
+
+def _pass_on_items(original: Any, ours: Any, before: Any) -> None:
+    """Let what was added to a list or dict reach it."""
+    if type(original) is list and all(map(operator.is_, ours, before)):
+        if len(ours) >= len(before):
+            original.extend(ours[len(before) :])
+            return
+    elif type(original) is dict and before.keys() <= ours.keys():
+        original.update({k: ours[k] for k in _changed(ours, before)})
+        return
+    elif _tree.flatten(ours)[1] == _tree.flatten(before)[1]:
+        return
+    raise CaptureError(_CHANGED.format(kind=type(original).__name__))
 
 
 def _pass_on_variables(run: Run) -> None:
@@ -107,9 +120,8 @@ def _changed(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
 
 
 _CHANGED = (
-    "remat: the function changed a captured {kind} that holds tensors, which a "
-    "recomputation would do again. Return the new value instead, or pass the {kind} as "
-    "an argument."
+    "remat: the function changed a captured {kind} that holds tensors other than by "
+    "adding to it, which a recomputation would do again. Return the new value instead."
 )
 
 
@@ -238,7 +250,7 @@ class TreeNode(Composite):
         for i, child in self.children.items():
             leaves[i] = child.build(run)
         new = _tree.unflatten(self._treedef, leaves)
-        run.copies.append((self.value, new, self._treedef, leaves))
+        run.copies.append((self.value, new, copy.copy(new), leaves))
         return new
 
 

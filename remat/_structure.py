@@ -6,6 +6,7 @@ rest of a small call.
 """
 
 import inspect
+import operator
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from remat import _tree
-from remat._errors import RecomputeError
+from remat._errors import CaptureError, RecomputeError
 from remat._types import Fn, Leaf, Outputs
 
 
@@ -31,11 +32,19 @@ def flatten_arguments(
 
 
 def apply(fn: Fn, treedef: _tree.Treedef | None, leaves: Sequence[Leaf]) -> Any:
-    """Call `fn` on the arguments that `leaves` make up."""
+    """Call `fn` on the arguments that `leaves` make up.
+
+    Raises:
+        CaptureError: it changed a container among them.
+    """
     if treedef is None:
         return fn(*leaves)
     args, kwargs = _tree.unflatten(treedef, leaves)
-    return fn(*args, **kwargs)
+    result = fn(*args, **kwargs)
+    now, now_treedef = _tree.flatten((args, kwargs))
+    if now_treedef != treedef or not all(map(operator.is_, now, leaves)):
+        raise CaptureError(_CHANGED_ARGUMENT)
+    return result
 
 
 def argument_name(fn: Fn, treedef: _tree.Treedef | None, position: int) -> str:
@@ -139,6 +148,10 @@ class Out:
         return outs
 
 
+_CHANGED_ARGUMENT = (
+    "remat: the function changed a container that it was passed, which a recomputation "
+    "would do again. Return the new value instead."
+)
 _DIFFERENT = (
     "remat: the recomputation returned {now} where the forward returned {then}. The "
     "function must compute the same thing twice: if it depends on outside state that "

@@ -196,11 +196,23 @@ def _as_views(
     """Make outputs that share memory views, so that torch refuses to change them."""
     new = list(outs)
     for j, i in views.items():
-        source, o = leaves[i] if i >= 0 else outs[~i], outs[j]
-        if _kind(source) == _kind(o) and o.layout is torch.strided:
+        o = outs[j]
+        source = _as_kind(leaves[i] if i >= 0 else outs[~i], o)
+        if source is None:
+            new[j] = o.clone()  # shares no memory any more, and so loses no gradient
+        else:
             new[j] = source.as_strided(o.size(), o.stride(), o.storage_offset())
     return new
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.layout, tensor.is_conj(), tensor.is_neg()
+def _as_kind(tensor: Tensor, like: Tensor) -> Tensor | None:
+    """Return a view of `tensor` of the dtype and bits of `like`, if there is one."""
+    if tensor.layout is not torch.strided or like.layout is not torch.strided:
+        return None
+    if tensor.is_complex() and not like.is_complex() and not tensor.is_conj():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype != like.dtype:
+        return None
+    if tensor.is_conj() != like.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() != like.is_neg() else tensor

@@ -425,15 +425,45 @@ def test_an_attribute_assigned_inside_is_assigned_once():
     assert ops["sin"] == 2 * 2
 
 
-def test_changing_a_captured_container_of_tensors_is_refused():
-    cache = [torch.ones(3)]
+@pytest.mark.parametrize("change", ["replace", "pop"])
+def test_changing_a_captured_container_of_tensors_is_refused(change):
+    cache = [torch.ones(3), torch.ones(3)]
 
     def fn(x):
-        cache.append(x.detach() * 2)
+        if change == "pop":
+            cache.pop()
+        else:
+            cache[0] = x.detach() * 2
         return wave(x, cache[0])
 
     with pytest.raises(CaptureError, match="the function changed a captured list"):
         remat(fn)(torch.randn(3, requires_grad=True))
+
+
+def test_what_is_added_to_a_captured_container_of_tensors_is_added_once():
+    log, seen = [torch.ones(3)], {"first": torch.ones(3)}
+
+    def fn(x):
+        log.append(x.detach())
+        seen["last"] = x.detach()
+        return wave(x, log[0])
+
+    x = torch.randn(3, requires_grad=True)
+    with count_ops() as ops:
+        for _ in range(2):
+            remat(fn)(x).sum().backward()
+    assert ops["sin"] == 2 * 2
+    assert len(log) == 3
+    assert_same(seen["last"], x.detach())
+
+
+def test_changing_a_container_passed_as_an_argument_is_refused():
+    def fn(x, log):
+        log.append(1)
+        return x.sin()
+
+    with pytest.raises(CaptureError, match="changed a container that it was passed"):
+        remat(fn)(torch.randn(3, requires_grad=True), [])
 
 
 # --- The user's own objects are left alone ---------------------------------------
