@@ -107,15 +107,26 @@ def test_attributes_and_variables_are_handed_over_from_the_first_run_only():
     assert (module.calls, calls) == (1, 1)
 
 
-def test_a_captured_container_of_tensors_may_not_change():
-    held = {"w": torch.ones(3)}
+def test_what_is_added_to_a_captured_container_of_tensors_is_added_once():
+    held, seen = {"w": torch.ones(3)}, [torch.ones(3)]
 
     def fn(x):
-        held["last"] = 1
-        return x * held["w"]
+        held["last"] = len(held)
+        seen.append(None)
+        return x.sin()
 
+    with count_ops() as ops:
+        remat(fn)(ones(3)).sum().backward()
+    assert ops["sin"] == 2
+    assert (held["last"], len(seen)) == (1, 2)
+
+
+def test_nothing_is_removed_from_a_container_of_tensors():
+    held = {"w": torch.ones(3)}
     with pytest.raises(CaptureError, match="changed a captured dict"):
-        remat(fn)(ones(3))
+        remat(lambda x: x * held.pop("w"))(ones(3))
+    with pytest.raises(CaptureError, match="changed a container that it was passed"):
+        remat(lambda x, held: x * held.pop("w"))(ones(3), held)
 
 
 def test_a_change_to_a_captured_set_of_tensors_is_lost():
@@ -323,6 +334,13 @@ def test_shared_memory_is_protected_but_not_under_forward_mode():
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(3, 3), torch.ones(3, 3))
         remat(lambda x: x[0])(dual).mul_(2)
+
+
+def test_a_view_as_complex_is_a_copy():
+    x = ones(3, 2)
+    view, copy = (fn(x) for fn in (torch.view_as_complex, remat(torch.view_as_complex)))
+    assert torch.equal(view, copy)
+    assert view.data_ptr() == x.data_ptr() != copy.data_ptr()
 
 
 def test_a_tangent_that_plain_leaves_none_is_zeros():
