@@ -16,6 +16,7 @@ import sys
 import threading
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import (
     AsyncGenerator,
     Callable,
@@ -253,6 +254,10 @@ class Search:
         node = ObjectNode(module)
         self._memo[id(module)] = (module, node)
         for name, value in node.entries.items():
+            kind = type(value)
+            # Most of a module's attributes are flags and empty dicts of hooks.
+            if kind in _INERT or (kind is OrderedDict and not value):
+                continue
             if name not in node.registries:
                 self._entry(node, (None, name), value, path)
         for name, items in node.registries.items():

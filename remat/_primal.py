@@ -441,9 +441,9 @@ _BACKWARD = (
     "Use torch.autograd.grad with inputs=, and return what is needed."
 )
 _LEAKED = (
-    "remat: a tensor computed inside {label} left it other than by being returned (kept "
-    "in a list, an attribute or a global, say). Under torch.func its gradient would be "
-    "lost. Return it instead."
+    "remat: a tensor computed inside {label} left it other than by being returned "
+    "(kept in a list, an attribute or a global, say). Under torch.func its gradient "
+    "would be lost. Return it instead."
 )
 _GRADLESS = (
     "remat: recomputing {label} gave outputs that require grad: {now}, where in the "

@@ -9,7 +9,7 @@ another thread would then read a stand-in for `module.weight`, lock or no lock.
 """
 
 import copy
-import inspect
+import functools
 import operator
 import types
 from collections.abc import Mapping, Sequence
@@ -73,7 +73,7 @@ def pass_on(run: Run) -> None:
     """Let what the function assigned to captured names and attributes reach those.
 
     Raises:
-        CaptureError: it changed a captured container that holds tensors.
+        CaptureError: it changed a container within a container that holds tensors.
     """
     _pass_on_variables(run)
     for registry, ours, before in run.registries:
@@ -85,23 +85,19 @@ def pass_on(run: Run) -> None:
         if changed:
             set_attributes(original, changed)
     for original, ours, before, leaves in run.copies:
-        _pass_on_items(original, ours, before)
-        if not all(map(operator.is_, _tree.flatten(before)[0], leaves)):
+        if not _same(_tree.flatten(before)[0], leaves):
             raise CaptureError(_CHANGED.format(kind=type(original).__name__))
+        if type(original) is list and not _same(ours, before):
+            known = {id(v): o for v, o in zip(before, original, strict=True)}
+            original[:] = [known.get(id(v), v) for v in ours]
+        elif type(original) is dict:
+            for name in before.keys() - ours.keys():
+                del original[name]
+            original.update({k: ours[k] for k in _changed(ours, before)})
 
 
-def _pass_on_items(original: Any, ours: Any, before: Any) -> None:
-    """Let what was added to a list or dict reach it."""
-    if type(original) is list and all(map(operator.is_, ours, before)):
-        if len(ours) >= len(before):
-            original.extend(ours[len(before) :])
-            return
-    elif type(original) is dict and before.keys() <= ours.keys():
-        original.update({k: ours[k] for k in _changed(ours, before)})
-        return
-    elif _tree.flatten(ours)[1] == _tree.flatten(before)[1]:
-        return
-    raise CaptureError(_CHANGED.format(kind=type(original).__name__))
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def _pass_on_variables(run: Run) -> None:
@@ -120,21 +116,31 @@ def _changed(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
 
 
 _CHANGED = (
-    "remat: the function changed a captured {kind} that holds tensors other than by "
-    "adding to it, which a recomputation would do again. Return the new value instead."
+    "remat: the function changed a container within a captured {kind} that holds "
+    "tensors, which a recomputation would do again. Return the new value instead."
 )
 
 
 def attributes(value: Any) -> dict[str, Any]:
     """Return what an object holds, in its `__dict__` and its slots."""
     held = dict(getattr(value, "__dict__", ()))
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            name = _mangled(cls, slot)
-            if slot not in ("__dict__", "__weakref__") and hasattr(value, name):
-                held[name] = getattr(value, name)
+    for name in _slots(type(value)):
+        if hasattr(value, name):
+            held[name] = getattr(value, name)
     return held
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(kind: type) -> frozenset[str]:
+    names = set()
+    for cls in kind.__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names |= {
+            _mangled(cls, slot)
+            for slot in ((slots,) if isinstance(slots, str) else slots)
+            if slot not in ("__dict__", "__weakref__")
+        }
+    return frozenset(names)
 
 
 def _mangled(cls: type, name: str) -> str:
@@ -144,18 +150,15 @@ def _mangled(cls: type, name: str) -> str:
 
 def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
     """Give an object what `attributes` returned, past its properties and setters."""
-    held = getattr(value, "__dict__", None)
+    slots = _slots(type(value))
+    if not slots:
+        value.__dict__.update(entries)
+        return
     for name, entry in entries.items():
-        if held is not None and not _is_slot(type(value), name):
-            held[name] = entry
-        else:
+        if name in slots:
             object.__setattr__(value, name, entry)
-
-
-def _is_slot(cls: type, name: str) -> bool:
-    return isinstance(
-        inspect.getattr_static(cls, name, None), types.MemberDescriptorType
-    )
+        else:
+            value.__dict__[name] = entry
 
 
 # --- How to rebuild each kind of value ---
@@ -250,8 +253,12 @@ class TreeNode(Composite):
         for i, child in self.children.items():
             leaves[i] = child.build(run)
         new = _tree.unflatten(self._treedef, leaves)
-        run.copies.append((self.value, new, copy.copy(new), leaves))
+        run.copies.append((self.value, new, _shallow(new), leaves))
         return new
+
+
+def _shallow(tree: Any) -> Any:
+    return tree.copy() if type(tree) in (list, dict) else tree
 
 
 class SetNode(Composite):
