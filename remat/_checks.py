@@ -18,12 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from remat._compat import AccumulateGrad, is_held, is_of_level_above
+from remat._compat import MODAL_NODES, AccumulateGrad, is_held, is_of_level_above
 from remat._errors import CaptureError, MutationError
 
 
-def reached_leaves(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[int]:
+def reached_leaves(
+    outs: Sequence[Any], leaves: Sequence[Tensor]
+) -> tuple[list[int], bool]:
     """Return the indices of the `leaves` that the graph of `outs` reaches.
+
+    And whether its backward depends on whether grad mode is on.
 
     Raises:
         CaptureError: it reaches another leaf, not made inside the function.
@@ -46,7 +50,8 @@ def reached_leaves(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[int]:
             elif node is not None and node not in seen:
                 seen.add(node)
                 todo.append(node)
-    return sorted(used)
+    modal = not MODAL_NODES.isdisjoint([type(node).__name__ for node in seen])
+    return sorted(used), modal
 
 
 def _is_stand_in(leaf: Tensor) -> bool:

@@ -10,7 +10,7 @@ import functools
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -61,6 +61,26 @@ unwrap_dead = unwrap_if_dead
 # Deleted by: a static (not per call) single-level Function in functorch.
 unwrap_for_grad = _unwrap_for_grad
 wrap_for_grad = _wrap_for_grad
+
+
+# Deleted by: enums that compare as cheaply as integers.
+_kinds: Any = TransformType
+VMAP: int = _kinds.Vmap.value
+GRAD: int = _kinds.Grad.value
+JVP: int = _kinds.Jvp.value
+
+
+def kind_of(layer: CInterpreter) -> int:
+    """Return what transform a level of torch.func is of.
+
+    Raises:
+        NotImplementedError: it is none that remat knows.
+    """
+    key: Any = layer.key()
+    kind: int = key.value
+    if kind not in (VMAP, GRAD, JVP):
+        raise NotImplementedError(f"remat: under {key.name} of torch.func")
+    return kind
 
 
 # Deleted by: a public `Tensor.unwrap()` for torch.func wrappers.
@@ -125,22 +145,23 @@ def apply_at_level(apply: Callable[..., Any], *args: Any) -> Any:
         set_single_level_autograd_function_allowed(before)
 
 
-def lifted(layer: CInterpreter, leaves: Sequence[Tensor]) -> list[Tensor]:
+def lifted(layer: CInterpreter, kind: int, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Return the leaves as tensors of a grad or jvp level.
 
     Else that level would see the tangents that a constant of its has one level down.
     """
-    is_grad = layer.key() == TransformType.Grad
-    level = (CGradInterpreterPtr if is_grad else CJvpInterpreterPtr)(layer)
+    level = (CGradInterpreterPtr if kind == GRAD else CJvpInterpreterPtr)(layer)
     return [*map(level.lift, leaves)]
 
 
-def call_below(layer: CInterpreter, fn: Callable[..., Any], *args: Any) -> Any:
+def call_below(
+    layer: CInterpreter, kind: int, fn: Callable[..., Any], *args: Any
+) -> Any:
     """Call `fn` below a grad or jvp level, in the modes it was entered in.
 
     To be called in a Function's forward, which restores the modes itself.
     """
-    is_grad = layer.key() == TransformType.Grad
+    is_grad = kind == GRAD
     set_grad_enabled(not is_grad or CGradInterpreterPtr(layer).prevGradMode())
     set_forward_ad(is_grad or CJvpInterpreterPtr(layer).prevFwdGradMode())
     popped = pop_dynamic_layer_stack()
@@ -354,6 +375,40 @@ def is_held(leaf_node: Any) -> bool:
 
 
 _use_count: Callable[[Tensor], int] = operator.methodcaller("_use_count")
+
+
+# Deleted by: backward formulas that do not ask whether grad mode is on. These do, and
+# with it on use other kernels, whose results differ in the last bits.
+MODAL_NODES = frozenset(
+    {
+        *("LogitBackward0", "MishBackward0", "NativeDropoutBackward0"),
+        *("NativeGroupNormBackward0", "SiluBackward0"),
+    }
+)
+
+
+def pull_in_grad_mode(outs: Iterable[Tensor]) -> None:
+    """Make the modal nodes of a graph act as with grad mode on, recording nothing."""
+    todo = [o.grad_fn for o in outs if o.requires_grad]
+    seen = set(todo)
+    while todo:
+        node: Any = todo.pop()
+        if type(node).__name__ in MODAL_NODES:
+            node.register_prehook(_enter_grad_mode)
+            node.register_hook(_leave_grad_mode)
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                todo.append(parent)
+
+
+def _enter_grad_mode(_cotangents: Tensors) -> None:
+    set_grad_enabled(True)
+
+
+def _leave_grad_mode(grads: Outputs, _cotangents: Tensors) -> Outputs:
+    set_grad_enabled(False)
+    return tuple(None if g is None else g.detach() for g in grads)
 
 
 # Deleted by: a public count of a tensor's references.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from remat._ambient import Ambient
+from remat._buffers import shield, update, written
 from remat._capture import Path, Search, holds_tensors, is_self_contained
 from remat._checks import Escape, Foreign, Watch, reached_leaves, views_of
 from remat._compat import (
@@ -26,10 +27,8 @@ from remat._compat import (
     is_autocast_active,
     is_graph_held,
     is_parametrization_cached,
-    is_shared,
     on_backward,
     set_grad_enabled,
-    snapshot,
     swap_parametrization_cache,
     without_hooks,
 )
@@ -56,14 +55,6 @@ def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
 def _version_of(tensor: Tensor) -> int | None:
     """Return how often a tensor was changed; `None` where that is not counted."""
     return None if tensor.is_inference() else tensor._version
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Say whether two tensors of the same shape hold the same bytes."""
-    if type(a) is not Tensor or a.device.type == "meta":
-        return not (a._version or b._version)
-    flat = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(*flat)
 
 
 _NO_BUFFERS: Mapping[int, bool] = {}
@@ -217,7 +208,7 @@ class Primal(Program):
                 on_backward(t, escape)
         self._versions = _versions(leaves)
         facts.untracked = None in self._versions
-        copies = self._copy_buffers(inner)
+        copies = shield(inner, facts.needs, self._buffers)
         set_grad_enabled(True)
         outs = without_hooks(self._first_run, program, inner)
         set_grad_enabled(False)
@@ -227,7 +218,8 @@ class Primal(Program):
             self._check_draws()
         kept = self._update_buffers(leaves, copies) if copies else ()
         self._check_inputs(leaves, inner)
-        facts.used = self._used(outs, inner)
+        facts.used, modal = self._reached(outs, inner)
+        facts.modal = facts.modal or modal
         facts.views = views_of(outs, inner, copies)
         facts.differentiable = [*map(_requires_grad, outs), *[False] * len(kept)]
         results = [*map(Tensor.detach, outs), *kept]
@@ -253,12 +245,14 @@ class Primal(Program):
             message = _IN_PLACE.format(name=name, label=self._label)
             raise MutationError(message) from error
 
-    def _used(self, outs: Sequence[Any], inner: list[Tensor]) -> Sequence[int]:
+    def _reached(
+        self, outs: Sequence[Any], inner: list[Tensor]
+    ) -> tuple[Sequence[int], bool]:
         needs = self.facts.needs
-        alone = self._contained and needs.count(True) == 1 and not self.facts.batched
+        alone = self._contained and self.facts.exact and needs.count(True) == 1
         if alone and None not in [o.grad_fn for o in outs if o.requires_grad]:
             # Nothing else can be reached, and it costs a tenth of a small call to look.
-            return [needs.index(True)]
+            return [needs.index(True)], False
         return self._labelled(reached_leaves, outs, inner)
 
     def _labelled(self, check: Fn, *args: Any) -> Any:
@@ -315,50 +309,18 @@ class Primal(Program):
         name = self._name_of(index)
         return MutationError(message.format(name=name, label=self._label))
 
-    # --- Buffers: updated once, by the forward ---
-
-    def _copy_buffers(self, inner: list[Tensor]) -> dict[int, Tensor]:
-        """Put copies in place of what may be updated, so that the values remain."""
-        copies = {}
-        for i, t in enumerate(inner):
-            if self.facts.needs[i]:
-                continue
-            registered = self._buffers.get(i, False)
-            # Batch norm does not count its update of running statistics, which are
-            # vectors, as a change: so vectors that are passed are copied as well.
-            if i in self._buffers or t.dim() == 1:
-                copy = snapshot(t)
-                if copy is not None or registered:
-                    inner[i] = copies[i] = t.clone() if copy is None else copy
-        return copies
-
     def _update_buffers(
         self, leaves: Sequence[Tensor], copies: dict[int, Tensor]
     ) -> list[Tensor]:
         """Write back what the forward made of them; return their values from before."""
-        before = []
-        kept = []
-        for i, copy in copies.items():
-            if is_shared(copy):
-                continue
-            buffer = leaves[i]
-            same = _same(copy, buffer)
-            if same and not self._was_written(i, copy):
-                continue
+        before = {}
+        for i in written(leaves, copies, self._buffers):
             if i not in self._buffers:
                 raise self._error(_IN_PLACE, i)
-            before.append(buffer.clone())
-            if not same:
-                buffer.copy_(copy)
-            kept.append(i)
-            self._versions[i] = before[-1]._version
-        self.facts.kept = kept
-        return before
-
-    def _was_written(self, index: int, copy: Tensor) -> bool:
-        """Say whether a buffer that kept its value was written with that value."""
-        lazy = snapshot(copy) is not None
-        return copy._version > 0 or (lazy and index in self._buffers)
+            before[i] = update(leaves[i], copies[i])
+            self._versions[i] = before[i]._version
+        self.facts.kept = list(before)
+        return list(before.values())
 
     def _fresh_buffers(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
         """Copy what a recomputation will update, for it to be updated in vain."""

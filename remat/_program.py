@@ -30,6 +30,7 @@ class Facts:
         kept: the leaves that the forward updated in place; their values from before
             follow the outputs.
         views: the outputs that share memory, see `views_of`.
+        modal: whether its backward depends on whether grad mode is on.
         untracked: whether some leaf is an inference tensor.
         batched: whether a vmap lies between here and the base.
         above: what was found at the levels above each such vmap.
@@ -38,6 +39,7 @@ class Facts:
     differentiable: Sequence[bool] = ()
     kept: Sequence[int] = ()
     views: Mapping[int, int] = {}  # never changed, only replaced
+    modal: bool = False
     untracked: bool = False
     batched: bool = False
     above: Sequence["Above"] = ()

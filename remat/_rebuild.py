@@ -9,7 +9,6 @@ another thread would then read a stand-in for `module.weight`, lock or no lock.
 """
 
 import copy
-import functools
 import operator
 import types
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from typing_extensions import override
 from remat import _tree
 from remat._code import global_names
 from remat._errors import CaptureError
+from remat._objects import attributes, replica_of, set_attributes
 
 
 class Run:
@@ -119,46 +119,6 @@ _CHANGED = (
     "remat: the function changed a container within a captured {kind} that holds "
     "tensors, which a recomputation would do again. Return the new value instead."
 )
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """Return what an object holds, in its `__dict__` and its slots."""
-    held = dict(getattr(value, "__dict__", ()))
-    for name in _slots(type(value)):
-        if hasattr(value, name):
-            held[name] = getattr(value, name)
-    return held
-
-
-@functools.lru_cache(maxsize=4096)
-def _slots(kind: type) -> frozenset[str]:
-    names = set()
-    for cls in kind.__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        names |= {
-            _mangled(cls, slot)
-            for slot in ((slots,) if isinstance(slots, str) else slots)
-            if slot not in ("__dict__", "__weakref__")
-        }
-    return frozenset(names)
-
-
-def _mangled(cls: type, name: str) -> str:
-    private = name.startswith("__") and not name.endswith("__")
-    return f"_{cls.__name__.lstrip('_')}{name}" if private else name
-
-
-def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
-    """Give an object what `attributes` returned, past its properties and setters."""
-    slots = _slots(type(value))
-    if not slots:
-        value.__dict__.update(entries)
-        return
-    for name, entry in entries.items():
-        if name in slots:
-            object.__setattr__(value, name, entry)
-        else:
-            value.__dict__[name] = entry
 
 
 # --- How to rebuild each kind of value ---
@@ -413,7 +373,7 @@ class ObjectNode(Composite):
 
     @override
     def _build(self, run: Run) -> Any:
-        replica = _replica(self.value)
+        replica = replica_of(self.value)
         # Before the children are built: one of them may refer to this very object.
         run.built[id(self)] = replica
         entries = dict(self.entries)
@@ -431,10 +391,3 @@ class ObjectNode(Composite):
 
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-
-
-def _replica(value: Any) -> Any:
-    try:
-        return object.__new__(type(value))
-    except TypeError:  # a subclass of str, say, which holds more than attributes
-        return copy.copy(value)

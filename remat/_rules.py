@@ -23,6 +23,7 @@ from remat._compat import (
     grad_mode,
     leaf_at,
     pull_back,
+    pull_in_grad_mode,
     unwrap_for_grad,
     without_hooks,
 )
@@ -40,12 +41,13 @@ class Vjp(Program):
         given: the outputs that have cotangents.
     """
 
-    __slots__ = ("_arity", "_given", "_of", "_wanted")
+    __slots__ = ("_arity", "_given", "_in_grad_mode", "_of", "_wanted")
 
     def __init__(
         self, of: Program, arity: int, wanted: Sequence[int], given: Sequence[int]
     ) -> None:
         self._of, self._arity, self._wanted, self._given = of, arity, wanted, given
+        self._in_grad_mode = torch.is_grad_enabled()
 
     @override
     def uses(self, count: int) -> Sequence[int]:
@@ -76,6 +78,8 @@ class Vjp(Program):
             if not pairs:
                 return (None,) * len(self._wanted)
             ours, cts = zip(*pairs, strict=True)
+        if self._in_grad_mode and self._of.facts.modal and not recorded:
+            pull_in_grad_mode(ours)
         inputs = tuple([inner[i] for i in self._wanted])
         return pull_back(ours, cts, inputs, create_graph=recorded)
 
@@ -181,7 +185,9 @@ class Batch(Program):
             inner = [leaf_at(level, t, requires_grad=a) for t, a in pairs]
             outs = self._of.run(*inner)
             flags = [j for j, o in enumerate(outs) if requires_grad(o)]
-            found = Above(reached_leaves(outs, inner), flags)
+            used, modal = reached_leaves(outs, inner)
+            found = Above(used, flags)
+            self.facts.modal = self.facts.modal or modal
             self.facts.above = (*self.facts.above, found)
             return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
 

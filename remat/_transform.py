@@ -23,7 +23,8 @@ from torch.autograd import Function
 from typing_extensions import override
 
 from remat._compat import (
-    TransformType,
+    JVP,
+    VMAP,
     apply_at_level,
     base_dual_level_active,
     batched,
@@ -31,6 +32,7 @@ from remat._compat import (
     current_layer,
     dual_level_active,
     grad_mode,
+    kind_of,
     lifted,
     plain_apply,
     requires_grad_at_any_level,
@@ -70,11 +72,12 @@ def dispatch(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
         # Only levels above differentiate: nothing is to be saved down here.
         with grad_mode(False):
             return program.evaluate(leaves)
-    if layer.key() == TransformType.Vmap:
+    kind = kind_of(layer)
+    if kind == VMAP:
         return batched(leaves, functools.partial(_dispatch_batch, program))
     if dual_level_active():
-        leaves = lifted(layer, leaves)
-    return apply_at_level(_apply, layer, program, *leaves)
+        leaves = lifted(layer, kind, leaves)
+    return apply_at_level(_apply, (layer, kind), program, *leaves)
 
 
 def _dispatch_batch(
@@ -97,7 +100,8 @@ def _dispatch_batch(
 class Remat(Function):
     """Evaluates a program at one level.
 
-    That is the base, where `layer` is None, or a grad or jvp level of torch.func.
+    That is the base, where `layer` is None, or a grad or jvp level of torch.func, given
+    as its interpreter and kind.
     """
 
     @staticmethod
@@ -112,7 +116,7 @@ class Remat(Function):
         if layer is None:
             outs = program.evaluate(leaves)
         else:
-            forward_mode = forward_mode or layer.key() == TransformType.Jvp
+            forward_mode = forward_mode or layer[1] == JVP
             outs = _evaluate_below(layer, program, leaves)
         facts = program.facts
         saved: Sequence[Tensor] = leaves
@@ -174,11 +178,11 @@ _apply = plain_apply(Remat)
 
 
 def _evaluate_below(
-    layer: Any, program: Program, leaves: Sequence[Tensor]
+    layer: tuple[Any, int], program: Program, leaves: Sequence[Tensor]
 ) -> Sequence[Any]:
-    level = layer.level()
+    level = layer[0].level()
     below = [unwrap_for_grad(t, level) for t in leaves]
-    outs = call_below(layer, dispatch, program, below)
+    outs = call_below(*layer, dispatch, program, below)
     return [None if o is None else wrap_for_grad(o, level) for o in outs]
 
 

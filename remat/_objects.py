@@ -1,0 +1,58 @@
+"""What objects hold, and instances like them.
+
+Invariant: no property, setter or constructor of the user's runs. Rejected: `copy.copy`
+for all of them, which runs `__reduce__` and `__setstate__`.
+"""
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return what an object holds, in its `__dict__` and its slots."""
+    held = dict(getattr(value, "__dict__", ()))
+    for name in _slots(type(value)):
+        if hasattr(value, name):
+            held[name] = getattr(value, name)
+    return held
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(kind: type) -> frozenset[str]:
+    names = set()
+    for cls in kind.__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names |= {
+            _mangled(cls, slot)
+            for slot in ((slots,) if isinstance(slots, str) else slots)
+            if slot not in ("__dict__", "__weakref__")
+        }
+    return frozenset(names)
+
+
+def _mangled(cls: type, name: str) -> str:
+    private = name.startswith("__") and not name.endswith("__")
+    return f"_{cls.__name__.lstrip('_')}{name}" if private else name
+
+
+def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
+    """Give an object what `attributes` returned, past its properties and setters."""
+    slots = _slots(type(value))
+    if not slots:
+        value.__dict__.update(entries)
+        return
+    for name, entry in entries.items():
+        if name in slots:
+            object.__setattr__(value, name, entry)
+        else:
+            value.__dict__[name] = entry
+
+
+def replica_of(value: Any) -> Any:
+    """Return an instance of the class of `value`, without its attributes."""
+    try:
+        return object.__new__(type(value))
+    except TypeError:  # a subclass of str, say, which holds more than attributes
+        return copy.copy(value)
