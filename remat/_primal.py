@@ -42,7 +42,6 @@ from remat._types import Fn, Outputs
 # Cheaper than comprehensions, on a path taken on every call.
 _version = operator.attrgetter("_version")
 _requires_grad = operator.attrgetter("requires_grad")
-_grad = operator.attrgetter("grad")
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
@@ -290,9 +289,9 @@ class Primal(Program):
 
     def _check_leaks(self, leaves: Sequence[Tensor], inner: list[Tensor]) -> None:
         """Refuse, now that its graph should be gone, what would lose a gradient."""
-        grads = [*map(_grad, inner)]
-        if grads.count(None) != len(grads):
-            raise CaptureError(_BACKWARD.format(label=self._label))
+        for t in inner:
+            if t.requires_grad and t.grad is not None:
+                raise CaptureError(_BACKWARD.format(label=self._label))
         if self._contained:
             return
         for i, need in enumerate(self.facts.needs):

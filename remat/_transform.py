@@ -148,8 +148,9 @@ class Remat(Function):
         """Call the vjp for the gradients wanted, given the cotangents there are."""
         program: Program = ctx.program
         needs, facts = ctx.needs_input_grad, program.facts
-        pairs = zip(cotangents, facts.differentiable, strict=True)
-        given = [j for j, (ct, d) in enumerate(pairs) if d and ct is not None]
+        given = [j for j, ct in enumerate(cotangents) if ct is not None]
+        if False in facts.differentiable:
+            given = [j for j in given if facts.differentiable[j]]
         wanted = [i for i in facts.used if needs[i + 2]]
         grads: list[Tensor | None] = [None] * len(needs)
         if wanted and given:
