@@ -222,6 +222,18 @@ def current_device() -> torch.device | None:
     return None
 
 
+# Deleted by: torch.func levels that are lowered keeping inference mode switched off.
+def with_autograd(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` where autograd can record, also below a level in inference mode."""
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+        return fn(*args)
+    with torch.inference_mode(False):
+        return fn(*args)
+
+
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+
+
 # Deleted by: a public `torch.fx` way to ask whether a trace is being made.
 def must_inline() -> bool:
     """Say whether a function is to be called as it is, though it is differentiated.

@@ -39,6 +39,7 @@ from remat._compat import (
     saved_tensors,
     unwrap_dead,
     unwrap_for_grad,
+    with_autograd,
     without_tangent,
     wrap_for_grad,
 )
@@ -71,7 +72,7 @@ def dispatch(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
             return _apply(None, program, *leaves)
         # Only levels above differentiate: nothing is to be saved down here.
         with grad_mode(False):
-            return program.evaluate(leaves)
+            return with_autograd(program.evaluate, leaves)
     kind = kind_of(layer)
     if kind == VMAP:
         return batched(leaves, functools.partial(_dispatch_batch, program))
