@@ -224,7 +224,7 @@ def current_device() -> torch.device | None:
 
 # Deleted by: torch.func levels that are lowered keeping inference mode switched off.
 def with_autograd(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` where autograd can record, also below a level in inference mode."""
+    """Call `fn` where autograd can record, below a level in inference mode too."""
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
         return fn(*args)
     with torch.inference_mode(False):

@@ -71,8 +71,11 @@ def dispatch(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
         if program.facts.exact or base_dual_level_active() or records(leaves):
             return _apply(None, program, *leaves)
         # Only levels above differentiate: nothing is to be saved down here.
+        may_be_inference = not torch.is_grad_enabled()
         with grad_mode(False):
-            return with_autograd(program.evaluate, leaves)
+            if may_be_inference:
+                return with_autograd(program.evaluate, leaves)
+            return program.evaluate(leaves)
     kind = kind_of(layer)
     if kind == VMAP:
         return batched(leaves, functools.partial(_dispatch_batch, program))
