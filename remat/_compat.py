@@ -27,6 +27,7 @@ from torch._C._functorch import (
     TransformType,
     _unwrap_for_grad,
     _wrap_for_grad,
+    get_interpreter_stack,
     get_single_level_autograd_function_allowed,
     get_unwrapped,
     is_functorch_wrapped_tensor,
@@ -164,6 +165,29 @@ def call_below(
     is_grad = kind == GRAD
     set_grad_enabled(not is_grad or CGradInterpreterPtr(layer).prevGradMode())
     set_forward_ad(is_grad or CJvpInterpreterPtr(layer).prevFwdGradMode())
+    popped = pop_dynamic_layer_stack()
+    try:
+        return fn(*args)
+    finally:
+        push_dynamic_layer_stack(popped)
+
+
+# Deleted by: `torch.autograd.grad(is_grads_batched=True)` saying that it is at work.
+def is_batch_of_cotangents(primals: Sequence[Tensor]) -> bool:
+    """Say whether a vmap over the base is the only level, and batches no primal."""
+    layers = get_interpreter_stack()
+    return (
+        layers is not None
+        and len(layers) == 1
+        and layers[0].key().value == VMAP
+        and not any(map(is_functorch_wrapped_tensor, primals))
+    )
+
+
+def call_below_vmap(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` below a vmap level, if there is one."""
+    if peek_interpreter_stack() is None:
+        return fn(*args)
     popped = pop_dynamic_layer_stack()
     try:
         return fn(*args)

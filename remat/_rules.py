@@ -17,10 +17,12 @@ from remat._checks import reached_leaves
 from remat._compat import (
     base_dual_level_active,
     batch,
+    call_below_vmap,
     current_layer,
     forward_ad_enabled,
     grad_level,
     grad_mode,
+    is_batch_of_cotangents,
     leaf_at,
     pull_back,
     pull_in_grad_mode,
@@ -59,17 +61,12 @@ class Vjp(Program):
         """Recompute the program and pull the cotangents back through it."""
         primals, cts = leaves[: self._arity], leaves[self._arity :]
         if current_layer() is not None:
-            return self._run_under_transforms(primals, cts)
+            above = not self._of.facts.batched and is_batch_of_cotangents(primals)
+            if not above:
+                return self._run_under_transforms(primals, cts)
         recorded = records(leaves)
-        needs = self._of.facts.needs
-        if recorded:
-            # Those that are differentiated here, though not in what records this.
-            pairs = zip(needs, primals, strict=True)
-            needs = [need and not t.requires_grad for need, t in pairs]
-        inner = detached(primals, needs)
-        run = self._of.run
-        with grad_mode(True):
-            outs = run(*inner) if recorded else without_hooks(run, *inner)
+        # One recomputation, and one set of draws, serves a batch of cotangents.
+        inner, outs = call_below_vmap(self._recompute, primals, recorded)
         checked = self._of.is_as_recorded(outs)
         ours: Any = tuple([outs[j] for j in self._given])
         if not (checked or all(map(requires_grad, ours))):
@@ -82,6 +79,20 @@ class Vjp(Program):
             pull_in_grad_mode(ours)
         inputs = tuple([inner[i] for i in self._wanted])
         return pull_back(ours, cts, inputs, create_graph=recorded)
+
+    def _recompute(
+        self, primals: Sequence[Tensor], recorded: bool
+    ) -> tuple[list[Tensor], Outputs]:
+        needs = self._of.facts.needs
+        if recorded:
+            # Those that are differentiated here, though not in what records this.
+            pairs = zip(needs, primals, strict=True)
+            needs = [need and not t.requires_grad for need, t in pairs]
+        inner = detached(primals, needs)
+        run = self._of.run
+        with grad_mode(True):
+            outs = run(*inner) if recorded else without_hooks(run, *inner)
+        return inner, outs
 
     def _run_under_transforms(
         self, primals: Sequence[Tensor], cts: Sequence[Tensor]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.func import grad
+from torch.func import grad, jacrev
 from torch.nn.utils import parametrize
 
 from remat import CaptureError, MutationError, remat
@@ -210,6 +210,24 @@ def test_a_parameter_is_a_parameter_inside():
 
     remat(fn)(p).sum().backward()
     assert seen == [(nn.Parameter, "mine")] * 2
+
+
+# --- A batch of cotangents ---
+
+
+def test_jacrev_recomputes_once_with_the_draws_of_the_forward():
+    def fn(x):
+        return nn.functional.dropout(x.sin(), 0.5).cumsum(0)
+
+    def jacobian(transform):
+        torch.manual_seed(3)
+        return jacrev(transform(fn))(torch.ones(16))
+
+    want = jacobian(lambda fn: fn)
+    with count_ops() as ops:
+        got = jacobian(remat)
+    assert ops["sin"] == 2
+    assert_same(got, want)
 
 
 # --- Kernels that depend on grad mode ---
