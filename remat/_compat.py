@@ -20,6 +20,7 @@ from torch._C._autograd import (
     _push_saved_tensors_default_hooks as push_hooks,
     _top_saved_tensors_default_hooks as top_hooks,
 )
+from torch._C._dynamo import eval_frame
 from torch._C._functorch import (
     CGradInterpreterPtr,
     CInterpreter,
@@ -51,6 +52,7 @@ Outputs: TypeAlias = tuple[Tensor | None, ...]
 Tensors: TypeAlias = tuple[Tensor, ...]
 
 
+_dynamo: Any = eval_frame
 is_autocast_active = torch._C._is_any_autocast_enabled
 set_grad_enabled = torch._C._set_grad_enabled
 # Deleted by: a public registry of torch's pytree classes.
@@ -299,6 +301,15 @@ def leaf_at(level: int, tensor: Tensor, *, requires_grad: bool) -> Tensor:
         with eager_transforms.enable_inplace_requires_grad(True):
             wrapped.requires_grad_()
     return wrapped
+
+
+# Deleted by: `torch.compiler.disable` not importing Dynamo for those who do not use it.
+def eager_only(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo out of `fn`, which the engine may call from compiled code."""
+    skip = _dynamo._FrameAction.SKIP
+    strategy = _dynamo._FrameExecStrategy(skip, skip)
+    _dynamo.set_code_exec_strategy(fn.__code__, strategy)
+    return fn
 
 
 # Deleted by: `torch.autograd.grad` not checking again what the engine checks, which is

@@ -31,6 +31,7 @@ from remat._compat import (
     call_below,
     current_layer,
     dual_level_active,
+    eager_only,
     grad_mode,
     kind_of,
     lifted,
@@ -148,6 +149,7 @@ class Remat(Function):
 
     @staticmethod
     @override
+    @eager_only
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         """Call the vjp for the gradients wanted, given the cotangents there are."""
         program: Program = ctx.program
@@ -167,9 +169,8 @@ class Remat(Function):
 
     @staticmethod
     @override
-    def jvp(  # pyrefly: ignore[bad-override]
-        ctx: Any, _layer: Any, _program: Any, *tangents: Tensor | None
-    ) -> Any:
+    @eager_only
+    def jvp(ctx: Any, _layer: Any, _program: Any, *tangents: Tensor | None) -> Any:
         """Call the jvp, given the tangents there are."""
         program: Program = ctx.program
         given = [i for i, t in enumerate(tangents) if t is not None]

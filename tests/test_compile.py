@@ -74,3 +74,18 @@ def test_the_compiled_part_is_recomputed(weight):
     with count_ops() as backward:
         out.backward()
     assert backward["mm"] == 2  # once again, and once for the gradient
+
+
+def test_an_eager_call_may_be_pulled_back_within_compiled_code(backend, weight):
+    loss = remat(body)(weight, x)
+
+    @torch.compile(backend=backend)
+    def pull(loss):
+        scaled = loss.sin() * 2
+        loss.backward()
+        return scaled
+
+    with count_ops() as ops:
+        pull(loss)
+    assert ops["tanh"] == 1
+    torch.testing.assert_close(weight.grad, gradient(body, weight))
