@@ -93,6 +93,11 @@ class Found:
         self.buffers: dict[int, bool] = {}
 
 
+def is_constant(value: Any) -> bool:
+    """Say whether a value is of a kind that reaches nothing else."""
+    return type(value) in _CONSTANT
+
+
 def is_self_contained(fn: Fn, within: tuple[Fn, ...] = ()) -> bool:
     """Say, on every call and so quickly, that a function provably reaches no tensor.
 

@@ -19,7 +19,13 @@ from typing_extensions import override
 
 from remat._ambient import Ambient
 from remat._buffers import shield, update, written
-from remat._capture import Path, Search, holds_tensors, is_self_contained
+from remat._capture import (
+    Path,
+    Search,
+    holds_tensors,
+    is_constant,
+    is_self_contained,
+)
 from remat._checks import Escape, Foreign, Watch, reached_leaves, views_of
 from remat._compat import (
     base_tensor,
@@ -122,6 +128,9 @@ class Primal(Program):
                 values[k] = None
             else:
                 opaque.append((k, value))
+        # What an object passed can reach, its class say, is not the function's code.
+        constant = all(is_constant(value) for _, value in opaque)
+        self._contained = self._contained and constant
         for k, value in (*opaque, *roots):
             node = search.visit(value, k if k >= 0 else None)
             if node is not None:

@@ -119,6 +119,17 @@ def test_a_kept_intermediate_is_refused_under_func_grad():
         grad(lambda x: (remat(fn)(x) + kept[-1]).sum())(torch.ones(3))
 
 
+def test_a_tensor_that_an_argument_hides_is_refused():
+    class Settings:
+        weight = leaf()
+
+    def fn(x, settings):
+        return x.sin() * settings.weight
+
+    with pytest.raises(CaptureError, match="used but is no input of the call"):
+        remat(fn)(leaf(), Settings())
+
+
 def test_each_run_has_its_own_cache_of_parametrizations():
     class Scaled(nn.Module):
         def __init__(self):
