@@ -5,7 +5,9 @@ from importlib.metadata import version as _version
 from remat._api import remat as remat
 from remat._errors import (
     CaptureError as CaptureError,
+    KeyReuseError as KeyReuseError,
     MutationError as MutationError,
+    RandomnessError as RandomnessError,
     RecomputeError as RecomputeError,
     RematError as RematError,
 )

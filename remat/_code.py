@@ -68,7 +68,8 @@ def _find_names(code: types.CodeType) -> GlobalNames:
 
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
-_LIBRARIES = tuple(sysconfig.get_paths()[k] for k in _PATHS)
+_OURS = os.path.join(os.path.dirname(__file__), "")
+_LIBRARIES = (*(sysconfig.get_paths()[k] for k in _PATHS), _OURS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -90,7 +91,7 @@ _TORCH = os.path.dirname(torch.__file__)
 
 @functools.lru_cache(maxsize=4096)
 def _is_trusted_file(file: str) -> bool:
-    if file.startswith(_TORCH):
+    if file.startswith((_TORCH, _OURS)):
         return True
     return file.startswith(_STANDARD) and "site-packages" not in file
 
@@ -101,3 +102,19 @@ def is_trusted(scope: dict[str, Any]) -> bool:
     if file is None:
         return scope.get("__name__") in sys.builtin_module_names
     return _is_trusted_file(file)
+
+
+# Not that of a notebook or a prompt.
+_GENERATED = ("<string>", "<frozen", "<eval_with_key>")
+
+
+def user_line() -> str:
+    """Return the innermost line of the stack that is neither torch's nor remat's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        if not file.startswith(_GENERATED) and not _is_trusted_file(file):
+            return f"{file}:{frame.f_lineno}, in {code.co_name}"
+        frame = frame.f_back
+    return "an unknown line"

@@ -19,3 +19,11 @@ class MutationError(RematError):
 
 class CaptureError(RematError):
     """The function uses outside state that cannot be made an input of the call."""
+
+
+class RandomnessError(RematError):
+    """A draw was refused: from a global stream, where only keys may be drawn from."""
+
+
+class KeyReuseError(RandomnessError):
+    """A key was consumed twice, so that two draws are the same."""

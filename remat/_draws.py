@@ -1,0 +1,45 @@
+"""Refuse draws from the global random streams, naming the operation and the line.
+
+Invariant: the stream that was drawn from stands where it stood before.
+Rejected: refusing every operation that torch tags as random. Attention is, and draws
+nothing without dropout; and an operation may have been passed a generator.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from remat._code import user_line
+from remat._compat import default_generators
+from remat._errors import RandomnessError
+
+
+class Guard(TorchDispatchMode):
+    """Raises on an operation that moves a global stream.
+
+    Args:
+        message: of the error, with `{op}` and `{where}` to be filled in.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__()
+        self._message = message
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        before = [(g, g.get_state()) for g in default_generators()]
+        out = func(*args, **kwargs)
+        moved = [(g, s) for g, s in before if not torch.equal(s, g.get_state())]
+        if not moved:
+            return out
+        for generator, state in moved:
+            generator.set_state(state)
+        raise RandomnessError(self._message.format(op=func, where=user_line()))
