@@ -490,3 +490,22 @@ def default_generators() -> list[torch.Generator]:
     for stream in _STREAMS:
         generators += stream()
     return generators
+
+
+# --- Keys ---
+
+
+# Deleted by: calls of `torch.ops` costing as little as those of a function.
+def is_unwatched(tensor: Tensor) -> bool:
+    """Say whether an operation on `tensor` may be computed without being dispatched.
+
+    That is: no transform, mode, trace or subclass would see it.
+    """
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and peek_interpreter_stack() is None
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+    )
