@@ -86,6 +86,30 @@ def kind_of(layer: CInterpreter) -> int:
     return kind
 
 
+# Deleted by: a public torch.utils.pytree in which a class can be registered.
+def register_torch_node(
+    cls: type,
+    name: str,
+    children: Sequence[str],
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Iterable[Any], Any], Any],
+) -> None:
+    """Register a class whose children are attributes with torch's own pytrees."""
+
+    def flatten_with_keys(instance: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        leaves, context = flatten(instance)
+        keys = map(_pytree.GetAttrKey, children)
+        return list(zip(keys, leaves, strict=True)), context
+
+    _pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=name,
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
 # Deleted by: a public `Tensor.unwrap()` for torch.func wrappers.
 def base_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor under all torch.func wrappers."""

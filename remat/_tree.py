@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import optree
 from torch import Tensor, nn
 
-from remat._compat import TORCH_NODES
+from remat._compat import TORCH_NODES, register_torch_node
 from remat._types import Leaf
 
 
@@ -114,3 +114,38 @@ def is_node(cls: type) -> bool:
     """Say whether `flatten` takes instances of `cls` apart."""
     known = _register.get(cls, namespace=_NAMESPACE)
     return known is not None or _adopt(cls)
+
+
+def register(
+    cls: type, name: str, children: Sequence[str], static: Sequence[str] = ()
+) -> None:
+    """Make a class of ours a pytree node, here and for torch.func and torch.compile.
+
+    It is rebuilt past `__init__`: what a tree is mapped to need not be valid.
+
+    Args:
+        cls: the class.
+        name: that it is known by in a saved program.
+        children: the attributes that are subtrees.
+        static: the attributes that are part of the structure, comparable and of types
+            that JSON has.
+    """
+
+    def flatten_node(instance: Any) -> tuple[list[Any], list[Any]]:
+        subtrees = [getattr(instance, n) for n in children]
+        return subtrees, [getattr(instance, n) for n in static]
+
+    def flatten_named(instance: Any) -> tuple[list[Any], list[Any], Sequence[str]]:
+        return *flatten_node(instance), children
+
+    def unflatten_node(subtrees: Iterable[Any], context: Iterable[Any]) -> Any:
+        instance = object.__new__(cls)
+        for n, value in zip((*children, *static), (*subtrees, *context), strict=True):
+            object.__setattr__(instance, n, value)
+        return instance
+
+    def unflatten_named(context: Iterable[Any], subtrees: Iterable[Any]) -> Any:
+        return unflatten_node(subtrees, context)
+
+    _register(cls, flatten_named, unflatten_named, namespace=_NAMESPACE)
+    register_torch_node(cls, name, children, flatten_node, unflatten_node)

@@ -1,0 +1,108 @@
+"""What the samplers share: from parameters to a shape, from a key to numbers.
+
+Invariant: numbers have the shape `key.shape + shape`, and are those of each key alone.
+Rejected: letting a parameter widen the result. Whether it does would depend on the
+number of keys.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from remat.random import _reuse
+from remat.random._key import KeyLike, data_of
+
+
+Shape: TypeAlias = int | tuple[int, ...] | None
+Value: TypeAlias = float | Tensor
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def consumed(key: KeyLike) -> Tensor:
+    """Return the data of a key that is drawn from now."""
+    data = data_of(key)
+    _reuse.consume(data)
+    return data
+
+
+def draw(
+    op: Callable[[Tensor, int, Any], Tensor],
+    data: Tensor,
+    shape: tuple[int, ...],
+    kind: Any,
+) -> Tensor:
+    """Return `op`'s numbers, `shape` of them from each key."""
+    numbers = op(data, math.prod(shape), kind)
+    return numbers.reshape(*data.shape[:-1], *shape)
+
+
+def shape_of(shape: Shape, *parameters: Value) -> tuple[int, ...]:
+    """Return the shape asked for, by default that of the parameters together."""
+    if shape is None:
+        return torch.broadcast_shapes(
+            *(p.shape for p in parameters if isinstance(p, Tensor))
+        )
+    return (shape,) if isinstance(shape, (int, torch.SymInt)) else tuple(shape)
+
+
+def as_parameter(name: str, value: Value, like: Tensor) -> Tensor:
+    """Return a parameter as a tensor of the dtype and device of the draws `like`."""
+    if not isinstance(value, Tensor):
+        return torch.full((), value, dtype=like.dtype, device=like.device)
+    if torch.broadcast_shapes(value.shape, like.shape) != like.shape:
+        raise ValueError(
+            f"remat: `{name}` has shape {list(value.shape)}, which does not broadcast "
+            f"to the draws' {list(like.shape)}. Pass a `shape` that it fits, or None "
+            "for that of the parameters."
+        )
+    return value.to(like.dtype)
+
+
+def float_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype asked for, by default torch's, if it is one that has draws."""
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if dtype not in _FLOATS:
+        raise TypeError(
+            f"remat: this distribution has no values in {dtype}. Use one of float16, "
+            "bfloat16, float32, float64."
+        )
+    return dtype
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that arithmetic for `dtype` is done in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def is_number(value: Value, number: float) -> bool:
+    """Say whether a parameter is, whatever it is traced with, this number."""
+    return isinstance(value, (int, float)) and value == number
+
+
+def check_scale(name: str, value: Value) -> None:
+    """Raise if a number cannot be a scale."""
+    if not isinstance(value, Tensor) and not value >= 0:
+        raise ValueError(f"remat: `{name}` is {value}; it must be at least 0.")
+
+
+def moved(z: Tensor, at: str, loc: Value, by: str, scale: Value) -> Tensor:
+    """Return `z * scale + loc`, parameters that are called `by` and `at`."""
+    if not is_number(scale, 1):
+        z = z * as_parameter(by, scale, z)
+    return z if is_number(loc, 0) else z + as_parameter(at, loc, z)
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def below(t: Tensor) -> Tensor:
+    """Return the largest value below each one of `t`, with the derivatives of `t`."""
+    # Not nextafter: it has no derivative, and no kernel for some dtypes and devices.
+    bits = t.view(_BITS[t.dtype.itemsize])
+    down = torch.where(bits > 0, bits - 1, bits + 1)
+    down = torch.where(bits == 0, torch.iinfo(bits.dtype).min + 1, down)
+    # Exact; and integers carry no derivative, so that of the step is none.
+    return t - (bits.view(t.dtype) - down.view(t.dtype))

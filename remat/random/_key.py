@@ -1,0 +1,373 @@
+"""Keys: what a draw is a function of.
+
+A key is 128 bits, a seed and an offset into its stream, held in a tensor so that it may
+be batched, traced and sent to a device.
+
+Invariant: a key never changes. Drawing twice from one gives the same numbers twice.
+Rejected: a tensor subclass. Every operation that is not refused one by one unwraps it,
+so that `key + 1` is a tensor; and torch.func's transforms are fragile around them.
+"""
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias, overload
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from remat import _tree
+from remat.random import _ops, _reuse
+
+
+IMPL = "philox4x32-10"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Key:
+    """A key, or an array of keys: what random numbers are a function of.
+
+    Made by :func:`key`, :func:`split` and :func:`fold_in`. It is indexed and iterated
+    over like an array of shape ``shape``; two are equal if they would draw the same
+    numbers. It is a pytree, so it goes through ``vmap``, ``grad``, ``make_fx`` and
+    ``torch.compile`` as an argument or a result.
+
+    Args:
+        data: uint64 of shape ``[*shape, 2]``: the seed and the offset of each key, as
+            ``torch.func._random`` has them.
+        impl: the generator. There is one.
+
+    Raises:
+        TypeError: ``data`` is not a tensor of uint64.
+        ValueError: its last dimension is not of length 2.
+        NotImplementedError: ``impl`` is another generator.
+
+    Example:
+        >>> key(42)
+        Key(seed=42, offset=0)
+        >>> split(key(42), 3).shape
+        torch.Size([3])
+    """
+
+    data: Tensor
+    impl: str = IMPL
+
+    def __post_init__(self) -> None:
+        if self.impl != IMPL:
+            raise NotImplementedError(
+                f"remat: there is no generator {self.impl!r}; use {IMPL!r}."
+            )
+        _check_data(self.data)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the array of keys, ``()`` for one key."""
+        return self.data.shape[:-1]
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of ``shape``."""
+        return self.data.ndim - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the key is, and so what is drawn from it."""
+        return self.data.device
+
+    def to(self, device: torch.device | str | int) -> "Key":
+        """Return the same key on a device."""
+        return Key(self.data.to(device), self.impl)
+
+    def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("remat: len() of one key; only an array of keys has one.")
+        return self.data.shape[0]
+
+    def __iter__(self) -> Iterator["Key"]:
+        if not self.ndim:
+            raise TypeError(
+                "remat: one key cannot be iterated over. To get several, write "
+                "`k1, k2 = remat.random.split(key)`."
+            )
+        return (Key(row, self.impl) for row in self.data.unbind(0))
+
+    def __getitem__(self, index: Any) -> "Key":
+        parts = index if isinstance(index, tuple) else (index,)
+        used = sum(map(_dims_used, parts))
+        if used > self.ndim:
+            raise IndexError(
+                f"remat: {used} indices for keys of shape {tuple(self.shape)}. To get "
+                "several keys from one, use remat.random.split."
+            )
+        # The seed and the offset are not to be indexed, wherever an ellipsis is.
+        rest = slice(None) if any(p is Ellipsis for p in parts) else Ellipsis
+        return Key(self.data[(*parts, rest)], self.impl)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Key):
+            return NotImplemented
+        if (self.impl, self.shape) != (other.impl, other.shape):
+            return False
+        return torch.equal(self.data, other.data.to(self.device))
+
+    @override
+    def __hash__(self) -> NoReturn:
+        raise TypeError(
+            "remat: a key cannot be hashed, as a tensor's values cannot. To use one in "
+            "a set or as a dictionary's key, take `tuple(key.data.tolist())`."
+        )
+
+    @override
+    def __repr__(self) -> str:
+        data = self.data
+        if not isinstance(data, Tensor) or type(data) is not Tensor or data.is_meta:
+            return f"Key({data!r})"
+        if self.ndim:
+            return f"Key(shape={tuple(self.shape)}, device={str(self.device)!r})"
+        seed, offset = data.tolist()
+        return f"Key(seed={seed}, offset={offset})"
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As int64: torch 2.13 pickles a tensor of uint64 and cannot load it again.
+        return _unpickle, (self.data.view(torch.int64), self.impl)
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            "remat: a key is neither true nor false. Write `key is not None`, or "
+            "`remat.random.bernoulli(key)` for a random one."
+        )
+
+    def _not_a_number(self, *_: object) -> NoReturn:
+        raise TypeError(
+            "remat: a key is not a number, so there is no arithmetic on it. For "
+            "another key use remat.random.fold_in(key, n) or split(key); for its bits, "
+            "remat.random.key_data(key)."
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _not_a_number
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _not_a_number
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _not_a_number
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _not_a_number
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _not_a_number
+    __lt__ = __le__ = __gt__ = __ge__ = _not_a_number
+    __neg__ = __pos__ = __abs__ = __invert__ = _not_a_number
+    __int__ = __float__ = __complex__ = __index__ = _not_a_number
+
+
+def _unpickle(data: Tensor, impl: str) -> Key:
+    return Key(data.view(torch.uint64), impl)
+
+
+_tree.register(Key, "remat.random.Key", children=["data"], static=["impl"])
+# A Key, or its data: what torch.func._random calls a key.
+KeyLike: TypeAlias = Key | Tensor
+
+
+def _dims_used(part: Any) -> int:
+    """Return how many dimensions one part of an index stands for."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    is_mask = isinstance(part, Tensor) and part.dtype is torch.bool
+    return part.ndim if is_mask else 1
+
+
+def _check_data(data: Any) -> None:
+    if not isinstance(data, Tensor) or data.dtype is not torch.uint64:
+        got = data.dtype if isinstance(data, Tensor) else type(data).__name__
+        raise TypeError(
+            f"remat: expected a key or a tensor of torch.uint64, got {got}. To make a "
+            "key, use remat.random.key(seed)."
+        )
+    if not data.ndim or data.shape[-1] != 2:
+        raise ValueError(
+            "remat: a key's data has shape [*batch, 2], a seed and an offset; got "
+            f"{list(data.shape)}. To make a key, use remat.random.key(seed)."
+        )
+
+
+def data_of(key: KeyLike) -> Tensor:
+    """Return the data of a key, or a raw key as it is."""
+    if isinstance(key, Key):
+        return key.data
+    _check_data(key)
+    return key
+
+
+@overload
+def _like(key: Key, data: Tensor) -> Key: ...
+@overload
+def _like(key: Tensor, data: Tensor) -> Tensor: ...
+def _like(key: KeyLike, data: Tensor) -> KeyLike:
+    return Key(data, key.impl) if isinstance(key, Key) else data
+
+
+def key(seed: int, *, device: torch.device | str | int | None = None) -> Key:
+    """Return the key that a seed stands for.
+
+    Args:
+        seed: any integer of 64 bits, signed or not: -1 is 2**64 - 1.
+        device: where to put the key; what is drawn from it will be there. By default
+            the default device.
+
+    Returns:
+        A key of shape ``()``.
+
+    Raises:
+        OverflowError: the seed has more than 64 bits.
+        TypeError: it is not an integer.
+
+    Example:
+        >>> key(42)
+        Key(seed=42, offset=0)
+        >>> key(-1) == key(2**64 - 1)
+        True
+    """
+    seed = operator.index(seed)
+    if not -(2**63) <= seed < 2**64:
+        raise OverflowError(
+            f"remat: the seed {seed} has more than 64 bits. Take it modulo 2**64."
+        )
+    return Key(torch.tensor([seed % 2**64, 0], dtype=torch.uint64, device=device))
+
+
+@overload
+def split(key: Key, num: int | tuple[int, ...] = 2) -> Key: ...
+@overload
+def split(key: Tensor, num: int | tuple[int, ...] = 2) -> Tensor: ...
+def split(key: KeyLike, num: int | tuple[int, ...] = 2) -> KeyLike:
+    """Return new keys, independent of one another and of draws from the key.
+
+    This consumes the key: draw from the new ones.
+
+    Args:
+        key: a key, or an array of them, each of which is split.
+        num: how many, or their shape.
+
+    Returns:
+        Keys of shape ``(num, *key.shape)``; a raw tensor for a raw tensor.
+
+    Raises:
+        ValueError: a number is negative.
+
+    Example:
+        >>> k1, k2 = split(key(42))
+        >>> k1
+        Key(seed=8643895580192075859, offset=6287785766076502189)
+        >>> split(key(42), (2, 3)).shape
+        torch.Size([2, 3])
+    """
+    shape = (num,) if isinstance(num, int) else tuple(num)
+    if any(n < 0 for n in shape):
+        raise ValueError(f"remat: cannot split a key into {num} keys.")
+    data = data_of(key)
+    _reuse.consume(data)
+    new = _ops.split(data, math.prod(shape))
+    return _like(key, new.reshape(*shape, *data.shape))
+
+
+@overload
+def fold_in(key: Key, data: int | Tensor) -> Key: ...
+@overload
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor: ...
+def fold_in(key: KeyLike, data: int | Tensor) -> KeyLike:
+    """Return the key that belongs to a number: of a step, a layer, an example.
+
+    Distinct numbers give independent keys. The key itself is not consumed, but do not
+    split it too: ``fold_in(key, i)`` is ``split(key, n)[i]``.
+
+    Args:
+        key: a key, or an array of them.
+        data: an integer, at least 0 and less than 2**64, or a tensor of integers; one
+            of 64 signed bits counts modulo 2**64.
+
+    Returns:
+        A key of the shape that ``key.shape`` and ``data.shape`` broadcast to; a raw
+        tensor for a raw tensor.
+
+    Raises:
+        ValueError: ``data`` is negative or has more than 64 bits.
+        TypeError: it is not an integer.
+
+    Example:
+        >>> fold_in(key(42), 7)
+        Key(seed=7527850912803292081, offset=3344896577480189866)
+        >>> fold_in(key(42), 1) == split(key(42))[1]
+        True
+    """
+    if not isinstance(data, Tensor):
+        data = operator.index(data)
+        if not 0 <= data < 2**64:
+            raise ValueError(f"remat: cannot fold in {data}: it is not in [0, 2**64).")
+    elif data.is_floating_point() or data.is_complex() or data.dtype is torch.bool:
+        raise TypeError(
+            f"remat: cannot fold in a tensor of {data.dtype}. Convert it to integers "
+            "that tell apart what should be told apart."
+        )
+    return _like(key, _ops.fold_in(data_of(key), data))
+
+
+@overload
+def clone(key: Key) -> Key: ...
+@overload
+def clone(key: Tensor) -> Tensor: ...
+def clone(key: KeyLike) -> KeyLike:
+    """Return the same key, to be consumed once more on purpose.
+
+    It draws the same numbers. Under :func:`check_key_reuse` that is one more
+    consumption allowed.
+
+    Args:
+        key: a key, or an array of them.
+
+    Returns:
+        An equal key; a raw tensor for a raw tensor.
+
+    Example:
+        >>> clone(key(42)) == key(42)
+        True
+    """
+    data = data_of(key)
+    _reuse.allow(data)
+    return _like(key, data.clone())
+
+
+def key_data(key: KeyLike) -> Tensor:
+    """Return the bits of a key, as ``torch.func._random`` takes them.
+
+    Args:
+        key: a key, or an array of them.
+
+    Returns:
+        uint64 of shape ``[*key.shape, 2]``: seed and offset.
+
+    Example:
+        >>> key_data(key(42))
+        tensor([42,  0], dtype=torch.uint64)
+    """
+    return data_of(key)
+
+
+def wrap_key_data(data: Tensor, *, impl: str = IMPL) -> Key:
+    """Return the key that has these bits: the inverse of :func:`key_data`.
+
+    Args:
+        data: uint64 of shape ``[*shape, 2]``.
+        impl: the generator. There is one.
+
+    Returns:
+        A key of shape ``shape``.
+
+    Raises:
+        TypeError: ``data`` is not a tensor of uint64.
+        ValueError: its last dimension is not of length 2.
+        NotImplementedError: ``impl`` is another generator.
+
+    Example:
+        >>> wrap_key_data(torch.tensor([42, 0], dtype=torch.uint64)) == key(42)
+        True
+    """
+    return Key(data, impl)
