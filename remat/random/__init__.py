@@ -1,5 +1,17 @@
 """Random numbers as functions of a key, as in `jax.random`."""
 
+from remat.random._choices import (
+    categorical as categorical,
+    choice as choice,
+    permutation as permutation,
+)
+from remat.random._continuous import (
+    exponential as exponential,
+    gumbel as gumbel,
+    laplace as laplace,
+    truncated_normal as truncated_normal,
+)
+from remat.random._dropout import dropout as dropout
 from remat.random._key import (
     Key as Key,
     clone as clone,
@@ -12,6 +24,9 @@ from remat.random._key import (
 from remat.random._reuse import check_key_reuse as check_key_reuse
 from remat.random._samplers import (
     bernoulli as bernoulli,
+    bits as bits,
     normal as normal,
+    rademacher as rademacher,
+    randint as randint,
     uniform as uniform,
 )

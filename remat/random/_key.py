@@ -298,16 +298,8 @@ def fold_in(key: KeyLike, data: int | Tensor) -> KeyLike:
         >>> fold_in(key(42), 1) == split(key(42))[1]
         True
     """
-    if not isinstance(data, Tensor):
-        data = operator.index(data)
-        if not 0 <= data < 2**64:
-            raise ValueError(f"remat: cannot fold in {data}: it is not in [0, 2**64).")
-    elif data.is_floating_point() or data.is_complex() or data.dtype is torch.bool:
-        raise TypeError(
-            f"remat: cannot fold in a tensor of {data.dtype}. Convert it to integers "
-            "that tell apart what should be told apart."
-        )
-    return _like(key, _ops.fold_in(data_of(key), data))
+    number = data if isinstance(data, Tensor) else operator.index(data)
+    return _like(key, _ops.fold_in(data_of(key), number))
 
 
 @overload

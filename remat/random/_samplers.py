@@ -161,3 +161,145 @@ def check_probability(p: Value) -> None:
     """Raise if a number is no probability."""
     if not isinstance(p, Tensor) and not 0 <= p <= 1:
         raise ValueError(f"remat: the probability `p` is {p}, outside [0, 1].")
+
+
+def rademacher(
+    key: KeyLike, shape: Shape = (), dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Draw 1 or -1, each with probability 1/2.
+
+    Args:
+        key: a key, or an array of them.
+        shape: of the draws from each key.
+        dtype: any dtype that has -1.
+
+    Returns:
+        A tensor of shape ``(*key.shape, *shape)``, on the key's device.
+
+    Example:
+        >>> from remat import random
+        >>> random.rademacher(random.key(42), (4,))
+        tensor([-1, -1, -1,  1])
+    """
+    return bernoulli(key, 0.5, shape_of(shape)).to(dtype) * 2 - 1
+
+
+_WORDS = (
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+)
+
+
+def _check_words(dtype: torch.dtype, no: torch.dtype | None = None) -> None:
+    if dtype not in _WORDS or dtype is no:
+        raise TypeError(f"remat: cannot draw integers of {dtype}. Try torch.int64.")
+
+
+def bits(key: KeyLike, shape: Shape = (), dtype: torch.dtype = torch.uint32) -> Tensor:
+    """Draw integers, each value of the dtype being as likely as any other.
+
+    These are the words of the stream: those of 32 bits as ``torch.func._random.bits``
+    has them, or their low bits; for 64 bits two words, the first one high.
+
+    Args:
+        key: a key, or an array of them.
+        shape: of the integers drawn from each key.
+        dtype: signed or unsigned, of 8 to 64 bits. A signed integer has the bits that
+            the unsigned one of its size would have.
+
+    Returns:
+        A tensor of shape ``(*key.shape, *shape)``, on the key's device.
+
+    Raises:
+        TypeError: ``dtype`` is not an integer dtype.
+
+    Example:
+        >>> from remat import random
+        >>> random.bits(random.key(42), (2,))
+        tensor([2632642643, 2012563771], dtype=torch.uint32)
+    """
+    _check_words(dtype)
+    words = draw(_ops.bits, consumed(key), shape_of(shape), 8 * dtype.itemsize)
+    return words.view(dtype) if dtype.itemsize == 8 else words.to(dtype)
+
+
+def randint(
+    key: KeyLike,
+    shape: Shape,
+    minval: int | Tensor,
+    maxval: int | Tensor,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
+    """Draw integers from ``minval`` to ``maxval - 1``, each as likely as any other.
+
+    They are 64 bits of the stream modulo ``maxval - minval``, so no probability is off
+    by more than 2**-64 of itself times the range. As in ``torch.func._random.randint``,
+    32 bits are used where the dtype has no more and the bounds are Python integers less
+    than 2**28 apart: there that is 2**-32.
+
+    Args:
+        key: a key, or an array of them.
+        shape: of the integers drawn from each key; None for that of the bounds.
+        minval: the least integer, a number or a tensor that broadcasts to the result.
+        maxval: one more than the greatest, likewise; less than 2**63 above ``minval``.
+            A tensor bound not above ``minval`` gives ``minval``.
+        dtype: an integer dtype, but not uint64.
+
+    Returns:
+        A tensor of shape ``(*key.shape, *shape)``, on the key's device.
+
+    Raises:
+        ValueError: ``maxval`` is not above ``minval``, a bound is outside ``dtype``, or
+            a tensor is of a shape that does not fit.
+        TypeError: ``dtype`` is not an integer dtype or is uint64, or a bound is not an
+            integer.
+
+    Example:
+        >>> from remat import random
+        >>> random.randint(random.key(42), (6,), 0, 10)
+        tensor([9, 9, 3, 5, 7, 9])
+    """
+    _check_words(dtype, no=torch.uint64)
+    _check_integer("minval", minval)
+    _check_integer("maxval", maxval)
+    shape = shape_of(shape, minval, maxval)
+    if isinstance(minval, Tensor) or isinstance(maxval, Tensor):
+        words = draw(_ops.bits, consumed(key), shape, 64)
+        low = as_parameter("minval", minval, words)
+        span = as_parameter("maxval", maxval, words) - low
+        return (low + _modulo(words, span.clamp(min=1))).to(dtype)
+    _check_range(minval, maxval, dtype)
+    span = maxval - minval
+    if dtype.itemsize <= 4 and span < 2**28:
+        return (draw(_ops.bits, consumed(key), shape, 32) % span + minval).to(dtype)
+    words = draw(_ops.bits, consumed(key), shape, 64)
+    return (_modulo(words, span) + minval).to(dtype)
+
+
+def _check_integer(name: str, value: Value) -> None:
+    fractional = isinstance(value, Tensor) and value.is_floating_point()
+    if fractional or isinstance(value, float):
+        raise TypeError(f"remat: `{name}` is {value}; it must be an integer.")
+
+
+def _check_range(low: int, high: int, dtype: torch.dtype) -> None:
+    info = torch.iinfo(dtype)
+    if not info.min <= low < high <= info.max + 1:
+        raise ValueError(
+            f"remat: expected minval < maxval in the range of {dtype}, got {low} and "
+            f"{high}."
+        )
+    if high - low >= 2**63:
+        raise ValueError(
+            f"remat: {low} and {high} are 2**63 or more apart. For integers of all 64 "
+            "bits use remat.random.bits(key, shape, torch.int64)."
+        )
+
+
+def _modulo(words: Tensor, span: int | Tensor) -> Tensor:
+    """Return 64 bits, taken as unsigned, modulo a positive integer below 2**63."""
+    half = ((words >> 1) & (2**63 - 1)) % span
+    # Twice that, but never as much as 2**63.
+    twice = torch.where(half >= span - half, half - (span - half), half + half)
+    odd = words & 1
+    return torch.where(twice + odd == span, 0, twice + odd)

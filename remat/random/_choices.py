@@ -1,0 +1,211 @@
+"""Choices among things: orders, samples with and without replacement, categories.
+
+Invariant: a thing of probability 0 is never chosen while one of more is left.
+Rejected: the alias method and rejection, whose work depends on the values.
+"""
+
+import torch
+from torch import Tensor
+
+from remat.random import _ops
+from remat.random._continuous import gumbel
+from remat.random._draw import Shape, consumed, draw, shape_of
+from remat.random._key import KeyLike, data_of
+from remat.random._samplers import randint
+
+
+def permutation(
+    key: KeyLike, x: int | Tensor, axis: int = 0, independent: bool = False
+) -> Tensor:
+    """Return things in a random order, each order being as likely as any other.
+
+    The order is that of 64 random bits for each. Derivatives flow to ``x``.
+
+    Args:
+        key: a key, or an array of them.
+        x: a tensor, or an integer n for ``torch.arange(n)``.
+        axis: the dimension of ``x`` that is put in another order.
+        independent: whether every row along it has an order of its own.
+
+    Returns:
+        A tensor of shape ``(*key.shape, *x.shape)``.
+
+    Raises:
+        ValueError: ``x`` is a negative integer, or a tensor without dimensions.
+        IndexError: ``x`` has no such axis.
+
+    Example:
+        >>> from remat import random
+        >>> random.permutation(random.key(42), 6)
+        tensor([3, 5, 0, 4, 2, 1])
+    """
+    if isinstance(x, Tensor) and independent:
+        return _permute_rows(consumed(key), x, _axis(axis, x))
+    order = _order(consumed(key), (_length(x, axis),), 0)
+    return _take(x, order, axis, data_of(key).ndim - 1)
+
+
+def _order(data: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
+    words = draw(_ops.bits, data, shape, 64)
+    return words.argsort(dim=axis - len(shape), stable=True)
+
+
+def _permute_rows(data: Tensor, x: Tensor, axis: int) -> Tensor:
+    order = _order(data, tuple(x.shape), axis)
+    return x.expand(order.shape).gather(axis - x.ndim, order)
+
+
+def _axis(axis: int, x: Tensor) -> int:
+    if not x.ndim:
+        raise ValueError("remat: cannot choose from a tensor without dimensions.")
+    if not -x.ndim <= axis < x.ndim:
+        raise IndexError(f"remat: no axis {axis} in a tensor of shape {list(x.shape)}.")
+    return axis % x.ndim
+
+
+def _length(x: int | Tensor, axis: int) -> int:
+    if isinstance(x, Tensor):
+        return x.shape[_axis(axis, x)]
+    if x < 0:
+        raise ValueError(f"remat: cannot choose from {x} things.")
+    return x
+
+
+def _take(x: int | Tensor, index: Tensor, axis: int, batch: int) -> Tensor:
+    """Return `x` at an index in one dimension, the index's `batch` dimensions first."""
+    if not isinstance(x, Tensor):
+        return index
+    axis = _axis(axis, x)
+    taken = x[(*[slice(None)] * axis, index)]
+    return taken.movedim([*range(axis, axis + batch)], [*range(batch)])
+
+
+def choice(
+    key: KeyLike,
+    a: int | Tensor,
+    shape: Shape = (),
+    replace: bool = True,
+    p: Tensor | None = None,
+    axis: int = 0,
+) -> Tensor:
+    """Draw from the entries of a tensor along one axis.
+
+    With replacement, by :func:`randint`, or by inverting the sums of ``p`` at a uniform
+    number, in the dtype of ``p`` but at least float32. Without, the first of a
+    :func:`permutation`, or those of greatest :func:`gumbel` noise plus ``log(p)``.
+    Derivatives flow to ``a`` and not to ``p``.
+
+    Args:
+        key: a key, or an array of them.
+        a: a tensor, or an integer n for ``torch.arange(n)``.
+        shape: of the draws from each key.
+        replace: whether an entry may be drawn twice by one key.
+        p: how likely each entry is, up to a factor: not negative, of shape ``[n]``. By
+            default all are equally likely. Without replacement as many must be above 0
+            as are drawn; that is not checked.
+        axis: the dimension of ``a`` that is drawn from.
+
+    Returns:
+        A tensor of shape ``key.shape`` and then ``a.shape``, with ``shape`` in place of
+        the axis.
+
+    Raises:
+        ValueError: there is nothing to draw from, or not enough without replacement, or
+            ``p`` is of another shape.
+        IndexError: ``a`` has no such axis.
+
+    Example:
+        >>> from remat import random
+        >>> random.choice(random.key(42), torch.tensor([10, 20, 30]), (4,))
+        tensor([10, 20, 10, 20])
+    """
+    shape, n = shape_of(shape), _length(a, axis)
+    count = torch.Size(shape).numel()
+    _check_choice(n, count, replace, p)
+    batch = data_of(key).ndim - 1
+    if replace:
+        index = randint(key, shape, 0, n) if p is None else _invert(key, shape, p)
+    elif p is None:
+        index = permutation(key, n)[..., :count]
+    else:
+        index = _noisy(key, (n,), p.detach().log()).topk(count).indices
+    return _take(a, index.reshape(*index.shape[:batch], *shape), axis, batch)
+
+
+def _check_choice(n: int, count: int, replace: bool, p: Tensor | None) -> None:
+    if count and (not n or (count > n and not replace)):
+        raise ValueError(
+            f"remat: cannot choose {count} of {n}" + " without replacement." * bool(n)
+        )
+    if p is not None and tuple(p.shape) != (n,):
+        raise ValueError(
+            f"remat: `p` has shape {list(p.shape)}; it must be [{n}], a probability "
+            "for each thing to choose from."
+        )
+
+
+def _invert(key: KeyLike, shape: tuple[int, ...], p: Tensor) -> Tensor:
+    dtype = torch.promote_types(p.dtype, torch.float32)
+    sums = p.detach().to(dtype).cumsum(0)
+    u = draw(_ops.uniform, consumed(key), shape, dtype)
+    # To the right of equal sums: what has probability 0 is skipped.
+    return torch.searchsorted(sums, u * sums[-1], right=True)
+
+
+def _noisy(key: KeyLike, shape: tuple[int, ...], logits: Tensor) -> Tensor:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return gumbel(key, shape, dtype) + logits.detach().to(dtype)
+
+
+def categorical(
+    key: KeyLike,
+    logits: Tensor,
+    axis: int = -1,
+    shape: Shape = None,
+    replace: bool = True,
+) -> Tensor:
+    """Draw categories whose probabilities are ``softmax(logits, axis)``.
+
+    That is where ``logits`` plus :func:`gumbel` noise, in float32 or float64, is
+    greatest. A logit of -inf is never drawn while another is left. No derivative flows
+    to ``logits``.
+
+    Args:
+        key: a key, or an array of them.
+        logits: logarithms of probabilities, each row up to a constant.
+        axis: the dimension of ``logits`` along which the categories are.
+        shape: of the draws from each key, by default ``logits.shape`` without the axis,
+            which must broadcast to it.
+        replace: whether, for one row, a category may be drawn twice. Without, ``shape``
+            must end in that of the default.
+
+    Returns:
+        A tensor of int64 of shape ``(*key.shape, *shape)``.
+
+    Raises:
+        ValueError: ``shape`` does not fit ``logits``, or asks for more categories than
+            there are.
+        IndexError: ``logits`` has no such axis.
+
+    Example:
+        >>> from remat import random
+        >>> random.categorical(random.key(42), torch.zeros(3, 5))
+        tensor([1, 0, 2])
+    """
+    logits = logits.movedim(_axis(axis, logits), -1)
+    rows, n = tuple(logits.shape[:-1]), logits.shape[-1]
+    shape = rows if shape is None else shape_of(shape)
+    prefix = shape[: max(0, len(shape) - len(rows))]
+    fits = torch.broadcast_shapes(rows, shape) == shape if replace else True
+    if not fits or (not replace and (*prefix, *rows) != shape):
+        raise ValueError(
+            f"remat: the shape {list(shape)} of the draws does not end in, or is not "
+            f"broadcast to by, that of the rows of logits, {list(rows)}."
+        )
+    if replace:
+        return _noisy(key, (*shape, n), logits).argmax(-1)
+    count = torch.Size(prefix).numel()
+    _check_choice(n, count, replace, None)
+    index = _noisy(key, (*rows, n), logits).topk(count).indices
+    batch = tuple(data_of(key).shape[:-1])
+    return index.movedim(-1, len(batch)).reshape(*batch, *shape)
