@@ -1,24 +1,26 @@
-"""What a function reads without being passed it: random streams, autocast, device.
+"""What a function reads without being passed it: random streams, autocast, settings.
 
-An `Ambient` notes it before the forward, keeps only what the forward moved, and puts it
-back for a recomputation.
+An `Ambient` notes it before the forward, keeps of the streams only those that the
+forward moved, and puts it back for a recomputation.
 
-Invariant: after a recomputation every stream stands where it stood before it. Nothing
-is kept for a function that drew nothing.
+Invariant: after a recomputation every stream and setting stands where it stood before
+it. Nothing is kept for a function that drew nothing.
 Rejected: asking which devices the arguments live on, as torch.utils.checkpoint does; a
-function may draw on any.
+function may draw on any. And an option to leave a stream as it is: a recomputation that
+draws another mask than the forward gives wrong gradients, so nobody could use it.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from ctypes import string_at
+from typing import Any
 
 import torch
 
-from remat._compat import current_device, default_generators, is_autocast_active
-
-
-States = list[tuple[torch.Generator, torch.Tensor]]
+from remat import _settings
+from remat._compat import default_generators, is_autocast_active
+from remat._streams import Stream, host_streams
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -31,18 +33,46 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
     return string_at(a.data_ptr(), n) != string_at(b.data_ptr(), n)
 
 
-def _autocast() -> dict[str, torch.dtype | None]:
+def _autocast() -> dict[str, Any]:
     """Return the dtype that each device type autocasts to, `None` for off."""
     if not is_autocast_active():
         return _OFF
-    return {
+    on: dict[str, Any] = {
         d: torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None
         for d in _AUTOCAST_DEVICES
     }
+    on["cache"] = torch.is_autocast_cache_enabled()
+    return on
 
 
-_OFF: dict[str, torch.dtype | None] = {}
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_OFF: dict[str, Any] = {}
+
+
+class _Phase(threading.local):
+    depth = 0
+
+
+_phase = _Phase()
+
+
+def is_recomputing() -> bool:
+    """Say whether this thread is running a function again for its backward."""
+    return _phase.depth > 0
+
+
+class _Recomputing:
+    """Marks the phase, and changes nothing else."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _phase.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        _phase.depth -= 1
+
+
+_RECOMPUTING = _Recomputing()
 
 
 class Ambient:
@@ -50,33 +80,48 @@ class Ambient:
 
     Args:
         generators: those passed to the function, noted like the global streams.
+        shared: other streams that the function can reach.
     """
 
-    __slots__ = ("_autocast", "_before", "_cache", "_device", "_moved", "_plain")
+    __slots__ = ("_autocast", "_before", "_moved", "_plain", "_settings")
 
-    def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self,
+        generators: Sequence[torch.Generator] = (),
+        shared: Sequence[Stream] = (),
+    ) -> None:
         self._autocast = _autocast()
-        self._cache = torch.is_autocast_cache_enabled() if self._autocast else True
-        self._device = current_device()
+        self._settings = _settings.read()
         streams = default_generators()
         streams += generators
-        self._before = [(g, g.get_state()) for g in streams]
+        self._before = (
+            [(g, g.get_state()) for g in streams],
+            [(s, s.read()) for s in (*host_streams(), *shared)],
+        )
 
     def forward_done(self) -> None:
         """Keep only the streams that moved since."""
-        before = self._before
-        self._before: States = []
-        self._moved: States = []
+        before, others = self._before
+        del self._before
+        moved: list[tuple[Any, Any]] = []
         for g, old in before:
             if _differ(old, g.get_state()):
-                self._moved.append((g, old))
-        self._plain = not (self._moved or self._autocast or self._device)
+                moved.append((g, old))
+        for s, old in others:
+            if old != s.read():
+                moved.append((s, old))
+        self._moved = moved
+        if self._autocast:
+            # What was cast here is of no use elsewhere, and would stay alive.
+            torch.clear_autocast_cache()
+        self._plain = not (moved or self._autocast)
 
     @property
     def drew_globally(self) -> list[str]:
-        """The device types whose global stream moved."""
-        streams = {id(g) for g in default_generators()}
-        return sorted({g.device.type for g, _ in self._moved if id(g) in streams})
+        """The global streams that moved, by device type or name."""
+        streams = {id(s) for s in (*default_generators(), *host_streams())}
+        moved = [s for s, _ in self._moved if id(s) in streams]
+        return sorted(s.name if isinstance(s, Stream) else s.device.type for s in moved)
 
     def private(self, generators: Sequence[torch.Generator]) -> list[torch.Generator]:
         """Return a clone of each generator argument, set as it was at the call."""
@@ -91,49 +136,54 @@ class Ambient:
     def restored(
         self, private: Sequence[torch.Generator] = ()
     ) -> AbstractContextManager[None]:
-        """Run the body in the noted state, and leave every stream as it was before.
+        """Run the body in the noted state, and leave everything as it was before.
 
         Args:
             private: generators that the body has clones of, and so does not move.
         """
-        if self._plain and not is_autocast_active() and current_device() is None:
-            return _NOTHING
-        skip = {id(g) for g in private}
-        moved = [(g, old) for g, old in self._moved if id(g) not in skip]
-        return self._restored(moved, _autocast())
+        unchanged = self._settings == _settings.read()
+        if unchanged and self._plain and not is_autocast_active():
+            return _RECOMPUTING
+        return self._restored({id(g) for g in private}, unchanged=unchanged)
 
     @contextmanager
-    def _restored(
-        self, moved: States, now: dict[str, torch.dtype | None]
-    ) -> Iterator[None]:
+    def _restored(self, private: set[int], *, unchanged: bool) -> Iterator[None]:
         with ExitStack() as stack:
-            if now != self._autocast:
-                self._enter_autocast(stack, now)
-            if current_device() != self._device:
-                stack.enter_context(self._device or torch.device("cpu"))
+            stack.enter_context(_RECOMPUTING)
+            if not unchanged:
+                stack.enter_context(_settings.settings(self._settings))
+            self._enter_autocast(stack)
+            moved = [(s, state) for s, state in self._moved if id(s) not in private]
             stack.enter_context(_set(moved))
             yield
+            if self._autocast:
+                torch.clear_autocast_cache()
 
-    def _enter_autocast(
-        self, stack: ExitStack, now: dict[str, torch.dtype | None]
-    ) -> None:
-        for device in _AUTOCAST_DEVICES:
-            dtype = self._autocast.get(device)
-            if dtype != now.get(device):
-                stack.enter_context(
-                    torch.autocast(
-                        device, dtype, dtype is not None, cache_enabled=self._cache
-                    )
-                )
+    def _enter_autocast(self, stack: ExitStack) -> None:
+        now, then = _autocast(), self._autocast
+        for device in _AUTOCAST_DEVICES if now != then else ():
+            dtype, cache = then.get(device), then.get("cache", True)
+            if dtype != now.get(device) or (dtype and cache != now.get("cache")):
+                on = dtype is not None
+                context = torch.autocast(device, dtype, on, cache_enabled=cache)
+                stack.enter_context(context)
 
 
 @contextmanager
-def _set(states: States) -> Iterator[None]:
-    now = [(g, g.get_state()) for g, _ in states]
+def _set(states: list[tuple[Any, Any]]) -> Iterator[None]:
+    now = [(s, _read(s)) for s, _ in states]
     try:
-        for g, state in states:
-            g.set_state(state)
+        for s, state in states:
+            _write(s, state)
         yield
     finally:
-        for g, state in now:
-            g.set_state(state)
+        for s, state in now:
+            _write(s, state)
+
+
+def _read(stream: Any) -> Any:
+    return stream.read() if isinstance(stream, Stream) else stream.get_state()
+
+
+def _write(stream: Any, state: Any) -> None:
+    (stream.write if isinstance(stream, Stream) else stream.set_state)(state)

@@ -24,6 +24,7 @@ from collections.abc import (
     Generator,
     Iterable,
     Iterator,
+    Sequence,
 )
 from typing import Any, TypeAlias
 
@@ -48,6 +49,7 @@ from remat._rebuild import (
     TreeNode,
     WrapperNode,
 )
+from remat._sources import Sources, is_stream
 from remat._types import Fn
 
 
@@ -57,9 +59,8 @@ _Parts: TypeAlias = Iterable[tuple[Any, Any, str]]
 _INERT = frozenset(
     {
         *(bool, bytes, complex, float, int, str, range, slice, type(None), type(...)),
-        *(type, property, staticmethod, classmethod, types.ModuleType, types.CodeType),
-        *(types.BuiltinFunctionType, types.WrapperDescriptorType),
-        *(types.MethodDescriptorType, threading.Thread, weakref.ref),
+        *(property, staticmethod, classmethod, types.CodeType, threading.Thread),
+        *(types.MethodDescriptorType, types.WrapperDescriptorType),
         *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
     }
 )
@@ -80,16 +81,18 @@ class Found:
         tensors: each once, those passed first.
         origins: the path of each.
         generators: each `torch.Generator`, once.
+        streams: the random streams on which a recomputation sets back the state.
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether it is a module's registered buffer.
     """
 
-    __slots__ = ("buffers", "generators", "origins", "tensors")
+    __slots__ = ("buffers", "generators", "origins", "streams", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.origins: list[Path] = []
         self.generators: list[torch.Generator] = []
+        self.streams: Sequence[Any] = ()
         self.buffers: dict[int, bool] = {}
 
 
@@ -147,14 +150,24 @@ def holds_tensors(value: Any) -> bool:
 class Search:
     """One walk over what a call refers to."""
 
-    __slots__ = ("_compiled", "_index", "_memo", "found")
+    __slots__ = ("_compiled", "_found", "_index", "_memo", "_sources")
 
     def __init__(self) -> None:
-        self.found = Found()
+        self._found = Found()
+        self._sources = Sources()
         self._compiled = False
         self._index: dict[int, int] = {}
         # Each value walked is held, so that its identity is not used again.
         self._memo: dict[int, tuple[Any, Node | None]] = {}
+
+    @property
+    def found(self) -> Found:
+        """What was found so far."""
+        # One that is rebuilt is not set back as well.
+        for g in self._found.generators:
+            self._sources.streams.pop(id(g), None)
+        self._found.streams = [*self._sources.streams.values()]
+        return self._found
 
     def visit(self, value: Any, path: Path) -> Node | None:
         """Return how to rebuild `value`; `None` if no tensor is reached through it."""
@@ -165,26 +178,30 @@ class Search:
         """Return the index of `value` among the tensors found."""
         index = self._index.get(id(value))
         if index is None:
-            index = self._index[id(value)] = len(self.found.tensors)
-            self.found.tensors.append(value)
-            self.found.origins.append(path)
+            index = self._index[id(value)] = len(self._found.tensors)
+            self._found.tensors.append(value)
+            self._found.origins.append(path)
         return index
 
     def _tensor(self, value: Tensor, path: Path, registered: bool = False) -> Node:
-        known = len(self.found.tensors)
+        known = len(self._found.tensors)
         index = self.tensor(value, path)
         if index == known and not value.requires_grad:
-            self.found.buffers[index] = registered
+            self._found.buffers[index] = registered
         return TensorNode(index)
 
     def _generator(self, value: torch.Generator, path: Path) -> Node:
         del path  # generators are not named in messages
-        generators = self.found.generators
+        generators = self._found.generators
         index = next((i for i, g in enumerate(generators) if g is value), None)
         if index is None:
             index = len(generators)
             generators.append(value)
         return GeneratorNode(index)
+
+    def _source(self, value: Any, path: Path) -> None:
+        del path
+        self._sources.walk(value)
 
     def _composite(self, node: Composite, parts: _Parts, path: Path) -> Node | None:
         """Visit the `(key, value, text)` parts of a value, unless that was done."""
@@ -256,6 +273,7 @@ class Search:
             raise CaptureError(_SCRIPTED.format(name=module.original_name))
         if id(module) in self._memo:
             return self._memo[id(module)][1]
+        self._sources.of_class(type(module))
         node = ObjectNode(module)
         self._memo[id(module)] = (module, node)
         for name, value in node.entries.items():
@@ -299,11 +317,14 @@ class Search:
     def _object(self, value: Any, path: Path) -> Node | None:
         standard = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
         if standard or isinstance(value, (type, enum.Enum)):
-            return None
+            return self._source(value, path)
+        self._sources.of_class(type(value))
         return self._namespace(value, path)
 
     def _namespace(self, value: Any, path: Path) -> Node | None:
         node = ObjectNode(value)
+        if not node.entries:
+            self._sources.walk(value)
         parts = (((None, k), v, f".{k}") for k, v in node.entries.items())
         return self._composite(node, parts, path)
 
@@ -327,6 +348,9 @@ _VISITS: dict[type, _Visit] = {
     types.FunctionType: Search._function,
     types.MethodType: Search._method,
     types.SimpleNamespace: Search._namespace,
+    types.BuiltinFunctionType: Search._source,
+    types.ModuleType: Search._source,
+    weakref.ref: Search._source,
     **dict.fromkeys((set, frozenset), Search._set),
 }
 _VISITS_OF_SUBCLASSES: tuple[tuple[Any, _Visit], ...] = (
@@ -342,6 +366,8 @@ _VISITS_OF_SUBCLASSES: tuple[tuple[Any, _Visit], ...] = (
 def _visit_of(kind: type) -> _Visit:
     if kind in _VISITS:
         return _VISITS[kind]
+    if is_stream(kind) and not issubclass(kind, torch.Generator):
+        return Search._source
     for cls, visit in _VISITS_OF_SUBCLASSES:
         if issubclass(kind, cls):
             return visit

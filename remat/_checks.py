@@ -102,6 +102,8 @@ _ESCAPED = (
 class Foreign(TorchFunctionMode):
     """Refuses tensors of a torch.func level that is off the stack."""
 
+    is_remats_check = True
+
     @override
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -261,15 +261,39 @@ set_forward_ad = torch._C._set_fwd_grad_enabled
 forward_ad_enabled = forward_ad._set_fwd_grad_enabled
 
 
-# Deleted by: torch.get_default_device() not allocating a tensor to find out.
-def current_device() -> torch.device | None:
-    """Return the device of the innermost `torch.device` context, if any."""
-    if not torch._C._len_torch_function_stack():
-        return None
-    for mode in reversed(overrides._get_current_function_mode_stack()):
-        if isinstance(mode, DeviceContext):
-            return mode.device
-    return None
+# Deleted by: a public stack of TorchFunctionModes.
+function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def function_modes() -> list[overrides.TorchFunctionMode]:
+    """Return the active TorchFunctionModes, outermost first, without remat's own."""
+    stack = overrides._get_current_function_mode_stack()
+    return [mode for mode in stack if not hasattr(mode, "is_remats_check")]
+
+
+def is_device_mode(mode: overrides.TorchFunctionMode) -> bool:
+    """Say whether a mode only chooses a device, as `with torch.device(...)` does."""
+    return type(mode) is DeviceContext
+
+
+def under_function_modes(
+    modes: Sequence[overrides.TorchFunctionMode], fn: Callable[..., Any], *args: Any
+) -> Any:
+    """Call `fn` under just these TorchFunctionModes and remat's own."""
+    before = overrides._get_current_function_mode_stack()
+    checks = [mode for mode in before if hasattr(mode, "is_remats_check")]
+    _swap_function_modes([*modes, *checks])
+    try:
+        return fn(*args)
+    finally:
+        _swap_function_modes(before)
+
+
+def _swap_function_modes(modes: Sequence[overrides.TorchFunctionMode]) -> None:
+    while function_mode_count():
+        overrides._pop_mode()
+    for mode in modes:
+        overrides._push_mode(mode)
 
 
 # Deleted by: torch.func levels that are lowered keeping inference mode switched off.
@@ -492,6 +516,64 @@ def is_graph_held(leaves: Sequence[Tensor]) -> bool:
 with torch.enable_grad():
     _leaf = torch.zeros((), requires_grad=True)
     AccumulateGrad: type = type(graph.get_gradient_edge(_leaf).node)
+
+
+# Deleted by: one public call that returns the settings of the process, and one that
+# sets them. Those that this torch does not have are left out.
+def _flag(getter: str, setter: str) -> list[tuple[Callable[[], Any], Any]]:
+    names = f"_get_{getter}", f"_set_{setter}"
+    if not all(hasattr(torch._C, name) for name in names):
+        return []
+    return [(getattr(torch._C, names[0]), getattr(torch._C, names[1]))]
+
+
+def _deterministic() -> int:
+    on = torch._C._get_deterministic_algorithms()
+    return on + 2 * torch._C._get_deterministic_algorithms_warn_only() if on else 0
+
+
+def _set_deterministic(level: int) -> None:
+    torch._C._set_deterministic_algorithms(level > 0, warn_only=level > 1)
+
+
+_PRECISIONS = ("cuda", "matmul"), ("mkldnn", "matmul")
+
+
+def _matmul_precision() -> Any:
+    try:
+        return torch._C._get_float32_matmul_precision()
+    except RuntimeError:  # the user set it for each backend, which torch says this way
+        return [torch._C._get_fp32_precision_getter(*p) for p in _PRECISIONS]
+
+
+def _set_matmul_precision(value: Any) -> None:
+    if isinstance(value, str):
+        torch._C._set_float32_matmul_precision(value)
+        return
+    for precision, one in zip(_PRECISIONS, value, strict=True):
+        torch._C._set_fp32_precision_setter(*precision, one)
+
+
+FLAGS: list[tuple[Callable[[], Any], Any]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_deterministic, _set_deterministic),
+    (_matmul_precision, _set_matmul_precision),
+    *_flag(
+        "deterministic_fill_uninitialized_memory",
+        "deterministic_fill_uninitialized_memory",
+    ),
+    *_flag("math_sdp_enabled", "sdp_use_math"),
+    *_flag("flash_sdp_enabled", "sdp_use_flash"),
+    *_flag("mkldnn_enabled", "mkldnn_enabled"),
+]
+if torch.backends.cuda.is_built():
+    FLAGS += [
+        *_flag("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
+        *_flag("cudnn_sdp_enabled", "sdp_use_cudnn"),
+        *_flag("cudnn_enabled", "cudnn_enabled"),
+        *_flag("cudnn_deterministic", "cudnn_deterministic"),
+        *_flag("cudnn_benchmark", "cudnn_benchmark"),
+    ]
 
 
 # Deleted by: a registry of devices that tells their default generators.

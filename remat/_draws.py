@@ -2,12 +2,14 @@
 
 Invariant: the stream that was drawn from stands where it stood before.
 Rejected: refusing every operation that torch tags as random. Attention is, and draws
-nothing without dropout; and an operation may have been passed a generator.
+nothing without dropout; and an operation may have been passed a generator. Nor do the
+tags say all: an operation that someone registered may call a random one.
 """
 
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -23,6 +25,9 @@ class Guard(TorchDispatchMode):
         message: of the error, with `{op}` and `{where}` to be filled in.
     """
 
+    # torch.cond and the like: else torch refuses them, whether they draw or not.
+    supports_higher_order_operators = True
+
     def __init__(self, message: str) -> None:
         super().__init__()
         self._message = message
@@ -33,7 +38,7 @@ class Guard(TorchDispatchMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not _may_draw(func):
             return func(*args, **kwargs)
         before = [(g, g.get_state()) for g in default_generators()]
         out = func(*args, **kwargs)
@@ -43,3 +48,13 @@ class Guard(TorchDispatchMode):
         for generator, state in moved:
             generator.set_state(state)
         raise RandomnessError(self._message.format(op=func, where=user_line()))
+
+
+# Whose tags can be trusted.
+_TAGGED = ("aten", "prims", "prim", "remat")
+
+
+def _may_draw(func: Any) -> bool:
+    if not isinstance(func, OpOverload) or func.namespace not in _TAGGED:
+        return True
+    return torch.Tag.nondeterministic_seeded in func.tags

@@ -30,15 +30,24 @@ from remat._checks import Escape, Foreign, Watch, reached_leaves, views_of
 from remat._compat import (
     base_tensor,
     current_layer,
-    is_autocast_active,
+    function_mode_count,
+    function_modes,
+    is_device_mode,
     is_graph_held,
     is_parametrization_cached,
     on_backward,
     set_grad_enabled,
     swap_parametrization_cache,
+    under_function_modes,
     without_hooks,
 )
-from remat._errors import CaptureError, MutationError, RecomputeError, RematError
+from remat._draws import Guard
+from remat._errors import (
+    CaptureError,
+    MutationError,
+    RandomnessError,
+    RecomputeError,
+)
 from remat._program import Program, detached
 from remat._rebuild import Node, build, pass_on
 from remat._structure import Out, apply, argument_name, flatten_arguments
@@ -76,11 +85,13 @@ class Primal(Program):
         "_generators",
         "_label",
         "_leaves",
+        "_modes",
         "_nodes",
         "_origins",
         "_out",
         "_positions",
         "_rng",
+        "_shared",
         "_treedef",
         "_values",
         "_versions",
@@ -98,11 +109,15 @@ class Primal(Program):
         self._fn, self._label, self._rng = fn, label, rng
         self._positions: list[tuple[int, int]] | None = None
         self._nodes: dict[int, Node] = {}
+        self._modes = function_modes() if function_mode_count() else ()
         self._generators: Sequence[torch.Generator] = ()
+        self._shared: Sequence[Any] = ()
         self._buffers: Mapping[int, bool] = _NO_BUFFERS
         self._origins: Sequence[Path]
         values, self._treedef = flatten_arguments(args, kwargs)
-        self._contained = contained = is_self_contained(fn)
+        self._contained = contained = is_self_contained(fn) and all(
+            map(is_device_mode, self._modes)
+        )
         if (
             contained
             and self._treedef is None
@@ -111,12 +126,13 @@ class Primal(Program):
             # The common case: the leaves are the arguments, each once.
             self._leaves, self._origins = values, range(len(values))
         else:
-            self._search(values, () if contained else ((-1, fn),))
+            roots = enumerate((fn, *self._modes))
+            self._search(values, () if contained else [(~k, r) for k, r in roots])
 
     def _search(self, values: list[Any], roots: Sequence[tuple[int, Any]]) -> None:
         """Note where each tensor goes and how to rebuild what holds others.
 
-        The function itself stands at -1.
+        The function itself stands at -1, the TorchFunctionModes it is called in below.
         """
         search = Search()
         positions: list[tuple[int, int]] = []
@@ -139,6 +155,7 @@ class Primal(Program):
         found = search.found
         self._leaves, self._origins = found.tensors, found.origins
         self._generators, self._buffers = found.generators, found.buffers
+        self._shared = found.streams
 
     @property
     @override
@@ -185,22 +202,44 @@ class Primal(Program):
         first: bool,
     ) -> Any:
         if self._positions is None:
-            return self._fn(*leaves)
+            return self._apply(self._fn, None, leaves, self._modes)
         values = list(self._values)
         for k, i in self._positions:
             values[k] = leaves[i]
         if not self._nodes:
-            return apply(self._fn, self._treedef, values)
+            return self._apply(self._fn, self._treedef, values, self._modes)
         built, run = build(self._nodes, leaves, generators)
         fn = built.pop(-1, self._fn)
+        modes = [built.pop(~k, mode) for k, mode in enumerate(self._modes, 1)]
         for k, value in built.items():
             values[k] = value
         if is_parametrization_cached():
             fn = _with_own_cache(fn)
-        result = apply(fn, self._treedef, values)
+        result = self._apply(fn, self._treedef, values, modes)
         if first:
             pass_on(run)
         return result
+
+    def _apply(
+        self, fn: Fn, treedef: Any, values: Sequence[Any], modes: Sequence[Any]
+    ) -> Any:
+        """Call under the TorchFunctionModes of the call, and no others."""
+        if self._rng == "error":
+            fn = self._guarded(fn)
+        now = function_modes() if function_mode_count() else ()
+        if _is_same(now, modes):
+            return apply(fn, treedef, values)
+        return under_function_modes(modes, apply, fn, treedef, values)
+
+    def _guarded(self, fn: Fn) -> Fn:
+        """Return `fn` refusing draws from the global streams."""
+        label = self._label.replace("{", "{{").replace("}", "}}")
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with Guard(_DREW_IN.format(label=label)):
+                return fn(*args, **kwargs)
+
+        return run
 
     # --- The forward ---
 
@@ -208,7 +247,7 @@ class Primal(Program):
     def forward(self, program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
         """Evaluate for the first time, as `program`: this, or this under vmap."""
         facts = self.facts
-        self._ambient = Ambient(self._generators)
+        self._ambient = Ambient(self._generators, self._shared)
         escape = Escape(self._label)
         inner = detached(leaves, facts.needs)
         for t in inner:
@@ -282,8 +321,8 @@ class Primal(Program):
 
     def _check_draws(self) -> None:
         if self._ambient.drew_globally:
-            devices = ", ".join(self._ambient.drew_globally)
-            raise RematError(_DREW.format(label=self._label, devices=devices))
+            streams = ", ".join(self._ambient.drew_globally)
+            raise RandomnessError(_DREW.format(label=self._label, streams=streams))
 
     def _check_inputs(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
         needs, kept = self.facts.needs, self.facts.kept
@@ -307,8 +346,9 @@ class Primal(Program):
             if need and _data_moved(leaves[i], inner[i]):
                 raise self._error(_IN_PLACE, i)
         # At the base, `Escape` refuses it when and if it is differentiated.
-        if self.facts.exact or is_autocast_active() or not is_graph_held(inner):
+        if self.facts.exact or not is_graph_held(inner):
             return
+        torch.clear_autocast_cache()  # it may be of an autocast that is off by now
         gc.collect()
         if is_graph_held(inner):
             raise CaptureError(_LEAKED.format(label=self._label))
@@ -384,6 +424,10 @@ class Primal(Program):
         return argument_name(self._fn, self._treedef, root) + text
 
 
+def _is_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
 def _with_own_cache(fn: Fn) -> Fn:
     def run(*args: Any, **kwargs: Any) -> Any:
         before = swap_parametrization_cache({})
@@ -420,8 +464,13 @@ _GRADLESS = (
     "forward: {then}. The function must compute the same thing twice."
 )
 _DREW = (
-    "remat: {label} drew from the global random stream of: {devices}, which "
-    "rng='error' refuses. Pass a torch.Generator and draw from it."
+    "remat: {label} drew from the global random stream of: {streams}, which "
+    "rng='error' refuses. Pass a key of remat.random, or a generator, and draw from it."
+)
+_DREW_IN = (
+    "remat: {label} drew from a global random stream in {{op}}, at {{where}}, which "
+    "rng='error' refuses. Pass a key and draw with remat.random, or call the function "
+    "under remat.random.bind(key), or pass a torch.Generator."
 )
 _IN_PLACE = (
     "remat: `{name}` was changed in place inside {label}. A recomputation would start "

@@ -358,6 +358,8 @@ def caches():
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"remat.{info.name}")
         for name, value in vars(module).items():
+            if name == "TORCH_NODES":  # torch's own, which its lazy imports add to
+                continue
             if isinstance(value, (dict, list, set)) and not name.startswith("__"):
                 sizes[info.name, name] = len(value)
             elif hasattr(value, "cache_info"):

@@ -1,0 +1,436 @@
+"""Streams other than torch's global ones are replayed too, wherever they are held."""
+
+import functools
+import itertools
+import random
+import types
+import weakref
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, vmap
+
+from remat import RandomnessError, _streams, remat
+from remat.testing import assert_same, count_ops, live_bytes
+
+
+def leaf(n=64):
+    return torch.randn(n, requires_grad=True)
+
+
+# --- Python's and NumPy's global streams ------------------------------------------
+
+
+def both_states():
+    return random.getstate(), np.random.get_state(legacy=False)
+
+
+def draw_python(x):
+    return (x * random.random()).sin() * random.gauss(0, 1)
+
+
+def draw_numpy(x):
+    return (x * torch.from_numpy(np.random.rand(64))).sin() * np.random.randn()
+
+
+HOST = {
+    "random": draw_python,
+    "shuffle": lambda x: x.sin() * torch.tensor(random.sample(range(64), 64)),
+    "numpy": draw_numpy,
+    "numpy permutation": lambda x: x.sin() * torch.tensor(np.random.permutation(64)),
+    "second normal of a pair": lambda x: x.sin() * np.random.randn(),
+    "second gauss of a pair": lambda x: x.sin() * random.gauss(0, 1),
+    "both": lambda x: draw_python(x) * np.random.randn(),
+}
+host = pytest.mark.parametrize("fn", HOST.values(), ids=HOST.keys())
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Leave half of a pair of normal numbers to be drawn."""
+    before = both_states()
+    random.seed(3)
+    random.gauss(0, 1)
+    np.random.seed(4)
+    np.random.randn()
+    yield
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+
+
+def again(call):
+    """Return what `call` gives, and the states after it, from the states now."""
+    before = both_states()
+    result = call()
+    after = both_states()
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    return result, after
+
+
+def assert_same_states(got, want):
+    assert got[0] == want[0]
+    assert repr(got[1]) == repr(want[1])
+    assert (got[1]["state"]["key"] == want[1]["state"]["key"]).all()
+
+
+@host
+def test_a_draw_from_a_stream_of_the_host_is_replayed(fn):
+    x = leaf()
+    (want,), state = again(lambda: torch.autograd.grad(fn(x).sum(), x))
+    with count_ops() as ops:
+        (got,), ours = again(lambda: torch.autograd.grad(remat(fn)(x).sum(), x))
+    assert_same(got, want)
+    assert_same_states(ours, state)
+    assert ops["sin"] == 2
+
+
+@host
+def test_draws_between_forward_and_backward_do_not_matter(fn):
+    x = leaf()
+    (want,), _ = again(lambda: torch.autograd.grad(fn(x).sum(), x))
+    y = remat(fn)(x)
+    random.random()
+    np.random.rand()
+    before = both_states()
+    with count_ops() as ops:
+        assert_same(torch.autograd.grad(y.sum(), x)[0], want)
+    assert ops["sin"] == 1
+    assert_same_states(both_states(), before)
+
+
+@host
+def test_a_stream_of_the_host_is_replayed_under_grad(fn):
+    x = torch.randn(64)
+    want, state = again(lambda: grad(lambda x: fn(x).sum())(x))
+    with count_ops() as ops:
+        got, ours = again(lambda: grad(lambda x: remat(fn)(x).sum())(x))
+    assert_same(got, want)
+    assert_same_states(ours, state)
+    assert ops["sin"] == 2
+
+
+def test_a_function_that_draws_only_later_is_replayed_then():
+    x = leaf()
+    training = [False]
+
+    @remat
+    def fn(x):
+        return x.sin() * (random.random() if training[0] else 1.0)
+
+    for _ in range(3):
+        fn(x).sum().backward()
+    training[0] = True
+    random.seed(5)
+    y = fn(x)
+    with count_ops() as ops:
+        (got,) = torch.autograd.grad(y.sum(), x)
+    assert ops["sin"] == 1
+    random.seed(5)
+    assert_same(got, x.detach().cos() * random.random())
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["python", "numpy"])
+def test_a_reading_is_the_state_and_cheap(index):
+    stream = _streams.host_streams()[index]
+    assert isinstance(stream.read()[0], bytes), "read out of memory"
+    state, want = stream.read(), both_states()[index]
+    draws = [
+        (random.random, random.gauss),
+        (np.random.rand, np.random.randn, np.random.randn),
+    ]
+    for draw in draws[index]:
+        before = stream.read()
+        assert stream.read() == before
+        draw()
+        assert stream.read() != before
+    stream.write(state)
+    assert repr(both_states()[index]) == repr(want)
+
+
+def test_streams_whose_memory_is_not_as_expected_are_replayed_all_the_same(monkeypatch):
+    monkeypatch.setattr(_streams, "_python_memory", lambda _: None)
+    monkeypatch.setattr(_streams, "_numpy_memory", lambda _: None)
+    slow = [_streams._python_global(), _streams._numpy_global(np.random)]
+    monkeypatch.setattr("remat._ambient.host_streams", lambda: slow)
+    x = leaf()
+    fn = HOST["both"]
+    (want,), state = again(lambda: torch.autograd.grad(fn(x).sum(), x))
+    with count_ops() as ops:
+        (got,), ours = again(lambda: torch.autograd.grad(remat(fn)(x).sum(), x))
+    assert_same(got, want)
+    assert_same_states(ours, state)
+    assert ops["sin"] == 2
+
+
+def test_another_layout_in_memory_is_noticed(monkeypatch):
+    zeros = types.SimpleNamespace(raw=bytes(4 * 625))
+    monkeypatch.setattr(_streams, "_memory", lambda _address, _size: zeros)
+    assert _streams._python_memory(random.Random(0)) is None
+    assert _streams._numpy_memory(np.random.MT19937(0)) is None
+    assert _streams._gauss_offset(np.random) is None
+
+
+def test_another_bit_generator_may_be_the_global_one():
+    before = np.random.get_bit_generator()
+    x = leaf()
+    np.random.set_bit_generator(np.random.PCG64(7))
+    try:
+        (want,) = torch.autograd.grad(draw_numpy(x).sum(), x)
+        np.random.set_bit_generator(np.random.PCG64(7))
+        with count_ops() as ops:
+            (got,) = torch.autograd.grad(remat(draw_numpy)(x).sum(), x)
+    finally:
+        np.random.set_bit_generator(before)
+    assert_same(got, want)
+    assert ops["sin"] == 2
+
+
+def test_nothing_of_the_host_is_stashed_for_a_function_that_draws_nothing():
+    x = leaf(1024)
+    fn = remat(lambda x: x.sin().sin())
+    y = fn(x)
+    assert y.grad_fn.program._ambient._moved == []
+    assert live_bytes(lambda: fn(x)) == 4096
+    with count_ops() as ops:
+        y.sum().backward()
+    assert ops["sin"] == 2
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"),
+    [(draw_python, "Python's random"), (draw_numpy, "numpy.random")],
+)
+def test_a_draw_from_a_stream_of_the_host_is_refused_on_demand(fn, name):
+    with pytest.raises(RandomnessError, match=f"random stream of: {name}"):
+        remat(fn, rng="error")(leaf())
+
+
+# --- Streams that are objects ------------------------------------------------------
+
+
+class Attribute:
+    def __init__(self, stream):
+        self.stream = stream
+
+
+class Slots:
+    __slots__ = ("stream",)
+
+    def __init__(self, stream):
+        self.stream = stream
+
+
+MODULE = types.ModuleType("settings_of_the_user")
+STREAM = None
+
+
+class OfClass(nn.Module):
+    stream = None
+
+    def forward(self, x):
+        return use(x, self.stream)
+
+
+class OfGlobal(nn.Module):
+    def forward(self, x):
+        return use(x, STREAM)
+
+
+class OfPythonModule(nn.Module):
+    def forward(self, x):
+        return use(x, MODULE.stream)
+
+
+def helper(x):
+    return use(x, STREAM)
+
+
+class OfHelper(nn.Module):
+    def forward(self, x):
+        return helper(x)
+
+
+class OfProperty(nn.Module):
+    @property
+    def stream(self):
+        return STREAM
+
+    def forward(self, x):
+        return use(x, self.stream)
+
+
+def endless(stream):
+    while True:
+        yield stream
+
+
+def in_global(make):
+    def with_stream(stream):
+        global STREAM
+        STREAM = MODULE.stream = OfClass.stream = stream
+        return make()
+
+    return with_stream
+
+
+def reading(make, read):
+    """Return what makes, of a stream, a function that reads it from a holder."""
+
+    def of_stream(stream):
+        holder = make(stream)
+        return lambda x: use(x, read(holder))
+
+    return of_stream
+
+
+def weak(stream):
+    """Refer weakly to a torch.Generator; others do not allow it."""
+    return weakref.ref(stream) if isinstance(stream, torch.Generator) else [stream]
+
+
+def target(reference):
+    return reference[0] if isinstance(reference, list) else reference()
+
+
+HOLDERS = {
+    "closure": reading(lambda s: s, lambda s: s),
+    "partial": lambda s: functools.partial(use, stream=s),
+    "attribute": reading(Attribute, lambda a: a.stream),
+    "slot": reading(Slots, lambda a: a.stream),
+    "namespace": reading(lambda s: types.SimpleNamespace(s=s), lambda a: a.s),
+    "deque": reading(lambda s: deque([s]), lambda a: a[0]),
+    "iterator": reading(itertools.repeat, next),
+    "map": reading(lambda s: map(lambda _: s, itertools.count()), next),  # noqa: C417
+    "generator": reading(endless, next),
+    "proxy": reading(lambda s: types.MappingProxyType({"s": s}), lambda a: a["s"]),
+    "weak reference": reading(weak, target),
+    "class": in_global(OfClass),
+    "global of a module's forward": in_global(OfGlobal),
+    "attribute of a Python module": in_global(OfPythonModule),
+    "global of a function that forward calls": in_global(OfHelper),
+    "property": in_global(OfProperty),
+    "bound method": lambda s: HasMethod(s).call,
+}
+
+
+class HasMethod:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def call(self, x):
+        return use(x, self.stream)
+
+
+def use(x, stream):
+    if isinstance(stream, torch.Generator):
+        noise = torch.rand(64, generator=stream)
+    elif isinstance(stream, random.Random):
+        noise = torch.tensor([stream.random() for _ in range(64)])
+    else:
+        noise = torch.from_numpy(stream.uniform(size=64))
+    return (x * noise).sin() * noise
+
+
+STREAMS = {
+    "torch.Generator": lambda: torch.Generator().manual_seed(5),
+    "random.Random": lambda: random.Random(5),
+    "numpy Generator": lambda: np.random.default_rng(5),
+    "numpy RandomState": lambda: np.random.RandomState(5),
+}
+held = pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS.keys())
+streams = pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS.keys())
+
+
+def next_of(stream):
+    return use(torch.ones(64), stream)
+
+
+@streams
+@held
+def test_a_stream_is_replayed_wherever_it_is_held(hold, make):
+    x = leaf()
+    theirs, ours = make(), make()
+    (want,) = torch.autograd.grad(hold(theirs)(x).sum(), x)
+    fn = hold(ours)
+    with count_ops() as ops:
+        y = remat(fn)(x)
+        (got,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        (second,) = torch.autograd.grad(y.sum(), x)
+    assert ops["sin"] == 3
+    assert_same([got, second], [want, want])
+    assert_same(next_of(ours), next_of(theirs))
+
+
+@streams
+@held
+def test_a_stream_is_replayed_under_transforms_wherever_it_is_held(hold, make):
+    x = torch.randn(3, 64)
+    theirs, ours = make(), make()
+
+    def gradients(wrap, stream):
+        fn = wrap(hold(stream))
+        return vmap(grad(lambda x: fn(x).sum()), randomness="same")(x)
+
+    want = gradients(lambda f: f, theirs)
+    with count_ops() as ops:
+        got = gradients(remat, ours)
+    assert_same(got, want)
+    assert ops["sin"] == 2
+    assert_same(next_of(ours), next_of(theirs))
+
+
+@streams
+def test_calls_that_share_a_stream_replay_independently(make):
+    x = leaf()
+
+    def gradients(wrap):
+        fn = wrap(HOLDERS["iterator"](make()))
+        first, second = fn(x), fn(x)
+        return [torch.autograd.grad(y.sum(), x) for y in (second, first)]
+
+    want = gradients(lambda f: f)
+    with count_ops() as ops:
+        got = gradients(remat)
+    assert_same(got, want)
+    assert ops["sin"] == 4
+
+
+@streams
+def test_a_failed_recomputation_leaves_the_stream_alone(make):
+    x, stream = leaf(), make()
+    calls = []
+
+    source = itertools.repeat(stream)
+
+    def fn(x):
+        calls.append(None)
+        y = use(x, next(source))
+        if len(calls) == 2:
+            raise ValueError("the second time")
+        return y
+
+    y = remat(fn)(x)
+    with pytest.raises(ValueError, match="the second time"):
+        y.sum().backward()
+    plain = make()
+    use(x, plain)
+    assert_same(next_of(stream), next_of(plain))
+
+
+@pytest.mark.parametrize("method", ["random", "uniform", "normal"])
+def test_a_bound_builtin_method_leads_to_its_stream(method):
+    x = leaf()
+
+    def gradient(wrap):
+        draw = getattr(np.random.default_rng(5), method)
+        return torch.autograd.grad(wrap(lambda x: x.sin() * draw())(x).sum(), x)
+
+    want = gradient(lambda f: f)
+    with count_ops() as ops:
+        got = gradient(remat)
+    assert_same(got, want)
+    assert ops["sin"] == 2
