@@ -1,0 +1,194 @@
+"""`bind`: torch's own randomness, drawn from a key.
+
+A mode sees torch's functions, and runs ours in place of those that draw. Composites of
+which it would see only the outside (`multi_head_attention_forward`) are run with the
+mode on again. Below it a guard sees the operations, and refuses those that drew all the
+same.
+
+Invariant: what a body draws is a function of the key, and no global stream moves.
+Rejected: seeding a generator from the key and putting it in the place of the global
+one. That has no vmap, and gives other numbers on each device.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, overrides
+from torch.nn import functional, init
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from remat._draws import Guard
+from remat.random._key import Key, KeyLike, data_of, fold_in
+from remat.random._rerouted import DRAWS, Draw, Rule
+from remat.random._rerouted_nn import LAYERS
+
+
+def _unflatten(draw: Draw, x: Tensor, dim: Any, sizes: Any) -> Tensor:
+    del draw  # it draws nothing
+    return (torch if torch.compiler.is_compiling() else Tensor).unflatten(x, dim, sizes)
+
+
+# Deleted by: Dynamo tracing the method, which attention uses, with a mode on.
+_METHODS: dict[Any, Rule] = {Tensor.unflatten: _unflatten}
+_RULES = DRAWS | LAYERS | _METHODS
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+_ASKS = (
+    "has_torch_function",
+    "has_torch_function_unary",
+    "has_torch_function_variadic",
+)
+_UNASKED: dict[str, Any] = dict.fromkeys(_ASKS, _never)
+
+
+def _scope(func: Any) -> dict[str, Any]:
+    scope = func.__globals__ | _UNASKED
+    if "overrides" in func.__code__.co_names:
+        quiet = SimpleNamespace(**vars(overrides) | _UNASKED)
+        scope["torch"] = SimpleNamespace(**vars(torch) | {"overrides": quiet})
+    # Else Dynamo takes the globals of the module of this name.
+    del scope["__name__"]
+    return scope
+
+
+# Deleted by: a way to call a torch function past its asking for a mode.
+def _unasking(func: Any) -> Any:
+    """Return a function that runs `func`'s own code, whichever mode there is."""
+    args = func.__name__, func.__defaults__, func.__closure__
+    return FunctionType(func.__code__, _scope(func), *args)
+
+
+# Those that draw through functions which have a rule.
+_COMPOSITES: dict[Any, Any] = {
+    f: _unasking(f)
+    for f in (
+        functional.dropout1d,
+        functional.dropout2d,
+        functional.dropout3d,
+        functional.multi_head_attention_forward,
+        init.kaiming_uniform_,
+        init.normal_,
+        init.uniform_,
+    )
+}
+
+
+class Bound(TorchFunctionMode):
+    """Draws from a key where torch would draw from a global stream.
+
+    Attributes:
+        key: what all draws are folded in from.
+        count: how many there were. The i-th draws from `fold_in(key, i)`.
+    """
+
+    def __init__(self, key: Key) -> None:
+        super().__init__()
+        self.key = key
+        self.count = 0
+
+    def draw(self) -> Key:
+        """Return the key of the next draw."""
+        i = self.count
+        self.count += 1
+        return fold_in(self.key, i)
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = dict(kwargs or {})
+        body = _COMPOSITES.get(func)
+        if body is not None:
+            if not torch.compiler.is_compiling():
+                # What was patched in its module since.
+                body.__globals__.update(_scope(func))
+            with self:
+                return body(*args, **kwargs)
+        rule = _RULES.get(func)
+        if rule is None or _has_generator(args, kwargs):
+            return func(*args, **kwargs)
+        kwargs.pop("generator", None)
+        return rule(self.draw, *args, **kwargs)
+
+
+def _has_generator(args: Any, kwargs: Any) -> bool:
+    return isinstance(kwargs.get("generator"), torch.Generator) or any(
+        isinstance(a, torch.Generator) for a in args
+    )
+
+
+_REFUSED = (
+    "remat: {op} drew from a global stream inside remat.random.bind, which has no\n"
+    "keyed version of it: {where}\n"
+    "Draw with remat.random and a key of your own, or pass a generator."
+)
+
+
+@contextmanager
+def bind(key: KeyLike) -> Iterator[None]:
+    """Make torch's own randomness in a block, or a function, a function of a key.
+
+    The i-th call that draws, counted from 0, draws from ``fold_in(key, i)``, in the
+    numbers of this package: ``F.dropout(x, p)`` is ``dropout(fold_in(key, i), x, p)``
+    and ``torch.rand(3)`` is ``uniform(fold_in(key, i), 3)``. A call that draws nothing,
+    such as dropout in evaluation mode, is torch's own and is not counted. The global
+    streams do not move; what is passed a generator draws from that.
+
+    Keyed are ``torch.rand``, ``randn``, ``randint`` (and ``_like``), ``randperm``,
+    ``bernoulli``, ``normal`` and ``multinomial``; the in-place ``bernoulli_``,
+    ``cauchy_``, ``exponential_``, ``geometric_``, ``log_normal_``, ``normal_``,
+    ``random_`` and ``uniform_``; and what is built from these, as are ``torch.nn.init``
+    and most of ``torch.distributions``. Of ``torch.nn``: every dropout, ``rrelu``,
+    ``gumbel_softmax``, fractional pooling, attention (written out, where it drops) and
+    the dropout between recurrent layers. Anything else that draws is refused: samplers
+    of the Poisson, binomial, gamma and Dirichlet distributions, a scripted function, an
+    operator that draws inside. Gradients are those of torch: a draw is a constant.
+
+    Each entry, or call of a decorated function, counts from 0 again. Of two blocks, one
+    in the other, the inner counts. Under ``torch.func.vmap`` over keys, bind inside the
+    function that is mapped: each example draws its own numbers, with any
+    ``randomness``. Examples that share a key share the draws. A tensor that is the same
+    for all examples cannot be filled in place with numbers that are not; torch says so.
+    Under ``torch.compile`` the calls are traced by the same rules, without a refusal.
+
+    Recompute with :func:`remat.remat` inside: ``torch.utils.checkpoint`` would draw
+    anew in the backward.
+
+    Args:
+        key: one key, or its data. It may be batched by vmap.
+
+    Raises:
+        RandomnessError: in the block, where something else drew. It names the operation
+            and the line, and the global stream is as it was.
+        ValueError: ``key`` is an array of keys.
+
+    Example:
+        >>> from torch import nn
+        >>> from remat.random import key
+        >>> model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+        >>> x = torch.ones(2, 3)
+        >>> with bind(key(42)):
+        ...     y = model(x)
+        >>> torch.equal(y, bind(key(42))(model)(x))
+        True
+    """
+    data = data_of(key)
+    if data.ndim != 1:
+        raise ValueError(
+            f"remat: bind takes one key, got keys of shape {list(data.shape[:-1])}. To "
+            "have one for each example, bind inside the function that torch.func.vmap "
+            "maps over them."
+        )
+    # Dynamo traces no dispatch mode.
+    guard = nullcontext() if torch.compiler.is_compiling() else Guard(_REFUSED)
+    with guard, Bound(Key(data)):
+        yield

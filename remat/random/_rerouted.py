@@ -1,0 +1,368 @@
+"""What torch's own random functions do inside `bind`: the same, drawn from a key.
+
+A rule is called with `draw`, which gives the next key, and the arguments of the torch
+function that it stands for.
+
+Invariant: a call that draws nothing (dropout in evaluation mode) takes no key, and runs
+torch's own kernel.
+Rejected: to fill `torch.empty(...)` in place. Under vmap a key may be batched where the
+empty tensor is not, and that cannot be written.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat.random._choices import permutation
+from remat.random._key import Key
+from remat.random._samplers import bernoulli, bits, normal, randint, uniform
+
+
+Draw = Callable[[], Key]
+Rule = Callable[..., Any]
+Sampler = Callable[..., Tensor]
+
+
+# -- Factories ------------------------------------------------------------------------
+
+
+def _shape(size: Any) -> tuple[int, ...]:
+    is_nested = len(size) == 1 and isinstance(size[0], Sequence)
+    return tuple(size[0] if is_nested else size)
+
+
+def _uniform(key: Key, shape: Any, dtype: Any, low: Any = 0, high: Any = 1) -> Tensor:
+    if not dtype.is_complex:
+        return uniform(key, shape, dtype, low, high)
+    return torch.view_as_complex(uniform(key, (*shape, 2), dtype.to_real(), low, high))
+
+
+def _gaussian(key: Key, shape: Any, dtype: Any, mean: Any = 0, std: Any = 1) -> Tensor:
+    if not dtype.is_complex:
+        return normal(key, shape, dtype, mean, std)
+    # Half of the variance in each part.
+    parts = normal(key, (*shape, 2), dtype.to_real()) * math.sqrt(0.5)
+    return torch.view_as_complex(parts) * std + mean
+
+
+def _deliver(
+    make: Callable[[Any, torch.dtype], Tensor],
+    default: torch.dtype | None,
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: Any = None,
+    pin_memory: bool | None = False,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Return what `make(device, dtype)` draws, as the options of a factory say."""
+    if layout not in (None, torch.strided):
+        raise ValueError(
+            f"remat: bind draws strided tensors, got layout {layout}; convert the draw"
+        )
+    if out is not None:
+        value = make(out.device, out.dtype)
+        return out.resize_(value.shape).copy_(value)
+    device = torch.get_default_device() if device is None else torch.device(device)
+    value = make(device, dtype or default or torch.get_default_dtype())
+    if pin_memory:
+        value = value.pin_memory()
+    return value.requires_grad_() if requires_grad else value
+
+
+def _factory(sample: Sampler) -> Rule:
+    def rule(draw: Draw, *args: Any, size: Any = None, **options: Any) -> Tensor:
+        shape = _shape(args if size is None else size)
+        key = draw()
+        return _deliver(
+            lambda device, dtype: sample(key.to(device), shape, dtype),
+            None,
+            **options,
+        )
+
+    return rule
+
+
+def _like(sample: Sampler) -> Rule:
+    def rule(draw: Draw, input: Tensor, **options: Any) -> Tensor:
+        key = draw()
+        return _deliver_like(
+            lambda device, dtype: sample(key.to(device), input.shape, dtype),
+            input,
+            **options,
+        )
+
+    return rule
+
+
+def _deliver_like(
+    make: Callable[[Any, torch.dtype], Tensor],
+    input: Tensor,
+    *,
+    memory_format: torch.memory_format = torch.preserve_format,
+    **options: Any,
+) -> Tensor:
+    options["device"] = options.get("device") or input.device
+    value = _deliver(make, input.dtype, **options)
+    if memory_format is torch.preserve_format:
+        return value
+    return value.contiguous(memory_format=memory_format)
+
+
+def _integers(key: Key, shape: Any, low: Any, high: Any, dtype: Any) -> Tensor:
+    _check(low < high, "integers are drawn from [low, high), not empty", (low, high))
+    if dtype is torch.int64 or not (dtype.is_floating_point or dtype is torch.bool):
+        return randint(key, shape, low, high, dtype)
+    return randint(key, shape, low, high, torch.int64).to(dtype)
+
+
+def _randint(
+    draw: Draw,
+    *args: Any,
+    size: Any = None,
+    high: Any = None,
+    low: Any = None,
+    **options: Any,
+) -> Tensor:
+    left = list(args)
+    shape = left.pop() if size is None else size
+    high = left.pop() if high is None else high
+    low = left.pop() if left else (low or 0)
+    key = draw()
+    return _deliver(
+        lambda device, dtype: _integers(key.to(device), shape, low, high, dtype),
+        torch.int64,
+        **options,
+    )
+
+
+def _randint_like(
+    draw: Draw,
+    input: Tensor,
+    *args: Any,
+    high: Any = None,
+    low: Any = None,
+    **options: Any,
+) -> Tensor:
+    left = list(args)
+    high = left.pop() if high is None else high
+    low = left.pop() if left else (low or 0)
+    key = draw()
+    return _deliver_like(
+        lambda device, dtype: _integers(
+            key.to(device), input.shape, int(low), int(high), dtype
+        ),
+        input,
+        **options,
+    )
+
+
+def _randperm(draw: Draw, n: int, **options: Any) -> Tensor:
+    key = draw()
+    return _deliver(
+        lambda device, dtype: permutation(key.to(device), n).to(dtype),
+        torch.int64,
+        **options,
+    )
+
+
+# -- In place -------------------------------------------------------------------------
+
+
+# Python's keywords cannot be parameters.
+_NAMES = {"from": "low", "to": "high"}
+
+
+def _in_place(value: Callable[..., Tensor]) -> Rule:
+    """Return the rule that writes `value(key, x, *parameters)` to `x`."""
+
+    def rule(draw: Draw, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        named = {_NAMES.get(name, name): v for name, v in kwargs.items()}
+        return x.copy_(value(draw().to(x.device), x, *args, **named))
+
+    return rule
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Return the dtype to draw in for a distribution with tails."""
+    exact = x.dtype is torch.float64 or not x.is_floating_point()
+    return torch.float64 if exact else torch.float32
+
+
+def _check(is_valid: bool, what: str, got: Any) -> None:
+    if not is_valid:
+        raise ValueError(f"remat: {what}, got {got}.")
+
+
+def _uniform_(key: Key, x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    return _uniform(key, x.shape, x.dtype, low, high)
+
+
+def _normal_(key: Key, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return _gaussian(key, x.shape, x.dtype, mean, std)
+
+
+def _bernoulli_(key: Key, x: Tensor, p: Any = 0.5) -> Tensor:
+    return _coin(key, p, x.shape).to(x.dtype)
+
+
+def _coin(key: Key, p: Any, shape: Any) -> Tensor:
+    return bernoulli(key, p, tuple(shape))
+
+
+def _exponential_(key: Key, x: Tensor, lambd: float = 1.0) -> Tensor:
+    _check(lambd > 0, "exponential_ needs lambd > 0", lambd)
+    u = uniform(key, x.shape, _wide(x))
+    # Never zero: callers take its logarithm.
+    least = torch.finfo(u.dtype).eps / 2
+    return (-torch.log1p(-u)).clamp_min(least) / lambd
+
+
+def _log_normal_(key: Key, x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
+    return normal(key, x.shape, _wide(x), mean, std).exp()
+
+
+def _cauchy_(key: Key, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+    _check(sigma > 0, "cauchy_ needs sigma > 0", sigma)
+    u = uniform(key, x.shape, _wide(x))
+    return torch.tan(math.pi * (u - 0.5)) * sigma + median
+
+
+def _geometric_(key: Key, x: Tensor, p: float) -> Tensor:
+    _check(0 < p < 1, "geometric_ needs 0 < p < 1", p)
+    u = uniform(key, x.shape, _wide(x))
+    return (torch.log1p(-u) / math.log1p(-p)).ceil().clamp_min(1)
+
+
+# How many bits of a floating dtype's integers `random_` fills, as torch does.
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def _random_(key: Key, x: Tensor, *bounds: int, **named: int) -> Tensor:
+    low, high = _bounds(x.dtype, *bounds, **named)
+    if high - low < 2**63:
+        return _integers(key, x.shape, low, high, torch.int64).to(x.dtype)
+    # One bound of 64 bits: all of them, but for the sign where it is known.
+    words = bits(key, x.shape, torch.uint64).view(torch.int64)
+    return words & (2**63 - 1) if low == 0 else words
+
+
+def _bounds(
+    dtype: torch.dtype, *bounds: int | None, low: int = 0, high: int | None = None
+) -> tuple[int, int]:
+    if len(bounds) == 1:
+        high = bounds[0]
+    elif bounds:
+        low, high = bounds[0] or 0, bounds[1]
+    return low, _largest(dtype) + 1 if high is None else high
+
+
+def _largest(dtype: torch.dtype) -> int:
+    if dtype is torch.bool:
+        return 1
+    return 2 ** _DIGITS[dtype] if dtype in _DIGITS else torch.iinfo(dtype).max
+
+
+# -- Draws with tensors for parameters ------------------------------------------------
+
+
+def _constant_in(value: Tensor, *parameters: Any) -> Tensor:
+    """Return `value`, with the gradient of zero that torch gives to its parameters."""
+    for p in parameters:
+        if isinstance(p, Tensor) and p.requires_grad:
+            value = torch.where(torch.ones_like(p, dtype=torch.bool), value, p)
+    return value
+
+
+def _into(out: Tensor | None, value: Tensor) -> Tensor:
+    return value if out is None else out.resize_(value.shape).copy_(value)
+
+
+def _bernoulli(
+    draw: Draw, input: Tensor, p: float | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    value = _coin(draw().to(input.device), input if p is None else p, input.shape)
+    return _into(out, _constant_in(value.to(input.dtype), input))
+
+
+def _normal(
+    draw: Draw,
+    mean: Any = 0.0,
+    std: Any = 1.0,
+    size: Any = None,
+    *,
+    out: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    given = [p for p in (mean, std) if isinstance(p, Tensor)]
+    key = draw()
+    if not given:
+        return _deliver(
+            lambda device, dtype: _gaussian(key.to(device), size, dtype, mean, std),
+            None,
+            out=out,
+            **options,
+        )
+    shape = torch.broadcast_shapes(*(p.shape for p in given))
+    loc, scale = (p.detach() if isinstance(p, Tensor) else p for p in (mean, std))
+    first = given[0]
+    value = _gaussian(key.to(first.device), shape, first.dtype, loc, scale)
+    return _into(out, _constant_in(value, *given))
+
+
+def _multinomial(
+    draw: Draw,
+    input: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    p = input.detach()
+    key = draw().to(p.device)
+    enough = replacement or num_samples <= p.shape[-1]
+    _check(enough, f"multinomial has {p.shape[-1]} categories to draw", num_samples)
+    pick = _with_replacement if replacement else _without_replacement
+    return _into(out, pick(key, p, num_samples))
+
+
+def _with_replacement(key: Key, p: Tensor, num: int) -> Tensor:
+    # Divided by the last, so that it is exactly one: no draw is beyond it.
+    total = p.to(_wide(p)).cumsum(-1)
+    cumulative = total / total[..., -1:]
+    u = uniform(key, (*p.shape[:-1], num), cumulative.dtype)
+    return torch.searchsorted(cumulative, u, right=True)
+
+
+def _without_replacement(key: Key, p: Tensor, num: int) -> Tensor:
+    # The first of exponential clocks to ring, as torch does: Efraimidis and Spirakis,
+    # "Weighted random sampling with a reservoir", 2006.
+    return (p / _exponential_(key, p)).topk(num).indices
+
+
+DRAWS: dict[Any, Rule] = {
+    torch.rand: _factory(_uniform),
+    torch.randn: _factory(_gaussian),
+    torch.rand_like: _like(_uniform),
+    torch.randn_like: _like(_gaussian),
+    torch.randint: _randint,
+    torch.randint_like: _randint_like,
+    torch.randperm: _randperm,
+    torch.bernoulli: _bernoulli,
+    torch.normal: _normal,
+    torch.multinomial: _multinomial,
+    Tensor.bernoulli: _bernoulli,
+    Tensor.multinomial: _multinomial,
+    Tensor.bernoulli_: _in_place(_bernoulli_),
+    Tensor.cauchy_: _in_place(_cauchy_),
+    Tensor.exponential_: _in_place(_exponential_),
+    Tensor.geometric_: _in_place(_geometric_),
+    Tensor.log_normal_: _in_place(_log_normal_),
+    Tensor.normal_: _in_place(_normal_),
+    Tensor.random_: _in_place(_random_),
+    Tensor.uniform_: _in_place(_uniform_),
+}

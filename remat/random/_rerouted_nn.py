@@ -1,0 +1,328 @@
+"""What torch's dropout, attention and recurrent kernels do inside `bind`.
+
+Like `_rerouted`: a rule is called with `draw` and the arguments of what it stands for.
+
+Invariant: with nothing dropped the result is what torch's own formula gives.
+Rejected: to hand torch's attention a mask. Its kernel takes one, but warns on every
+process that it is meant for tests.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from remat.random._continuous import gumbel
+from remat.random._dropout import dropout
+from remat.random._key import Key, clone, fold_in
+from remat.random._rerouted import Draw, Rule
+from remat.random._samplers import bernoulli, check_probability, uniform
+
+
+# -- Dropout --------------------------------------------------------------------------
+
+
+def _drops(p: float, train: bool | None, x: Tensor) -> bool:
+    check_probability(p)
+    return train is not False and p > 0 and x.numel() > 0
+
+
+def _whole(x: Tensor) -> tuple[int, ...]:
+    return x.shape
+
+
+def _features(x: Tensor) -> tuple[int, ...]:
+    if x.dim() < 2:
+        raise ValueError(
+            "remat: feature dropout needs a batch and features, at least 2 dimensions; "
+            f"got {x.dim()}."
+        )
+    return (*x.shape[:2], *(1 for _ in x.shape[2:]))
+
+
+def _zeroed(key: Key, x: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
+    if shape == x.shape:
+        return dropout(key, x, p)
+    scale = 1 / (1 - p) if p < 1 else 1.0
+    return torch.where(bernoulli(key, p, shape), 0.0, x * scale)
+
+
+# Minus what selu tends to: Klambauer et al., "Self-Normalizing Neural Networks", 2017.
+_ALPHA = 1.7580993408473766
+
+
+def _saturated(key: Key, x: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
+    """Drop to selu's limit; then scale and shift, to keep mean and variance."""
+    if p == 1:
+        return x * 0
+    scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+    dropped = torch.where(bernoulli(key, p, shape), -_ALPHA, x)
+    return dropped * scale + _ALPHA * scale * p
+
+
+def _dropout(plain: Any, drop: Any, shape: Any) -> Rule:
+    is_in_place = plain.__name__.endswith("_")
+
+    def rule(draw: Draw, input: Tensor, p: float, train: bool) -> Tensor:
+        if not _drops(p, train, input):
+            return plain(input, p, train)
+        out = drop(draw().to(input.device), input, p, shape(input))
+        return input.copy_(out) if is_in_place else out
+
+    return rule
+
+
+def _native_dropout(
+    draw: Draw, input: Tensor, p: float, train: bool | None
+) -> tuple[Tensor, Tensor]:
+    if not _drops(p, train, input):
+        return torch.native_dropout(input, p, train)
+    key = draw().to(input.device)
+    # The same numbers: the second is no other draw.
+    dropped = bernoulli(clone(key), p, input.shape)
+    return dropout(key, input, p), ~dropped
+
+
+def _rrelu(plain: Any) -> Rule:
+    is_in_place = plain.__name__.endswith("_")
+
+    def rule(
+        draw: Draw,
+        input: Tensor,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+    ) -> Tensor:
+        if not training:
+            return plain(input, lower, upper, training)
+        key = draw().to(input.device)
+        slope = uniform(key, input.shape, input.dtype, lower, upper)
+        out = torch.where(input > 0, input, input * slope)
+        return input.copy_(out) if is_in_place else out
+
+    return rule
+
+
+# -- What torch.nn.functional calls them ----------------------------------------------
+
+
+def _named(rule: Rule, in_place: Rule, default: bool) -> Rule:
+    """Return the rule of a function of `torch.nn.functional`."""
+
+    def called(
+        draw: Draw,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = default,
+        inplace: bool = False,
+    ) -> Tensor:
+        return (in_place if inplace else rule)(draw, input, p, training)
+
+    return called
+
+
+def _named_rrelu(
+    draw: Draw,
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Tensor:
+    rule = LAYERS[torch.rrelu_ if inplace else torch.rrelu]
+    return rule(draw, input, lower, upper, training)
+
+
+def _gumbel_softmax(
+    draw: Draw,
+    logits: Tensor,
+    tau: float = 1,
+    hard: bool = False,
+    eps: float = 1e-10,
+    dim: int = -1,
+) -> Tensor:
+    del eps  # deprecated in torch, and without effect there too
+    noise = gumbel(draw().to(logits.device), tuple(logits.shape), logits.dtype)
+    soft = ((logits + noise) / tau).softmax(dim)
+    if not hard:
+        return soft
+    # Straight through: the value of the one, the gradient of the other.
+    index = soft.argmax(dim, keepdim=True)
+    one_hot = torch.zeros_like(soft).scatter(dim, index, 1.0)
+    return one_hot - soft.detach() + soft
+
+
+# -- Attention ------------------------------------------------------------------------
+
+
+def _attention(
+    draw: Draw,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if not dropout_p:
+        return functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    check_probability(dropout_p)
+    if is_causal:
+        attn_mask = _causal(attn_mask, query, key)
+    dtype = query.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        query, key, value = query.float(), key.float(), value.float()
+    if enable_gqa:
+        key, value = _repeated(key, query), _repeated(value, query)
+    weights = _weights(query, key, attn_mask, scale)
+    random_key = draw().to(weights.device)
+    return (dropout(random_key, weights, dropout_p) @ value).to(dtype)
+
+
+def _causal(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    if attn_mask is not None:
+        raise RuntimeError(
+            "remat: scaled_dot_product_attention takes either attn_mask or "
+            "is_causal=True, got both"
+        )
+    size = query.shape[-2], key.shape[-2]
+    return torch.ones(size, dtype=torch.bool, device=query.device).tril()
+
+
+def _repeated(heads: Tensor, query: Tensor) -> Tensor:
+    return heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3)
+
+
+def _weights(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, scale: float | None
+) -> Tensor:
+    # Half of the scale on each side, as torch's formula has it, against overflow.
+    half = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = (query * half) @ (key * half).transpose(-2, -1)
+    if attn_mask is None:
+        return scores.softmax(-1)
+    if attn_mask.dtype is torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    else:
+        scores = scores + attn_mask
+    # A query that may look at nothing gets zeros, as in torch, and no gradient of NaN.
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+
+
+# -- Pooling -------------------------------------------------------------------------
+
+
+def _fractional_pool(pool: Any, dims: int) -> Rule:
+    def rule(
+        draw: Draw,
+        input: Tensor,
+        *args: Any,
+        _random_samples: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if _random_samples is None:
+            batch = input.shape[: -dims - 1] or (1,)
+            shape = (*batch, input.shape[-dims - 1], dims)
+            key = draw().to(input.device)
+            _random_samples = uniform(key, shape, input.dtype)
+        return pool(input, *args, _random_samples=_random_samples, **kwargs)
+
+    return rule
+
+
+# -- Recurrent ------------------------------------------------------------------------
+
+
+def _recurrent(plain: Any) -> Rule:
+    """Return the rule that runs layer by layer, and drops between them."""
+
+    def rule(draw: Draw, *args: Any) -> Any:
+        # Packed sequences come as data and batch sizes.
+        inputs = 2 if isinstance(args[3], (list, tuple)) else 1
+        (x, *sizes), rest = args[:inputs], args[inputs:]
+        hx, params, biases, layers, p, train, bidirectional, *batch_first = rest
+        if not _drops(p, train, x) or layers == 1:
+            return plain(*args)
+        key = draw().to(x.device)
+        directions = 2 if bidirectional else 1
+        states = []
+        for i in range(layers):
+            x = dropout(fold_in(key, i - 1), x, p) if i else x
+            state = _of_layer(hx, i, directions)
+            weights = _part(params, i, len(params) // layers)
+            how = (biases, 1, 0.0, train, bidirectional, *batch_first)
+            x, *state = plain(x, *sizes, state, weights, *how)
+            states.append(state)
+        return (x, *map(torch.cat, zip(*states, strict=True)))
+
+    return rule
+
+
+def _part(whole: Any, i: int, size: int) -> Any:
+    return whole[i * size : (i + 1) * size]
+
+
+def _of_layer(hx: Any, i: int, directions: int) -> Any:
+    if isinstance(hx, Tensor):
+        return _part(hx, i, directions)
+    return [_part(h, i, directions) for h in hx]
+
+
+_DROPOUT = _dropout(torch.dropout, _zeroed, _whole)
+_DROPOUT_ = _dropout(torch.dropout_, _zeroed, _whole)
+_ALPHA_DROPOUT = _dropout(torch.alpha_dropout, _saturated, _whole)
+_ALPHA_DROPOUT_ = _dropout(torch.alpha_dropout_, _saturated, _whole)
+_FEATURES = _dropout(torch.feature_dropout, _zeroed, _features)
+_FEATURES_ = _dropout(torch.feature_dropout_, _zeroed, _features)
+_ALPHA_FEATURES = _dropout(torch.feature_alpha_dropout, _saturated, _features)
+_ALPHA_FEATURES_ = _dropout(torch.feature_alpha_dropout_, _saturated, _features)
+
+LAYERS: dict[Any, Rule] = {
+    torch.dropout: _DROPOUT,
+    torch.dropout_: _DROPOUT_,
+    torch.alpha_dropout: _ALPHA_DROPOUT,
+    torch.alpha_dropout_: _ALPHA_DROPOUT_,
+    torch.feature_dropout: _FEATURES,
+    torch.feature_dropout_: _FEATURES_,
+    torch.feature_alpha_dropout: _ALPHA_FEATURES,
+    torch.feature_alpha_dropout_: _ALPHA_FEATURES_,
+    torch.native_dropout: _native_dropout,
+    torch.rrelu: _rrelu(torch.rrelu),
+    torch.rrelu_: _rrelu(torch.rrelu_),
+    functional.dropout: _named(_DROPOUT, _DROPOUT_, True),
+    functional.alpha_dropout: _named(_ALPHA_DROPOUT, _ALPHA_DROPOUT_, False),
+    functional.feature_alpha_dropout: _named(_ALPHA_FEATURES, _ALPHA_FEATURES_, False),
+    functional.rrelu: _named_rrelu,
+    functional.gumbel_softmax: _gumbel_softmax,
+    functional.scaled_dot_product_attention: _attention,
+    functional.fractional_max_pool2d: _fractional_pool(
+        functional.fractional_max_pool2d, 2
+    ),
+    functional.fractional_max_pool3d: _fractional_pool(
+        functional.fractional_max_pool3d, 3
+    ),
+    functional.fractional_max_pool2d_with_indices: _fractional_pool(
+        functional.fractional_max_pool2d_with_indices, 2
+    ),
+    functional.fractional_max_pool3d_with_indices: _fractional_pool(
+        functional.fractional_max_pool3d_with_indices, 3
+    ),
+    torch.lstm: _recurrent(torch.lstm),
+    torch.gru: _recurrent(torch.gru),
+    torch.rnn_tanh: _recurrent(torch.rnn_tanh),
+    torch.rnn_relu: _recurrent(torch.rnn_relu),
+}
