@@ -605,13 +605,27 @@ def default_generators() -> list[torch.Generator]:
 def is_unwatched(tensor: Tensor) -> bool:
     """Say whether an operation on `tensor` may be computed without being dispatched.
 
-    That is: no transform, mode, trace or subclass would see it.
+    That is: it is on the CPU, and no transform, mode, trace or subclass would see it.
     """
     return (
-        type(tensor) is Tensor
+        not torch.compiler.is_compiling()
+        and type(tensor) is Tensor
         and tensor.is_cpu
         and peek_interpreter_stack() is None
         and not torch._C._len_torch_dispatch_stack()
-        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_function_stack()
         and torch._C._get_tracing_state() is None
     )
+
+
+# Deleted by: a public `torch.func.random`.
+def native_random(device: str) -> Any:
+    """Return torch's own module of keyed draws, if it has kernels for the device."""
+    module = getattr(torch.func, "_random", None)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    ops = "aten::_philox_key_split", "aten::_philox_uniform_", "aten::_philox_normal_"
+    try:
+        key = torch._C._dispatch_key_for_device(device)
+        return module if all(has_kernel(op, key) for op in ops) else None
+    except RuntimeError:  # an older torch has no such operation
+        return None

@@ -1,23 +1,30 @@
 """The stream as operations of torch: one node in a graph, whatever is drawn.
 
-`data` is always uint64[..., 2], a row (seed, offset) per key.
+`data` is always uint64[..., 2], a row (seed, offset) for each key.
 
-Invariant: the operations are functional and are given no generator, so that vmap with
-`randomness="error"`, make_fx and torch.compile take them for arithmetic.
-Rejected: writing them out as arithmetic on tensors, which is 177 nodes for a key.
+Invariant: the operations are functional and take no generator, so that vmap with
+`randomness="error"`, make_fx and torch.compile see arithmetic; and a batch gives what
+its keys give one by one. Rejected: arithmetic on tensors in their place, which is 177
+nodes for a key, and 100 kernels where Python's integers do.
+
+On a device for which torch has kernels of its own (CUDA from 2.12, CPU from 2.14) these
+are used, once they were seen to agree with ours. Normal numbers are equal to rounding
+only, as logarithms and cosines are: theirs are used where ours would be slow, off the
+CPU.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from remat._compat import is_unwatched
+from remat._compat import is_unwatched, native_random
 from remat.random import _philox
 
 
-_LIBRARY = torch.library.Library("remat", "FRAGMENT")
+# --- Draws ------------------------------------------------------------------------
 
 
 def split(data: Tensor, num: int) -> Tensor:
@@ -32,82 +39,158 @@ def fold_in(data: Tensor, value: int | Tensor) -> Tensor:
         data: The keys.
         value: From 0 to 2**64 - 1; or a tensor of integers, taken modulo 2**64, that
             broadcasts with the keys.
+
+    Raises:
+        TypeError: the tensor is not of integers.
+        ValueError: the integer is out of range.
     """
     if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-            raise TypeError(_NO_INTEGERS.format(got=value.dtype))
-        if is_unwatched(data) and is_unwatched(value):
-            return _fold_in_tensor(data, value)
-        return torch.ops.remat.fold_in_tensor(data, value)
+        if value.dtype.is_floating_point or value.dtype in _NO_INTEGERS:
+            raise TypeError(_NOT_INTEGERS.format(got=value.dtype))
+        alone = is_unwatched(data) and is_unwatched(value)
+        op = _fold_in_tensor if alone else torch.ops.remat.fold_in_tensor
+        return op(data, value)
     if not 0 <= value < 2**64:
-        raise ValueError(_NO_WORD.format(got=value))
+        raise ValueError(_OUT_OF_RANGE.format(got=value))
     value -= value >> 63 << 64
     return (_fold_in if is_unwatched(data) else torch.ops.remat.fold_in)(data, value)
 
 
-_NO_INTEGERS = (
-    "remat: `fold_in` takes an integer or a tensor of integers, got a tensor of {got}. "
-    "Convert it, or fold in its position."
-)
-_NO_WORD = (
-    "remat: `fold_in` takes an integer from 0 to 2**64 - 1, got {got}. Take it modulo "
-    "2**64."
-)
-
-
 def bits(data: Tensor, n: int, width: int) -> Tensor:
-    """Return random words of `width` bits (8, 16, 32 or 64): int64[..., n].
+    """Return random words of `width` bits: int64[..., n].
 
-    Zero-extended, except for 64 bits: these are the bit pattern of an int64.
+    Args:
+        data: The keys.
+        n: How many words.
+        width: 8, 16 or 32, zero-extended; or 64, the bit pattern of an int64.
     """
-    draw = _bits if is_unwatched(data) else torch.ops.remat.bits
-    return draw(data, n, width)
+    return (_bits if is_unwatched(data) else torch.ops.remat.bits)(data, n, width)
 
 
 def uniform(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Return numbers uniform in [0, 1): dtype[..., n]."""
-    draw = _uniform if is_unwatched(data) else torch.ops.remat.uniform
-    return draw(data, n, dtype)
+    """Return numbers uniform in [0, 1), multiples of 2**-precision: dtype[..., n].
+
+    Raises:
+        TypeError: there is no such draw of the dtype.
+    """
+    if dtype not in _philox.UNIFORM:
+        raise TypeError(_NO_DRAW.format(name="uniform", got=dtype))
+    op = _uniform if is_unwatched(data) else torch.ops.remat.uniform
+    return op(data, n, dtype)
 
 
 def normal(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Return standard normal numbers: dtype[..., n]."""
-    draw = _normal if is_unwatched(data) else torch.ops.remat.normal
-    return draw(data, n, dtype)
+    """Return standard normal numbers: dtype[..., n].
+
+    Raises:
+        TypeError: there is no such draw of the dtype.
+    """
+    if dtype not in _philox.NORMAL:
+        raise TypeError(_NO_DRAW.format(name="normal", got=dtype))
+    op = _normal if is_unwatched(data) else torch.ops.remat.normal
+    return op(data, n, dtype)
+
+
+_NO_INTEGERS = {torch.bool, torch.complex32, torch.complex64, torch.complex128}
+_NOT_INTEGERS = (
+    "remat: `fold_in` takes an integer or a tensor of integers, got a tensor of {got}. "
+    "Convert it, or fold in its position."
+)
+_OUT_OF_RANGE = (
+    "remat: `fold_in` takes an integer from 0 to 2**64 - 1, got {got}. Take it modulo "
+    "2**64."
+)
+_NO_DRAW = (
+    "remat: `{name}` draws float64, float32, float16 or bfloat16, got dtype={got}. "
+    "Convert what is drawn."
+)
 
 
 # --- Kernels ----------------------------------------------------------------------
 
 
 def _split(data: Tensor, num: int) -> Tensor:
+    native = _native(data.device)
+    if native is not None:
+        return native.split(data, num)
     return _philox.split(data.reshape(-1, 2), num).view(num, *data.shape)
 
 
 def _fold_in(data: Tensor, value: int) -> Tensor:
-    return _philox.fold_in(data.reshape(-1, 2), value).view(data.shape)
+    # Not torch's own, which takes no integers above 2**63 - 1 before 2.14.
+    return _philox.split(data.reshape(-1, 2), 1, value).view(data.shape)
 
 
 def _fold_in_tensor(data: Tensor, value: Tensor) -> Tensor:
     shape = torch.broadcast_shapes(data.shape[:-1], value.shape)
-    rows = data.expand(*shape, 2).reshape(-1, 2)
-    words = value if value.dtype == torch.uint64 else value.to(torch.int64)
-    words = words.view(torch.int64).expand(shape).reshape(-1)
-    return _philox.fold_in(rows, words).view(*shape, 2)
+    if value.dtype != torch.uint64:
+        value = value.to(torch.int64)
+    seed, offset = data.view(torch.int64).expand(*shape, 2).unbind(-1)
+    moved = torch.stack((seed, offset + value.view(torch.int64)), -1)
+    return _split(moved.view(torch.uint64), 1)[0]
 
 
-def _draw(kernel: Callable[[Tensor, int, Any], Tensor]) -> Callable[..., Tensor]:
-    def draw(data: Tensor, n: int, kind: Any) -> Tensor:
-        return kernel(data.reshape(-1, 2), n, kind).view(*data.shape[:-1], n)
-
-    return draw
+def _bits(data: Tensor, n: int, width: int) -> Tensor:
+    return _read(data, n, torch.int64, _philox.BITS[width])
 
 
-_bits = _draw(_philox.bits)
-_uniform = _draw(_philox.uniform)
-_normal = _draw(_philox.normal)
+def _uniform(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    native = _native(data.device)
+    if native is not None:
+        return _fill(native.uniform_, data, n, dtype)
+    return _read(data, n, dtype, _philox.UNIFORM[dtype])
 
 
-# --- What the shapes are ------------------------------------------------------------
+def _normal(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    native = None if data.is_cpu else _native(data.device)
+    if native is not None:
+        return _fill(native.normal_, data, n, dtype)
+    return _read(data, n, dtype, _philox.NORMAL[dtype])
+
+
+def _read(data: Tensor, n: int, dtype: torch.dtype, reading: Any) -> Tensor:
+    values = _philox.draw(data.reshape(-1, 2), n, dtype, reading)
+    return values.view(*data.shape[:-1], n)
+
+
+def _fill(kernel: Any, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(*data.shape[:-1], n, dtype=dtype, device=data.device)
+    # A key for each number, the same along a row.
+    kernel(data.unsqueeze(-2) if data.ndim > 1 else data, out)
+    return out
+
+
+# --- torch's own kernels ----------------------------------------------------------
+
+
+@functools.cache
+def _native(device: torch.device) -> Any | None:
+    """Return torch's own module for a device, if its numbers there are the stream's."""
+    native = native_random(device.type)
+    try:
+        return native if native is not None and _agrees(native, device) else None
+    except (RuntimeError, TypeError, AttributeError):
+        return None  # it changed: ours is right anyway
+
+
+def _agrees(native: Any, device: torch.device) -> bool:
+    """Say whether a few draws give the same bits, or nearly so the normal ones."""
+    keys = torch.tensor(_KEYS, dtype=torch.uint64, device="cpu")
+    theirs = keys.to(device)
+    same = torch.equal(native.split(theirs, 3).cpu(), _philox.split(keys, 3))
+    for dtype in _philox.UNIFORM:
+        uniform = _philox.draw(keys, 9, dtype, _philox.UNIFORM[dtype])
+        normal = _philox.draw(keys, 9, dtype, _philox.NORMAL[dtype])
+        same &= torch.equal(_fill(native.uniform_, theirs, 9, dtype).cpu(), uniform)
+        drawn = _fill(native.normal_, theirs, 9, dtype).cpu()
+        same &= torch.allclose(drawn, normal, rtol=1e-2, atol=1e-2)
+    return same
+
+
+_KEYS = [[42, 0], [2**64 - 1, 2**64 - 1], [2**40 + 3, 2**32 - 2]]
+
+
+# --- What the shapes are ----------------------------------------------------------
 
 
 def _split_shape(data: Tensor, num: int) -> Tensor:
@@ -115,7 +198,7 @@ def _split_shape(data: Tensor, num: int) -> Tensor:
 
 
 def _fold_in_shape(data: Tensor, value: int) -> Tensor:
-    del value
+    del value  # any is one key
     return data.new_empty(data.shape)
 
 
@@ -124,7 +207,7 @@ def _fold_in_tensor_shape(data: Tensor, value: Tensor) -> Tensor:
 
 
 def _bits_shape(data: Tensor, n: int, width: int) -> Tensor:
-    del width
+    del width  # all are held by int64
     return data.new_empty(*data.shape[:-1], n, dtype=torch.int64)
 
 
@@ -132,29 +215,34 @@ def _draw_shape(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     return data.new_empty(*data.shape[:-1], n, dtype=dtype)
 
 
-# --- Batches: more keys -------------------------------------------------------------
+# --- What a batch is: more keys ---------------------------------------------------
 
 
-def _batched(op: Any, out_dim: int = 0) -> Callable[..., tuple[Tensor, int]]:
+Batched = Callable[..., tuple[Tensor, int]]
+
+
+def _more_keys(op: Any, out_dim: int) -> Batched:
     def rule(info: Any, in_dims: Any, data: Tensor, *args: Any) -> tuple[Tensor, int]:
-        del info
+        del info  # the batch is as large as it is
         return op(data.movedim(in_dims[0], 0), *args), out_dim
 
     return rule
 
 
-def _batched_fold_in(
-    info: Any, in_dims: Any, data: Tensor, value: Tensor
-) -> tuple[Tensor, int]:
-    del info
-    rank = max(
-        data.ndim - 1 - (in_dims[0] is not None), value.ndim - (in_dims[1] is not None)
-    )
-    if in_dims[0] is not None:
-        data = _with_rank(data.movedim(in_dims[0], 0), rank + 2)
-    if in_dims[1] is not None:
-        value = _with_rank(value.movedim(in_dims[1], 0), rank + 1)
-    return torch.ops.remat.fold_in_tensor(data, value), 0
+def _more_keys_or_values(op: Any) -> Batched:
+    def rule(
+        info: Any, in_dims: Any, data: Tensor, value: Tensor
+    ) -> tuple[Tensor, int]:
+        del info  # the batch is as large as it is
+        key, number = in_dims
+        rank = max(data.ndim - 1 - (key is not None), value.ndim - (number is not None))
+        if key is not None:
+            data = _with_rank(data.movedim(key, 0), rank + 2)
+        if number is not None:
+            value = _with_rank(value.movedim(number, 0), rank + 1)
+        return op(data, value), 0
+
+    return rule
 
 
 def _with_rank(batch: Tensor, ndim: int) -> Tensor:
@@ -164,28 +252,46 @@ def _with_rank(batch: Tensor, ndim: int) -> Tensor:
 
 # --- Registration -----------------------------------------------------------------
 
-for _schema, _kernel, _shape in (
-    ("split(Tensor data, SymInt num) -> Tensor", _split, _split_shape),
-    ("fold_in(Tensor data, int value) -> Tensor", _fold_in, _fold_in_shape),
-    (
-        "fold_in_tensor(Tensor data, Tensor value) -> Tensor",
-        _fold_in_tensor,
-        _fold_in_tensor_shape,
-    ),
-    ("bits(Tensor data, SymInt n, int width) -> Tensor", _bits, _bits_shape),
-    ("uniform(Tensor data, SymInt n, ScalarType dtype) -> Tensor", _uniform, _draw_shape),
-    ("normal(Tensor data, SymInt n, ScalarType dtype) -> Tensor", _normal, _draw_shape),
-):
-    _name = _schema.partition("(")[0]
-    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"remat::{_name}", _shape, lib=_LIBRARY)
-    torch.library.register_vmap(
-        f"remat::{_name}",
-        _batched_fold_in
-        if _name == "fold_in_tensor"
-        else _batched(
-            getattr(torch.ops.remat, _name).default, 1 if _name == "split" else 0
-        ),
-        lib=_LIBRARY,
-    )
+
+_LIBRARY = torch.library.Library("remat", "FRAGMENT")
+
+
+def _register(schema: str, kernel: Any, shape: Any, rule: Any) -> None:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"remat::{name}", shape, lib=_LIBRARY)
+    op = getattr(torch.ops.remat, name).default
+    torch.library.register_vmap(f"remat::{name}", rule(op), lib=_LIBRARY)
+
+
+_in_front = functools.partial(_more_keys, out_dim=0)
+_behind_num = functools.partial(_more_keys, out_dim=1)
+
+_register(
+    "split(Tensor data, SymInt num) -> Tensor", _split, _split_shape, _behind_num
+)
+_register(
+    "fold_in(Tensor data, int value) -> Tensor", _fold_in, _fold_in_shape, _in_front
+)
+_register(
+    "fold_in_tensor(Tensor data, Tensor value) -> Tensor",
+    _fold_in_tensor,
+    _fold_in_tensor_shape,
+    _more_keys_or_values,
+)
+_register(
+    "bits(Tensor data, SymInt n, int width) -> Tensor", _bits, _bits_shape, _in_front
+)
+_register(
+    "uniform(Tensor data, SymInt n, ScalarType dtype) -> Tensor",
+    _uniform,
+    _draw_shape,
+    _in_front,
+)
+_register(
+    "normal(Tensor data, SymInt n, ScalarType dtype) -> Tensor",
+    _normal,
+    _draw_shape,
+    _in_front,
+)

@@ -59,14 +59,14 @@ def philox(counter: Any, key: Any, lanes: int = 1) -> Any:
 # --- A few blocks -----------------------------------------------------------------
 
 
-def _by_integers(keys: list[list[int]], count: int) -> Tensor:
-    """Return `count` blocks of each stream, padded: int64[:]."""
+def _by_integers(keys: list[list[int]], start: int, count: int) -> Tensor:
+    """Return blocks of each stream, padded: int64[:]."""
     total = len(keys) * count
     lanes, index = _pattern(len(keys), count)
     seed, offset = (
         _packed([key[i].to_bytes(16, "little") * count for key in keys]) for i in (0, 1)
     )
-    offset += index
+    offset += index + start * lanes
     low = MASK * lanes
     counter = offset & low, offset >> 32 & low, 0, 0
     a, b, c, d = philox(counter, (seed & low, seed >> 32 & low), lanes)
@@ -93,6 +93,17 @@ def _pattern(rows: int, count: int) -> tuple[int, int]:
 # --- Many blocks ------------------------------------------------------------------
 
 
+def _constant(number: float) -> Tensor:
+    """Return a number as operations take it at half the cost."""
+    dtype = torch.int64 if isinstance(number, int) else torch.float64
+    return torch.tensor(number, dtype=dtype, device="cpu")
+
+
+_WORD, _LOW = _constant(32), _constant(MASK)
+_MULTIPLIERS = [_constant(number) for number in MULTIPLIERS]
+_WEYL = [_constant(number) for number in WEYL]
+
+
 def _by_tensors(
     seed: Tensor, offset: Tensor, index: Tensor, scratch: Tensor
 ) -> Tensor:
@@ -108,20 +119,21 @@ def _by_tensors(
     size = _padded(shape.numel())
     buffers = scratch[: 5 * size].view(5, size)
     a, c, b, d, p = buffers[:, : shape.numel()].view(5, *shape)
-    k, m = seed & MASK, seed >> 32
+    # Keys and products are let grow: only the low 32 bits of `b`, `d`, `k`, `m` count.
+    k, m = seed.clone(), seed >> _WORD
     torch.add(offset, index, out=a)
-    torch.bitwise_right_shift(a, 32, out=b)
-    a.bitwise_and_(MASK)
+    torch.bitwise_right_shift(a, _WORD, out=b)
+    a.bitwise_and_(_LOW)
     c.zero_()
     d.zero_()
     for _ in range(ROUNDS):
-        # `b` and `d` are whole products, of which the low words count.
-        torch.mul(a, MULTIPLIERS[0], out=p)
-        c.mul_(MULTIPLIERS[1])
+        torch.mul(a, _MULTIPLIERS[0], out=p)
+        c.mul_(_MULTIPLIERS[1])
         _next_word(c, b, k, out=a)
         _next_word(p, d, m, out=b)
         b, c, d, p = c, b, p, d
-        k, m = k + WEYL[0], m + WEYL[1]
+        k.add_(_WEYL[0])
+        m.add_(_WEYL[1])
     torch.add(c, d, alpha=1 << 32, out=c)
     words = buffers[3:].view(size, 2)
     pairs = words[: shape.numel()].view(*shape, 2)
@@ -131,11 +143,13 @@ def _by_tensors(
 
 
 def _next_word(product: Tensor, last: Tensor, key: Tensor, *, out: Tensor) -> None:
-    torch.bitwise_right_shift(product, 32, out=out)
-    out.bitwise_xor_(last).bitwise_xor_(key).bitwise_and_(MASK)
+    torch.bitwise_right_shift(product, _WORD, out=out)
+    out.bitwise_xor_(last).bitwise_xor_(key).bitwise_and_(_LOW)
 
 
-def _chunks(keys: Tensor, count: int) -> Iterator[tuple[slice, slice, bool, Tensor]]:
+def _chunks(
+    keys: Tensor, start: int, count: int
+) -> Iterator[tuple[slice, slice, bool, Tensor]]:
     """Yield the blocks in chunks, padded: int64[:].
 
     With which keys and which of their blocks these are, and whether they are in the
@@ -150,7 +164,7 @@ def _chunks(keys: Tensor, count: int) -> Iterator[tuple[slice, slice, bool, Tens
         seed, offset = keys[top : top + height].unsqueeze(1).unbind(-1)
         for left in range(0, count, width):
             right = min(left + width, count)
-            index = torch.arange(left, right, device=keys.device)
+            index = torch.arange(left, right, device=keys.device).add_(start)
             flipped = len(offset) > len(index)
             if flipped:
                 words = _by_tensors(seed.T, offset.T, index.unsqueeze(1), scratch)
@@ -174,23 +188,28 @@ class Reading(NamedTuple):
     finish: Callable[[Tensor], object]
 
 
-def fill(out: Tensor, keys: Tensor, reading: Reading) -> Tensor:
-    """Write the first values of every stream, and return `out`.
+def draw(
+    keys: Tensor, n: int, dtype: torch.dtype, reading: Reading, start: int = 0
+) -> Tensor:
+    """Return the first values of every stream: dtype[k, n].
 
     Args:
-        out: [k, n].
         keys: uint64[k, 2].
+        n: How many of each.
+        dtype: Of the result.
         reading: Which values these are.
+        start: The block to begin with, as an int64.
     """
-    per_block, read, finish = reading
-    count = -(-out.shape[1] // per_block)
+    per_block, read, _ = reading
+    count = -(-n // per_block)
+    out = torch.empty(len(keys), n, dtype=dtype, device=keys.device)
     if not out.numel():
         return out
-    if out.is_cpu and len(keys) * count <= FEW:
-        values = read(_by_integers(keys.tolist(), count))
+    if keys.is_cpu and len(keys) * count <= FEW:
+        values = read(_by_integers(keys.tolist(), start, count))
         _write(out, values, False, reading)
         return out
-    for rows, i, flipped, words in _chunks(keys.view(torch.int64), count):
+    for rows, i, flipped, words in _chunks(keys.view(torch.int64), start, count):
         part = out[rows, i.start * per_block : i.stop * per_block]
         _write(part, read(words), flipped, reading)
     return out
@@ -201,10 +220,10 @@ def _write(out: Tensor, values: Tensor, flipped: bool, reading: Reading) -> None
     rows, n = out.shape
     per_block, _, finish = reading
     count = -(-n // per_block)
-    values = values[: rows * count * per_block]
     if flipped:
-        values = values.view(count, rows, per_block).transpose(0, 1)
-    out.copy_(values.reshape(rows, count * per_block)[:, :n])
+        strides = per_block, rows * per_block, 1
+        values = values.as_strided((rows, count, per_block), strides).reshape(-1)
+    out.copy_(values.as_strided((rows, n), (count * per_block, 1)))
     finish(out)
 
 
@@ -218,87 +237,73 @@ def _same(values: Tensor) -> Tensor:
 KEYS = Reading(2, _same, _same)
 
 
-def split(keys: Tensor, num: int) -> Tensor:
-    """Return a key for each of the first `num` blocks: uint64[num, k, 2]."""
-    words = torch.empty(len(keys), 2 * num, dtype=torch.int64, device=keys.device)
-    words = fill(words, keys, KEYS).view(len(keys), num, 2)
+def split(keys: Tensor, num: int, start: int = 0) -> Tensor:
+    """Return a key for each of `num` blocks: uint64[num, k, 2]."""
+    words = draw(keys, 2 * num, torch.int64, KEYS, start).view(len(keys), num, 2)
     return words.transpose(0, 1).contiguous().view(torch.uint64)
 
 
-def fold_in(keys: Tensor, values: int | Tensor) -> Tensor:
-    """Return the key that `split` would give at each of the values: uint64[k, 2].
-
-    Args:
-        keys: uint64[k, 2].
-        values: An int64 or int64[k], modulo 2**64.
-    """
-    seed, offset = keys.view(torch.int64).unbind(-1)
-    moved = torch.stack((seed, offset + values), -1).view(torch.uint64)
-    return split(moved, 1)[0]
+# --- Bits and uniform numbers -----------------------------------------------------
 
 
-# --- Numbers ----------------------------------------------------------------------
-
-
-def _halves(words: Tensor) -> Tensor:
+def _quarters(words: Tensor) -> Tensor:
     return words.view(torch.int32)
 
 
-def _first_word_high(words: Tensor) -> Tensor:
-    return (words << 32) + (words >> 32 & MASK)
+def _halves(words: Tensor) -> Tensor:
+    """Return each two words as one, the first of them high."""
+    return words.bitwise_left_shift(_WORD).add_(words.bitwise_right_shift_(_WORD) & _LOW)
 
 
-def bits(keys: Tensor, n: int, width: int) -> Tensor:
-    """Return words of a width, from the low bits of one of 32 or of 64: int64[k, n]."""
-    out = torch.empty(len(keys), n, dtype=torch.int64, device=keys.device)
-    if width == 64:
-        return fill(out, keys, Reading(2, _first_word_high, _same))
-    low = (1 << width) - 1
-    return fill(out, keys, Reading(4, _halves, lambda x: x.bitwise_and_(low)))
+def _bits(width: int) -> Reading:
+    low = _constant((1 << width) - 1)
+    return Reading(4, _quarters, lambda x: x.bitwise_and_(low))
 
 
-PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+BITS = {width: _bits(width) for width in (8, 16, 32)} | {64: Reading(2, _halves, _same)}
 
 
-def uniform(keys: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Return multiples of 2**-precision in [0, 1), from low bits: dtype[k, n]."""
-    low = (1 << PRECISION[dtype]) - 1
-    step = 2.0 ** -PRECISION[dtype]
-    out = torch.empty(len(keys), n, dtype=dtype, device=keys.device)
-    reading = Reading(
-        2 if dtype == torch.float64 else 4,
-        lambda words: _words[dtype == torch.float64](words).bitwise_and_(low),
-        lambda x: x.mul_(step),
+def _uniform(precision: int) -> Reading:
+    low, step = _constant((1 << precision) - 1), _constant(2.0**-precision)
+    per_block, words = (2, _halves) if precision > 32 else (4, _quarters)
+    return Reading(
+        per_block, lambda x: words(x).bitwise_and_(low), lambda x: x.mul_(step)
     )
-    return fill(out, keys, reading)
 
 
-_words = _halves, _first_word_high
+# In [0, 1): multiples of 2**-precision, of the low bits.
+UNIFORM = {
+    torch.float64: _uniform(53),
+    torch.float32: _uniform(24),
+    torch.float16: _uniform(11),
+    torch.bfloat16: _uniform(8),
+}
 
 
-def normal(keys: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Return standard normal numbers, by the method of Box and Muller: dtype[k, n]."""
-    out = torch.empty(len(keys), n, dtype=dtype, device=keys.device)
-    wide = dtype == torch.float64
-    return fill(out, keys, Reading(2, _wide, _same) if wide else Reading(4, _narrow, _same))
+# --- Normal numbers, by the method of Box and Muller ------------------------------
+
+_STEP, _HALF_STEP = _constant(2.0**-32), _constant(2.0**-33)
 
 
 def _narrow(words: Tensor) -> Tensor:
     """Return two numbers for each 64 bits, the halves of which are a pair: float32."""
     pairs = words.view(torch.uint32).to(torch.float32)
-    pairs = pairs.mul_(2.0**-32).add_(2.0**-33).view(-1, 2)
-    return _box_muller(*pairs.unbind(-1), out=pairs)
+    return _box_muller(pairs.mul_(_STEP).add_(_HALF_STEP))
 
 
 def _wide(words: Tensor) -> Tensor:
     """Return two numbers for each 128 bits, the halves of which are a pair: float64."""
-    high, low = words.view(torch.uint32).to(torch.float64).view(-1, 2, 2).unbind(-1)
-    pairs = high * 2.0**-32 + (low * 2.0**-64 + 2.0**-65)
-    return _box_muller(*pairs.unbind(-1), out=pairs)
+    high, low = words.view(torch.uint32).to(torch.float64).view(-1, 2).unbind(-1)
+    return _box_muller((low * _STEP).add_(_HALF_STEP).add_(high).mul_(_STEP))
 
 
-def _box_muller(u: Tensor, v: Tensor, *, out: Tensor) -> Tensor:
-    radius, angle = u.log().mul_(-2).sqrt_(), v * (2 * math.pi)
-    torch.mul(radius, angle.cos(), out=out[:, 0])
-    torch.mul(radius, angle.sin(), out=out[:, 1])
-    return out.view(-1)
+def _box_muller(pairs: Tensor) -> Tensor:
+    u, v = pairs.view(-1, 2).unbind(-1)
+    radius = u.log().mul_(_MINUS_TWO).sqrt_()
+    return torch.view_as_real(torch.polar(radius, v * _TURN)).view(-1)
+
+
+_MINUS_TWO, _TURN = _constant(-2.0), _constant(2 * math.pi)
+
+NORMAL = dict.fromkeys(UNIFORM, Reading(4, _narrow, _same))
+NORMAL[torch.float64] = Reading(2, _wide, _same)
