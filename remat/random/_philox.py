@@ -47,12 +47,12 @@ def philox(counter: Any, key: Any, lanes: int = 1) -> Any:
         Four of the same.
     """
     (a, b, c, d), (k, m) = counter, key
-    low = MASK * lanes
+    low, step, other = MASK * lanes, WEYL[0] * lanes, WEYL[1] * lanes
     for _ in range(ROUNDS):
         p, q = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
         a, b = (q >> 32) & low ^ b ^ k, q & low
         c, d = (p >> 32) & low ^ d ^ m, p & low
-        k, m = k + WEYL[0] * lanes & low, m + WEYL[1] * lanes & low
+        k, m = k + step & low, m + other & low
     return a, b, c, d
 
 
@@ -93,9 +93,8 @@ def _pattern(rows: int, count: int) -> tuple[int, int]:
 # --- Many blocks ------------------------------------------------------------------
 
 
-def _constant(number: float) -> Tensor:
-    """Return a number as operations take it at half the cost."""
-    dtype = torch.int64 if isinstance(number, int) else torch.float64
+def _constant(number: float, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return a number as operations on that dtype take it at half the cost."""
     return torch.tensor(number, dtype=dtype, device="cpu")
 
 
@@ -263,47 +262,60 @@ def _bits(width: int) -> Reading:
 BITS = {width: _bits(width) for width in (8, 16, 32)} | {64: Reading(2, _halves, _same)}
 
 
-def _uniform(precision: int) -> Reading:
-    low, step = _constant((1 << precision) - 1), _constant(2.0**-precision)
+def _uniform(precision: int, dtype: torch.dtype) -> Reading:
+    low, step = _constant((1 << precision) - 1), _constant(2.0**-precision, dtype)
     per_block, words = (2, _halves) if precision > 32 else (4, _quarters)
     return Reading(
         per_block, lambda x: words(x).bitwise_and_(low), lambda x: x.mul_(step)
     )
 
 
-# In [0, 1): multiples of 2**-precision, of the low bits.
-UNIFORM = {
-    torch.float64: _uniform(53),
-    torch.float32: _uniform(24),
-    torch.float16: _uniform(11),
-    torch.bfloat16: _uniform(8),
+# In [0, 1): multiples of 2**-precision, from the low bits.
+_PRECISION = {
+    torch.float64: 53,
+    torch.float32: 24,
+    torch.float16: 11,
+    torch.bfloat16: 8,
 }
+UNIFORM = {dtype: _uniform(bits, dtype) for dtype, bits in _PRECISION.items()}
 
 
 # --- Normal numbers, by the method of Box and Muller ------------------------------
 
-_STEP, _HALF_STEP = _constant(2.0**-32), _constant(2.0**-33)
+
+class _Normal(NamedTuple):
+    step: Tensor
+    half_step: Tensor
+    minus_two: Tensor
+    turn: Tensor
+
+    def pairs(self, pairs: Tensor) -> Tensor:
+        """Return two normal numbers for two uniform ones in (0, 1]."""
+        u, v = pairs.view(-1, 2).unbind(-1)
+        radius = u.log().mul_(self.minus_two).sqrt_()
+        return torch.polar(radius, v * self.turn).view(pairs.dtype)
+
+
+def _normal(dtype: torch.dtype) -> _Normal:
+    numbers = 2.0**-32, 2.0**-33, -2.0, 2 * math.pi
+    return _Normal(*[_constant(number, dtype) for number in numbers])
+
+
+_NARROW, _WIDE = _normal(torch.float32), _normal(torch.float64)
 
 
 def _narrow(words: Tensor) -> Tensor:
     """Return two numbers for each 64 bits, the halves of which are a pair: float32."""
-    pairs = words.view(torch.uint32).to(torch.float32)
-    return _box_muller(pairs.mul_(_STEP).add_(_HALF_STEP))
+    u = words.view(torch.uint32).to(torch.float32)
+    return _NARROW.pairs(u.mul_(_NARROW.step).add_(_NARROW.half_step))
 
 
 def _wide(words: Tensor) -> Tensor:
     """Return two numbers for each 128 bits, the halves of which are a pair: float64."""
     high, low = words.view(torch.uint32).to(torch.float64).view(-1, 2).unbind(-1)
-    return _box_muller((low * _STEP).add_(_HALF_STEP).add_(high).mul_(_STEP))
+    u = (low * _WIDE.step).add_(_WIDE.half_step).add_(high)
+    return _WIDE.pairs(u.mul_(_WIDE.step))
 
-
-def _box_muller(pairs: Tensor) -> Tensor:
-    u, v = pairs.view(-1, 2).unbind(-1)
-    radius = u.log().mul_(_MINUS_TWO).sqrt_()
-    return torch.view_as_real(torch.polar(radius, v * _TURN)).view(-1)
-
-
-_MINUS_TWO, _TURN = _constant(-2.0), _constant(2 * math.pi)
 
 NORMAL = dict.fromkeys(UNIFORM, Reading(4, _narrow, _same))
 NORMAL[torch.float64] = Reading(2, _wide, _same)
