@@ -67,7 +67,8 @@ def _deliver(
     if out is not None:
         value = make(out.device, out.dtype)
         return out.resize_(value.shape).copy_(value)
-    device = torch.get_default_device() if device is None else torch.device(device)
+    # Of a tensor: Dynamo does not trace the question for the default device.
+    device = torch.empty(()).device if device is None else torch.device(device)
     value = make(device, dtype or default or torch.get_default_dtype())
     if pin_memory:
         value = value.pin_memory()

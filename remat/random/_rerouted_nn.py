@@ -157,6 +157,9 @@ def _gumbel_softmax(
 # -- Attention ------------------------------------------------------------------------
 
 
+_torch_attention = functional.scaled_dot_product_attention
+
+
 def _attention(
     draw: Draw,
     query: Tensor,
@@ -170,7 +173,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if not dropout_p:
-        return functional.scaled_dot_product_attention(
+        return _torch_attention(
             query,
             key,
             value,
@@ -194,7 +197,7 @@ def _attention(
 
 def _causal(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
     if attn_mask is not None:
-        raise RuntimeError(
+        raise ValueError(
             "remat: scaled_dot_product_attention takes either attn_mask or "
             "is_causal=True, got both"
         )
@@ -308,7 +311,7 @@ LAYERS: dict[Any, Rule] = {
     functional.feature_alpha_dropout: _named(_ALPHA_FEATURES, _ALPHA_FEATURES_, False),
     functional.rrelu: _named_rrelu,
     functional.gumbel_softmax: _gumbel_softmax,
-    functional.scaled_dot_product_attention: _attention,
+    _torch_attention: _attention,
     functional.fractional_max_pool2d: _fractional_pool(
         functional.fractional_max_pool2d, 2
     ),
