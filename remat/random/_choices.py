@@ -9,7 +9,7 @@ from torch import Tensor
 
 from remat.random import _ops
 from remat.random._continuous import gumbel
-from remat.random._draw import Shape, consumed, draw, shape_of
+from remat.random._draw import Shape, consumed, draw, fits, shape_of
 from remat.random._key import KeyLike, data_of
 from remat.random._samplers import randint
 
@@ -129,7 +129,7 @@ def choice(
         index = permutation(key, n)[..., :count]
     else:
         index = _noisy(key, (n,), p.detach().log()).topk(count).indices
-    return _take(a, index.reshape(*index.shape[:batch], *shape), axis, batch)
+    return _take(a, index.reshape((*index.shape[:batch], *shape)), axis, batch)
 
 
 def _check_choice(n: int, count: int, replace: bool, p: Tensor | None) -> None:
@@ -196,8 +196,7 @@ def categorical(
     rows, n = tuple(logits.shape[:-1]), logits.shape[-1]
     shape = rows if shape is None else shape_of(shape)
     prefix = shape[: max(0, len(shape) - len(rows))]
-    fits = torch.broadcast_shapes(rows, shape) == shape if replace else True
-    if not fits or (not replace and (*prefix, *rows) != shape):
+    if not (fits(rows, shape) if replace else (*prefix, *rows) == shape):
         raise ValueError(
             f"remat: the shape {list(shape)} of the draws does not end in, or is not "
             f"broadcast to by, that of the rows of logits, {list(rows)}."
@@ -208,4 +207,4 @@ def categorical(
     _check_choice(n, count, replace, None)
     index = _noisy(key, (*rows, n), logits).topk(count).indices
     batch = tuple(data_of(key).shape[:-1])
-    return index.movedim(-1, len(batch)).reshape(*batch, *shape)
+    return index.movedim(-1, len(batch)).reshape((*batch, *shape))

@@ -5,6 +5,8 @@ Rejected: the logarithm of a uniform number in float16 or bfloat16, of which the
 2048 or 256. These compute in float32.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -198,7 +200,8 @@ def _between(u: Tensor, low: Tensor, high: Tensor) -> Tensor:
     # Near 1 the distribution function has no digits; near 0 it has all.
     right = low > 0
     a, b = torch.where(right, -high, low), torch.where(right, -low, high)
-    below_a, below_b = torch.special.ndtr(a), torch.special.ndtr(b)
+    # Not torch.special.ndtr, which has no digits there either.
+    below_a, below_b = (0.5 * (-math.sqrt(0.5) * x).erfc() for x in (a, b))
     p = below_a + u * (below_b - below_a)
     x = torch.special.ndtri(p.clamp(min=torch.finfo(p.dtype).tiny))
     return torch.where(right, -x, x)

@@ -6,7 +6,7 @@ number of keys.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -36,7 +36,7 @@ def draw(
 ) -> Tensor:
     """Return `op`'s numbers, `shape` of them from each key."""
     numbers = op(data, math.prod(shape), kind)
-    return numbers.reshape(*data.shape[:-1], *shape)
+    return numbers.reshape((*data.shape[:-1], *shape))
 
 
 def shape_of(shape: Shape, *parameters: Value) -> tuple[int, ...]:
@@ -48,11 +48,17 @@ def shape_of(shape: Shape, *parameters: Value) -> tuple[int, ...]:
     return (shape,) if isinstance(shape, (int, torch.SymInt)) else tuple(shape)
 
 
+def fits(shape: Sequence[int], result: Sequence[int]) -> bool:
+    """Say whether one shape broadcasts to another."""
+    pairs = zip(reversed(shape), reversed(result), strict=False)
+    return len(shape) <= len(result) and all(a in (1, b) for a, b in pairs)
+
+
 def as_parameter(name: str, value: Value, like: Tensor) -> Tensor:
     """Return a parameter as a tensor of the dtype and device of the draws `like`."""
     if not isinstance(value, Tensor):
         return torch.full((), value, dtype=like.dtype, device=like.device)
-    if torch.broadcast_shapes(value.shape, like.shape) != like.shape:
+    if not fits(value.shape, like.shape):
         raise ValueError(
             f"remat: `{name}` has shape {list(value.shape)}, which does not broadcast "
             f"to the draws' {list(like.shape)}. Pass a `shape` that it fits, or None "

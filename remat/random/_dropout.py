@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from remat._compat import current_layer, must_inline
 from remat.random import _ops
-from remat.random._draw import Value, consumed, is_number
+from remat.random._draw import Value, consumed, fits, is_number
 from remat.random._key import KeyLike, data_of
 from remat.random._samplers import check_probability
 
@@ -93,7 +93,7 @@ def _masked(x: Tensor, data: Tensor, p: float) -> Tensor:
 
 
 def _drop_tensor(x: Tensor, data: Tensor, p: Tensor) -> Tensor:
-    if torch.broadcast_shapes(p.shape, x.shape) != x.shape:
+    if not fits(p.shape, x.shape):
         raise ValueError(
             f"remat: `p` has shape {list(p.shape)}, which does not broadcast to that "
             f"of `x`, {list(x.shape)}."
