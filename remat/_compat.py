@@ -610,11 +610,11 @@ def is_unwatched(tensor: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
-        and tensor.is_cpu
-        and peek_interpreter_stack() is None
-        and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
+        and not torch._C._len_torch_dispatch_stack()
         and torch._C._get_tracing_state() is None
+        and peek_interpreter_stack() is None
+        and tensor.is_cpu
     )
 
 

@@ -268,9 +268,7 @@ def _register(schema: str, kernel: Any, shape: Any, rule: Any) -> None:
 _in_front = functools.partial(_more_keys, out_dim=0)
 _behind_num = functools.partial(_more_keys, out_dim=1)
 
-_register(
-    "split(Tensor data, SymInt num) -> Tensor", _split, _split_shape, _behind_num
-)
+_register("split(Tensor data, SymInt num) -> Tensor", _split, _split_shape, _behind_num)
 _register(
     "fold_in(Tensor data, int value) -> Tensor", _fold_in, _fold_in_shape, _in_front
 )

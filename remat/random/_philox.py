@@ -66,7 +66,7 @@ def _by_integers(keys: list[list[int]], start: int, count: int) -> Tensor:
     seed, offset = (
         _packed([key[i].to_bytes(16, "little") * count for key in keys]) for i in (0, 1)
     )
-    offset += index + start * lanes
+    offset += index + (start % 2**64) * lanes
     low = MASK * lanes
     counter = offset & low, offset >> 32 & low, 0, 0
     a, b, c, d = philox(counter, (seed & low, seed >> 32 & low), lanes)
@@ -103,9 +103,7 @@ _MULTIPLIERS = [_constant(number) for number in MULTIPLIERS]
 _WEYL = [_constant(number) for number in WEYL]
 
 
-def _by_tensors(
-    seed: Tensor, offset: Tensor, index: Tensor, scratch: Tensor
-) -> Tensor:
+def _by_tensors(seed: Tensor, offset: Tensor, index: Tensor, scratch: Tensor) -> Tensor:
     """Return the blocks at `offset + index`, padded, in the scratch: int64[:].
 
     Args:
@@ -159,16 +157,19 @@ def _chunks(
     size = min(total, many, max(few, total // 8))
     height, width = max(1, size // count), min(size, count)
     scratch = keys.new_empty(5 * _padded(height * width))
+    places = torch.arange(width, device=keys.device)
     for top in range(0, len(keys), height):
         seed, offset = keys[top : top + height].unsqueeze(1).unbind(-1)
+        offset = offset + start
         for left in range(0, count, width):
             right = min(left + width, count)
-            index = torch.arange(left, right, device=keys.device).add_(start)
+            index = places[: right - left]
             flipped = len(offset) > len(index)
             if flipped:
                 words = _by_tensors(seed.T, offset.T, index.unsqueeze(1), scratch)
             else:
                 words = _by_tensors(seed, offset, index, scratch)
+            offset = offset + width
             yield slice(top, top + height), slice(left, right), flipped, words
 
 
@@ -178,13 +179,17 @@ def _chunks(
 class Reading(NamedTuple):
     """How blocks become values.
 
-    `read` may destroy the blocks. What it returns is copied to the output, and so
-    converted; then `finish` changes that in place.
+    Attributes:
+        per_block: Values in a block.
+        read: Makes values of blocks, which it may destroy.
+        low: The bits to keep of each.
+        step: What to multiply them by, once they have the dtype of the result.
     """
 
     per_block: int
     read: Callable[[Tensor], Tensor]
-    finish: Callable[[Tensor], object]
+    low: Tensor | None = None
+    step: Tensor | None = None
 
 
 def draw(
@@ -199,31 +204,34 @@ def draw(
         reading: Which values these are.
         start: The block to begin with, as an int64.
     """
-    per_block, read, _ = reading
+    per_block = reading.per_block
     count = -(-n // per_block)
     out = torch.empty(len(keys), n, dtype=dtype, device=keys.device)
     if not out.numel():
         return out
     if keys.is_cpu and len(keys) * count <= FEW:
-        values = read(_by_integers(keys.tolist(), start, count))
-        _write(out, values, False, reading)
+        _write(out, _by_integers(keys.tolist(), start, count), False, reading)
         return out
     for rows, i, flipped, words in _chunks(keys.view(torch.int64), start, count):
         part = out[rows, i.start * per_block : i.stop * per_block]
-        _write(part, read(words), flipped, reading)
+        _write(part, words, flipped, reading)
     return out
 
 
-def _write(out: Tensor, values: Tensor, flipped: bool, reading: Reading) -> None:
+def _write(out: Tensor, words: Tensor, flipped: bool, reading: Reading) -> None:
     """Write the values of some blocks of some keys, which have padding at the end."""
     rows, n = out.shape
-    per_block, _, finish = reading
+    per_block, read, low, step = reading
     count = -(-n // per_block)
+    values = read(words)
+    if low is not None:
+        values.bitwise_and_(low)
     if flipped:
         strides = per_block, rows * per_block, 1
         values = values.as_strided((rows, count, per_block), strides).reshape(-1)
     out.copy_(values.as_strided((rows, n), (count * per_block, 1)))
-    finish(out)
+    if step is not None:
+        out.mul_(step)
 
 
 # --- Keys -------------------------------------------------------------------------
@@ -233,7 +241,7 @@ def _same(values: Tensor) -> Tensor:
     return values
 
 
-KEYS = Reading(2, _same, _same)
+KEYS = Reading(2, _same)
 
 
 def split(keys: Tensor, num: int, start: int = 0) -> Tensor:
@@ -249,25 +257,29 @@ def _quarters(words: Tensor) -> Tensor:
     return words.view(torch.int32)
 
 
+def _unsigned_quarters(words: Tensor) -> Tensor:
+    return words.view(torch.uint32)
+
+
 def _halves(words: Tensor) -> Tensor:
     """Return each two words as one, the first of them high."""
-    return words.bitwise_left_shift(_WORD).add_(words.bitwise_right_shift_(_WORD) & _LOW)
+    first = words.bitwise_left_shift(_WORD)
+    return first.add_(words.bitwise_right_shift_(_WORD).bitwise_and_(_LOW))
 
 
-def _bits(width: int) -> Reading:
-    low = _constant((1 << width) - 1)
-    return Reading(4, _quarters, lambda x: x.bitwise_and_(low))
-
-
-BITS = {width: _bits(width) for width in (8, 16, 32)} | {64: Reading(2, _halves, _same)}
+BITS = {
+    8: Reading(4, _quarters, _constant(0xFF, torch.int32)),
+    16: Reading(4, _quarters, _constant(0xFFFF, torch.int32)),
+    32: Reading(4, _unsigned_quarters),
+    64: Reading(2, _halves),
+}
 
 
 def _uniform(precision: int, dtype: torch.dtype) -> Reading:
-    low, step = _constant((1 << precision) - 1), _constant(2.0**-precision, dtype)
-    per_block, words = (2, _halves) if precision > 32 else (4, _quarters)
-    return Reading(
-        per_block, lambda x: words(x).bitwise_and_(low), lambda x: x.mul_(step)
-    )
+    low, step = (1 << precision) - 1, _constant(2.0**-precision, dtype)
+    if precision > 32:
+        return Reading(2, _halves, _constant(low), step)
+    return Reading(4, _quarters, _constant(low, torch.int32), step)
 
 
 # In [0, 1): multiples of 2**-precision, from the low bits.
@@ -317,5 +329,5 @@ def _wide(words: Tensor) -> Tensor:
     return _WIDE.pairs(u.mul_(_WIDE.step))
 
 
-NORMAL = dict.fromkeys(UNIFORM, Reading(4, _narrow, _same))
-NORMAL[torch.float64] = Reading(2, _wide, _same)
+NORMAL = dict.fromkeys(UNIFORM, Reading(4, _narrow))
+NORMAL[torch.float64] = Reading(2, _wide)
