@@ -19,11 +19,12 @@ from torch.func import (
 )
 from torch.nn import functional as F, init  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
-from remat import RandomnessError, random
+from remat import RandomnessError, random, remat
 from remat.random import fold_in, key, split
 from remat.random._bind import _COMPOSITES, _RULES, bind
-from remat.testing import count_ops
+from remat.testing import count_ops, live_bytes
 
 
 def make(*shape, dtype=torch.float32, seed=0):
@@ -611,6 +612,21 @@ def _scripted(x: torch.Tensor):
     return F.dropout(x, 0.5, True)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_draw_in_a_checkpoint_of_torchs_is_refused_unless_bound_in_it(reentrant):
+    x = make(5, 6).requires_grad_()
+
+    def checkpointed(fn):
+        return checkpoint(fn, x, use_reentrant=reentrant)
+
+    with pytest.raises(RandomnessError, match=rf"of a key bound outside.*{__file__}"):
+        bound(0, checkpointed, F.dropout)
+    bound(0, checkpointed, torch.sin)
+    drop = bind(key(0))(F.dropout)
+    checkpointed(drop).square().sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(drop(x).square().sum(), x)[0])
+
+
 # Operations that torch tags as random, have no rule, and are the guard's.
 UNKEYED = set(
     """
@@ -803,6 +819,16 @@ def test_bind_is_compiled_into_one_graph(fn, backend):
         torch.testing.assert_close(compiled(k, x), fn(k, x))
 
 
+def test_another_draw_is_refused_when_compiled():
+    torch._dynamo.reset()
+    fn = torch.compile(per_example(torch.poisson), backend="eager", fullgraph=True)
+    with Unmoved(), pytest.raises(torch._dynamo.exc.Unsupported, match="Randomness"):
+        fn(key(0), ONES)
+    fn = torch.compile(per_example(torch.poisson), backend="eager")
+    with Unmoved(), pytest.raises(RandomnessError, match="poisson"):
+        fn(key(0), ONES)
+
+
 def test_a_compiled_function_inside_draws_from_the_key():
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: F.dropout(x) * 2, backend="eager")
@@ -810,3 +836,108 @@ def test_a_compiled_function_inside_draws_from_the_key():
     assert torch.equal(bound(1, compiled, X), want)
     compiled(X)
     assert torch.equal(bound(1, compiled, X), want)
+
+
+# --- remat: the recomputation draws the same ------------------------------------------
+
+
+MLP = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8))
+MODELS = {
+    "mlp": (MLP, make(4, 8, seed=7)),
+    "transformer": (ENCODER, SEQUENCE),
+    "gru": (nn.GRU(8, 8, 2, dropout=0.5), SEQUENCE),
+}
+
+
+def inside(model, k):
+    def fn(x):
+        with bind(k):
+            return first(model(x))
+
+    return fn
+
+
+# From how to wrap a function, a model and its input, to what has gradients.
+USES = {
+    "bind outside": lambda wrap, m, x: bound(1, lambda: first(wrap(m)(x))),
+    "bind inside": lambda wrap, m, x: wrap(inside(m, key(1)))(x),
+    "a key as argument": lambda wrap, m, x: wrap(lambda k, x: inside(m, k)(x))(
+        key(1), x
+    ),
+    "bind outside and inside": lambda wrap, m, x: bound(
+        2, lambda: wrap(inside(m, key(1)))(x) * torch.rand(1)
+    ),
+    "two calls, and draws between": lambda wrap, m, x: bound(
+        1, lambda: first(wrap(m)(first(wrap(m)(x)) * torch.rand(1)))
+    ),
+    "nested": lambda wrap, m, x: bound(
+        1, lambda: wrap(lambda x: first(wrap(m)(x)) * torch.rand(1))(x)
+    ),
+}
+
+
+def grads_of(y, parameters):
+    return torch.autograd.grad(y.square().sum(), parameters, retain_graph=True)
+
+
+@pytest.mark.parametrize(("model", "x"), MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_recomputed_draws_are_those_of_the_forward(use, model, x):
+    parameters = [*model.parameters()]
+    want = use(lambda f: f, model, x)
+    with Unmoved():
+        got = use(remat, model, x)
+        grads = [grads_of(got, parameters) for _ in range(2)]
+    assert torch.equal(got, want)
+    for a, b, c in zip(*grads, grads_of(want, parameters), strict=True):
+        assert torch.equal(a, b)
+        # A model that is called twice adds up its gradients in another order.
+        torch.testing.assert_close(a, c)
+
+
+def test_the_recomputation_draws_each_number_again_and_counts_for_nobody():
+    x = make(4, 8, seed=7)
+    with bind(key(1)):
+        y = remat(MLP)(x)
+        with count_ops() as ops:
+            grads_of(y, [*MLP.parameters()])
+        after = torch.rand(3)
+    # Of the dropout, and again for its derivative.
+    assert ops["remat::uniform"] == 2
+    assert ops["tanh"] == 1
+    assert torch.equal(after, random.uniform(fold_in(key(1), 1), (3,)))
+
+
+def test_two_calls_in_one_block_draw_different_masks():
+    x = torch.ones(64)
+    with bind(key(1)):
+        a, b = (remat(F.dropout)(x) for _ in range(2))
+    assert not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize(("model", "x"), [*MODELS.values()][:2], ids=[*MODELS][:2])
+def test_under_torch_func_recomputed_draws_are_those_of_the_forward(outside, model, x):
+    params = dict(model.named_parameters())
+
+    def results(wrap):
+        def fn(p, x):
+            return functional_call(model, p, (x,))
+
+        def loss(p, k, x):
+            if outside:
+                return bind(k)(wrap(fn))(p, x).square().sum()
+            return wrap(lambda p, k, x: bind(k)(fn)(p, x))(p, k, x).square().sum()
+
+        xs = torch.stack([x, x + 1, x - 1])
+        one = grad(loss)(params, KEYS[0], x)
+        return flat([one, vmap(grad(loss), (None, 0, 0))(params, KEYS, xs)])
+
+    for a, b in zip(results(remat), results(lambda f: f), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_no_mask_is_held_for_the_backward():
+    x = make(1000, 100).requires_grad_()
+    assert live_bytes(lambda: F.dropout(x)) - x.nbytes >= x.numel()
+    assert live_bytes(lambda: bound(0, F.dropout, x)) - x.nbytes < 1000

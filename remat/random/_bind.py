@@ -10,18 +10,22 @@ Rejected: seeding a generator from the key and putting it in the place of the gl
 one. That has no vmap, and gives other numbers on each device.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import FunctionType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, overrides
 from torch.nn import functional, init
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from typing_extensions import override
 
+from remat._code import user_line
 from remat._draws import Guard
+from remat._errors import RandomnessError
 from remat.random._key import Key, KeyLike, data_of, fold_in
 from remat.random._rerouted import DRAWS, Draw, Rule
 from remat.random._rerouted_nn import LAYERS
@@ -87,15 +91,19 @@ class Bound(TorchFunctionMode):
     Attributes:
         key: what all draws are folded in from.
         count: how many there were. The i-th draws from `fold_in(key, i)`.
+        depth: how many of torch's checkpoints the block itself is in.
     """
 
     def __init__(self, key: Key) -> None:
         super().__init__()
         self.key = key
         self.count = 0
+        self.depth = _checkpoints()
 
     def draw(self) -> Key:
         """Return the key of the next draw."""
+        if _checkpoints() > self.depth:
+            raise RandomnessError(_CHECKPOINTED.format(where=user_line()))
         i = self.count
         self.count += 1
         return fold_in(self.key, i)
@@ -115,9 +123,37 @@ class Bound(TorchFunctionMode):
                 return body(*args, **kwargs)
         rule = _RULES.get(func)
         if rule is None or _has_generator(args, kwargs):
+            if torch.compiler.is_compiling():
+                _refuse_in_graph(func, kwargs)
             return func(*args, **kwargs)
         kwargs.pop("generator", None)
         return rule(self.draw, *args, **kwargs)
+
+
+# Public functions that draw and have no rule, for where there is no guard.
+_UNKEYED = ("binomial", "poisson", "_sample_dirichlet", "_standard_gamma")
+
+
+def _refuse_in_graph(func: Any, kwargs: dict[str, Any]) -> None:
+    name = getattr(func, "__name__", "")
+    if name in _UNKEYED and kwargs.get("generator") is None:
+        raise RandomnessError(_REFUSED.format(op=name, where="a compiled function"))
+
+
+_CHECKPOINT_FILE = checkpoint.__file__
+
+
+def _checkpoints() -> int:
+    """Return how many calls of torch.utils.checkpoint this is within."""
+    if torch.compiler.is_compiling():
+        return 0
+    depth = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        depth += code.co_name == "checkpoint" and code.co_filename == _CHECKPOINT_FILE
+        frame = frame.f_back
+    return depth
 
 
 def _has_generator(args: Any, kwargs: Any) -> bool:
@@ -126,6 +162,11 @@ def _has_generator(args: Any, kwargs: Any) -> bool:
     )
 
 
+_CHECKPOINTED = (
+    "remat: a draw in torch.utils.checkpoint, of a key bound outside of it: {where}\n"
+    "Its recomputation would draw something else. Use remat.remat in its place, or\n"
+    "bind inside of the checkpointed function."
+)
 _REFUSED = (
     "remat: {op} drew from a global stream inside remat.random.bind, which has no\n"
     "keyed version of it: {where}\n"
@@ -158,17 +199,18 @@ def bind(key: KeyLike) -> Iterator[None]:
     function that is mapped: each example draws its own numbers, with any
     ``randomness``. Examples that share a key share the draws. A tensor that is the same
     for all examples cannot be filled in place with numbers that are not; torch says so.
-    Under ``torch.compile`` the calls are traced by the same rules, without a refusal.
+    ``torch.compile`` traces the calls by the same rules, into one graph.
 
-    Recompute with :func:`remat.remat` inside: ``torch.utils.checkpoint`` would draw
-    anew in the backward.
+    What :func:`remat.remat` recomputes draws the same again. ``torch.utils.checkpoint``
+    would not: a draw in one is refused, unless the block is within it too.
 
     Args:
         key: one key, or its data. It may be batched by vmap.
 
     Raises:
-        RandomnessError: in the block, where something else drew. It names the operation
-            and the line, and the global stream is as it was.
+        RandomnessError: in the block, where something drew that is not keyed, or in a
+            checkpoint of torch's. It names the operation and the line, and the global
+            stream is as it was.
         ValueError: ``key`` is an array of keys.
 
     Example:
