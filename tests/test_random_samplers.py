@@ -10,11 +10,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import random
 from remat.random import _ops
+from remat.random._draw import below, number_below, rounded
 from remat.testing import assert_same
 
 
 K = random.key(42)
 KEYS = random.split(K, (2, 3))
+D = torch.float64
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 ROW = torch.tensor([0.5, 1.0, 2.0, 4.0])
 PROBABILITIES = torch.tensor([0.1, 0.0, 0.5, 0.4])
@@ -405,6 +407,19 @@ def test_uniform_is_torchs_but_for_the_bound(dtype, low, high):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bounds_are_rounded_as_tensors_are_and_the_value_below_is_the_next(dtype):
+    u, w = random.uniform(K, (2, 2000), D, -5.0, 5.0)
+    powers = torch.tensor([s * 2.0**e for s in (1, -1) for e in range(-24, 16)])
+    small = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 2.0**-126, -(2.0**-126), 3e-39])
+    numbers = torch.cat([u * 10 ** w.clamp(max=3), powers, small]).to(D)
+    values = numbers.to(dtype)
+    want = torch.nextafter(values, torch.tensor(-math.inf, dtype=dtype))
+    assert [rounded(x, dtype) for x in numbers.tolist()] == values.tolist()
+    assert [number_below(x, dtype) for x in values.tolist()] == want.tolist()
+    assert_same(below(values), want)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_uniform_is_torchs_where_torch_has_kernels(dtype):
     theirs = pytest.importorskip("torch.func._random")
     try:
@@ -629,7 +644,6 @@ def test_draws_of_neighbouring_keys_are_not_correlated():
 
 # --- Derivatives -------------------------------------------------------------------
 
-D = torch.float64
 POINT = [torch.tensor([0.3, -0.4], dtype=D), torch.tensor([1.5, 2.5], dtype=D)]
 REPARAMETRIZED = {
     "uniform": lambda k, a, b: random.uniform(k, (3, 2), D, a, b),

@@ -1,5 +1,6 @@
 """Random numbers as functions of a key, as in `jax.random`."""
 
+from remat.random._bind import bind as bind
 from remat.random._choices import (
     categorical as categorical,
     choice as choice,

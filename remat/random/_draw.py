@@ -112,3 +112,30 @@ def below(t: Tensor) -> Tensor:
     down = torch.where(bits == 0, torch.iinfo(bits.dtype).min + 1, down)
     # Exact; and integers carry no derivative, so that of the step is none.
     return t - (bits.view(t.dtype) - down.view(t.dtype))
+
+
+# Binary digits, and the exponent of the least normal number as frexp gives it.
+_FORMATS = {
+    torch.float16: (11, -13),
+    torch.bfloat16: (8, -125),
+    torch.float32: (24, -125),
+    torch.float64: (53, -1021),
+}
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """Return the value that torch rounds a number to, ten times as fast as a tensor."""
+    if dtype.itemsize == 2:
+        number = rounded(number, torch.float32)
+    digits, least = _FORMATS[dtype]
+    unit = max(math.frexp(number)[1], least) - digits
+    return math.ldexp(round(math.ldexp(number, -unit)), unit)
+
+
+def number_below(value: float, dtype: torch.dtype) -> float:
+    """Return the largest value of a dtype below another one of it."""
+    digits, least = _FORMATS[dtype]
+    fraction, exponent = math.frexp(value)
+    # Below a power of two, values are twice as dense.
+    exponent = max(exponent - (fraction == 0.5), least) if value else least
+    return value - math.ldexp(1.0, exponent - digits)

@@ -21,6 +21,8 @@ from remat.random._draw import (
     float_dtype,
     is_number,
     moved,
+    number_below,
+    rounded,
     shape_of,
     wide,
 )
@@ -66,11 +68,9 @@ def uniform(
     """
     dtype = float_dtype(dtype)
     shape = shape_of(shape, minval, maxval)
-    if not isinstance(minval, Tensor) and not isinstance(maxval, Tensor):
-        _check_bounds(minval, maxval, dtype)
+    if isinstance(minval, (int, float)) and isinstance(maxval, (int, float)):
+        return _uniform_between(key, shape, dtype, minval, maxval)
     u = draw(_ops.uniform, consumed(key), shape, dtype)
-    if is_number(minval, 0) and is_number(maxval, 1):
-        return u
     low = as_parameter("minval", minval, u)
     high = as_parameter("maxval", maxval, u)
     to = wide(dtype)
@@ -78,12 +78,21 @@ def uniform(
     return torch.where(out >= high, torch.maximum(below(high), low), out)
 
 
-def _check_bounds(low: float, high: float, dtype: torch.dtype) -> None:
-    if not 0 <= high - low <= torch.finfo(dtype).max:
+def _uniform_between(
+    key: KeyLike, shape: tuple[int, ...], dtype: torch.dtype, low: float, high: float
+) -> Tensor:
+    most = torch.finfo(dtype).max
+    if not (0 <= high - low <= most and abs(low) <= most and abs(high) <= most):
         raise ValueError(
             f"remat: expected minval <= maxval at a finite distance in {dtype}, got "
             f"{low} and {high}."
         )
+    u = draw(_ops.uniform, consumed(key), shape, dtype)
+    if (low, high) == (0, 1):
+        return u
+    low, high = rounded(low, dtype), rounded(high, dtype)
+    out = u.to(wide(dtype)).mul_(rounded(high - low, dtype)).add_(low)
+    return out.to(dtype).clamp_(max=max(low, number_below(high, dtype)))
 
 
 def normal(
@@ -298,6 +307,8 @@ def _check_range(low: int, high: int, dtype: torch.dtype) -> None:
 
 def _modulo(words: Tensor, span: int | Tensor) -> Tensor:
     """Return 64 bits, taken as unsigned, modulo a positive integer below 2**63."""
+    if isinstance(span, int) and span <= 2**62:
+        return (words % span + (words < 0) * (2**64 % span)) % span
     half = ((words >> 1) & (2**63 - 1)) % span
     # Twice that, but never as much as 2**63.
     twice = torch.where(half >= span - half, half - (span - half), half + half)
