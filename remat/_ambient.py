@@ -10,27 +10,23 @@ function may draw on any. And an option to leave a stream as it is: a recomputat
 draws another mask than the forward gives wrong gradients, so nobody could use it.
 """
 
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from ctypes import string_at
 from typing import Any
 
 import torch
 
-from remat import _settings
-from remat._compat import default_generators, is_autocast_active
-from remat._streams import Stream, host_streams
+from remat._compat import (
+    device_generators,
+    is_autocast_active,
+    read_settings,
+    write_settings,
+)
+from remat._streams import Stream, global_streams
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
-
-
-def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # Past the dispatcher: a tenth of the cost of torch.equal, unseen by modes and
-    # transforms.
-    n = len(a)
-    return string_at(a.data_ptr(), n) != string_at(b.data_ptr(), n)
 
 
 def _autocast() -> dict[str, Any]:
@@ -48,31 +44,7 @@ def _autocast() -> dict[str, Any]:
 _OFF: dict[str, Any] = {}
 
 
-class _Phase(threading.local):
-    depth = 0
-
-
-_phase = _Phase()
-
-
-def is_recomputing() -> bool:
-    """Say whether this thread is running a function again for its backward."""
-    return _phase.depth > 0
-
-
-class _Recomputing:
-    """Marks the phase, and changes nothing else."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        _phase.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        _phase.depth -= 1
-
-
-_RECOMPUTING = _Recomputing()
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Ambient:
@@ -83,7 +55,7 @@ class Ambient:
         shared: other streams that the function can reach.
     """
 
-    __slots__ = ("_autocast", "_before", "_moved", "_plain", "_settings")
+    __slots__ = ("_autocast", "_before", "_global", "_moved", "_plain", "_settings")
 
     def __init__(
         self,
@@ -91,24 +63,21 @@ class Ambient:
         shared: Sequence[Stream] = (),
     ) -> None:
         self._autocast = _autocast()
-        self._settings = _settings.read()
-        streams = default_generators()
-        streams += generators
-        self._before = (
-            [(g, g.get_state()) for g in streams],
-            [(s, s.read()) for s in (*host_streams(), *shared)],
-        )
+        self._settings = read_settings()
+        self._global = streams = global_streams()
+        others = (*device_generators(), *generators, *shared)
+        self._before = streams.read(), [(s, _read(s)) for s in others]
 
     def forward_done(self) -> None:
         """Keep only the streams that moved since."""
         before, others = self._before
         del self._before
         moved: list[tuple[Any, Any]] = []
-        for g, old in before:
-            if _differ(old, g.get_state()):
-                moved.append((g, old))
+        if before != (now := self._global.read()):
+            each = zip(self._global.streams, before, now, strict=True)
+            moved += [(s, old) for s, old, new in each if old != new]
         for s, old in others:
-            if old != s.read():
+            if _differ(old, _read(s)):
                 moved.append((s, old))
         self._moved = moved
         if self._autocast:
@@ -119,8 +88,8 @@ class Ambient:
     @property
     def drew_globally(self) -> list[str]:
         """The global streams that moved, by device type or name."""
-        streams = {id(s) for s in (*default_generators(), *host_streams())}
-        moved = [s for s, _ in self._moved if id(s) in streams]
+        ours = {id(s) for s in (*device_generators(), *self._global.streams)}
+        moved = [s for s, _ in self._moved if id(s) in ours]
         return sorted(s.name if isinstance(s, Stream) else s.device.type for s in moved)
 
     def private(self, generators: Sequence[torch.Generator]) -> list[torch.Generator]:
@@ -141,17 +110,16 @@ class Ambient:
         Args:
             private: generators that the body has clones of, and so does not move.
         """
-        unchanged = self._settings == _settings.read()
+        unchanged = self._settings == read_settings()
         if unchanged and self._plain and not is_autocast_active():
-            return _RECOMPUTING
+            return _NOTHING
         return self._restored({id(g) for g in private}, unchanged=unchanged)
 
     @contextmanager
     def _restored(self, private: set[int], *, unchanged: bool) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(_RECOMPUTING)
             if not unchanged:
-                stack.enter_context(_settings.settings(self._settings))
+                stack.enter_context(_under(self._settings))
             self._enter_autocast(stack)
             moved = [(s, state) for s, state in self._moved if id(s) not in private]
             stack.enter_context(_set(moved))
@@ -170,6 +138,16 @@ class Ambient:
 
 
 @contextmanager
+def _under(settings: tuple[Any, ...]) -> Iterator[None]:
+    now = read_settings()
+    write_settings(settings)
+    try:
+        yield
+    finally:
+        write_settings(now)
+
+
+@contextmanager
 def _set(states: list[tuple[Any, Any]]) -> Iterator[None]:
     now = [(s, _read(s)) for s, _ in states]
     try:
@@ -179,6 +157,14 @@ def _set(states: list[tuple[Any, Any]]) -> Iterator[None]:
     finally:
         for s, state in now:
             _write(s, state)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor):
+        return a != b
+    # Past the dispatcher: unseen by modes and transforms.
+    n = a.numel()
+    return string_at(a.data_ptr(), n) != string_at(b.data_ptr(), n)
 
 
 def _read(stream: Any) -> Any:

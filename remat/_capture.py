@@ -34,6 +34,7 @@ from torch.nn.parameter import is_lazy
 
 from remat import _tree
 from remat._code import global_names, is_library, is_trusted
+from remat._compat import default_generators
 from remat._errors import CaptureError
 from remat._rebuild import (
     Composite,
@@ -190,8 +191,10 @@ class Search:
             self._found.buffers[index] = registered
         return TensorNode(index)
 
-    def _generator(self, value: torch.Generator, path: Path) -> Node:
+    def _generator(self, value: torch.Generator, path: Path) -> Node | None:
         del path  # generators are not named in messages
+        if any(value is g for g in default_generators()):
+            return None
         generators = self._found.generators
         index = next((i for i, g in enumerate(generators) if g is value), None)
         if index is None:

@@ -9,6 +9,7 @@ differently there, so a recomputation would be another function.
 import contextlib
 import gc
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -186,13 +187,16 @@ class Primal(Program):
                     raise CaptureError(_OPAQUE.format(label=self._label, kind=kind))
             return outs
         try:
-            with self._as_before(leaves):
-                fresh = self._fresh_buffers(leaves)
-                result = self._call(fresh, self._private(), first=False)
-            return self._out.split_again(result, fresh)
+            return self._recompute(self._out, leaves)
         except Exception as error:
             error.add_note(f"remat: raised while recomputing {self._label}.")
             raise
+
+    def _recompute(self, out: Out, leaves: Sequence[Tensor]) -> Outputs:
+        with self._as_before(leaves):
+            fresh = self._fresh_buffers(leaves)
+            result = self._call(fresh, self._private(), first=False)
+        return out.split_again(result, fresh)
 
     def _call(
         self,
@@ -422,6 +426,17 @@ class Primal(Program):
         if root is None:
             return text.lstrip(".")
         return argument_name(self._fn, self._treedef, root) + text
+
+
+def is_recomputing() -> bool:
+    """Say, by the stack, whether this thread runs a function again for a backward."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not _RECOMPUTE:
+        frame = frame.f_back
+    return frame is not None
+
+
+_RECOMPUTE = Primal._recompute.__code__
 
 
 def _is_same(a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -1,14 +1,14 @@
-"""Random streams other than torch's: Python's `random` and NumPy's.
+"""Random streams: which there are, and how each is read and set.
 
-The global ones are read before and after every forward, so reading must cost next to
-nothing: their words are copied out of memory, once a look at an object of known state
-has shown where they are. `random.getstate()` costs fifty times as much, NumPy's a
-hundred times.
+The global ones of torch's CPU, of Python and of NumPy are Mersenne Twisters. They are
+read before and after every forward, so reading must cost next to nothing: their words
+are copied out of memory, once a look at objects of known state has shown where they
+are. `get_state()` costs ten times as much, `random.getstate()` fifty times.
 
 Invariant: two readings are equal exactly if nothing was drawn between them, and writing
 one goes through the public interface of the stream.
-Rejected: reading on the first call of a function only. What draws later, in training
-mode say, would be replayed wrongly.
+Rejected: reading Python's and NumPy's on the first call of a function only. What draws
+later, in training mode say, would be replayed wrongly.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import pickle
 import random
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,13 +38,71 @@ class Stream(NamedTuple):
     write: Callable[[Any], None]
 
 
-# Mersenne Twister: 624 words of 32 bits and a position among them.
-_WORDS = 624
+_WORDS = 624  # of 32 bits, besides a position among them: a Mersenne Twister
 _HEADER: int = object.__basicsize__
 
 
 def _memory(address: int, size: int) -> Any:
     return (ctypes.c_char * size).from_address(address)
+
+
+# --- torch's CPU ---
+
+# Seed, words left, whether seeded, next word, words, and the second of two normal
+# numbers, single and double: as held, and as `get_state()` gives them.
+_TORCH_HELD = struct.Struct(f"=Qi?3xI{_WORDS}I4xf?3xd?7x")
+_TORCH_GIVEN = struct.Struct(f"=QiiQ{_WORDS}QdddiI4sI")
+_TORCH_OFFSET = 20  # of the words in what is held
+
+
+def _torch_memory(generator: Any) -> Any:
+    """Return the memory in which torch keeps a CPU generator, if it is there."""
+    probe: Any = torch.Generator().manual_seed(2**40 + 7)
+    given = _state_bytes(probe)
+    if len(given) != _TORCH_GIVEN.size:
+        return None
+    words = struct.pack("=2I", *_TORCH_GIVEN.unpack(given)[4:6])
+    at = _memory(probe._cdata, 256).raw.find(words) - _TORCH_OFFSET
+    if at < 0:
+        return None
+    memory = _memory(probe._cdata + at, _TORCH_HELD.size)
+    for dtype in (None, torch.float64, torch.float32, torch.float64):
+        if dtype is not None:
+            torch.empty(1, dtype=dtype).normal_(generator=probe)
+        if _torch_state(memory.raw) != _state_bytes(probe):
+            return None
+    return _memory(generator._cdata + at, _TORCH_HELD.size)
+
+
+def _state_bytes(generator: torch.Generator) -> bytes:
+    state = generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _torch_state(raw: bytes) -> bytes:
+    seed, left, seeded, following, *rest = _TORCH_HELD.unpack(raw)
+    words, (single, is_single, double, is_double) = rest[:_WORDS], rest[_WORDS:]
+    return _TORCH_GIVEN.pack(
+        *(seed, left, seeded, following, *words, 0.0),
+        *(double if is_double else 0.0, 0.0, is_double, 0),
+        *(struct.pack("=f", single if is_single else 0.0), is_single),
+    )
+
+
+def _torch_global() -> tuple[Stream, Any]:
+    generator = torch.default_generator
+    memory = _torch_memory(generator)
+    if memory is None:
+        return Stream("cpu", *_torch_access(generator)), None
+
+    def write(state: bytes) -> None:
+        _set_state(generator, _torch_state(state))
+
+    return Stream("cpu", lambda: memory.raw, write), memory
+
+
+def _set_state(generator: torch.Generator, state: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 # --- Python's ---
@@ -64,21 +122,19 @@ def _python_state(raw: bytes, gauss: float | None) -> tuple[Any, ...]:
     return (3, (*words, position), gauss)
 
 
-def _python_global() -> Stream:
+def _python_global() -> tuple[Stream, Any]:
     owner: Any = random.random
     owner = owner.__self__
     memory = _python_memory(random.Random(0))
+    name = "Python's random"
     if memory is None:
-        return Stream("Python's random", random.getstate, random.setstate)
+        return Stream(name, random.getstate, random.setstate), None
     memory = _memory(id(owner) + _HEADER, len(memory))
-
-    def read() -> tuple[bytes, float | None]:
-        return memory.raw, owner.gauss_next
 
     def write(state: tuple[bytes, float | None]) -> None:
         random.setstate(_python_state(*state))
 
-    return Stream("Python's random", read, write)
+    return Stream(name, lambda: (memory.raw, owner.gauss_next), write), memory
 
 
 # --- NumPy's ---
@@ -86,29 +142,19 @@ def _python_global() -> Stream:
 _GAUSS = struct.Struct("id")  # whether there is a second normal number, and which
 
 
-def _numpy_global(numpy_random: Any) -> Stream:
+def _numpy_global(numpy_random: Any) -> tuple[Any, Any]:
+    name = "numpy.random"
     owner = numpy_random.random_sample.__self__
-
-    def read_slowly() -> bytes:
-        return pickle.dumps(numpy_random.get_state(legacy=False))
-
-    def write_slowly(state: bytes) -> None:
-        numpy_random.set_state(pickle.loads(state))
-
     bits = numpy_random.get_bit_generator()
-    gauss = _gauss_offset(numpy_random)
-    words = _numpy_memory(bits)
-    if words is None or gauss is None:
-        return Stream("numpy.random", read_slowly, write_slowly)
-    second = _memory(id(owner) + gauss, _GAUSS.size)
-
-    def read() -> tuple[bytes, bytes]:
-        return words.raw, second.raw
+    words, offset = _numpy_memory(bits), _gauss_offset(numpy_random)
+    if words is None or offset is None:
+        return _numpy_stream(owner, name), None
+    gauss = _memory(id(owner) + offset, _GAUSS.size)
 
     def write(state: tuple[bytes, bytes]) -> None:
         numpy_random.set_state(_numpy_state(bits, *state))
 
-    return Stream("numpy.random", read, write)
+    return Stream(name, lambda: (words.raw, gauss.raw), write), (words, gauss)
 
 
 def _numpy_memory(bits: Any) -> Any:
@@ -142,20 +188,60 @@ def _numpy_state(bits: Any, raw: bytes, gauss: bytes) -> dict[str, Any]:
 
 # --- Which there are ---
 
-_PYTHON = _python_global()
-_numpy: tuple[Any, Stream] | None = None
+
+class GlobalStreams(NamedTuple):
+    """The global streams of torch's CPU, of Python and, once it is imported, of NumPy.
+
+    Attributes:
+        read: returns the states of all, to be compared by `==`.
+        streams: each of them; to each belongs one of the states.
+        bits: NumPy's generator, which the user may exchange.
+    """
+
+    read: Callable[[], Sequence[Any]]
+    streams: Sequence[Stream]
+    bits: Any
 
 
-def host_streams() -> list[Stream]:
-    """Return the global streams of Python and, once it is imported, NumPy."""
-    global _numpy
+def _find_global(numpy_random: Any) -> GlobalStreams:
+    found = [_torch_global(), _python_global()]
+    bits = None
+    if numpy_random is not None:
+        bits = numpy_random.get_bit_generator()
+        found.append(_numpy_global(numpy_random))
+    streams = [stream for stream, _ in found]
+    read = _reader([memory for _, memory in found])
+    return GlobalStreams(read or (lambda: [s.read() for s in streams]), streams, bits)
+
+
+def _reader(memories: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
+    """Return the quickest way to read all of them, if all of them are in memory."""
+    if None in memories:
+        return None
+    mt, python, *rest = memories
+    owner: Any = random.random
+    owner = owner.__self__
+    if not rest:
+        return lambda: (mt.raw, (python.raw, owner.gauss_next))
+    words, gauss = rest[0]
+    return lambda: (
+        mt.raw,
+        (python.raw, owner.gauss_next),
+        (words.raw, gauss.raw),
+    )
+
+
+_global: GlobalStreams | None = None
+
+
+def global_streams() -> GlobalStreams:
+    """Return the global streams of the host."""
+    global _global
     numpy_random: Any = sys.modules.get("numpy.random")
-    if numpy_random is None:
-        return [_PYTHON]
-    bits = numpy_random.get_bit_generator()
-    if _numpy is None or _numpy[0] is not bits:
-        _numpy = (bits, _numpy_global(numpy_random))
-    return [_PYTHON, _numpy[1]]
+    bits = None if numpy_random is None else numpy_random.get_bit_generator()
+    if _global is None or _global.bits is not bits:
+        _global = _find_global(numpy_random)
+    return _global
 
 
 def stream_of(value: Any) -> Stream | None:
@@ -170,14 +256,7 @@ def stream_of(value: Any) -> Stream | None:
 
 
 def _torch_access(value: torch.Generator) -> tuple[Callable[[], Any], Any]:
-    def read() -> bytes:
-        state = value.get_state()
-        return ctypes.string_at(state.data_ptr(), len(state))
-
-    def write(state: bytes) -> None:
-        value.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-    return read, write
+    return functools.partial(_state_bytes, value), functools.partial(_set_state, value)
 
 
 def _python_stream(value: random.Random) -> Stream | None:
@@ -187,15 +266,22 @@ def _python_stream(value: random.Random) -> Stream | None:
     return None
 
 
-def _numpy_stream(value: Any) -> Stream | None:
+def _numpy_stream(value: Any, name: str | None = None) -> Stream | None:
+    """Access a RandomState, a Generator or a bit generator."""
+    name = name or f"a numpy.random.{type(value).__name__}"
     owner = getattr(value, "bit_generator", value)
-    if hasattr(owner, "set_state"):
-        get, put = functools.partial(owner.get_state, legacy=False), owner.set_state
-    elif hasattr(owner, "state"):
-        get = functools.partial(getattr, owner, "state")
-        put = functools.partial(setattr, owner, "state")
-    else:
+    legacy = hasattr(owner, "set_state")
+    if not (legacy or hasattr(owner, "state")):
         return None
-    name = f"a numpy.random.{type(value).__name__}"
-    # States hold arrays, which do not compare.
-    return Stream(name, lambda: pickle.dumps(get()), lambda s: put(pickle.loads(s)))
+
+    # As bytes: the states hold arrays, which do not compare.
+    def read() -> bytes:
+        return pickle.dumps(owner.get_state(legacy=False) if legacy else owner.state)
+
+    def write(state: bytes) -> None:
+        if legacy:
+            owner.set_state(pickle.loads(state))
+        else:
+            owner.state = pickle.loads(state)
+
+    return Stream(name, read, write)

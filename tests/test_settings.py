@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import _settings, remat
+from remat import remat
+from remat._compat import read_settings
 from remat.testing import assert_same, count_ops
 
 
@@ -118,7 +119,7 @@ def test_a_setting_is_that_of_the_forward(change, read, when):
     with change() if when == "forward" else contextlib.nullcontext():
         at_forward = read()
         y = remat(fn)(x)
-    before = _settings.read()
+    before = read_settings()
     with change() if when == "backward" else contextlib.nullcontext():
         at_backward = read()
         y.sum().backward()
@@ -126,7 +127,7 @@ def test_a_setting_is_that_of_the_forward(change, read, when):
     assert at_forward != at_backward
     assert seen == [at_forward, at_forward]
     assert read() == ordinary
-    assert _settings.read() == before
+    assert read_settings() == before
 
 
 @settings
@@ -160,10 +161,10 @@ def test_a_failed_recomputation_leaves_the_setting_alone(change, read):
 
     with change():
         y = remat(fn)(x)
-    ordinary = _settings.read()
+    ordinary = read_settings()
     with pytest.raises(ValueError, match="the second time"):
         y.sum().backward()
-    assert _settings.read() == ordinary
+    assert read_settings() == ordinary
     del read
 
 

@@ -24,8 +24,14 @@ def leaf(n=64):
 # --- Python's and NumPy's global streams ------------------------------------------
 
 
-def both_states():
-    return random.getstate(), np.random.get_state(legacy=False)
+def states():
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+
+
+def set_states(states):
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
 
 
 def draw_python(x):
@@ -43,7 +49,7 @@ HOST = {
     "numpy permutation": lambda x: x.sin() * torch.tensor(np.random.permutation(64)),
     "second normal of a pair": lambda x: x.sin() * np.random.randn(),
     "second gauss of a pair": lambda x: x.sin() * random.gauss(0, 1),
-    "both": lambda x: draw_python(x) * np.random.randn(),
+    "all": lambda x: draw_python(x) * np.random.randn() * torch.randn(()),
 }
 host = pytest.mark.parametrize("fn", HOST.values(), ids=HOST.keys())
 
@@ -51,23 +57,21 @@ host = pytest.mark.parametrize("fn", HOST.values(), ids=HOST.keys())
 @pytest.fixture(autouse=True)
 def seeded():
     """Leave half of a pair of normal numbers to be drawn."""
-    before = both_states()
+    before = states()
     random.seed(3)
     random.gauss(0, 1)
     np.random.seed(4)
     np.random.randn()
     yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])
+    set_states(before)
 
 
 def again(call):
     """Return what `call` gives, and the states after it, from the states now."""
-    before = both_states()
+    before = states()
     result = call()
-    after = both_states()
-    random.setstate(before[0])
-    np.random.set_state(before[1])
+    after = states()
+    set_states(before)
     return result, after
 
 
@@ -75,6 +79,7 @@ def assert_same_states(got, want):
     assert got[0] == want[0]
     assert repr(got[1]) == repr(want[1])
     assert (got[1]["state"]["key"] == want[1]["state"]["key"]).all()
+    assert_same(got[2], want[2])
 
 
 @host
@@ -95,11 +100,11 @@ def test_draws_between_forward_and_backward_do_not_matter(fn):
     y = remat(fn)(x)
     random.random()
     np.random.rand()
-    before = both_states()
+    before = states()
     with count_ops() as ops:
         assert_same(torch.autograd.grad(y.sum(), x)[0], want)
     assert ops["sin"] == 1
-    assert_same_states(both_states(), before)
+    assert_same_states(states(), before)
 
 
 @host
@@ -135,9 +140,9 @@ def test_a_function_that_draws_only_later_is_replayed_then():
 
 @pytest.mark.parametrize("index", [0, 1], ids=["python", "numpy"])
 def test_a_reading_is_the_state_and_cheap(index):
-    stream = _streams.host_streams()[index]
+    stream = _streams.global_streams().streams[1 + index]
     assert isinstance(stream.read()[0], bytes), "read out of memory"
-    state, want = stream.read(), both_states()[index]
+    state, want = stream.read(), states()[index]
     draws = [
         (random.random, random.gauss),
         (np.random.rand, np.random.randn, np.random.randn),
@@ -148,16 +153,15 @@ def test_a_reading_is_the_state_and_cheap(index):
         draw()
         assert stream.read() != before
     stream.write(state)
-    assert repr(both_states()[index]) == repr(want)
+    assert repr(states()[index]) == repr(want)
 
 
 def test_streams_whose_memory_is_not_as_expected_are_replayed_all_the_same(monkeypatch):
-    monkeypatch.setattr(_streams, "_python_memory", lambda _: None)
-    monkeypatch.setattr(_streams, "_numpy_memory", lambda _: None)
-    slow = [_streams._python_global(), _streams._numpy_global(np.random)]
-    monkeypatch.setattr("remat._ambient.host_streams", lambda: slow)
+    for name in "_torch_memory", "_python_memory", "_numpy_memory":
+        monkeypatch.setattr(_streams, name, lambda _: None)
+    monkeypatch.setattr(_streams, "_global", None)
     x = leaf()
-    fn = HOST["both"]
+    fn = HOST["all"]
     (want,), state = again(lambda: torch.autograd.grad(fn(x).sum(), x))
     with count_ops() as ops:
         (got,), ours = again(lambda: torch.autograd.grad(remat(fn)(x).sum(), x))
@@ -169,6 +173,7 @@ def test_streams_whose_memory_is_not_as_expected_are_replayed_all_the_same(monke
 def test_another_layout_in_memory_is_noticed(monkeypatch):
     zeros = types.SimpleNamespace(raw=bytes(4 * 625))
     monkeypatch.setattr(_streams, "_memory", lambda _address, _size: zeros)
+    assert _streams._torch_memory(torch.default_generator) is None
     assert _streams._python_memory(random.Random(0)) is None
     assert _streams._numpy_memory(np.random.MT19937(0)) is None
     assert _streams._gauss_offset(np.random) is None
