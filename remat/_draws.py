@@ -6,6 +6,7 @@ nothing without dropout; and an operation may have been passed a generator. Nor 
 tags say all: an operation that someone registered may call a random one.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class Guard(TorchDispatchMode):
 _TAGGED = ("aten", "prims", "prim", "remat")
 
 
+@functools.cache
 def _may_draw(func: Any) -> bool:
     if not isinstance(func, OpOverload) or func.namespace not in _TAGGED:
         return True

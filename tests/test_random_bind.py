@@ -492,6 +492,16 @@ def test_attention_that_happens_to_drop_nothing_is_torchs(how, dtype):
     torch.testing.assert_close(*grads)
 
 
+def test_attention_is_autocast_as_torchs():
+    def attend(p):
+        return F.scaled_dot_product_attention(Q, Q, Q, MASK, dropout_p=p)
+
+    with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+        got, want = bound(0, attend, 1e-9), attend(0.0)
+    assert got.dtype is want.dtype is torch.bfloat16
+    torch.testing.assert_close(got, want)
+
+
 def test_attention_with_a_mask_and_causal_is_refused():
     with pytest.raises(ValueError, match=r"either attn_mask or is_causal"):
         bound(
@@ -581,7 +591,6 @@ REFUSED = {
     "normal_functional": lambda: torch.ops.aten.normal_functional(ONES),
     "uniform": lambda: torch.ops.aten.uniform(ONES),
     "exponential": lambda: torch.ops.aten.exponential(ONES),
-    "_fused_dropout": lambda: torch._fused_dropout(ONES, 0.5),
     "rrelu_with_noise": lambda: torch._C._nn.rrelu_with_noise(
         -ONES, ONES.clone(), 0.1, 0.3, True
     ),
@@ -591,8 +600,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_draw_is_refused_and_the_stream_is_as_before(name):
-    if name == "_fused_dropout":
-        pytest.skip("no kernel on the CPU")
     refusal = pytest.raises(
         RandomnessError, match=rf"{name}[.\w]* drew from.*\n.*{__file__}"
     )

@@ -172,27 +172,34 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if not dropout_p:
-        return _torch_attention(
-            query,
-            key,
-            value,
-            attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
     check_probability(dropout_p)
+    if not dropout_p:
+        how: Any = {"scale": scale, "enable_gqa": enable_gqa}
+        args = query, key, value, attn_mask, dropout_p, is_causal
+        return _torch_attention(*args, **how)
     if is_causal:
         attn_mask = _causal(attn_mask, query, key)
-    dtype = query.dtype
-    if dtype in (torch.float16, torch.bfloat16):
-        query, key, value = query.float(), key.float(), value.float()
-    if enable_gqa:
-        key, value = _repeated(key, query), _repeated(value, query)
-    weights = _weights(query, key, attn_mask, scale)
-    random_key = draw().to(weights.device)
-    return (dropout(random_key, weights, dropout_p) @ value).to(dtype)
+    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    # Of half precision only the result is, as in torch.
+    inside = torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        q, k, v = (t.to(inside) for t in (query, key, value))
+        if enable_gqa:
+            k, v = _repeated(k, q), _repeated(v, q)
+        weights = _weights(q, k, attn_mask, scale)
+        kept = dropout(draw().to(q.device), weights, dropout_p)
+        return (kept @ v).to(query.dtype)
+
+
+def _autocast(*tensors: Any) -> Any:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [
+        t if t is None or t.dtype in (torch.bool, torch.float64) else t.to(dtype)
+        for t in tensors
+    ]
 
 
 def _causal(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
