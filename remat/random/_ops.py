@@ -52,8 +52,13 @@ def fold_in(data: Tensor, value: int | Tensor) -> Tensor:
         return op(data, value)
     if not 0 <= value < 2**64:
         raise ValueError(_OUT_OF_RANGE.format(got=value))
-    value -= value >> 63 << 64
-    return (_fold_in if is_unwatched(data) else torch.ops.remat.fold_in)(data, value)
+    op = _fold_in if is_unwatched(data) else torch.ops.remat.fold_in
+    return op(data, _as_int64(value))
+
+
+def _as_int64(word: int) -> int:
+    word %= 2**64
+    return word - (word >> 63 << 64)
 
 
 def bits(data: Tensor, n: int, width: int) -> Tensor:
@@ -122,6 +127,8 @@ def _fold_in(data: Tensor, value: int) -> Tensor:
 
 
 def _fold_in_tensor(data: Tensor, value: Tensor) -> Tensor:
+    if value.ndim == 0 and value.is_cpu and data.is_cpu:
+        return _fold_in(data, _as_int64(int(value)))
     shape = torch.broadcast_shapes(data.shape[:-1], value.shape)
     if value.dtype != torch.uint64:
         value = value.to(torch.int64)

@@ -1,0 +1,130 @@
+"""Time that draws from keys take, beside torch's own from a generator.
+
+Draws of a million numbers and of ten are made in turns, so that both see the same
+machine, and compared by the least of the times. Calls on a few numbers are all
+overhead: the least of many rounds, in microseconds. Run it on an idle machine, with
+
+    python benchmarks/keys.py
+
+torch 2.14 and later have native kernels for the CPU, which remat then uses for keys and
+uniform numbers. By our notes on torch 2.15, where this script was not run, they take
+0.4 to 0.9 of the time of `torch.rand` on one thread, 14 microseconds for 4 uniform
+numbers and 7 for a split; their normal numbers, which remat leaves, 2.0 to 2.8 of
+`torch.randn`.
+"""
+
+import argparse
+import statistics
+import sys
+import timeit
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from remat import random
+
+
+SIZES = (10**6, 10**7)
+ROUNDS = {10**6: 60, 10**7: 15}  # each of the four draws
+CALLS, CALL_ROUNDS = 20, 300
+THREADS = 2
+
+# At ten million float32, of what torch takes; and microseconds for a call.
+SHARES = {"uniform": 2.0, "normal": 4.0}
+LIMITS = {"split": 40, "fold_in": 40, "uniform(16)": 60, "normal(16)": 60}
+
+Times = dict[str, list[float]]
+
+
+def draws(n: int) -> dict[str, Callable[[], object]]:
+    """Return the draws to compare: torch's and ours, of each distribution."""
+    generator = torch.Generator().manual_seed(0)
+    key = random.key(0)
+    return {
+        "torch.rand": lambda: torch.rand(n, generator=generator),
+        "uniform": lambda: random.uniform(key, n),
+        "torch.randn": lambda: torch.randn(n, generator=generator),
+        "normal": lambda: random.normal(key, n),
+    }
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    """Return the calls that are all overhead."""
+    key = random.key(0)
+    return {
+        "split": lambda: random.split(key),
+        "fold_in": lambda: random.fold_in(key, 1),
+        "uniform(16)": lambda: random.uniform(key, 16),
+        "normal(16)": lambda: random.normal(key, 16),
+    }
+
+
+def in_turns(n: int) -> Times:
+    """Return milliseconds of each draw, made one after the other in every round."""
+    run = draws(n)
+    times: Times = {name: [] for name in run}
+    for _ in track(range(ROUNDS[n]), transient=True, description=f"{n:,} numbers"):
+        for name, draw in run.items():
+            times[name].append(timeit.timeit(draw, number=1) * 1e3)
+    return times
+
+
+def verdict(value: float, limit: float) -> str:
+    """Say whether a value keeps within its limit."""
+    return f"{'met' if value <= limit else 'MISSED'} (<= {limit:g})"
+
+
+def compare_draws() -> bool:
+    """Print the table of large draws; return whether every target is met."""
+    table = Table(title=f"float32 from a key, {torch.get_num_threads()} threads")
+    for column in ("draw", "numbers", "ms", "median", "torch", "median", "ratio"):
+        table.add_column(column, justify="left" if column == "draw" else "right")
+    table.add_column("target")
+    met = True
+    for n in SIZES:
+        times = in_turns(n)
+        for name, rival in (("uniform", "torch.rand"), ("normal", "torch.randn")):
+            ours, theirs = times[name], times[rival]
+            ratio = min(ours) / min(theirs)
+            cells = [
+                f"{number(sample):.1f}"
+                for sample in (ours, theirs)
+                for number in (min, statistics.median)
+            ]
+            target = verdict(ratio, SHARES[name]) if n == SIZES[-1] else ""
+            table.add_row(name, f"{n:,}", *cells, f"{ratio:.2f}", target)
+            met &= not target.startswith("MISSED")
+    Console().print(table)
+    return met
+
+
+def time_calls() -> bool:
+    """Print the table of small calls; return whether every target is met."""
+    table = Table(title="Calls on a few numbers")
+    table.add_column("call")
+    table.add_column("microseconds", justify="right")
+    table.add_column("target")
+    met = True
+    for name, call in calls().items():
+        rounds = timeit.repeat(call, number=CALLS, repeat=CALL_ROUNDS)
+        micros = min(rounds) / CALLS * 1e6
+        met &= micros <= LIMITS[name]
+        table.add_row(name, f"{micros:.0f}", verdict(micros, LIMITS[name]))
+    Console().print(table)
+    return met
+
+
+def main() -> None:
+    """Measure, print the tables, and exit with 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--threads", type=int, default=THREADS, help="of torch")
+    torch.set_num_threads(parser.parse_args().threads)
+    results = [compare_draws(), time_calls()]
+    sys.exit(not all(results))
+
+
+if __name__ == "__main__":
+    main()
