@@ -1,8 +1,10 @@
 """Keys: a pytree over 128 bits that goes wherever a tensor goes, and is no number."""
 
 import copy
+import doctest
 import operator
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -484,3 +486,11 @@ def test_compiled_transforms_of_functions_that_take_keys():
     fn = vmap(grad(loss), in_dims=(None, 0))
     compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
     assert_same(compiled(x, KEYS[0]), fn(x, KEYS[0]), reassociated=True)
+
+
+def test_the_examples_of_the_reference_page_run():
+    page = Path(__file__).parent.parent / "docs" / "api" / "random.md"
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    ran = doctest.testfile(str(page), module_relative=False, optionflags=options)
+    assert ran.failed == 0
+    assert ran.attempted > 10

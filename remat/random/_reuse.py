@@ -14,10 +14,10 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
-from remat import _ambient
 from remat._code import user_line
 from remat._compat import base_tensor, must_inline
 from remat._errors import KeyReuseError
+from remat._primal import is_recomputing
 
 
 class _Ledger:
@@ -87,7 +87,7 @@ def allow(data: Tensor) -> None:
 
 def _consume(data: Tensor) -> None:
     ledger = _ledger.get()
-    if ledger is None or _ambient.is_recomputing():
+    if ledger is None or is_recomputing():
         return
     rows = _rows(data)
     here = user_line() if rows else ""
