@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from remat import random as random
 from remat._api import remat as remat
 from remat._errors import (
     CaptureError as CaptureError,

@@ -236,7 +236,7 @@ class Search:
         return settled
 
     def _tree(self, value: Any, path: Path) -> Node | None:
-        if not value:
+        if type(value) in (list, tuple, dict) and not value:
             return None
         leaves, treedef = _tree.flatten(value)
         if all(type(leaf) in _INERT for leaf in leaves):

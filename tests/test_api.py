@@ -17,8 +17,11 @@ ROOT = Path(__file__).parent.parent
 API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 
 FUNCTIONS = {"remat", "checkpoint"}
-ERRORS = {"RematError", "RecomputeError", "MutationError", "CaptureError"}
-NAMESPACES = {"testing"}
+ERRORS = {
+    *("RematError", "RecomputeError", "MutationError", "CaptureError"),
+    *("RandomnessError", "KeyReuseError"),
+}
+NAMESPACES = {"random", "testing"}
 
 
 def public(module):
