@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, spectral_norm
 
@@ -44,6 +44,7 @@ MODULES = {
     "batch norm without statistics": lambda: nn.BatchNorm1d(
         3, track_running_stats=False
     ),
+    "synchronized batch norm, alone": lambda: nn.SyncBatchNorm(3),
     "batch norm in eval": lambda: nn.BatchNorm1d(3).eval(),
     "instance norm": lambda: nn.Sequential(
         nn.Unflatten(1, (3, 1)),
@@ -246,3 +247,19 @@ def test_batched_statistics_are_used_and_not_updated_in_eval():
         got = vmap(grad(remat(lambda x: bn(x).sin().sum())))(xs)
     assert_same(got, want)
     assert ops["sin"] == 2
+
+
+def test_synchronized_batch_norm_is_refused_where_torch_refuses_it():
+    x, norm = torch.randn(4, 3, requires_grad=True), nn.SyncBatchNorm(3)
+    before = buffers(norm)
+    distributed.init_process_group(
+        "gloo", store=distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        for call in norm, remat(norm):
+            with pytest.raises(ValueError, match="expected input tensor to be on"):
+                call(x)
+    finally:
+        distributed.destroy_process_group()
+    before["num_batches_tracked"] += 1  # plain counted before it looked
+    assert_same(buffers(norm), before)
