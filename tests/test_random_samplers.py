@@ -135,6 +135,37 @@ def test_a_compiled_function_draws_the_same(name, backend):
     assert_same(compiled(K), draw(K))
 
 
+SIZED = {
+    "uniform": lambda k, x, a: random.uniform(k, x.shape, maxval=a),
+    "normal": lambda k, x, a: random.normal(k, (x.shape[0],), std=a),
+    "of tensors": lambda k, x, a: random.uniform(k, x.shape, None, x, x.abs() + a),
+    "randint": lambda k, x, a: random.randint(k, x.shape, 0, x.shape[0] + 1),
+    "choice": lambda k, x, a: random.choice(k, x, (2,), replace=False),
+    "categorical": lambda k, x, a: random.categorical(k, a * x),
+    "dropout": lambda k, x, a: random.dropout(k, x, a / 9),
+    "split": lambda k, x, a: random.normal(random.split(k, x.shape[0]), 4),
+}
+
+
+@pytest.mark.parametrize("draw", SIZED.values(), ids=SIZED.keys())
+def test_a_compiled_function_of_any_size_draws_the_same(draw):
+    torch._dynamo.reset()
+    compiled = torch.compile(draw, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n in (3, 5, 8):
+        x = torch.linspace(-1.0, 1.0, 4 * n).view(n, 4)
+        assert_same(compiled(K, x, n / 2), draw(K, x, n / 2))
+
+
+def test_an_exported_program_takes_keys():
+    class Noisy(torch.nn.Module):
+        def forward(self, x, key):
+            a, b = random.split(key)
+            return random.dropout(a, x, 0.5) * random.normal(b, x.shape)
+
+    program = torch.export.export(Noisy(), (TABLE, K)).module()
+    assert_same(program(TABLE, KEYS[0, 0]), Noisy()(TABLE, KEYS[0, 0]))
+
+
 # --- Arguments ---------------------------------------------------------------------
 
 FLOATING = {

@@ -156,7 +156,8 @@ def truncated_normal(
 
     The numbers invert the distribution function at one of the ``u`` of :func:`uniform`,
     on the side where it is accurate, so far tails are right too: up to 12 standard
-    deviations in float32, and 37 in float64. Derivatives flow to the bounds.
+    deviations in float32, and 37 in float64. Past that all are next to the nearer
+    bound. Derivatives flow to the bounds.
 
     Args:
         key: a key, or an array of them.
