@@ -22,9 +22,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from remat import RandomnessError, random, remat
-from remat.random import fold_in, key, split
-from remat.random._bind import _COMPOSITES, _RULES, bind
+from remat.random import bind, fold_in, key, split
+from remat.random._bind import _COMPOSITES, _RULES
 from remat.testing import count_ops, live_bytes
+
+
+ONES = torch.ones(3)
 
 
 def make(*shape, dtype=torch.float32, seed=0):
@@ -459,6 +462,33 @@ def test_without_replacement_nothing_comes_twice_and_nothing_of_probability_0():
         bound(0, torch.multinomial, p, 5)
 
 
+BAD = {
+    "bernoulli": (torch.bernoulli, torch.tensor([0.5, 1.5]), "between 0 and 1"),
+    "bernoulli_": (torch.ones(2).bernoulli_, torch.tensor([0.5, -1]), "between 0 and"),
+    "normal": (lambda s: torch.normal(0.0, s), -ONES, "at least 0, got"),
+    "normal_": (lambda s: s.normal_(0, -1.0), ONES, "must be at least 0"),
+    "multinomial": (lambda p: p.multinomial(1), 0 * ONES, "not all zero, got"),
+    "negative": (lambda p: p.multinomial(1, True), -ONES, "none negative"),
+    "exponential_": (lambda x: x.exponential_(0.0), ONES, "lambd > 0, got 0.0"),
+    "cauchy_": (lambda x: x.cauchy_(0.0, -1.0), ONES, "sigma > 0"),
+    "geometric_": (lambda x: x.geometric_(1.5), ONES, "0 < p < 1"),
+    "randint": (lambda x: torch.randint_like(x, 3, 3), ONES, r"empty, got \(3, 3\)"),
+    "dropout": (F.dropout2d, torch.ones(()), "2 dimensions"),
+    "a layout": (
+        lambda x: torch.rand_like(x, layout=torch.sparse_coo),
+        ONES,
+        "strided",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:dropout2d. Received:UserWarning")
+@pytest.mark.parametrize(("fn", "x", "why"), BAD.values(), ids=BAD.keys())
+def test_what_no_distribution_has_is_refused(fn, x, why):
+    with pytest.raises(ValueError, match=why):
+        bound(0, fn, x.clone())
+
+
 # --- Attention and recurrent layers against torch's -------------------------------
 
 
@@ -578,7 +608,6 @@ def test_what_was_patched_in_torch_since_is_called(monkeypatch):
 # --- What is not keyed is refused -------------------------------------------------
 
 
-ONES = torch.ones(3)
 LIBRARY = torch.library.Library("remat_test_bind", "DEF")
 LIBRARY.define("noisy(Tensor x) -> Tensor")
 LIBRARY.impl("noisy", lambda x: x + torch.rand(3), "CompositeExplicitAutograd")
@@ -811,7 +840,7 @@ def test_backward_outside_of_the_block_is_of_the_same_mask():
 COMPILED = {
     "dropout": per_example(F.dropout),
     "several": lambda k, x: loss(x.T @ x, k),
-    "a transformer": per_example(ENCODER),
+    "a transformer": per_example(lambda x: ENCODER(x[None])),
     "normal_": per_example(lambda x: torch.empty(4).normal_()),
 }
 

@@ -27,18 +27,11 @@ from remat._code import user_line
 from remat._draws import Guard
 from remat._errors import RandomnessError
 from remat.random._key import Key, KeyLike, data_of, fold_in
-from remat.random._rerouted import DRAWS, Draw, Rule
+from remat.random._rerouted import DRAWS
 from remat.random._rerouted_nn import LAYERS
 
 
-def _unflatten(draw: Draw, x: Tensor, dim: Any, sizes: Any) -> Tensor:
-    del draw  # it draws nothing
-    return (torch if torch.compiler.is_compiling() else Tensor).unflatten(x, dim, sizes)
-
-
-# Deleted by: Dynamo tracing the method, which attention uses, with a mode on.
-_METHODS: dict[Any, Rule] = {Tensor.unflatten: _unflatten}
-_RULES = DRAWS | LAYERS | _METHODS
+_RULES = DRAWS | LAYERS
 
 
 def _never(*_: object) -> bool:
@@ -124,7 +117,7 @@ class Bound(TorchFunctionMode):
         rule = _RULES.get(func)
         if rule is None or _has_generator(args, kwargs):
             if torch.compiler.is_compiling():
-                _refuse_in_graph(func, kwargs)
+                func = _traceable(func, kwargs)
             return func(*args, **kwargs)
         kwargs.pop("generator", None)
         return rule(self.draw, *args, **kwargs)
@@ -134,10 +127,13 @@ class Bound(TorchFunctionMode):
 _UNKEYED = ("binomial", "poisson", "_sample_dirichlet", "_standard_gamma")
 
 
-def _refuse_in_graph(func: Any, kwargs: dict[str, Any]) -> None:
+def _traceable(func: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what is to be traced for a function that has no rule."""
     name = getattr(func, "__name__", "")
     if name in _UNKEYED and kwargs.get("generator") is None:
         raise RandomnessError(_REFUSED.format(op=name, where="a compiled function"))
+    # Deleted by: Dynamo tracing the method, which attention uses, with a mode on.
+    return torch.unflatten if func is Tensor.unflatten else func
 
 
 _CHECKPOINT_FILE = checkpoint.__file__
@@ -182,7 +178,7 @@ def bind(key: KeyLike) -> Iterator[None]:
     numbers of this package: ``F.dropout(x, p)`` is ``dropout(fold_in(key, i), x, p)``
     and ``torch.rand(3)`` is ``uniform(fold_in(key, i), 3)``. A call that draws nothing,
     such as dropout in evaluation mode, is torch's own and is not counted. The global
-    streams do not move; what is passed a generator draws from that.
+    streams of torch do not move; what is passed a generator draws from that.
 
     Keyed are ``torch.rand``, ``randn``, ``randint`` (and ``_like``), ``randperm``,
     ``bernoulli``, ``normal`` and ``multinomial``; the in-place ``bernoulli_``,
@@ -199,7 +195,8 @@ def bind(key: KeyLike) -> Iterator[None]:
     function that is mapped: each example draws its own numbers, with any
     ``randomness``. Examples that share a key share the draws. A tensor that is the same
     for all examples cannot be filled in place with numbers that are not; torch says so.
-    ``torch.compile`` traces the calls by the same rules, into one graph.
+    ``torch.compile`` traces a block by the same rules, into one graph; a compiled
+    function that is called in a block from outside runs as if it were not compiled.
 
     What :func:`remat.remat` recomputes draws the same again. ``torch.utils.checkpoint``
     would not: a draw in one is refused, unless the block is within it too.

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from remat._compat import current_layer, must_inline
 from remat.random._choices import permutation
 from remat.random._key import Key
 from remat.random._samplers import bernoulli, bits, normal, randint, uniform
@@ -199,6 +201,14 @@ def _check(is_valid: bool, what: str, got: Any) -> None:
         raise ValueError(f"remat: {what}, got {got}.")
 
 
+def _check_all(holds: Callable[[], Tensor], t: Tensor, what: str) -> None:
+    """Check values where they can be read at no cost: not on a GPU, nor in a trace."""
+    unread = t.device.type != "cpu" or type(t) not in (Tensor, Parameter)
+    if unread or current_layer() is not None or must_inline():
+        return
+    _check(bool(holds().all()), what, t.detach())
+
+
 def _uniform_(key: Key, x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
     return _uniform(key, x.shape, x.dtype, low, high)
 
@@ -212,6 +222,8 @@ def _bernoulli_(key: Key, x: Tensor, p: Any = 0.5) -> Tensor:
 
 
 def _coin(key: Key, p: Any, shape: Any) -> Tensor:
+    if isinstance(p, Tensor):
+        _check_all(lambda: (p >= 0) & (p <= 1), p, "probabilities are between 0 and 1")
     return bernoulli(key, p, tuple(shape))
 
 
@@ -308,6 +320,8 @@ def _normal(
             out=out,
             **options,
         )
+    if isinstance(std, Tensor):
+        _check_all(lambda: std >= 0, std, "a standard deviation is at least 0")
     shape = torch.broadcast_shapes(*(p.shape for p in given))
     loc, scale = (p.detach() if isinstance(p, Tensor) else p for p in (mean, std))
     first = given[0]
@@ -327,6 +341,11 @@ def _multinomial(
     key = draw().to(p.device)
     enough = replacement or num_samples <= p.shape[-1]
     _check(enough, f"multinomial has {p.shape[-1]} categories to draw", num_samples)
+    _check_all(
+        lambda: ((p >= 0) & p.isfinite()).all(-1) & (p.sum(-1) > 0),
+        p,
+        "multinomial needs finite weights, none negative and not all zero",
+    )
     pick = _with_replacement if replacement else _without_replacement
     return _into(out, pick(key, p, num_samples))
 
