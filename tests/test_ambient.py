@@ -424,6 +424,40 @@ def test_autocast_with_a_weight_shared_by_two_calls():
     assert_same(got, want, reassociated=torch.bfloat16)
 
 
+def test_what_a_call_casts_is_freed_when_it_ends():
+    x = torch.randn(4, 64, requires_grad=True)
+    w = torch.randn(64, 64, requires_grad=True)
+
+    def two(call):
+        return call(call(x, w), w)
+
+    with autocast():
+        assert live_bytes(lambda: two(remat(cast))) == 2 * (4 * 64 * 2)
+        # Plain keeps, besides what it computes, the weight in half the bytes.
+        assert live_bytes(lambda: two(cast)) > 64 * 64 * 2
+        torch.clear_autocast_cache()
+
+
+def test_autocast_with_another_setting_of_its_cache():
+    x, w = (torch.randn(8, 8, requires_grad=True) for _ in "ab")
+
+    def gradients(call):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            y = call(x, w).float().sum()
+        with autocast():
+            return torch.autograd.grad(y, (x, w))
+
+    want = gradients(cast)
+    with count_ops() as plain:
+        gradients(cast)
+    with count_ops() as ops:
+        got = gradients(remat(cast))
+    assert_same(got, want)
+    assert ops["sin"] == 2
+    # The recomputation casts x, w, and w again.
+    assert ops["_to_copy"] - plain["_to_copy"] == 3
+
+
 def test_autocast_under_grad():
     x, w = torch.randn(8, 8), torch.randn(8, 8)
 
