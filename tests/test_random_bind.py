@@ -2,6 +2,7 @@
 
 import math
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.func import (
     vjp,
     vmap,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F, init  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -855,6 +857,58 @@ def test_bind_is_compiled_into_one_graph(fn, backend):
         torch.testing.assert_close(compiled(k, x), fn(k, x))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_transforms_of_bind_are_compiled_into_one_graph(backend):
+    torch._dynamo.reset()
+    fn = per_example(lambda x: F.dropout(x).square().sum())
+    gradients = vmap(grad(fn, argnums=1))
+    compiled = torch.compile(gradients, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(KEYS, XS), gradients(KEYS, XS))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_trace_has_the_draws_and_takes_another_key(mode):
+    def fn(data, x):
+        with bind(data):
+            return F.dropout(x) * torch.rand(8)
+
+    traced = make_fx(fn, tracing_mode=mode)(KEYS[0].data, XS[0])
+    for k in KEYS:
+        assert torch.equal(traced(k.data, XS[0]), fn(k.data, XS[0]))
+    draws = [n for n in traced.graph.nodes if "remat.uniform" in str(n.target)]
+    assert len(draws) == 2
+
+
+def test_an_exported_module_takes_the_key_as_an_input():
+    class Module(nn.Module):
+        def forward(self, data, x):
+            with bind(data):
+                return F.dropout(x)
+
+    args = KEYS[0].data, XS[0]
+    exported = torch.export.export(Module(), args).module()
+    assert torch.equal(exported(*args), Module()(*args))
+
+
+def test_on_meta_tensors_there_are_shapes_and_no_numbers():
+    assert bound(0, F.dropout, XS.to("meta")).is_meta
+    assert bound(0, torch.randn_like, XS.to("meta")).shape == XS.shape
+
+
+def test_without_autograd_the_numbers_are_the_same():
+    want = bound(0, F.dropout, X)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert torch.equal(bound(0, F.dropout, X), want)
+
+
+def test_threads_have_blocks_of_their_own():
+    with ThreadPoolExecutor(4) as pool:
+        drawn = [*pool.map(lambda i: bound(i, F.dropout, X), range(16))]
+    for i, y in enumerate(drawn):
+        assert torch.equal(y, bound(i, F.dropout, X))
+
+
 def test_another_draw_is_refused_when_compiled():
     torch._dynamo.reset()
     fn = torch.compile(per_example(torch.poisson), backend="eager", fullgraph=True)
@@ -971,6 +1025,15 @@ def test_under_torch_func_recomputed_draws_are_those_of_the_forward(outside, mod
 
     for a, b in zip(results(remat), results(lambda f: f), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("model", "x"), MODELS.values(), ids=MODELS.keys())
+def test_no_key_is_consumed_twice_and_no_global_stream_missed(model, x):
+    with random.check_key_reuse(), bind(key(1)):
+        y = first(remat(model, rng="error")(x))
+        torch.native_dropout(y, 0.5, True)
+        y.square().sum().backward()
+    model.zero_grad()
 
 
 def test_no_mask_is_held_for_the_backward():
