@@ -16,6 +16,7 @@ numbers and 7 for a split; their normal numbers, which remat leaves, 2.0 to 2.8 
 import argparse
 import statistics
 import sys
+import time
 import timeit
 from collections.abc import Callable
 
@@ -28,7 +29,7 @@ from remat import random
 
 
 SIZES = (10**6, 10**7)
-ROUNDS = {10**6: 60, 10**7: 15}  # each of the four draws
+SECONDS = 10  # for each size; an idle machine makes 500 and 35 rounds of them
 CALLS, CALL_ROUNDS = 20, 300
 THREADS = 2
 
@@ -66,7 +67,8 @@ def in_turns(n: int) -> Times:
     """Return milliseconds of each draw, made one after the other in every round."""
     run = draws(n)
     times: Times = {name: [] for name in run}
-    for _ in track(range(ROUNDS[n]), transient=True, description=f"{n:,} numbers"):
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
         for name, draw in run.items():
             times[name].append(timeit.timeit(draw, number=1) * 1e3)
     return times
@@ -84,7 +86,7 @@ def compare_draws() -> bool:
         table.add_column(column, justify="left" if column == "draw" else "right")
     table.add_column("target")
     met = True
-    for n in SIZES:
+    for n in track(SIZES, transient=True, description="measuring"):
         times = in_turns(n)
         for name, rival in (("uniform", "torch.rand"), ("normal", "torch.randn")):
             ours, theirs = times[name], times[rival]

@@ -592,6 +592,8 @@ class Fake:
     def _check(k, out):
         # What torch's kernels ask of a batch of keys.
         assert k.ndim == 1 or k.ndim == out.ndim + 1
+        assert k.is_contiguous()
+        assert out.numel()
 
 
 @pytest.fixture
@@ -634,6 +636,12 @@ def test_kernels_of_torch_are_used_where_they_agree(native):
     assert later.count("split") == 3
     assert later.count("uniform_") == 9
     assert "normal_" not in later  # on the CPU it is ours
+    apart = MANY[::2]
+    assert torch.equal(_ops.split(apart, 3)[0], _ops.fold_in(apart, 0))
+    assert _ops.uniform(MANY, 0, torch.float32).shape == (6, 0)
+    assert _ops.split(MANY, 0).shape == (0, 6, 2)
+    u = _ops.uniform(MANY, 2, torch.float32)
+    assert torch.equal(_ops.uniform(apart, 2, torch.float32), u[::2])
     assert _ops._native.cache_info().misses == 1
 
 

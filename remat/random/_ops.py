@@ -116,8 +116,8 @@ _NO_DRAW = (
 
 def _split(data: Tensor, num: int) -> Tensor:
     native = _native(data.device)
-    if native is not None:
-        return native.split(data, num)
+    if native is not None and num and data.numel():
+        return native.split(data.contiguous(), num)
     return _philox.split(data.reshape(-1, 2), num).view(num, *data.shape)
 
 
@@ -162,8 +162,10 @@ def _read(data: Tensor, n: int, dtype: torch.dtype, reading: Any) -> Tensor:
 
 def _fill(kernel: Any, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     out = torch.empty(*data.shape[:-1], n, dtype=dtype, device=data.device)
-    # A key for each number, the same along a row.
-    kernel(data.unsqueeze(-2) if data.ndim > 1 else data, out)
+    if out.numel():
+        # A key for each number, the same along a row.
+        keys = data.contiguous()
+        kernel(keys.unsqueeze(-2) if data.ndim > 1 else keys, out)
     return out
 
 
