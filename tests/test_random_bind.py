@@ -3,6 +3,7 @@
 import math
 import types
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -996,6 +997,25 @@ def test_the_recomputation_draws_each_number_again_and_counts_for_nobody():
     assert ops["remat::uniform"] == 2
     assert ops["tanh"] == 1
     assert torch.equal(after, random.uniform(fold_in(key(1), 1), (3,)))
+
+
+def test_a_backward_in_a_block_replays_what_was_drawn_outside_of_it():
+    x = make(64).requires_grad_()
+
+    def gradient(wrap, *, inside):
+        torch.manual_seed(3)
+        y = wrap(lambda x: F.dropout(x).sin())(x)
+        with bind(key(77)) if inside else nullcontext():
+            return torch.autograd.grad(y.sum(), x)[0]
+
+    want = gradient(lambda f: f, inside=False)
+    assert torch.equal(gradient(remat, inside=True), want)
+    with bind(key(1)):
+        y = remat(F.dropout)(x)
+    with bind(key(2)):
+        (got,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(torch.rand(3), random.uniform(fold_in(key(2), 0), (3,)))
+    assert torch.equal(got, bound(1, F.dropout, ONES.new_ones(64)))
 
 
 def test_two_calls_in_one_block_draw_different_masks():

@@ -26,6 +26,7 @@ from typing_extensions import override
 from remat._code import user_line
 from remat._draws import Guard
 from remat._errors import RandomnessError
+from remat._primal import is_recomputing
 from remat.random._key import Key, KeyLike, data_of, fold_in
 from remat.random._rerouted import DRAWS
 from remat.random._rerouted_nn import LAYERS
@@ -121,6 +122,14 @@ class Bound(TorchFunctionMode):
             return func(*args, **kwargs)
         kwargs.pop("generator", None)
         return rule(self.draw, *args, **kwargs)
+
+
+class _Guard(Guard):
+    """Refuses draws, but for those of a recomputation: remat puts the streams back."""
+
+    @override
+    def is_off(self) -> bool:
+        return is_recomputing()
 
 
 # Public functions that draw and have no rule, for where there is no guard.
@@ -228,6 +237,6 @@ def bind(key: KeyLike) -> Iterator[None]:
             "maps over them."
         )
     # Dynamo traces no dispatch mode.
-    guard = nullcontext() if torch.compiler.is_compiling() else Guard(_REFUSED)
+    guard = nullcontext() if torch.compiler.is_compiling() else _Guard(_REFUSED)
     with guard, Bound(Key(data)):
         yield
