@@ -512,6 +512,13 @@ def test_bernoulli_of_0_and_1_is_certain(monkeypatch):
         assert not random.bernoulli(K, 0.0)
 
 
+def test_bernoulli_compares_with_all_digits_of_a_tensor(monkeypatch):
+    half = lambda data, n, dtype: torch.full((n,), 0.5, dtype=dtype)
+    monkeypatch.setattr(_ops, "uniform", half)
+    p = torch.tensor([0.5 - 1e-12, 0.5, 0.5 + 1e-12], dtype=D)
+    assert random.bernoulli(K, p).tolist() == [False, False, True]
+
+
 # --- Choices -----------------------------------------------------------------------
 
 
@@ -522,6 +529,11 @@ def test_a_permutation_has_every_thing_once():
     x = torch.randn(50, 2)
     assert_same(random.permutation(K, x), x[random.permutation(K, 50)])
     assert_same(random.permutation(K, x.T, 1), x[random.permutation(K, 50)].T)
+
+
+def test_equal_words_leave_things_in_their_order(monkeypatch):
+    monkeypatch.setattr(_ops, "bits", lambda d, n, w: torch.arange(n) // 500)
+    assert_same(random.permutation(K, 5000), torch.arange(5000))
 
 
 def test_independent_rows_have_orders_of_their_own():
