@@ -2,9 +2,13 @@
 
 Draws of a million numbers and of ten are made in turns, so that both see the same
 machine, and compared by the least of the times. Calls on a few numbers are all
-overhead: the least of many rounds, in microseconds. Run it on an idle machine, with
+overhead: the least of many rounds, in microseconds. Reproduce with
 
     python benchmarks/keys.py
+
+on an idle machine. Where another process has the same cores, torch's threads wait for
+one another after each kernel, of which a draw has hundreds, and spin meanwhile: times
+grow tenfold. `--threads 1` is free of that.
 
 torch 2.14 and later have native kernels for the CPU, which remat then uses for keys and
 uniform numbers. By our notes on torch 2.15, where this script was not run, they take

@@ -540,6 +540,30 @@ def test_a_default_device_does_not_move_a_draw(device):
         assert _ops.split(k, 2).device.type == "cpu"
 
 
+@each_draw
+def test_autocast_and_inference_mode_do_not_change_a_draw(draw):
+    for n in (9, 3_000):
+        want = draw(MANY, n)
+        with torch.autocast("cpu"), torch.inference_mode():
+            assert torch.equal(draw(MANY, n), want)
+
+
+@pytest.mark.parametrize("n", [4, 3_000])
+def test_a_draw_is_a_constant_of_derivatives(n):
+    def loss(x, k):
+        return (x.sin() * _ops.normal(k, n, torch.float32)).sum()
+
+    x, z = torch.zeros(n), _ops.normal(key(), n, torch.float32)
+    assert torch.equal(torch.func.grad(loss)(x, key()), z)
+    assert torch.equal(
+        torch.func.jvp(lambda x: loss(x, key()), (x,), (x + 1,))[1], z.sum()
+    )
+    twice = torch.func.grad(lambda x: torch.func.grad(loss)(x, key()).sum())
+    assert torch.equal(twice(x), -x * z)
+    each = vmap(torch.func.grad(loss), (None, 0), randomness="error")(x, MANY)
+    assert torch.equal(each, _ops.normal(MANY, n, torch.float32))
+
+
 def test_a_draw_leaves_global_streams_alone():
     state = torch.get_rng_state()
     for draw in DRAWS.values():

@@ -28,10 +28,11 @@ ROUNDS = 10
 MASK = 0xFFFFFFFF
 
 FEW = 256  # blocks, above which tensors are faster than Python's integers
-# Blocks in a chunk: two threads of torch have work, and 5 buffers fit the cache.
+# Blocks in a chunk, which is an eighth of a draw within these bounds: enough for two of
+# torch's threads, and 5 buffers of it in the cache.
 CHUNK = 49_152, 131_072
-# Kernels of a logarithm, say, may end on other code than they run on before. It is kept
-# away from values by padding to a multiple of these blocks.
+# A kernel, of a logarithm say, may end a tensor by other code than it began it, and so
+# with other bits. Blocks come in multiples of this many, that the end holds no values.
 PAD = 32
 
 
@@ -147,10 +148,10 @@ def _next_word(product: Tensor, last: Tensor, key: Tensor, *, out: Tensor) -> No
 def _chunks(
     keys: Tensor, start: int, count: int
 ) -> Iterator[tuple[slice, slice, bool, Tensor]]:
-    """Yield the blocks in chunks, padded: int64[:].
+    """Yield chunks: of which keys, which of their blocks, whether flipped, the blocks.
 
-    With which keys and which of their blocks these are, and whether they are in the
-    order of the blocks: the longer of the two dimensions is the last, for speed.
+    Flipped are those with more keys than blocks of each: keys then vary the fastest, as
+    operations run along the longer dimension. The blocks are padded: int64[:].
     """
     few, many = CHUNK
     total = len(keys) * count
