@@ -128,7 +128,7 @@ def _fold_in(data: Tensor, value: int) -> Tensor:
 
 def _fold_in_tensor(data: Tensor, value: Tensor) -> Tensor:
     if value.ndim == 0 and value.is_cpu and data.is_cpu:
-        return _fold_in(data, _as_int64(value.tolist()))
+        return _fold_in(data, _as_int64(int(value.item())))
     shape = torch.broadcast_shapes(data.shape[:-1], value.shape)
     if value.dtype != torch.uint64:
         value = value.to(torch.int64)
