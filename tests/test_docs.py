@@ -3,7 +3,10 @@
 What docs/limits.md says in words is tested below, in the order of that page.
 """
 
+import itertools
+import random
 import re
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -11,10 +14,13 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.func import jacrev
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from remat import CaptureError, MutationError, remat
+import remat.random as keyed
+from remat import CaptureError, MutationError, RandomnessError, remat
 from remat.testing import count_ops
 
 
@@ -186,6 +192,25 @@ def test_attributes_of_python_modules_are_not_found():
     y = remat(lambda x: (x * settings.CONSTANT).square())(x)
     settings.CONSTANT.fill_(2.0)
     assert torch.equal(gradient(y, x), torch.full((3,), 8.0))
+
+
+local = threading.local()
+
+
+def test_a_stream_in_a_thread_local_variable_is_not_found():
+    local.stream = random.Random(5)
+    x = ones(3)
+    y = remat(lambda x: x * local.stream.random())(x)
+    assert not torch.equal(gradient(y, x), y)
+
+
+@pytest.mark.parametrize(("before", "found"), [(500, True), (2000, False)])
+def test_a_stream_is_looked_for_among_a_thousand_values(before, found):
+    x = ones(3)
+    held = [[i] for i in range(before)], [random.Random(5)]
+    source = itertools.repeat(held)
+    y = remat(lambda x: x * next(source)[1][0].random())(x)
+    assert torch.equal(gradient(y, x), y) is found
 
 
 def test_a_closure_over_a_model_takes_all_of_it():
@@ -369,3 +394,71 @@ def test_torch_checkpoint_inside():
     y = remat(lambda x: torch_checkpoint(torch.sin, x, use_reentrant=True))(x)
     with pytest.raises(RuntimeError, match=r"incompatible with \.grad\(\)"):
         y.sum().backward()
+
+
+def drop_squares(x):
+    return nn.functional.dropout(x * x)
+
+
+def drop_squares_by_key(x):
+    return keyed.dropout(keyed.key(0), x * x, 0.5)
+
+
+def test_a_batch_of_cotangents_is_of_the_draws_of_the_forward():
+    torch.manual_seed(3)
+    y = drop_squares(torch.ones(8))
+    torch.manual_seed(3)
+    assert torch.equal(jacrev(remat(drop_squares))(torch.ones(8)), (2 * y).diag())
+
+
+def test_a_batch_of_recomputations_that_draw_is_refused():
+    x, match = ones(8), "random operation"
+    y = remat(drop_squares)(x)
+    with pytest.raises(RuntimeError, match=match):
+        torch.autograd.grad(y, x, torch.eye(8), is_grads_batched=True)
+    with pytest.raises(RuntimeError, match=match):
+        jacrev(jacrev(remat(drop_squares)))(torch.ones(8))
+
+
+def test_a_batch_of_recomputations_may_draw_from_keys():
+    x, fn = ones(8), remat(drop_squares_by_key)
+    y = fn(x)
+    (got,) = torch.autograd.grad(y, x, torch.eye(8), is_grads_batched=True)
+    assert torch.equal(got, (2 * y).diag())
+    assert torch.equal(jacrev(jacrev(fn))(x).sum((1, 2)), 2 * y)
+
+
+def test_draws_are_not_refused_where_nothing_is_recorded():
+    fn = remat(drop_squares, rng="error")
+    with pytest.raises(RandomnessError, match="drew from a global random stream"):
+        fn(ones(3))
+    fn(torch.ones(3))
+    with torch.no_grad():
+        fn(ones(3))
+    make_fx(fn)(ones(3))
+
+
+def test_a_refused_draw_from_the_stream_of_python_moves_it():
+    before = random.getstate()
+    with pytest.raises(RandomnessError, match="stream of: Python's random"):
+        remat(lambda x: x * random.random(), rng="error")(ones(3))
+    assert random.getstate() != before
+
+
+def test_what_has_no_keyed_version_is_refused_in_bind():
+    state = torch.get_rng_state()
+    with (
+        pytest.raises(RandomnessError, match=r"aten\.poisson.* no\nkeyed version"),
+        keyed.bind(keyed.key(0)),
+    ):
+        torch.poisson(torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_attention_that_drops_in_bind_is_written_out():
+    q = torch.ones(1, 2, 4, 8)
+    fused = "_scaled_dot_product_flash_attention_for_cpu"
+    for p, calls in ((0.0, 1), (0.5, 0)):
+        with count_ops() as ops, keyed.bind(keyed.key(0)):
+            nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=p)
+        assert ops[fused] == calls
