@@ -86,7 +86,7 @@ def verdict(value: float, limit: float) -> str:
 def compare_draws() -> bool:
     """Print the table of large draws; return whether every target is met."""
     table = Table(title=f"float32 from a key, {torch.get_num_threads()} threads")
-    for column in ("draw", "numbers", "ms", "median", "torch", "median", "ratio"):
+    for column in ("draw", "millions", "ms", "median", "torch", "median", "ratio"):
         table.add_column(column, justify="left" if column == "draw" else "right")
     table.add_column("target")
     met = True
@@ -101,7 +101,7 @@ def compare_draws() -> bool:
                 for number in (min, statistics.median)
             ]
             target = verdict(ratio, SHARES[name]) if n == SIZES[-1] else ""
-            table.add_row(name, f"{n:,}", *cells, f"{ratio:.2f}", target)
+            table.add_row(name, f"{n // 10**6}", *cells, f"{ratio:.2f}", target)
             met &= not target.startswith("MISSED")
     Console().print(table)
     return met
