@@ -6,10 +6,13 @@ What docs/limits.md says in words is tested below, in the order of that page.
 import itertools
 import random
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -211,6 +214,31 @@ def test_a_stream_is_looked_for_among_a_thousand_values(before, found):
     source = itertools.repeat(held)
     y = remat(lambda x: x * next(source)[1][0].random())(x)
     assert torch.equal(gradient(y, x), y) is found
+
+
+def test_what_the_operating_system_draws_is_not_replayed():
+    x, source = ones(3), random.SystemRandom()
+    y = remat(lambda x: x * source.random())(x)
+    assert not torch.equal(gradient(y, x), y)
+    y = remat(lambda x: x * np.random.default_rng().random())(x)
+    assert not torch.equal(gradient(y, x), y)
+
+
+FIRST_USE_OF_NUMPY = """
+import numpy, torch
+from remat import remat
+
+x = torch.ones(3, requires_grad=True)
+for _ in range(2):
+    y = remat(lambda x: x * numpy.random.rand())(x)
+    print(torch.equal(torch.autograd.grad(y.sum(), x)[0], y))
+"""
+
+
+def test_the_draw_that_imports_numpy_random_is_not_replayed():
+    command = [sys.executable, "-c", FIRST_USE_OF_NUMPY]
+    out = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False", "True"]
 
 
 def test_a_closure_over_a_model_takes_all_of_it():
