@@ -1,0 +1,180 @@
+"""Which operators are dots: contractions, whose results are dear to compute again.
+
+Invariant: a dot's cost per byte of its output grows with the size of a dimension that
+it sums over. So convolution and attention are dots, and outer products are not.
+Rejected: torch's FLOP registry, which knows no mv, dot or quantized product and counts
+a custom one only if its author registered a formula. (All that it knows are dots.)
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, TypeAlias
+
+from remat._op import Op
+from remat._operators import checked, family
+
+
+Batched: TypeAlias = Callable[[Op], bool]
+
+
+def _never(op: Op) -> bool:
+    """A product of matrices or vectors, whatever the operands."""
+    del op
+    return False
+
+
+def _always(op: Op) -> bool:
+    """Convolution or attention: it sums for each element of a batch."""
+    del op
+    return True
+
+
+def _from(first: int) -> Batched:
+    """One of many matrices only if both operands are: einsum makes bmm's of one."""
+
+    def batched(op: Op) -> bool:
+        operands = [v.shape for v in op.inputs[first : first + 2]]
+        return all(len(s) > 2 and prod(s[:-2]) > 1 for s in operands)
+
+    return batched
+
+
+_first, _second = _from(0), _from(1)
+
+_TABLE: tuple[tuple[Batched, str, str], ...] = (
+    (
+        _never,
+        "aten",
+        """
+        mm addmm _addmm_activation addbmm mv addmv dot vdot inner linear tensordot
+        chain_matmul linalg_multi_dot _int_mm _scaled_mm _scaled_mm_v2
+        _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu
+        _weight_int4pack_mm_with_scales_and_zeros _dyn_quant_matmul_4bit
+        _mixed_dtypes_linear mkldnn_linear _sparse_mm _sparse_addmm hspmm smm
+        sspaddmm sparse_sampled_addmm _sparse_sparse_matmul _sparse_mm_reduce_impl
+        _sparse_semi_structured_mm _sparse_semi_structured_addmm
+        _sparse_semi_structured_linear _cslt_sparse_mm _trilinear bilinear
+        linear_backward mkldnn_linear_backward mkldnn_linear_backward_input
+        mkldnn_linear_backward_weights
+        """,
+    ),
+    (_never, "mkldnn", "_linear_pointwise"),
+    (_never, "mkl", "_mkl_linear"),
+    (_never, "onednn", "qlinear_pointwise linear_dynamic_fp16"),
+    (
+        _first,
+        "aten",
+        """
+        bmm matmul linalg_matmul _grouped_mm _scaled_grouped_mm
+        _scaled_grouped_mm_v2
+        """,
+    ),
+    (_second, "aten", "baddbmm"),
+    (
+        _always,
+        "aten",
+        """
+        einsum matmul_backward linalg_vecdot convolution _convolution
+        _convolution_mode convolution_overrideable conv1d conv2d conv3d
+        conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
+        cudnn_convolution cudnn_convolution_transpose cudnn_convolution_relu
+        cudnn_convolution_add_relu mkldnn_convolution miopen_convolution
+        miopen_convolution_transpose miopen_depthwise_convolution
+        miopen_convolution_relu miopen_convolution_add_relu _mps_convolution
+        _mps_convolution_transpose _nnpack_spatial_convolution thnn_conv2d
+        _slow_conv2d_forward slow_conv3d slow_conv3d_forward slow_conv_transpose2d
+        slow_conv_transpose3d slow_conv_dilated2d slow_conv_dilated3d
+        _conv_depthwise2d conv_depthwise3d convolution_backward
+        convolution_backward_overrideable _slow_conv2d_backward conv_tbc_backward
+        mps_convolution_backward mps_convolution_transpose_backward
+        _flash_attention_forward _flash_attention_backward
+        _flash_attention_forward_no_dropout_inplace _efficient_attention_forward
+        _efficient_attention_backward _cudnn_attention_forward
+        _cudnn_attention_backward _triton_scaled_dot_attention
+        _triton_multi_head_attention _native_multi_head_attention
+        _transformer_encoder_layer_fwd scaled_dot_product_attention
+        """,
+    ),
+    (_always, "mkldnn", "_convolution_pointwise _convolution_transpose_pointwise"),
+    (
+        _always,
+        "onednn",
+        "qconv_pointwise qconv1d_pointwise qconv2d_pointwise qconv3d_pointwise",
+    ),
+    (_always, "higher_order", "flex_attention flex_attention_backward"),
+)
+_DOTS = {f"{ns}.{base}": how for how, ns, bases in _TABLE for base in bases.split()}
+_PREFIX = "aten._scaled_dot_product_"
+
+
+def _batched(func: Any) -> Batched | None:
+    """Return how to tell whether a dot has batch dimensions; None if it is no dot."""
+    called = family(func)
+    if called.startswith(_PREFIX):  # every version of torch adds one
+        return _always
+    return _DOTS.get(called) or _DOTS.get(called.removesuffix("_"))
+
+
+def is_dot(op: Op) -> bool:
+    """Say whether an operation contracts: a product of matrices, say.
+
+    Example:
+        >>> import torch
+        >>> is_dot(Op(torch.ops.aten.addmm.default)), is_dot(Op(torch.ops.aten.sin.out))
+        (True, False)
+    """
+    return _batched(op.func) is not None
+
+
+def is_dot_without_batch(op: Op) -> bool:
+    """Say whether an operation contracts, once and not for each element of a batch.
+
+    Example:
+        >>> import torch
+        >>> is_dot_without_batch(Op(torch.ops.aten.mm.default))
+        True
+        >>> is_dot_without_batch(Op(torch.ops.aten.bmm.default))
+        False
+    """
+    batched = _batched(op.func)
+    return batched is not None and not batched(op)
+
+
+def register_dot(operator: Any, *, batched: bool = False) -> None:
+    """Make the policies about dots count an operator as one: a GEMM of your own.
+
+    Nothing changes for functions that were recorded before, so register where the
+    operator is defined. Registering again changes nothing. May be called from any
+    thread.
+
+    Args:
+        operator: the operator, `torch.ops.mine.gemm` or the function that
+            `torch.library.custom_op` made; all its overloads count.
+        batched: whether it has batch dimensions: then it is one of `dots_saveable`, and
+            not of `dots_with_no_batch_dims_saveable`.
+
+    Raises:
+        TypeError: it is no operator.
+        ValueError: it is a dot already, and registered or built in otherwise.
+
+    Source: JAX has no such thing, so libraries with their own GEMMs copy its policies.
+
+    Example:
+        >>> import torch
+        >>> @torch.library.custom_op("remat_doctest::gemm", mutates_args=())
+        ... def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ...     return a @ b
+        >>> register_dot(gemm)
+        >>> is_dot(Op(torch.ops.remat_doctest.gemm.default))
+        True
+    """
+    want = _always if batched else _never
+    checked(operator, "register_dot")
+    # One atomic step, so threads that register need no lock.
+    have = _batched(operator) or _DOTS.setdefault(family(operator), want)
+    if {have, want} == {_always, _never}:
+        raise ValueError(
+            f"remat: register_dot: torch.ops.{family(operator)} is a dot already, and "
+            f"batched={not batched}; got batched={batched}. Say the same in each call, "
+            "or leave this one out."
+        )

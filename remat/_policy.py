@@ -1,0 +1,419 @@
+"""What a policy is, how policies combine, and what else may stand for one.
+
+A policy answers for one operation at a time: may its result be kept for the backward,
+and where? Policies combine as their answers do, which are ordered from far to near:
+
+    p | q   kept if either keeps it, as near as the nearer one says
+    p & q   kept if both keep it, as far as the farther one says
+    ~p      saved if p does not keep it, else recomputed
+    p - q   what p keeps and q does not: p & ~q
+
+Both `|` and `&` are associative, commutative, idempotent and distributive, each absorbs
+the other, and De Morgan's laws hold. `p & ~p` keeps nothing, and `p | ~p` everything.
+`~~p` is p, except that it saves what p offloads.
+
+Invariant: a policy is a value. It compares by how it is made, hashes, pickles if the
+functions in it do, and prints as the expression that makes it.
+Rejected: where to offload as an attribute of the policy. Nested calls run under
+`inner | outer`, and two policies may offload to different places.
+Rejected: `~p` that leaves alone what p offloads, as the mirror of a chain would. Then
+`~~p == p` for all p, but `q & ~p`, "q without p", would keep what p keeps.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
+from typing_extensions import override
+
+from remat._decision import PLACES, Answer, Decision, decision_of, place
+from remat._mistakes import advice
+from remat._op import Op
+from remat._operators import call_of, checked, family, name, stand_in
+
+
+class Policy(ABC):
+    """Which results may be kept from forward to backward: a value that can be called.
+
+    "May": a result is kept only if the backward reads it. Anything else that can stand
+    for a policy may be combined with one, `dots_saveable | (lambda op: op.nbytes < 64)`
+    say; see `as_policy`.
+
+    Example:
+        >>> from remat.policies import dots_saveable, save_only_these_names
+        >>> dots_saveable - save_only_these_names("logits")
+        (dots_saveable & ~save_only_these_names('logits'))
+    """
+
+    @abstractmethod
+    def decide(self, op: Op) -> Answer:
+        """Return what this policy says of `op`: `policy(op)`, unchecked."""
+
+    def __call__(self, op: Op) -> Decision:
+        """Return what may become of the result of `op`.
+
+        Raises:
+            TypeError: a user's function gave something that is no decision.
+        """
+        answer = self.decide(op)
+        decision = decision_of(answer)
+        if decision is None:
+            raise TypeError(
+                f"remat: policy {self!r} returned {answer!r}, a "
+                f"{type(answer).__name__}, for {name(op.func)}"
+                + (f" at {op.source}" if op.source else "")
+                + ". Return a bool, a remat.policies.Decision or a "
+                "torch.utils.checkpoint.CheckpointPolicy."
+            )
+        return decision
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names that it mentions, of which `checkpoint_name` should give each."""
+        return frozenset().union(*(part.names for part in self._parts()))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it may offload; False is a promise."""
+        return any(part.offloads for part in self._parts())
+
+    def _parts(self) -> list["Policy"]:
+        return [value for value in vars(self).values() if isinstance(value, Policy)]
+
+    def __or__(self, other: object) -> "Policy":
+        return _union(self, as_policy(other))
+
+    def __ror__(self, other: object) -> "Policy":
+        return _union(as_policy(other), self)
+
+    def __and__(self, other: object) -> "Policy":
+        return _intersection(self, as_policy(other))
+
+    def __rand__(self, other: object) -> "Policy":
+        return _intersection(as_policy(other), self)
+
+    def __invert__(self) -> "Policy":
+        return Complement(self)
+
+    def __sub__(self, other: object) -> "Policy":
+        return _intersection(self, ~as_policy(other))
+
+    def __rsub__(self, other: object) -> "Policy":
+        return _intersection(as_policy(other), ~self)
+
+    def but_offload(self, which: object = None, *, to: str = "pinned_host") -> "Policy":
+        """Return a policy that keeps the same results, some of them elsewhere.
+
+        Args:
+            which: a policy: what both keep is offloaded, wherever either wants it. None
+                for all that this one keeps.
+            to: "pinned_host" for the host's memory, or "disk" for a file.
+
+        Returns:
+            The policy.
+
+        Raises:
+            TypeError: `which` is no policy.
+            ValueError: there is no such place.
+
+        Example:
+            >>> from remat.policies import dots_saveable, save_larger_than
+            >>> dots_saveable.but_offload(save_larger_than(2**20), to="disk")
+            dots_saveable.but_offload(save_larger_than(1048576), to='disk')
+        """
+        place(to, "but_offload")
+        chosen = everything_saveable if which is None else as_policy(which)
+        return ButOffload(self, chosen, to)
+
+
+@dataclass(frozen=True)
+class Always(Policy):
+    """The same for every operation, which is what JAX's two constants are."""
+
+    decision: Decision
+
+    def decide(self, op: Op) -> Decision:
+        """Return the one decision."""
+        del op
+        return self.decision
+
+    @property
+    @override
+    def offloads(self) -> bool:
+        """Whether the decision is to offload."""
+        return self.decision.offloads
+
+    def __repr__(self) -> str:
+        constants = {
+            Decision.RECOMPUTE: "nothing_saveable",
+            Decision.SAVE: "everything_saveable",
+        }
+        return constants.get(self.decision, f"as_policy({self.decision})")
+
+
+nothing_saveable = Always(Decision.RECOMPUTE)
+"""Keeps nothing: every result is recomputed. What `policy=None` means."""
+everything_saveable = Always(Decision.SAVE)
+"""Keeps all that the backward reads, as without remat, but for what is dead."""
+
+
+@dataclass(frozen=True)
+class Pair(Policy):
+    """Two policies, asked in order."""
+
+    left: Policy
+    right: Policy
+
+
+@dataclass(frozen=True, repr=False)
+class Union(Pair):
+    """Kept if either keeps it, as near as the nearer one says."""
+
+    def decide(self, op: Op) -> Decision:
+        """Return the nearer decision."""
+        return self.left(op) | self.right(op)
+
+    def __repr__(self) -> str:
+        return f"({self.left} | {self.right})"
+
+
+@dataclass(frozen=True, repr=False)
+class Intersection(Pair):
+    """Kept if both keep it, as far as the farther one says."""
+
+    def decide(self, op: Op) -> Decision:
+        """Return the farther decision."""
+        return self.left(op) & self.right(op)
+
+    def __repr__(self) -> str:
+        return f"({self.left} & {self.right})"
+
+
+@dataclass(frozen=True)
+class Complement(Policy):
+    """Saved if the other does not keep it."""
+
+    of: Policy
+
+    def decide(self, op: Op) -> Decision:
+        """Return SAVE or RECOMPUTE."""
+        return ~self.of(op)
+
+    @property
+    @override
+    def offloads(self) -> bool:
+        """False."""
+        return False
+
+    def __repr__(self) -> str:
+        return f"~{self.of}"
+
+
+@dataclass(frozen=True)
+class ButOffload(Policy):
+    """Kept as `policy` keeps it, but elsewhere if `which` would keep it too."""
+
+    policy: Policy
+    which: Policy
+    to: str
+
+    def decide(self, op: Op) -> Decision:
+        """Return the decision of `policy`, or to offload."""
+        kept = self.policy(op)
+        return PLACES[self.to] if kept and self.which(op) else kept
+
+    @property
+    @override
+    def offloads(self) -> bool:
+        """True."""
+        return True
+
+    def __repr__(self) -> str:
+        which = "" if self.which == everything_saveable else f"{self.which}, "
+        # A prefix binds less than the dot.
+        policy = (
+            f"({self.policy})" if isinstance(self.policy, Complement) else self.policy
+        )
+        return f"{policy}.but_offload({which}to={self.to!r})"
+
+
+def _union(left: Policy, right: Policy) -> Policy:
+    """Return `left | right`, or one of them if that does the same."""
+    if left == right or right == nothing_saveable:
+        return left
+    return right if left == nothing_saveable else Union(left, right)
+
+
+def _intersection(left: Policy, right: Policy) -> Policy:
+    """Return `left & right`, or one of them if that does the same."""
+    if left == right or right == everything_saveable:
+        return left
+    return right if left == everything_saveable else Intersection(left, right)
+
+
+# --- What else may stand for a policy -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operators(Policy):
+    """Keeps the results of some operators, which it knows by name."""
+
+    operators: frozenset[str]
+
+    def decide(self, op: Op) -> bool:
+        """Say whether it is one of the operators."""
+        return name(op.func) in self.operators or family(op.func) in self.operators
+
+    def __repr__(self) -> str:
+        return (
+            f"save_ops({', '.join(f'torch.ops.{o}' for o in sorted(self.operators))})"
+        )
+
+
+def save_ops(*operators: Any) -> Policy:
+    """Keep the results of these operators.
+
+    Args:
+        *operators: each an overload (`torch.ops.aten.mm.default`), a packet for all
+            overloads (`torch.ops.aten.mm`), a higher-order operator
+            (`torch.ops.higher_order.flex_attention`) or a function that
+            `torch.library.custom_op` made. They are the operators that run below
+            autograd, so `aten.linear` may never be seen where `aten.addmm` is.
+
+    Returns:
+        The policy. None of them makes it `nothing_saveable` in effect.
+
+    Raises:
+        TypeError: one of them is something else: a string or `torch.mm`, say.
+
+    Source: torch's selective checkpointing, which takes a list of overloads.
+
+    Example:
+        >>> import torch
+        >>> policy = save_ops(torch.ops.aten.mm, torch.ops.aten.bmm.default)
+        >>> policy(Op(torch.ops.aten.mm.default))
+        <Decision.SAVE: 3>
+        >>> policy
+        save_ops(torch.ops.aten.bmm.default, torch.ops.aten.mm)
+    """
+    return Operators(frozenset(name(checked(o, "save_ops")) for o in operators))
+
+
+@dataclass(frozen=True)
+class Function(Policy):
+    """Asks a function of the operation."""
+
+    fn: Callable[[Op], Answer]
+
+    def decide(self, op: Op) -> Answer:
+        """Return what the function says."""
+        return self.fn(op)
+
+    @property
+    @override
+    def offloads(self) -> bool:
+        """True: it cannot be known before the function is asked."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"as_policy({getattr(self.fn, '__qualname__', repr(self.fn))})"
+
+
+@dataclass(frozen=True, repr=False)
+class TorchFunction(Function):
+    """Asks a policy function of torch's selective checkpointing.
+
+    It gets stand-ins for tensors: their metadata can be read, on their true devices,
+    and nothing can be computed with them. As under torch it is not asked about detach
+    and metadata, and `ctx.is_recompute` is False. What MUST and PREFER tell a compiler
+    apart means the same here: it may be kept, or may not.
+    """
+
+    fn: Callable[..., Answer]
+
+    @override
+    def decide(self, op: Op) -> Answer:
+        """Return what the function says."""
+        if op.func in SAC_IGNORED_OPS:
+            return Decision.RECOMPUTE
+        outputs = tuple(map(stand_in, op.outputs))
+        ctx = SelectiveCheckpointContext(is_recompute=False)
+        ctx.op_output = outputs[0] if len(outputs) == 1 else outputs
+        args, kwargs = call_of(op)
+        return self.fn(ctx, op.func, *args, **kwargs)
+
+
+_COLLECTIONS: tuple[type, ...] = list, tuple, set, frozenset
+
+
+def as_policy(obj: object) -> Policy:
+    """Return the policy that `obj` stands for.
+
+    Args:
+        obj: a policy; None for `nothing_saveable`; a decision of ours or of torch's, to
+            be taken for every operation; a list, tuple or set of operators, for
+            `save_ops`; a function `(op) -> bool | Decision`; or a policy function of
+            torch's selective checkpointing, `(ctx, op, *args, **kwargs) -> bool |
+            CheckpointPolicy`. The two kinds of function are told apart by whether they
+            can be called with one argument. A function must be hashable and decide
+            alike for like operations: one decision may serve many calls.
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: it stands for none.
+
+    Example:
+        >>> import torch
+        >>> as_policy([torch.ops.aten.mm.default])
+        save_ops(torch.ops.aten.mm.default)
+        >>> as_policy(None)
+        nothing_saveable
+    """
+    if isinstance(obj, Policy):
+        return obj
+    if obj is None:
+        return nothing_saveable
+    decision = None if isinstance(obj, bool) else decision_of(obj)
+    if decision is not None:
+        return Always(decision)
+    if isinstance(obj, _COLLECTIONS):
+        return save_ops(*obj)
+    if callable(obj) and not advice(obj):
+        return _of_function(obj)
+    raise TypeError(
+        f"remat: not a policy: {obj!r}, a {type(obj).__name__}. {advice(obj)}A policy "
+        "is one of remat.policies, None, a list of operators, a function (op) -> bool "
+        "or Decision, or torch's kind, (ctx, op, *args, **kwargs) -> CheckpointPolicy."
+    )
+
+
+def _of_function(fn: Callable[..., Any]) -> Policy:
+    """Return the policy that asks `fn`."""
+    try:
+        hash(fn)
+    except TypeError:
+        raise TypeError(
+            f"remat: policy {fn!r} is not hashable, and policies are compared. Make "
+            "its class a frozen dataclass, or leave __eq__ out."
+        ) from None
+    if _takes(fn, 1):
+        return Function(fn)
+    if _takes(fn, 3):
+        return TorchFunction(fn)
+    raise TypeError(
+        f"remat: policy {fn!r} can be called neither as policy(op) nor, like those of "
+        "torch's selective checkpointing, as policy(ctx, op, *args, **kwargs)"
+    )
+
+
+def _takes(fn: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(fn).bind(*range(count))
+    except (TypeError, ValueError):  # ValueError: a builtin that has no signature
+        return False
+    return True
