@@ -85,13 +85,6 @@ class Ambient:
             torch.clear_autocast_cache()
         self._plain = not (moved or self._autocast)
 
-    @property
-    def drew_globally(self) -> list[str]:
-        """The global streams that moved, by device type or name."""
-        ours = {id(s) for s in (*device_generators(), *self._global.streams)}
-        moved = [s for s, _ in self._moved if id(s) in ours]
-        return sorted(s.name if isinstance(s, Stream) else s.device.type for s in moved)
-
     def private(self, generators: Sequence[torch.Generator]) -> list[torch.Generator]:
         """Return a clone of each generator argument, set as it was at the call."""
         states = {id(g): state for g, state in self._moved}

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from remat._compat import must_inline, unwrap_dead
+from remat._draws import without_draws
 from remat._primal import Primal
 from remat._transform import record
 
@@ -102,11 +103,15 @@ def remat(
         (2, 4)
     """
     _check(policy, prune, rng)
-    caller = sys._getframe(1)
-    where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    where = "compiled code" if torch.compiler.is_compiling() else _caller()
     if fn is None:
         return functools.partial(Rematerialized, where=where, rng=rng)
     return Rematerialized(fn, where, rng)
+
+
+def _caller() -> str:
+    caller = sys._getframe(2)
+    return f"{caller.f_code.co_filename}:{caller.f_lineno}"
 
 
 def _check(policy: object, prune: object, rng: object) -> None:
@@ -144,12 +149,17 @@ class Rematerialized(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function, for recomputation if something is to be differentiated."""
         fn = self.__wrapped__
-        if not torch.is_grad_enabled() or must_inline():
+        if must_inline():
             return fn(*args, **kwargs)
-        program = Primal(fn, self._label, args, kwargs, self._rng)
-        leaves = [*map(unwrap_dead, program.take_leaves())]
-        outs = record(program, leaves)
-        return fn(*args, **kwargs) if outs is None else program.join(outs, leaves)
+        if torch.is_grad_enabled():
+            program = Primal(fn, self._label, args, kwargs, self._rng)
+            leaves = [*map(unwrap_dead, program.take_leaves())]
+            outs = record(program, leaves)
+            if outs is not None:
+                return program.join(outs, leaves)
+        if self._rng == "error":
+            fn = without_draws(fn, self._label)
+        return fn(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

@@ -67,6 +67,7 @@ _INERT = frozenset(
 )
 
 
+_CONTAINERS = frozenset({OrderedDict, dict, list, set, tuple})
 _CONSTANT = frozenset(
     {
         *(bool, bytes, complex, float, int, str, type(None), type(...)),
@@ -189,7 +190,7 @@ class Search:
         index = self.tensor(value, path)
         if index == known and not value.requires_grad:
             self._found.buffers[index] = registered
-        return TensorNode(index)
+        return TensorNode.of(index)
 
     def _generator(self, value: torch.Generator, path: Path) -> Node | None:
         del path  # generators are not named in messages
@@ -278,19 +279,20 @@ class Search:
             return self._memo[id(module)][1]
         self._sources.of_class(type(module))
         node = ObjectNode(module)
+        registries = node.registries
         self._memo[id(module)] = (module, node)
         for name, value in node.entries.items():
             kind = type(value)
             # Most of a module's attributes are flags and empty dicts of hooks.
-            if kind in _INERT or (kind is OrderedDict and not value):
+            if kind in _INERT or (kind in _CONTAINERS and not value):
                 continue
-            if name not in node.registries:
+            if name not in registries:
                 self._entry(node, (None, name), value, path)
-        for name, items in node.registries.items():
+        for name, items in registries.items():
             if name == "_modules":
                 for key, child in items.items():
                     self._entry(node, (name, key), child, path)
-            else:
+            elif items:
                 self._registered(node, name, items, path)
         settled = node.settle()
         self._memo[id(module)] = (module, settled)

@@ -17,6 +17,8 @@ from typing_extensions import override
 from remat._code import user_line
 from remat._compat import default_generators
 from remat._errors import RandomnessError
+from remat._streams import global_streams
+from remat._types import Fn
 
 
 class Guard(TorchDispatchMode):
@@ -64,3 +66,38 @@ def _may_draw(func: Any) -> bool:
     if not isinstance(func, OpOverload) or func.namespace not in _TAGGED:
         return True
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def without_draws(fn: Fn, label: str) -> Fn:
+    """Return `fn` refusing to draw from a global stream, torch's or another.
+
+    Args:
+        fn: the function.
+        label: what errors call it.
+    """
+    message = _DREW_IN.format(label=label.replace("{", "{{").replace("}", "}}"))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        streams = global_streams()
+        before = streams.read()
+        with Guard(message):
+            result = fn(*args, **kwargs)
+        each = zip(streams.streams, before, streams.read(), strict=True)
+        for stream, old, new in each:
+            if old != new:
+                stream.write(old)
+                raise RandomnessError(_DREW.format(label=label, stream=stream.name))
+        return result
+
+    return run
+
+
+_DREW = (
+    "remat: {label} drew from the global random stream of: {stream}, which "
+    "rng='error' refuses. Pass a key of remat.random, or a generator, and draw from it."
+)
+_DREW_IN = (
+    "remat: {label} drew from a global random stream in {{op}}, at {{where}}, which "
+    "rng='error' refuses. Pass a key and draw with remat.random, or call the function "
+    "under remat.random.bind(key), or pass a torch.Generator."
+)

@@ -6,17 +6,21 @@ for all of them, which runs `__reduce__` and `__setstate__`.
 
 import copy
 import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 
 def attributes(value: Any) -> dict[str, Any]:
     """Return what an object holds, in its `__dict__` and its slots."""
-    held = dict(getattr(value, "__dict__", ()))
+    held: dict[str, Any] = getattr(value, "__dict__", _NONE).copy()
     for name in _slots(type(value)):
         if hasattr(value, name):
             held[name] = getattr(value, name)
     return held
+
+
+_NONE: dict[str, Any] = {}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -56,3 +60,18 @@ def replica_of(value: Any) -> Any:
         return object.__new__(type(value))
     except TypeError:  # a subclass of str, say, which holds more than attributes
         return copy.copy(value)
+
+
+def changed(value: Any, before: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of `value` that are others than `before`."""
+    now = attributes(value) if _slots(type(value)) else value.__dict__
+    return differing(now, before)
+
+
+def differing(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of `now` that are others than `before`."""
+    # Two dictionaries with the same keys, most often, and in the same order.
+    same = len(now) == len(before)
+    if same and all(map(operator.is_, now.values(), before.values())):
+        return _NONE if [*now] == [*before] else dict(now)
+    return {k: v for k, v in now.items() if k not in before or v is not before[k]}

@@ -12,6 +12,7 @@ import operator
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -42,13 +43,8 @@ from remat._compat import (
     under_function_modes,
     without_hooks,
 )
-from remat._draws import Guard
-from remat._errors import (
-    CaptureError,
-    MutationError,
-    RandomnessError,
-    RecomputeError,
-)
+from remat._draws import without_draws
+from remat._errors import CaptureError, MutationError, RecomputeError
 from remat._program import Program, detached
 from remat._rebuild import Node, build, pass_on
 from remat._structure import Out, apply, argument_name, flatten_arguments
@@ -57,6 +53,7 @@ from remat._types import Fn, Outputs
 
 # Cheaper than comprehensions, on a path taken on every call.
 _version = operator.attrgetter("_version")
+_data_ptr = operator.methodcaller("data_ptr")
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -229,21 +226,11 @@ class Primal(Program):
     ) -> Any:
         """Call under the TorchFunctionModes of the call, and no others."""
         if self._rng == "error":
-            fn = self._guarded(fn)
+            fn = without_draws(fn, self._label)
         now = function_modes() if function_mode_count() else ()
         if _is_same(now, modes):
             return apply(fn, treedef, values)
         return under_function_modes(modes, apply, fn, treedef, values)
-
-    def _guarded(self, fn: Fn) -> Fn:
-        """Return `fn` refusing draws from the global streams."""
-        label = self._label.replace("{", "{{").replace("}", "}}")
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with Guard(_DREW_IN.format(label=label)):
-                return fn(*args, **kwargs)
-
-        return run
 
     # --- The forward ---
 
@@ -265,8 +252,6 @@ class Primal(Program):
         set_grad_enabled(False)
         escape.armed = True
         self._ambient.forward_done()
-        if self._rng == "error":
-            self._check_draws()
         kept = self._update_buffers(leaves, copies) if copies else ()
         self._check_inputs(leaves, inner)
         facts.used, modal = self._reached(outs, inner)
@@ -323,11 +308,6 @@ class Primal(Program):
         names = [self._name_of(i) for i, t in enumerate(copies) if t._version]
         return names[0] if names else "an input"
 
-    def _check_draws(self) -> None:
-        if self._ambient.drew_globally:
-            streams = ", ".join(self._ambient.drew_globally)
-            raise RandomnessError(_DREW.format(label=self._label, streams=streams))
-
     def _check_inputs(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
         needs, kept = self.facts.needs, self.facts.kept
         changed = self._versions != _versions(leaves)
@@ -346,9 +326,11 @@ class Primal(Program):
                 raise CaptureError(_BACKWARD.format(label=self._label))
         if self._contained:
             return
-        for i, need in enumerate(self.facts.needs):
-            if need and _data_moved(leaves[i], inner[i]):
-                raise self._error(_IN_PLACE, i)
+        needs = self.facts.needs
+        if not _data_is_shared([*compress(leaves, needs)], [*compress(inner, needs)]):
+            for i, need in enumerate(needs):
+                if need and _data_moved(leaves[i], inner[i]):
+                    raise self._error(_IN_PLACE, i)
         # At the base, `Escape` refuses it when and if it is differentiated.
         if self.facts.exact or not is_graph_held(inner):
             return
@@ -454,6 +436,14 @@ def _with_own_cache(fn: Fn) -> Fn:
     return run
 
 
+def _data_is_shared(leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> bool:
+    """Say, quickly and of most calls, that the leaves and stand-ins share memory."""
+    try:
+        return [*map(_data_ptr, leaves)] == [*map(_data_ptr, inner)]
+    except RuntimeError:  # some have none
+        return False
+
+
 def _data_moved(ours: Tensor, inner: Tensor) -> bool:
     """Say whether the function assigned to `.data` of the stand-in of `ours`."""
     if type(ours) not in (Tensor, nn.Parameter) or ours.layout is not torch.strided:
@@ -477,15 +467,6 @@ _LEAKED = (
 _GRADLESS = (
     "remat: recomputing {label} gave outputs that require grad: {now}, where in the "
     "forward: {then}. The function must compute the same thing twice."
-)
-_DREW = (
-    "remat: {label} drew from the global random stream of: {streams}, which "
-    "rng='error' refuses. Pass a key of remat.random, or a generator, and draw from it."
-)
-_DREW_IN = (
-    "remat: {label} drew from a global random stream in {{op}}, at {{where}}, which "
-    "rng='error' refuses. Pass a key and draw with remat.random, or call the function "
-    "under remat.random.bind(key), or pass a torch.Generator."
 )
 _IN_PLACE = (
     "remat: `{name}` was changed in place inside {label}. A recomputation would start "

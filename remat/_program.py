@@ -127,8 +127,10 @@ def detached(leaves: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
 def _stand_in(tensor: Tensor) -> Tensor:
     """Return a fresh leaf of the same class with the same attributes."""
     if type(tensor) is nn.Parameter:
-        new: Tensor = nn.Parameter(tensor.detach())
+        new: Tensor = Tensor._make_subclass(nn.Parameter, tensor, True)
     else:
         new = tensor.detach().requires_grad_()
-    new.__dict__.update(tensor.__dict__)
+    held = tensor.__dict__
+    if held:
+        new.__dict__.update(held)
     return new

@@ -9,6 +9,7 @@ another thread would then read a stand-in for `module.weight`, lock or no lock.
 """
 
 import copy
+import functools
 import operator
 import types
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,13 @@ from typing_extensions import override
 from remat import _tree
 from remat._code import global_names
 from remat._errors import CaptureError
-from remat._objects import attributes, replica_of, set_attributes
+from remat._objects import (
+    attributes,
+    changed,
+    differing,
+    replica_of,
+    set_attributes,
+)
 
 
 class Run:
@@ -77,13 +84,12 @@ def pass_on(run: Run) -> None:
     """
     _pass_on_variables(run)
     for registry, ours, before in run.registries:
-        for name in _changed(ours, before):
-            registry[name] = ours[name]
+        if ours:
+            registry.update(differing(ours, before))
     for original, replica, before in run.replicas:
-        now = attributes(replica)
-        changed = {name: now[name] for name in _changed(now, before)}
-        if changed:
-            set_attributes(original, changed)
+        assigned = changed(replica, before)
+        if assigned:
+            set_attributes(original, assigned)
     for original, ours, before, leaves in run.copies:
         if not _same(_tree.flatten(before)[0], leaves):
             raise CaptureError(_CHANGED.format(kind=type(original).__name__))
@@ -93,7 +99,7 @@ def pass_on(run: Run) -> None:
         elif type(original) is dict:
             for name in before.keys() - ours.keys():
                 del original[name]
-            original.update({k: ours[k] for k in _changed(ours, before)})
+            original.update(differing(ours, before))
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -109,10 +115,6 @@ def _pass_on_variables(run: Run) -> None:
         for name in global_names(fn.__code__).stored:
             if scope.get(name) is not before.get(name):
                 fn.__globals__[name] = scope[name]
-
-
-def _changed(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    return [k for k in now if k not in before or now[k] is not before[k]]
 
 
 _CHANGED = (
@@ -141,6 +143,12 @@ class TensorNode(Node):
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(index: int) -> "TensorNode":
+        """Return the node of a tensor; there is one for each index."""
+        return TensorNode(index)
 
     @override
     def build(self, run: Run) -> Any:
@@ -376,7 +384,7 @@ class ObjectNode(Composite):
         replica = replica_of(self.value)
         # Before the children are built: one of them may refer to this very object.
         run.built[id(self)] = replica
-        entries = dict(self.entries)
+        entries = self.entries.copy()
         for registry, items in self.registries.items():
             entries[registry] = items.copy()
         for (registry, name), child in self.children.items():

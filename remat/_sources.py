@@ -134,15 +134,10 @@ def _parts_of_function(fn: types.FunctionType) -> Iterable[Any]:
     return [*cells, fn.__defaults__, fn.__kwdefaults__, *map(scope.get, names)]
 
 
-# By class: the names to look up, in the class itself and in the globals of its methods.
-_SCOPES: weakref.WeakKeyDictionary[type, list[_Names]] = weakref.WeakKeyDictionary()
-
-
+@functools.lru_cache(maxsize=4096)
 def _scopes_of(cls: type) -> list[_Names]:
-    known = _SCOPES.get(cls)
-    if known is None:
-        known = _SCOPES[cls] = [*_find_scopes(cls)]
-    return known
+    """Return the names to look up, in a class and in the globals of its methods."""
+    return [*_find_scopes(cls)]
 
 
 def _find_scopes(cls: type) -> Iterable[_Names]:

@@ -14,6 +14,7 @@ later, in training mode say, would be replayed wrongly.
 import contextlib
 import ctypes
 import functools
+import importlib
 import pickle
 import random
 import struct
@@ -238,6 +239,9 @@ def global_streams() -> GlobalStreams:
     """Return the global streams of the host."""
     global _global
     numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is None and "numpy" in sys.modules:
+        # NumPy imports it on its first use, which may be within a forward.
+        numpy_random = importlib.import_module("numpy.random")
     bits = None if numpy_random is None else numpy_random.get_bit_generator()
     if _global is None or _global.bits is not bits:
         _global = _find_global(numpy_random)

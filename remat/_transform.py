@@ -55,6 +55,7 @@ def call(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     return program.run(*leaves) if outs is None else outs
 
 
+@eager_only
 def record(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any] | None:
     """Evaluate `program` if there is something to differentiate."""
     needs = [*map(requires_grad_at_any_level, leaves)]

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.func import grad
 
 from remat import remat
-from remat.testing import count_ops
+from remat.testing import assert_same, count_ops
 
 
 # Dynamo and inductor warn of their own deprecations and of slow numerics.
@@ -89,3 +91,34 @@ def test_an_eager_call_may_be_pulled_back_within_compiled_code(backend, weight):
         pull(loss)
     assert ops["tanh"] == 1
     torch.testing.assert_close(weight.grad, gradient(body, weight))
+
+
+def test_remat_may_be_applied_inside_compiled_code(backend):
+    x = torch.linspace(-1, 1, 4, requires_grad=True)
+    step = torch.compile(
+        lambda x: remat(torch.sin)(x).exp(), backend=backend, fullgraph=True
+    )
+    (got,) = torch.autograd.grad(step(x).sum(), x)
+    (want,) = torch.autograd.grad(x.sin().exp().sum(), x)
+    assert_same(got, want, reassociated=True)
+
+
+def test_after_a_graph_break_within_grad_the_function_runs_uncompiled(backend):
+    """Dynamo would compile what is rebuilt for each call, and mix up the globals."""
+    weight = torch.eye(4)
+
+    def layer(x):
+        return torch.relu(nn.functional.dropout(x) @ weight).square().sum()
+
+    def total(x):
+        torch._dynamo.graph_break()
+        return remat(layer)(x)
+
+    step = torch.compile(grad(total), backend=backend)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with count_ops() as ops:
+            got = step(torch.ones(4))
+        torch.manual_seed(seed)
+        assert_same(got, grad(layer)(torch.ones(4)))
+        assert ops["relu"] == 2

@@ -92,7 +92,7 @@ def _uniform_between(
         return u
     low, high = rounded(low, dtype), rounded(high, dtype)
     out = u.to(wide(dtype)).mul_(rounded(high - low, dtype)).add_(low)
-    return out.to(dtype).clamp_(max=max(low, number_below(high, dtype)))
+    return out.to(dtype).clamp(max=max(low, number_below(high, dtype)))
 
 
 def normal(
