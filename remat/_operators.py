@@ -6,6 +6,7 @@ Rejected: names as users' input, `"aten::mm"` say. A slip of the pen would be a 
 that does nothing, while a slip in `torch.ops.aten.nm` is an AttributeError.
 """
 
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -30,6 +31,7 @@ def is_operator(obj: object) -> TypeGuard[Any]:
     return isinstance(obj, kinds)
 
 
+@cache
 def name(operator: Any) -> str:
     """Return where `operator` is under `torch.ops`.
 
@@ -45,6 +47,7 @@ def name(operator: Any) -> str:
     return str(operator)
 
 
+@cache
 def family(operator: Any) -> str:
     """Return the name of an operator without its overload.
 
@@ -149,18 +152,13 @@ def _interleaved(
     """Take tensors and constants off the two lists, as a schema's types ask for."""
     args: list[Any] = []
     for i, kind in enumerate(types):
-        if not tensors and not constants:
-            break
-        if "List[" in kind and "Tensor" in kind:
+        is_none = "Optional" in kind and constants[:1] == [None]
+        source = tensors if "Tensor" in kind and not is_none else constants
+        if "List" in kind and "Tensor" in kind and not is_none:
             later = sum("Tensor" in t for t in types[i + 1 :])
-            count = max(len(tensors) - later, 0)
-            args.append([tensors.pop(0) for _ in range(count)])
-        elif "Tensor" not in kind or (constants and constants[0] is None):
-            if not constants:
-                break
-            args.append(constants.pop(0))
-        elif tensors:
-            args.append(tensors.pop(0))
-        else:
+            args.append([tensors.pop(0) for _ in range(len(tensors) - later)])
+        elif source:
+            args.append(source.pop(0))
+        else:  # the rest was left to its defaults
             break
     return args

@@ -356,7 +356,7 @@ REAL = {
     "added": (torch.baddbmm, [(4,), (5, 2, 3), (5, 3, 4)], (1, 0)),
     "summed": (torch.addbmm, [(2, 4), (5, 2, 3), (5, 3, 4)], (1, 1)),
     "of one": (torch.bmm, [(1, 2, 3), (1, 3, 4)], (1, 1)),
-    "added to one": (torch.baddbmm, [(5, 2, 4), (1, 2, 3), (1, 3, 4)], (1, 1)),
+    "added to one": (torch.baddbmm, [(2, 4), (1, 2, 3), (1, 3, 4)], (1, 1)),
     "vmap of both": (batched_mm, [(5, 2, 3), (5, 3, 4)], (1, 0)),
     "vmap of one": (unbatched_mm, [(5, 2, 3), (3, 4)], (1, 1)),
     "conv1d": (nn.functional.conv1d, [(1, 2, 8), (4, 2, 3)], (1, 0)),
