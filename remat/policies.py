@@ -14,7 +14,7 @@ The names are JAX's, and so is what they do, with these differences:
   value names the result of the operation that made it.
 - `save_from_both_policies(p, q)` is `p | q`, and takes policies that offload.
 - Names that are no strings, strings that are no policies, and places that do not exist
-  are errors at once. JAX finds a policy that is never asked nothing to complain about.
+  are errors at once. In JAX such a policy is accepted, and keeps nothing.
 - Convolution and every kernel of attention are dots, and so is any operator given to
   `register_dot`.
 

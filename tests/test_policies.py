@@ -7,6 +7,7 @@ import pickle
 import re
 import threading
 from dataclasses import dataclass
+from inspect import signature
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -419,13 +421,12 @@ def test_grouped_products_of_tokens_have_no_batch():
     assert few(grouped((4, 64, 8), (4, 8, 16))) is RECOMPUTE
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="some are newer than torch")
 def test_the_table_of_dots_names_operators_that_exist():
     """A slip of the pen would be a dot that is never saved."""
-    newer = {"_scaled_mm_v2", "_scaled_grouped_mm_v2"}  # than the oldest torch
     for dot in _dots._DOTS:
         namespace, base = dot.split(".")
-        if namespace == "aten" and base not in newer:
-            assert hasattr(aten, base), dot
+        assert namespace != "aten" or hasattr(aten, base), dot
 
 
 def test_a_dot_of_ones_own_is_registered():
@@ -897,6 +898,10 @@ def by_arguments(ctx, func, *args, **kwargs):
     return func is aten._softmax.default and args[1] == 1
 
 
+# Older versions of torch do not tell a policy what the operation returned.
+TELLS_OUTPUT = "op_output" in signature(SelectiveCheckpointContext).parameters
+
+
 def everything_torch(ctx, func, *args, **kwargs):
     return CheckpointPolicy.PREFER_SAVE
 
@@ -911,7 +916,8 @@ def model(x, w):
 @pytest.mark.parametrize(
     "policy",
     [
-        *(wide_matmuls, by_output, casts, by_arguments, everything_torch, torch_saves),
+        *(wide_matmuls, casts, by_arguments, everything_torch, torch_saves),
+        *([by_output] if TELLS_OUTPUT else []),
         [MM, aten.addmm.default, aten.exp.default],
         [],
     ],
