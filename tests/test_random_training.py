@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from remat import random, remat
-from remat.testing import assert_same, count_ops
+from remat.testing import assert_same, count_ops, live_bytes
 
 
 STEPS, BLOCKS = 20, 2
@@ -195,3 +195,62 @@ def test_a_mask_that_differed_would_have_shown():
     # torch's own checkpoint draws from where the generator has got to.
     assert twice == 2 * once
     assert not any(torch.equal(p, want[1][n]) for n, p in got[1].items())
+
+
+# --- What is kept for the backward ------------------------------------------------
+
+LAYERS = 3
+KEY_BYTES, STATE_BYTES = 16, torch.get_rng_state().nbytes
+GENERATOR = torch.Generator().manual_seed(3)
+
+
+def layers(x, source):
+    for i in range(LAYERS):
+        x = dropped(x.sin(), source, i)
+    return x
+
+
+def checkpointed(fn):
+    return functools.partial(checkpoint, fn, use_reentrant=False)
+
+
+# By what is wrapped and drawn from: the tensors, and other bytes, besides the input.
+KEPT = {
+    # In plain the inputs of the sines, but for the first, and the result.
+    "masks": (lambda f: f, None, 2 * LAYERS, 0),
+    "keys": (lambda f: f, KEY, LAYERS, LAYERS * KEY_BYTES),
+    "torch's checkpoint, a state": (checkpointed, None, 1, STATE_BYTES),
+    # The states of global streams are kept, if they moved, in no tensor.
+    "remat, a state": (remat, None, 1, 0),
+    "remat, the state of a generator": (remat, GENERATOR, 1, STATE_BYTES),
+    "remat, nothing": (remat, KEY, 1, 0),
+}
+
+
+@pytest.mark.parametrize("case", KEPT.values(), ids=KEPT.keys())
+def test_what_dropout_keeps(case):
+    wrap, source, tensors, other = case
+    x = torch.rand(2000, requires_grad=True)
+    assert live_bytes(lambda: wrap(layers)(x, source)) == tensors * x.nbytes + other
+    y = wrap(layers)(x, source)
+    with count_ops() as ops:
+        y.sum().backward()
+    assert ops["sin"] == (0 if tensors > 1 else LAYERS)
+    assert not x.grad.isnan().any()
+
+
+@pytest.mark.parametrize("source", [KEY, None], ids=["keys", "the global stream"])
+def test_a_block_keeps_its_input_alone(source):
+    block, x = Block(), torch.randn(2, LENGTH, WIDTH, requires_grad=True)
+    assert live_bytes(lambda: remat(block)(x, source)) == x.nbytes
+    assert live_bytes(lambda: block(x, source)) > 10 * x.nbytes
+
+
+def test_dropout_costs_a_key_outside_of_remat_and_nothing_within(monkeypatch):
+    model = Model(Block, remat)
+    run = lambda: model(TOKENS, KEY)
+    run()
+    with_dropout = live_bytes(run)
+    monkeypatch.setattr(random, "dropout", lambda _key, x, _p: x)
+    # The key of the dropout after the embedding. Those of the blocks are inputs.
+    assert with_dropout - live_bytes(run) == KEY_BYTES
