@@ -355,8 +355,8 @@ def test_a_forward_that_failed_does_not_hinder_the_next():
 def caches():
     """Return the sizes of the containers that the package's modules hold."""
     sizes = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"remat.{info.name}")
+    for info in pkgutil.walk_packages(package.__path__, "remat."):
+        module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             if name == "TORCH_NODES":  # torch's own, which its lazy imports add to
                 continue

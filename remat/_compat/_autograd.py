@@ -1,0 +1,217 @@
+"""Autograd: its engine, its graph, its saved tensors, dual numbers.
+
+Invariant: nothing here changes a value. Rejected: the public functions where there are
+some. They check again what is known here, at a third of the cost of a small call.
+"""
+
+import functools
+import operator
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks as pop_hooks,
+    _push_saved_tensors_default_hooks as push_hooks,
+    _top_saved_tensors_default_hooks as top_hooks,
+)
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad, graph
+
+
+Outputs: TypeAlias = tuple[Tensor | None, ...]
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+
+set_grad_enabled = torch._C._set_grad_enabled
+
+
+# Deleted by: `torch.set_grad_enabled` without its decorator machinery, ten times this.
+class grad_mode:  # noqa: N801
+    """A context in which grad mode is on or off."""
+
+    __slots__ = ("_before", "_mode")
+
+    def __init__(self, mode: bool) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        set_grad_enabled(self._mode)
+
+    def __exit__(self, *_: object) -> None:
+        set_grad_enabled(self._before)
+
+
+# Deleted by: a public `forward_ad.is_active()`.
+def dual_level_active() -> bool:
+    """Say whether a `forward_ad.dual_level` is open."""
+    return forward_ad._current_level >= 0
+
+
+def base_dual_level_active() -> bool:
+    """Say whether the open dual level is the user's, in which torch.func.jvp raises."""
+    return dual_level_active() and eager_transforms.JVP_NESTING == 0
+
+
+forward_ad_enabled = forward_ad._set_fwd_grad_enabled
+
+
+# Deleted by: `Tensor.detach` keeping tangents.
+def detach_dual(tensor: Tensor) -> Tensor:
+    """Detach from reverse mode only."""
+    primal, tangent = forward_ad.unpack_dual(tensor)
+    if tangent is None or not torch._C._is_fwd_grad_enabled():
+        return primal.detach()
+    return forward_ad.make_dual(primal.detach().requires_grad_(), tangent.detach())
+
+
+# Deleted by: `forward_ad.unpack_dual` working where forward AD is disabled.
+def without_tangent(tensor: Tensor) -> Tensor:
+    """Return the primal of a tensor that may be dual in the user's dual level."""
+    if base_dual_level_active():
+        return forward_ad.unpack_dual(tensor).primal
+    return tensor
+
+
+# Deleted by: `torch.autograd.grad` not checking again what the engine checks, which is
+# a third of its cost on small graphs.
+def pull_back(
+    outs: Tensors, cotangents: Tensors, inputs: Tensors, *, create_graph: bool
+) -> Outputs:
+    """Run the engine from `outs` to `inputs`; free the graph or make another of it."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    retain, unused = create_graph, True
+    return engine.run_backward(
+        outs, cotangents, retain, create_graph, inputs, unused, accumulate_grad=False
+    )
+
+
+# Deleted by: a public way to suspend saved-tensor hooks.
+def without_hooks(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn`, whose graph is dropped at once, without the user's saved-tensor hooks.
+
+    They would offload or copy every intermediate value, for nothing.
+    """
+    if top_hooks(True) is None:
+        return fn(*args)
+    suspended = []
+    while (hooks := top_hooks(True)) is not None:
+        suspended.append(hooks)
+        pop_hooks()
+    try:
+        return fn(*args)
+    finally:
+        for hooks in reversed(suspended):
+            push_hooks(*hooks)
+
+
+# Deleted by: saved tensors that tell which of them changed.
+def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+    """Return what was saved, changed in place since or not: the reader checks that.
+
+    Raises:
+        RuntimeError: torch's own, where something changed and this torch says no more.
+    """
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raw = ctx._raw_saved_tensors
+        if not all(hasattr(s, "data") for s in raw):
+            raise
+        return tuple(s.data for s in raw)
+
+
+# Deleted by: a public copy-on-write clone.
+def snapshot(tensor: Tensor) -> Tensor | None:
+    """Return a copy that shares memory until either is written, or None if none can."""
+    if type(tensor) is not Tensor:
+        return None
+    try:
+        return torch._lazy_clone(tensor)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+_is_cow: Callable[[Tensor], bool] = vars(torch._C)["_is_cow_tensor"]
+
+
+def is_shared(copy: Tensor) -> bool:
+    """Say whether a `snapshot` was never written."""
+    return _is_cow(copy)
+
+
+# Deleted by: `Tensor.register_hook` costing as little as this.
+def on_backward(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> None:
+    """Call `hook` when a gradient reaches `tensor`, a leaf without other hooks."""
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    tensor._backward_hooks = hooks
+    hooks[0] = hook
+
+
+# Deleted by: nodes that tell when they were made: AccumulateGrad has no sequence
+# number.
+@functools.cache
+def _references_to_unheld() -> int:
+    with torch.enable_grad():
+        root = torch.zeros((), requires_grad=True) * 2.0
+    node: Any = graph.get_gradient_edge(root).node
+    return sys.getrefcount(node.next_functions[0][0].variable)
+
+
+def is_held(leaf_node: Any) -> bool:
+    """Say whether anything but the graph refers to the leaf of `leaf_node`."""
+    return sys.getrefcount(leaf_node.variable) > _references_to_unheld()
+
+
+_use_count: Callable[[Tensor], int] = operator.methodcaller("_use_count")
+
+# Deleted by: backward formulas that do not ask whether grad mode is on. These do, and
+# with it on use other kernels, whose results differ in the last bits.
+MODAL_NODES = frozenset(
+    {
+        *("LogitBackward0", "MishBackward0", "NativeDropoutBackward0"),
+        *("NativeGroupNormBackward0", "SiluBackward0"),
+    }
+)
+
+
+def pull_in_grad_mode(outs: Iterable[Tensor]) -> None:
+    """Make the modal nodes of a graph act as with grad mode on, recording nothing."""
+    todo = [o.grad_fn for o in outs if o.requires_grad]
+    seen = set(todo)
+    while todo:
+        node: Any = todo.pop()
+        if type(node).__name__ in MODAL_NODES:
+            node.register_prehook(_enter_grad_mode)
+            node.register_hook(_leave_grad_mode)
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                todo.append(parent)
+
+
+def _enter_grad_mode(_cotangents: Tensors) -> None:
+    set_grad_enabled(True)
+
+
+def _leave_grad_mode(grads: Outputs, _cotangents: Tensors) -> Outputs:
+    set_grad_enabled(False)
+    return tuple(None if g is None else g.detach() for g in grads)
+
+
+# Deleted by: a public count of a tensor's references.
+def is_graph_held(leaves: Sequence[Tensor]) -> bool:
+    """Say whether some graph still refers to one of the autograd `leaves`."""
+    return any(_use_count(t) > 1 for t in leaves if t.requires_grad)
+
+
+# Deleted by: a public name for the node that accumulates into a leaf.
+with torch.enable_grad():
+    _leaf = torch.zeros((), requires_grad=True)
+    AccumulateGrad: type = type(graph.get_gradient_edge(_leaf).node)

@@ -1,0 +1,154 @@
+"""What surrounds a call: modes, traces, caches, pytree classes.
+
+Invariant: a mode stack that is exchanged is put back, also after an exception.
+Rejected: asking Dynamo. Importing it takes seconds, for those who do not compile.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, overrides
+from torch._C._dynamo import eval_frame
+from torch._C._functorch import (
+    peek_interpreter_stack,
+)
+from torch.nn.utils import parametrize
+from torch.utils import _pytree
+from torch.utils._device import DeviceContext
+
+
+_dynamo: Any = eval_frame
+
+is_autocast_active = torch._C._is_any_autocast_enabled
+
+# Deleted by: a public registry of torch's pytree classes.
+TORCH_NODES: dict[type, Any] = _pytree.SUPPORTED_NODES
+
+
+# Deleted by: a public torch.utils.pytree in which a class can be registered.
+def register_torch_node(
+    cls: type,
+    name: str,
+    children: Sequence[str],
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Iterable[Any], Any], Any],
+) -> None:
+    """Register a class whose children are attributes with torch's own pytrees."""
+
+    def flatten_with_keys(instance: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        leaves, context = flatten(instance)
+        keys = map(_pytree.GetAttrKey, children)
+        return list(zip(keys, leaves, strict=True)), context
+
+    _pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=name,
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
+# Deleted by: a public stack of TorchFunctionModes.
+function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def function_modes() -> list[overrides.TorchFunctionMode]:
+    """Return the active TorchFunctionModes, outermost first, without remat's own."""
+    stack = overrides._get_current_function_mode_stack()
+    return [mode for mode in stack if not hasattr(mode, "is_remats_check")]
+
+
+def is_device_mode(mode: overrides.TorchFunctionMode) -> bool:
+    """Say whether a mode only chooses a device, as `with torch.device(...)` does."""
+    return type(mode) is DeviceContext
+
+
+def under_function_modes(
+    modes: Sequence[overrides.TorchFunctionMode], fn: Callable[..., Any], *args: Any
+) -> Any:
+    """Call `fn` under just these TorchFunctionModes and remat's own."""
+    before = overrides._get_current_function_mode_stack()
+    checks = [mode for mode in before if hasattr(mode, "is_remats_check")]
+    _swap_function_modes([*modes, *checks])
+    try:
+        return fn(*args)
+    finally:
+        _swap_function_modes(before)
+
+
+def _swap_function_modes(modes: Sequence[overrides.TorchFunctionMode]) -> None:
+    while function_mode_count():
+        overrides._pop_mode()
+    for mode in modes:
+        overrides._push_mode(mode)
+
+
+# Deleted by: a public `torch.fx` way to ask whether a trace is being made.
+def must_inline() -> bool:
+    """Say whether a function is to be called as it is, though it is differentiated.
+
+    While Dynamo traces, which drops a Function's backward under torch.func; in a trace
+    by make_fx, which has no memory to save; and in inference mode, where a torch.func
+    level records but nothing below it can.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or torch.is_inference_mode_enabled()
+    )
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+# Deleted by: a cache of parametrizations that is not global.
+def swap_parametrization_cache(cache: dict[Any, Any]) -> dict[Any, Any]:
+    """Exchange what `parametrize.cached()` keeps: a run has its own."""
+    before, parametrize._cache = parametrize._cache, cache
+    return before
+
+
+def is_parametrization_cached() -> bool:
+    """Say whether `parametrize.cached()` is active."""
+    return parametrize._cache_enabled > 0
+
+
+# Deleted by: `torch.compiler.disable` not importing Dynamo for those who do not use it.
+def eager_only(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo out of `fn`, which the engine may call from compiled code."""
+    skip = _dynamo._FrameAction.SKIP
+    strategy = _dynamo._FrameExecStrategy(skip, skip)
+    _dynamo.set_code_exec_strategy(fn.__code__, strategy)
+    return fn
+
+
+# Deleted by: calls of `torch.ops` costing as little as those of a function.
+def is_unwatched(tensor: Tensor) -> bool:
+    """Say whether an operation on `tensor` may be computed without being dispatched.
+
+    That is: it is on the CPU, and no transform, mode, trace or subclass would see it.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) is Tensor
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_tracing_state() is None
+        and peek_interpreter_stack() is None
+        and tensor.is_cpu
+    )
+
+
+# Deleted by: a public `torch.func.random`.
+def native_random(device: str) -> Any:
+    """Return torch's own module of keyed draws, if it has kernels for the device."""
+    module = getattr(torch.func, "_random", None)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    ops = "aten::_philox_key_split", "aten::_philox_uniform_", "aten::_philox_normal_"
+    try:
+        key = torch._C._dispatch_key_for_device(device)
+        return module if all(has_kernel(op, key) for op in ops) else None
+    except RuntimeError:  # an older torch has no such operation
+        return None
