@@ -70,8 +70,9 @@ def changed(value: Any, before: dict[str, Any]) -> dict[str, Any]:
 
 def differing(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of `now` that are others than `before`."""
-    # Two dictionaries with the same keys, most often, and in the same order.
     same = len(now) == len(before)
+    # Most often nothing changed, which this tells without a loop in Python.
     if same and all(map(operator.is_, now.values(), before.values())):
-        return _NONE if [*now] == [*before] else dict(now)
-    return {k: v for k, v in now.items() if k not in before or v is not before[k]}
+        same = [*now] == [*before]
+        return _NONE if same else now
+    return {k: v for k, v in now.items() if k not in before or before[k] is not v}
