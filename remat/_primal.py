@@ -1,4 +1,4 @@
-"""A user's call as a program: what it is made of, how it runs, how it is checked.
+"""A user's call as a program: how it is the forward, how it is recomputed and checked.
 
 Invariant: the first run is the forward. It fixes the structure of the result and the
 state that later runs, the recomputations, restore and are checked against.
@@ -10,7 +10,7 @@ import contextlib
 import gc
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
 from typing import Any
@@ -21,33 +21,22 @@ from typing_extensions import override
 
 from remat._ambient import Ambient
 from remat._buffers import shield, update, written
+from remat._call import Call
 from remat._capture import (
-    Path,
-    Search,
     holds_tensors,
-    is_constant,
-    is_self_contained,
 )
 from remat._checks import Escape, Foreign, Watch, reached_leaves, views_of
 from remat._compat import (
     base_tensor,
     current_layer,
-    function_mode_count,
-    function_modes,
-    is_device_mode,
     is_graph_held,
-    is_parametrization_cached,
     on_backward,
     set_grad_enabled,
-    swap_parametrization_cache,
-    under_function_modes,
     without_hooks,
 )
-from remat._draws import without_draws
 from remat._errors import CaptureError, MutationError, RecomputeError
 from remat._program import Program, detached
-from remat._rebuild import Node, build, pass_on
-from remat._structure import Out, apply, argument_name, flatten_arguments
+from remat._structure import Out
 from remat._types import Fn, Outputs
 
 
@@ -69,114 +58,16 @@ def _version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-_NO_BUFFERS: Mapping[int, bool] = {}
+class Primal(Call):
+    """One call of a user's function, as the program that is differentiated."""
 
-
-class Primal(Program):
-    """One call of a user's function."""
-
-    __slots__ = (
-        "_ambient",
-        "_buffers",
-        "_contained",
-        "_fn",
-        "_generators",
-        "_label",
-        "_leaves",
-        "_modes",
-        "_nodes",
-        "_origins",
-        "_out",
-        "_positions",
-        "_rng",
-        "_shared",
-        "_treedef",
-        "_values",
-        "_versions",
-    )
-
-    def __init__(
-        self,
-        fn: Fn,
-        label: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        rng: str = "replay",
-    ) -> None:
-        self._out: Out | None = None
-        self._fn, self._label, self._rng = fn, label, rng
-        self._positions: list[tuple[int, int]] | None = None
-        self._nodes: dict[int, Node] = {}
-        self._modes = function_modes() if function_mode_count() else ()
-        self._generators: Sequence[torch.Generator] = ()
-        self._shared: Sequence[Any] = ()
-        self._buffers: Mapping[int, bool] = _NO_BUFFERS
-        self._origins: Sequence[Path]
-        values, self._treedef = flatten_arguments(args, kwargs)
-        self._contained = contained = is_self_contained(fn) and all(
-            map(is_device_mode, self._modes)
-        )
-        if (
-            contained
-            and self._treedef is None
-            and len({*map(id, values)}) == len(values)
-        ):
-            # The common case: the leaves are the arguments, each once.
-            self._leaves, self._origins = values, range(len(values))
-        else:
-            roots = enumerate((fn, *self._modes))
-            self._search(values, () if contained else [(~k, r) for k, r in roots])
-
-    def _search(self, values: list[Any], roots: Sequence[tuple[int, Any]]) -> None:
-        """Note where each tensor goes and how to rebuild what holds others.
-
-        The function itself stands at -1, the TorchFunctionModes it is called in below.
-        """
-        search = Search()
-        positions: list[tuple[int, int]] = []
-        self._positions = positions
-        opaque: list[tuple[int, Any]] = []
-        for k, value in enumerate(values):
-            if isinstance(value, Tensor):
-                positions.append((k, search.tensor(value, k)))
-                values[k] = None
-            else:
-                opaque.append((k, value))
-        # What an object passed can reach, its class say, is not the function's code.
-        constant = all(is_constant(value) for _, value in opaque)
-        self._contained = self._contained and constant
-        for k, value in (*opaque, *roots):
-            node = search.visit(value, k if k >= 0 else None)
-            if node is not None:
-                self._nodes[k] = node
-        self._values = values
-        found = search.found
-        self._leaves, self._origins = found.tensors, found.origins
-        self._generators, self._buffers = found.generators, found.buffers
-        self._shared = found.streams
-
-    @property
-    @override
-    def is_forward(self) -> bool:
-        """Whether the next run is the first."""
-        return self._out is None
-
-    def take_leaves(self) -> list[Tensor]:
-        """Return the tensors of the call, and forget them."""
-        leaves = self._leaves
-        self._leaves: list[Tensor] = []
-        return leaves
-
-    def join(self, outs: Sequence[Any], leaves: Sequence[Tensor]) -> Any:
-        """Rebuild the value that the function returned."""
-        assert self._out is not None
-        return self._out.join(outs, leaves)
+    __slots__ = ("_ambient", "_versions")
 
     @override
     def run(self, *leaves: Tensor) -> Outputs:
         """Recompute, in the state of the forward; the first time, be the forward."""
         if self._out is None:
-            result = self._call(leaves, self._generators, first=True)
+            result = self.run_around(leaves, self._generators, first=True)
             outs, self._out = Out.split(result, leaves)
             for value in self._out.statics.values():
                 if holds_tensors(value):
@@ -192,45 +83,8 @@ class Primal(Program):
     def _recompute(self, out: Out, leaves: Sequence[Tensor]) -> Outputs:
         with self._as_before(leaves):
             fresh = self._fresh_buffers(leaves)
-            result = self._call(fresh, self._private(), first=False)
+            result = self.run_around(fresh, self._private(), first=False)
         return out.split_again(result, fresh)
-
-    def _call(
-        self,
-        leaves: Sequence[Tensor],
-        generators: Sequence[torch.Generator],
-        *,
-        first: bool,
-    ) -> Any:
-        if self._positions is None:
-            return self._apply(self._fn, None, leaves, self._modes)
-        values = list(self._values)
-        for k, i in self._positions:
-            values[k] = leaves[i]
-        if not self._nodes:
-            return self._apply(self._fn, self._treedef, values, self._modes)
-        built, run = build(self._nodes, leaves, generators)
-        fn = built.pop(-1, self._fn)
-        modes = [built.pop(~k, mode) for k, mode in enumerate(self._modes, 1)]
-        for k, value in built.items():
-            values[k] = value
-        if is_parametrization_cached():
-            fn = _with_own_cache(fn)
-        result = self._apply(fn, self._treedef, values, modes)
-        if first:
-            pass_on(run)
-        return result
-
-    def _apply(
-        self, fn: Fn, treedef: Any, values: Sequence[Any], modes: Sequence[Any]
-    ) -> Any:
-        """Call under the TorchFunctionModes of the call, and no others."""
-        if self._rng == "error":
-            fn = without_draws(fn, self._label)
-        now = function_modes() if function_mode_count() else ()
-        if _is_same(now, modes):
-            return apply(fn, treedef, values)
-        return under_function_modes(modes, apply, fn, treedef, values)
 
     # --- The forward ---
 
@@ -305,7 +159,7 @@ class Primal(Program):
         with contextlib.suppress(Exception), torch.no_grad(), torch.random.fork_rng():
             program.run(*copies)
         self._out = None
-        names = [self._name_of(i) for i, t in enumerate(copies) if t._version]
+        names = [self.name_of(i) for i, t in enumerate(copies) if t._version]
         return names[0] if names else "an input"
 
     def _check_inputs(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
@@ -340,7 +194,7 @@ class Primal(Program):
             raise CaptureError(_LEAKED.format(label=self._label))
 
     def _error(self, message: str, index: int) -> MutationError:
-        name = self._name_of(index)
+        name = self.name_of(index)
         return MutationError(message.format(name=name, label=self._label))
 
     def _update_buffers(
@@ -380,7 +234,7 @@ class Primal(Program):
         changed = [i for i, (t, v) in pairs if v is not None and _version_of(t) != v]
         if not changed:
             return state
-        names = {bases[i].untyped_storage()._cdata: self._name_of(i) for i in changed}
+        names = {bases[i].untyped_storage()._cdata: self.name_of(i) for i in changed}
         both = contextlib.ExitStack()
         both.enter_context(state)
         both.enter_context(Watch(names))
@@ -399,16 +253,6 @@ class Primal(Program):
             raise RecomputeError(message)
         return True
 
-    def _name_of(self, index: int) -> str:
-        """Write where an input comes from, as the function's author would."""
-        root, text = self._origins[index], ""
-        while isinstance(root, tuple):
-            root, part = root
-            text = part + text
-        if root is None:
-            return text.lstrip(".")
-        return argument_name(self._fn, self._treedef, root) + text
-
 
 def is_recomputing() -> bool:
     """Say, by the stack, whether this thread runs a function again for a backward."""
@@ -419,21 +263,6 @@ def is_recomputing() -> bool:
 
 
 _RECOMPUTE = Primal._recompute.__code__
-
-
-def _is_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
-
-
-def _with_own_cache(fn: Fn) -> Fn:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        before = swap_parametrization_cache({})
-        try:
-            return fn(*args, **kwargs)
-        finally:
-            swap_parametrization_cache(before)
-
-    return run
 
 
 def _data_is_shared(leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> bool:

@@ -1,0 +1,197 @@
+"""What a user's call is made of, and how it is run around other tensors.
+
+Invariant: the tensors of the call are taken out of it once, and every run is given its
+own. Rejected: a program for each module of a model. What a function reaches is one set
+of inputs, whatever holds it.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from remat._capture import Path, Search, is_constant, is_self_contained
+from remat._compat import (
+    function_mode_count,
+    function_modes,
+    is_device_mode,
+    is_parametrization_cached,
+    swap_parametrization_cache,
+    under_function_modes,
+)
+from remat._draws import without_draws
+from remat._program import Program
+from remat._rebuild import Node, build, pass_on
+from remat._structure import Out, apply, argument_name, flatten_arguments
+from remat._types import Fn
+
+
+_NO_BUFFERS: Mapping[int, bool] = {}
+
+
+class Call(Program):
+    """One call of a user's function, taken apart."""
+
+    __slots__ = (
+        "_buffers",
+        "_contained",
+        "_fn",
+        "_generators",
+        "_label",
+        "_leaves",
+        "_modes",
+        "_nodes",
+        "_origins",
+        "_out",
+        "_positions",
+        "_rng",
+        "_shared",
+        "_treedef",
+        "_values",
+    )
+
+    def __init__(
+        self,
+        fn: Fn,
+        label: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rng: str = "replay",
+    ) -> None:
+        self._out: Out | None = None
+        self._fn, self._label, self._rng = fn, label, rng
+        self._positions: list[tuple[int, int]] | None = None
+        self._nodes: dict[int, Node] = {}
+        self._modes = function_modes() if function_mode_count() else ()
+        self._generators: Sequence[torch.Generator] = ()
+        self._shared: Sequence[Any] = ()
+        self._buffers: Mapping[int, bool] = _NO_BUFFERS
+        self._origins: Sequence[Path]
+        values, self._treedef = flatten_arguments(args, kwargs)
+        self._contained = contained = is_self_contained(fn) and all(
+            map(is_device_mode, self._modes)
+        )
+        if (
+            contained
+            and self._treedef is None
+            and len({*map(id, values)}) == len(values)
+        ):
+            # The common case: the leaves are the arguments, each once.
+            self._leaves, self._origins = values, range(len(values))
+        else:
+            roots = enumerate((fn, *self._modes))
+            self._search(values, () if contained else [(~k, r) for k, r in roots])
+
+    def _search(self, values: list[Any], roots: Sequence[tuple[int, Any]]) -> None:
+        """Note where each tensor goes and how to rebuild what holds others.
+
+        The function itself stands at -1, the TorchFunctionModes it is called in below.
+        """
+        search = Search()
+        positions: list[tuple[int, int]] = []
+        self._positions = positions
+        opaque: list[tuple[int, Any]] = []
+        for k, value in enumerate(values):
+            if isinstance(value, Tensor):
+                positions.append((k, search.tensor(value, k)))
+                values[k] = None
+            else:
+                opaque.append((k, value))
+        # What an object passed can reach, its class say, is not the function's code.
+        constant = all(is_constant(value) for _, value in opaque)
+        self._contained = self._contained and constant
+        for k, value in (*opaque, *roots):
+            node = search.visit(value, k if k >= 0 else None)
+            if node is not None:
+                self._nodes[k] = node
+        self._values = values
+        found = search.found
+        self._leaves, self._origins = found.tensors, found.origins
+        self._generators, self._buffers = found.generators, found.buffers
+        self._shared = found.streams
+
+    @property
+    @override
+    def is_forward(self) -> bool:
+        """Whether the next run is the first."""
+        return self._out is None
+
+    def take_leaves(self) -> list[Tensor]:
+        """Return the tensors of the call, and forget them."""
+        leaves = self._leaves
+        self._leaves: list[Tensor] = []
+        return leaves
+
+    def join(self, outs: Sequence[Any], leaves: Sequence[Tensor]) -> Any:
+        """Rebuild the value that the function returned."""
+        assert self._out is not None
+        return self._out.join(outs, leaves)
+
+    def run_around(
+        self,
+        leaves: Sequence[Tensor],
+        generators: Sequence[torch.Generator],
+        *,
+        first: bool,
+    ) -> Any:
+        """Call the function around other tensors and generators.
+
+        The first time, what it assigns to captured names and attributes is handed on.
+        """
+        if self._positions is None:
+            return self._apply(self._fn, None, leaves, self._modes)
+        values = list(self._values)
+        for k, i in self._positions:
+            values[k] = leaves[i]
+        if not self._nodes:
+            return self._apply(self._fn, self._treedef, values, self._modes)
+        built, run = build(self._nodes, leaves, generators)
+        fn = built.pop(-1, self._fn)
+        modes = [built.pop(~k, mode) for k, mode in enumerate(self._modes, 1)]
+        for k, value in built.items():
+            values[k] = value
+        if is_parametrization_cached():
+            fn = _with_own_cache(fn)
+        result = self._apply(fn, self._treedef, values, modes)
+        if first:
+            pass_on(run)
+        return result
+
+    def _apply(
+        self, fn: Fn, treedef: Any, values: Sequence[Any], modes: Sequence[Any]
+    ) -> Any:
+        """Call under the TorchFunctionModes of the call, and no others."""
+        if self._rng == "error":
+            fn = without_draws(fn, self._label)
+        now = function_modes() if function_mode_count() else ()
+        if _is_same(now, modes):
+            return apply(fn, treedef, values)
+        return under_function_modes(modes, apply, fn, treedef, values)
+
+    def name_of(self, index: int) -> str:
+        """Write where an input comes from, as the function's author would."""
+        root, text = self._origins[index], ""
+        while isinstance(root, tuple):
+            root, part = root
+            text = part + text
+        if root is None:
+            return text.lstrip(".")
+        return argument_name(self._fn, self._treedef, root) + text
+
+
+def _is_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _with_own_cache(fn: Fn) -> Fn:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = swap_parametrization_cache({})
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            swap_parametrization_cache(before)
+
+    return run
