@@ -1,11 +1,14 @@
 """Operations as data: what a record holds of each, and what a policy is asked about.
 
 Invariant: no tensor is held, so a record outlives the call it was made of and can be
-written by hand in a test.
+written by hand in a test. Lists are held as tuples, so that it hashes.
 Rejected: torch.fx nodes, which hold a graph and the modules it was traced from.
+Rejected: the tensors in one list and the constants in another. Where an argument may be
+left out, None or a list of tensors, nobody can put the call together again.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,26 +38,47 @@ class Op:
 
     Attributes:
         func: the overload that ran, `torch.ops.aten.mm.default` say.
-        inputs: its tensor arguments, in order.
+        args: its positional arguments, with a `Value` for each tensor and a tuple for
+            each list.
+        kwargs: its keyword arguments, likewise, as pairs of a name and an argument.
         outputs: the tensors that it returned, in order.
-        constants: its other arguments, tensors in them left out.
         names: what `checkpoint_name` calls its outputs.
         source: the user's line, "file:line, in function".
+
+    Example:
+        >>> x = Value((2,), torch.float32, torch.device("cpu"))
+        >>> op = Op(torch.ops.aten.stack.default, ((x, x),), outputs=(x,))
+        >>> len(op.inputs), op.nbytes
+        (2, 8)
     """
 
     func: Any
-    inputs: tuple[Value, ...] = ()
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
     outputs: tuple[Value, ...] = ()
-    constants: tuple[Any, ...] = ()
     names: frozenset[str] = field(default=frozenset())
     source: str = ""
 
     @property
+    def inputs(self) -> tuple[Value, ...]:
+        """Its tensor arguments, in order."""
+        return (*_values(self.args), *_values(self.kwargs))
+
+    @property
     def packet(self) -> Any:
         """The operation without its overload, `torch.ops.aten.mm` say."""
-        return self.func.overloadpacket
+        # An operator of higher order has none.
+        return getattr(self.func, "overloadpacket", self.func)
 
     @property
     def nbytes(self) -> int:
         """The bytes of its outputs, which saving it would keep."""
         return sum(value.nbytes for value in self.outputs)
+
+
+def _values(arg: Any) -> Iterator[Value]:
+    if isinstance(arg, Value):
+        yield arg
+    elif isinstance(arg, tuple):
+        for part in arg:
+            yield from _values(part)

@@ -6,7 +6,7 @@ import itertools
 import pickle
 import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 
 import pytest
@@ -22,8 +22,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from remat import _dots, _mistakes, policies
-from remat._operators import call_of, stand_in
+from remat import policies
 from remat.policies import (
     Decision,
     Op,
@@ -46,6 +45,9 @@ from remat.policies import (
     save_ops,
     save_smaller_than,
 )
+from remat.policies._dots import _DOTS
+from remat.policies._functions import PUBLIC
+from remat.policies._selective import call_of, stand_in
 
 
 aten = torch.ops.aten
@@ -58,11 +60,11 @@ def value(*shape, dtype=torch.float32, device="cpu"):
     return Value(shape, dtype, torch.device(device))
 
 
-def op(func=SIN, *shapes, names=(), out=None, constants=()):
-    """An operation on tensors of these shapes."""
+def op(func=SIN, *shapes, names=(), out=None, rest=()):
+    """An operation on tensors of these shapes, and on other arguments."""
     outputs = () if out is None else (value(*out),)
-    inputs = tuple(value(*shape) for shape in shapes)
-    return Op(func, inputs, outputs, constants, frozenset(names), "model.py:7, in f")
+    args = (*(value(*shape) for shape in shapes), *rest)
+    return Op(func, args, (), outputs, frozenset(names), "model.py:7, in f")
 
 
 def saves(op):
@@ -82,7 +84,7 @@ OPS = [
     op(names={"a"}, out=(64,)),
     op(names={"b"}),
     op(MM, (2, 3), (3, 4), names={"a", "b"}),
-    op(aten.convolution.default, (1, 2, 8), (4, 2, 3), constants=(None, [1])),
+    op(aten.convolution.default, (1, 2, 8), (4, 2, 3), rest=(None, (1,))),
 ]
 MANY = {
     "nothing_saveable": nothing_saveable,
@@ -195,7 +197,7 @@ def test_the_list_of_public_policies_is_complete():
     """It is what a string is compared with."""
     instances = {k for k, v in vars(policies).items() if isinstance(v, Policy)}
     makers = {k for k in vars(policies) if k.startswith(("save_", "offload_"))}
-    assert instances | makers == set(_mistakes.PUBLIC)
+    assert instances | makers == set(PUBLIC)
 
 
 # --- Each policy --------------------------------------------------------------------
@@ -250,7 +252,8 @@ def test_names_are_saved_and_offloaded(to, far):
 
 
 def test_sizes_are_the_bytes_of_all_outputs():
-    two = Op(aten.topk.default, (), (value(8), value(8, dtype=torch.int64)))
+    outputs = value(8), value(8, dtype=torch.int64)
+    two = Op(aten.topk.default, outputs=outputs)
     assert two.nbytes == 96
     got = [save_larger_than(n)(two) for n in (0, 95, 95.5, 96, 97)]
     assert got == [SAVE, SAVE, SAVE, RECOMPUTE, RECOMPUTE]
@@ -296,29 +299,25 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.ops = []
+        self.ops, self.calls = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
-        constants = [a for a in args if not tensors(a)]
-        constants += [kwargs] if kwargs else []
-        inputs, outputs = map(described, (leaves, tree_leaves(out)))
-        self.ops.append(Op(func, inputs, outputs, tuple(constants)))
+        call = described(args), described(tuple(kwargs.items()))
+        self.ops.append(Op(func, *call, described(tuple(tree_leaves(out)))))
+        self.calls.append((args, kwargs))
         return out
 
 
-def tensors(arg):
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(arg))
-
-
-def described(leaves):
-    return tuple(
-        Value(tuple(t.shape), t.dtype, t.device, t.stride(), t.storage_offset())
-        for t in leaves
-        if isinstance(t, torch.Tensor)
-    )
+def described(arg):
+    """An argument with values for tensors and tuples for lists."""
+    if isinstance(arg, list | tuple):
+        return tuple(map(described, arg))
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    shape, stride, offset = tuple(arg.shape), arg.stride(), arg.storage_offset()
+    return Value(shape, arg.dtype, arg.device, stride, offset)
 
 
 def recorded(fn, *args):
@@ -424,7 +423,7 @@ def test_grouped_products_of_tokens_have_no_batch():
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="some are newer than torch")
 def test_the_table_of_dots_names_operators_that_exist():
     """A slip of the pen would be a dot that is never saved."""
-    for dot in _dots._DOTS:
+    for dot in _DOTS:
         namespace, base = dot.split(".")
         assert namespace != "aten" or hasattr(aten, base), dot
 
@@ -972,30 +971,72 @@ def test_stand_ins_have_the_metadata_of_what_they_stand_for():
     assert stand_in(value(2, 3)).stride() == (3, 1)
 
 
-def test_a_call_is_put_together_from_its_tensors_and_constants():
-    def shapes(func, inputs, constants):
-        args, kwargs = call_of(op(func, *inputs, constants=constants))
-        show = lambda a: tuple(a.shape) if isinstance(a, torch.Tensor) else a
-        args = [[*map(show, a)] if isinstance(a, list) else show(a) for a in args]
-        return args, {k: show(v) for k, v in kwargs.items()}
+def seen(arg):
+    """What can be told of an argument: the class and length of lists, say."""
+    if isinstance(arg, list | tuple):
+        return type(arg), [*map(seen, arg)]
+    return described(arg)
 
-    assert shapes(aten.add.Tensor, [(2,), (3,)], ({"alpha": 2},)) == (
-        [(2,), (3,)],
-        {"alpha": 2},
-    )
-    assert shapes(aten.convolution.default, [(1,), (2,)], (None, [3], [0])) == (
-        [(1,), (2,), None, [3], [0]],
-        {},
-    )
-    assert shapes(aten.convolution.default, [(1,), (2,), (3,)], ([3],)) == (
-        [(1,), (2,), (3,), [3]],
-        {},
-    )
-    assert shapes(aten.cat.default, [(1,), (2,)], (1,)) == ([[(1,), (2,)], 1], {})
-    assert shapes(aten.clamp.Tensor, [(1,), (2,)], (None,)) == (
-        [(1,), None, (2,)],
-        {},
-    )
-    assert shapes(aten.zeros.default, [], ([2],)) == ([[2]], {})
+
+CALLS = {
+    "keyword": lambda x: torch.add(x, x, alpha=2),
+    "keyword tensor": lambda x: torch.searchsorted(x, x, sorter=x.argsort()),
+    "list": lambda x: torch.cat([x, x[:1]], 0),
+    "two lists": lambda x: torch._foreach_addcmul([x, x[:1]], [x, x[:1]], [x, x[:1]]),
+    "optional list": lambda x: x[:, torch.tensor([0, 2])],
+    "optional list at the end": lambda x: x[torch.tensor([0, 2])],
+    "left out": lambda x: torch.clamp(x, max=x),
+    "not left out": lambda x: torch.clamp(x, x, x),
+    "no bias": lambda x: nn.functional.conv1d(x, x[:, :, None]),
+    "bias": lambda x: nn.functional.conv1d(x, x[:, :, None], x[:, 0]),
+    "no tensor": lambda x: torch.zeros(2, 3, dtype=torch.half),
+    "dtype": lambda x: x.to(torch.double),
+    "scalars": lambda x: x.mul(2).div(3.0).sum([0], keepdim=True),
+    "written": lambda x: torch.mm(x, x, out=torch.empty(4, 4)),
+}
+
+
+@pytest.mark.parametrize("fn", CALLS.values(), ids=CALLS)
+def test_a_call_is_put_together_as_it_was(fn):
+    with Recorder() as mode:
+        fn(torch.arange(16.0).view(4, 4))
+    for o, (args, kwargs) in zip(mode.ops, mode.calls, strict=True):
+        got, options = call_of(o)
+        assert seen(got) == seen(args)
+        assert seen([*options.items()]) == seen([*kwargs.items()])
+        tensors = [a for a in tree_leaves((args, kwargs)) if torch.is_tensor(a)]
+        assert o.inputs == described(tuple(tensors))
+        assert hash(o) == hash(replace(o))
+
+
+def test_an_operator_of_higher_order_gets_its_tuples_back():
     cond = torch.ops.higher_order.cond
-    assert shapes(cond, [(1,)], (7,)) == ([(1,), 7], {})
+    args, kwargs = call_of(Op(cond, (True, saves, saves, (value(1),))))
+    assert seen(args) == seen((True, saves, saves, (torch.empty(1),)))
+    assert kwargs == {}
+
+
+# --- Operations ---------------------------------------------------------------------
+
+
+def test_operations_compare_hash_and_pickle():
+    x = value(2, 3)
+    make = lambda alpha: Op(aten.add.Tensor, (x, (x, 2)), (("alpha", alpha),), (x,))
+    assert make(2) == make(2) != make(3)
+    assert hash(make(2)) == hash(make(2))
+    plain = replace(make(2), func="aten.add")  # torch's overloads do not pickle
+    assert pickle.loads(pickle.dumps(plain)) == plain
+
+
+def test_the_inputs_of_an_operation_are_its_tensors_in_order():
+    a, b, c, d = (value(n) for n in range(4))
+    o = Op(SIN, (a, None, (b, (2, c))), (("out", d), ("alpha", 2)))
+    assert o.inputs == (a, b, c, d)
+    assert Op(SIN).inputs == ()
+
+
+def test_an_operation_of_higher_order_is_its_own_packet():
+    cond = torch.ops.higher_order.cond
+    assert Op(cond).packet is cond
+    assert op(MM).packet is aten.mm
+    assert as_policy(saves)(Op(cond)) is RECOMPUTE

@@ -54,16 +54,20 @@ from remat._compat._process import (
 )
 from remat._compat._state import (
     TORCH_NODES as TORCH_NODES,
+    HigherOrderOperator as HigherOrderOperator,
     eager_only as eager_only,
     function_mode_count as function_mode_count,
     function_modes as function_modes,
     is_autocast_active as is_autocast_active,
     is_device_mode as is_device_mode,
+    is_operator as is_operator,
     is_parametrization_cached as is_parametrization_cached,
     is_unwatched as is_unwatched,
     must_inline as must_inline,
     native_random as native_random,
+    overload_of as overload_of,
     register_torch_node as register_torch_node,
     swap_parametrization_cache as swap_parametrization_cache,
+    tensor_without_data as tensor_without_data,
     under_function_modes as under_function_modes,
 )

@@ -1,11 +1,11 @@
-"""What surrounds a call: modes, traces, caches, pytree classes.
+"""What surrounds a call: modes, traces, caches, classes of pytrees and operators.
 
 Invariant: a mode stack that is exchanged is put back, also after an exception.
 Rejected: asking Dynamo. Importing it takes seconds, for those who do not compile.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, overrides
@@ -13,6 +13,14 @@ from torch._C._dynamo import eval_frame
 from torch._C._functorch import (
     peek_interpreter_stack,
 )
+
+# Deleted by: public names for the classes of what `torch.ops` holds.
+from torch._ops import (
+    HigherOrderOperator as HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+)
+from torch.library import CustomOpDef
 from torch.nn.utils import parametrize
 from torch.utils import _pytree
 from torch.utils._device import DeviceContext
@@ -152,3 +160,24 @@ def native_random(device: str) -> Any:
         return module if all(has_kernel(op, key) for op in ops) else None
     except RuntimeError:  # an older torch has no such operation
         return None
+
+
+def is_operator(obj: object) -> TypeGuard[Any]:
+    """Say whether `obj` is what `torch.ops` holds, or `torch.library.custom_op` made.
+
+    Example:
+        >>> is_operator(torch.ops.aten.mm), is_operator(torch.mm)
+        (True, False)
+    """
+    kinds = OpOverload, OpOverloadPacket, HigherOrderOperator, CustomOpDef
+    return isinstance(obj, kinds)
+
+
+# Deleted by: a public way from a custom_op's function to its overload.
+def overload_of(operator: Any) -> Any:
+    """Return the operator behind a function that `torch.library.custom_op` made."""
+    return operator._opoverload if isinstance(operator, CustomOpDef) else operator
+
+
+# Deleted by: a public fake tensor that needs no mode.
+tensor_without_data: Callable[..., Any] = Tensor._make_wrapper_subclass

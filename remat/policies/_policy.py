@@ -16,23 +16,22 @@ Invariant: a policy is a value. It compares by how it is made, hashes, pickles i
 functions in it do, and prints as the expression that makes it.
 Rejected: where to offload as an attribute of the policy. Nested calls run under
 `inner | outer`, and two policies may offload to different places.
+Rejected: closures, which neither compare nor print: no cache would know that two are
+the same.
 Rejected: `~p` that leaves alone what p offloads, as the mirror of a chain would. Then
 `~~p == p` for all p, but `q & ~p`, "q without p", would keep what p keeps.
 """
 
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
 from typing_extensions import override
 
-from remat._decision import PLACES, Answer, Decision, decision_of, place
-from remat._mistakes import advice
 from remat._op import Op
-from remat._operators import call_of, checked, family, name, stand_in
+from remat.policies._decision import PLACES, Answer, Decision, decision_of, place
+from remat.policies._functions import Ask, asked, printed
+from remat.policies._operators import checked, family, name
 
 
 class Policy(ABC):
@@ -306,7 +305,7 @@ def save_ops(*operators: Any) -> Policy:
 class Function(Policy):
     """Asks a function of the operation."""
 
-    fn: Callable[[Op], Answer]
+    fn: Ask
 
     def decide(self, op: Op) -> Answer:
         """Return what the function says."""
@@ -319,31 +318,7 @@ class Function(Policy):
         return True
 
     def __repr__(self) -> str:
-        return f"as_policy({getattr(self.fn, '__qualname__', repr(self.fn))})"
-
-
-@dataclass(frozen=True, repr=False)
-class TorchFunction(Function):
-    """Asks a policy function of torch's selective checkpointing.
-
-    It gets stand-ins for tensors: their metadata can be read, on their true devices,
-    and nothing can be computed with them. As under torch it is not asked about detach
-    and metadata, and `ctx.is_recompute` is False. What MUST and PREFER tell a compiler
-    apart means the same here: it may be kept, or may not.
-    """
-
-    fn: Callable[..., Answer]
-
-    @override
-    def decide(self, op: Op) -> Answer:
-        """Return what the function says."""
-        if op.func in SAC_IGNORED_OPS:
-            return Decision.RECOMPUTE
-        outputs = tuple(map(stand_in, op.outputs))
-        ctx = SelectiveCheckpointContext(is_recompute=False)
-        ctx.op_output = outputs[0] if len(outputs) == 1 else outputs
-        args, kwargs = call_of(op)
-        return self.fn(ctx, op.func, *args, **kwargs)
+        return f"as_policy({printed(self.fn)})"
 
 
 _COLLECTIONS: tuple[type, ...] = list, tuple, set, frozenset
@@ -383,37 +358,28 @@ def as_policy(obj: object) -> Policy:
         return Always(decision)
     if isinstance(obj, _COLLECTIONS):
         return save_ops(*obj)
-    if callable(obj) and not advice(obj):
-        return _of_function(obj)
-    raise TypeError(
-        f"remat: not a policy: {obj!r}, a {type(obj).__name__}. {advice(obj)}A policy "
-        "is one of remat.policies, None, a list of operators, a function (op) -> bool "
-        "or Decision, or torch's kind, (ctx, op, *args, **kwargs) -> CheckpointPolicy."
-    )
+    return Function(asked(obj))
 
 
-def _of_function(fn: Callable[..., Any]) -> Policy:
-    """Return the policy that asks `fn`."""
-    try:
-        hash(fn)
-    except TypeError:
-        raise TypeError(
-            f"remat: policy {fn!r} is not hashable, and policies are compared. Make "
-            "its class a frozen dataclass, or leave __eq__ out."
-        ) from None
-    if _takes(fn, 1):
-        return Function(fn)
-    if _takes(fn, 3):
-        return TorchFunction(fn)
-    raise TypeError(
-        f"remat: policy {fn!r} can be called neither as policy(op) nor, like those of "
-        "torch's selective checkpointing, as policy(ctx, op, *args, **kwargs)"
-    )
+def save_from_both_policies(policy_1: object, policy_2: object) -> Policy:
+    """Keep what either policy keeps, as near as the nearer one says: `p | q`.
 
+    Args:
+        policy_1: a policy, or what `as_policy` takes.
+        policy_2: another.
 
-def _takes(fn: Callable[..., Any], count: int) -> bool:
-    try:
-        inspect.signature(fn).bind(*range(count))
-    except (TypeError, ValueError):  # ValueError: a builtin that has no signature
-        return False
-    return True
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: one of them is no policy.
+
+    Source: `jax.checkpoint_policies.save_from_both_policies`, which refuses policies
+    that offload.
+
+    Example:
+        >>> from remat.policies import dots_saveable, save_only_these_names
+        >>> save_from_both_policies(dots_saveable, save_only_these_names("a"))
+        (dots_saveable | save_only_these_names('a'))
+    """
+    return as_policy(policy_1) | policy_2

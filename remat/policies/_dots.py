@@ -7,11 +7,14 @@ a custom one only if its author registered a formula. (All that it knows are dot
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
 from remat._op import Op
-from remat._operators import checked, family
+from remat.policies._decision import check_places
+from remat.policies._operators import checked, family
+from remat.policies._policy import Policy
 
 
 Batched: TypeAlias = Callable[[Op], bool]
@@ -178,3 +181,53 @@ def register_dot(operator: Any, *, batched: bool = False) -> None:
             f"batched={not batched}; got batched={batched}. Say the same in each call, "
             "or leave this one out."
         )
+
+
+# --- Policies ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dots(Policy):
+    """Keeps contractions, with or without those that have batch dimensions."""
+
+    batched: bool
+
+    def decide(self, op: Op) -> bool:
+        """Say whether it is such a contraction."""
+        return is_dot(op) if self.batched else is_dot_without_batch(op)
+
+    def __repr__(self) -> str:
+        return f"dots_{'' if self.batched else 'with_no_batch_dims_'}saveable"
+
+
+dots_saveable = Dots(batched=True)
+"""Keeps products of matrices and vectors, convolutions and attention."""
+dots_with_no_batch_dims_saveable = Dots(batched=False)
+"""Keeps products of matrices and vectors that are not done for each of a batch."""
+checkpoint_dots = dots_saveable
+checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
+
+
+def offload_dot_with_no_batch_dims(
+    offload_src: str = "device", offload_dst: str = "pinned_host"
+) -> Policy:
+    """Offload what `dots_with_no_batch_dims_saveable` keeps, and recompute the rest.
+
+    Args:
+        offload_src: "device".
+        offload_dst: "pinned_host", or "disk" which JAX does not have.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: there is no such place.
+
+    Source: `jax.checkpoint_policies.offload_dot_with_no_batch_dims`.
+
+    Example:
+        >>> offload_dot_with_no_batch_dims("device", "disk")
+        dots_with_no_batch_dims_saveable.but_offload(to='disk')
+    """
+    check_places("offload_dot_with_no_batch_dims", offload_src, offload_dst)
+    return dots_with_no_batch_dims_saveable.but_offload(to=offload_dst)

@@ -82,3 +82,14 @@ def place(to: object, taker: str) -> Decision:
     raise ValueError(
         f"remat: {taker} offloads to one of {', '.join(map(repr, PLACES))}; got {to!r}"
     )
+
+
+def check_places(taker: str, src: object, dst: object) -> None:
+    """Check where JAX's policies offload from and to.
+
+    Raises:
+        ValueError: there is no such place.
+    """
+    if src != "device":
+        raise ValueError(f"remat: {taker} offloads from 'device'; got {src!r}")
+    place(dst, taker)

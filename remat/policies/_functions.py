@@ -1,0 +1,99 @@
+"""Functions that decide: of which kind one is, and what was meant if it is none.
+
+Invariant: what comes out can be hashed, and asked with one argument.
+Rejected: doing what was probably meant. `policy="dots"` would have to mean the same in
+every later version.
+"""
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any, TypeAlias
+
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from remat._compat import is_operator
+from remat._op import Op
+from remat.policies._decision import Answer
+from remat.policies._selective import Selective
+
+
+Ask: TypeAlias = Callable[[Op], Answer]
+
+
+def asked(fn: object) -> Ask:
+    """Return how to ask `fn`, a function of ours or of torch's, about an operation.
+
+    Raises:
+        TypeError: it cannot be called in either way, or cannot be hashed.
+    """
+    if not callable(fn) or advice(fn):
+        raise TypeError(
+            f"remat: not a policy: {fn!r}, a {type(fn).__name__}. {advice(fn)}A policy "
+            "is one of remat.policies, None, a list of operators, a function "
+            "(op) -> bool or Decision, or torch's kind, "
+            "(ctx, op, *args, **kwargs) -> CheckpointPolicy."
+        )
+    try:
+        hash(fn)
+    except TypeError:
+        raise TypeError(
+            f"remat: policy {fn!r} is not hashable, and policies are compared. Make "
+            "its class a frozen dataclass, or leave __eq__ out."
+        ) from None
+    if _takes(fn, 1):
+        return fn
+    if _takes(fn, 3):
+        return Selective(fn)
+    raise TypeError(
+        f"remat: policy {fn!r} can be called neither as policy(op) nor, like those of "
+        "torch's selective checkpointing, as policy(ctx, op, *args, **kwargs)"
+    )
+
+
+def _takes(fn: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(fn).bind(*range(count))
+    except (TypeError, ValueError):  # ValueError: a builtin that has no signature
+        return False
+    return True
+
+
+def printed(ask: Ask) -> str:
+    """Return the name of a function as its author knows it."""
+    fn = ask.fn if isinstance(ask, Selective) else ask
+    return getattr(fn, "__qualname__", repr(fn))
+
+
+# --- What was meant -----------------------------------------------------------------
+
+
+PUBLIC = (
+    *("nothing_saveable", "everything_saveable", "dots_saveable", "checkpoint_dots"),
+    *("dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims"),
+    *("offload_dot_with_no_batch_dims", "save_only_these_names"),
+    *("save_any_names_but_these", "save_anything_except_these_names"),
+    *("save_and_offload_only_these_names", "save_from_both_policies"),
+    *("save_names_matching", "save_ops", "save_larger_than", "save_smaller_than"),
+)
+_CONSTANTS = "nothing_saveable", "everything_saveable"
+
+
+def advice(obj: object) -> str:
+    """Return what to do about a likely mistake, or nothing."""
+    if isinstance(obj, str):
+        near = [p for p in PUBLIC if obj and obj.lower() in p]
+        near = near or get_close_matches(obj.lower(), PUBLIC, 1, 0.5)
+        return f"Do you mean remat.policies.{near[0]}? " if near else ""
+    if isinstance(obj, bool):
+        return f"Do you mean remat.policies.{_CONSTANTS[obj]}? "
+    if is_operator(obj):
+        return "Do you mean a list of it, [...]? "
+    if isinstance(obj, type):
+        return "It is a class: pass an instance. "
+    if str(getattr(obj, "__module__", "")).startswith("remat."):
+        made = getattr(obj, "__name__", "")
+        return f"It makes policies: pass {made}(...). " if made in PUBLIC else ""
+    if getattr(obj, "func", obj) is create_selective_checkpoint_contexts:
+        return "Pass what it is called with: the function or the list. "
+    return ""

@@ -1,0 +1,246 @@
+"""Policies that look at the names that `checkpoint_name` gave a value.
+
+Invariant: the names in a policy are strings, checked when it is made.
+Rejected: one class that holds a predicate, which would not print, pickle or compare.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from remat._op import Op
+from remat.policies._decision import check_places
+from remat.policies._policy import Policy
+
+
+@dataclass(frozen=True)
+class OnlyNames(Policy):
+    """Keeps the values that have one of these names."""
+
+    only: frozenset[str]
+
+    def decide(self, op: Op) -> bool:
+        """Say whether it has one of the names."""
+        return not self.only.isdisjoint(op.names)
+
+    @property
+    @override
+    def names(self) -> frozenset[str]:
+        """The names."""
+        return self.only
+
+    def __repr__(self) -> str:
+        return f"save_only_these_names({_listed(self.only)})"
+
+
+@dataclass(frozen=True)
+class AnyNamesBut(Policy):
+    """Keeps the values that have a name that is none of these."""
+
+    but: frozenset[str]
+
+    def decide(self, op: Op) -> bool:
+        """Say whether it has another name."""
+        return bool(op.names - self.but)
+
+    @property
+    @override
+    def names(self) -> frozenset[str]:
+        """The names that are mentioned."""
+        return self.but
+
+    def __repr__(self) -> str:
+        return f"save_any_names_but_these({_listed(self.but)})"
+
+
+@dataclass(frozen=True)
+class NamesMatching(Policy):
+    """Keeps the values that have a name which a pattern matches as a whole."""
+
+    pattern: re.Pattern[str]
+
+    def decide(self, op: Op) -> bool:
+        """Say whether it has such a name."""
+        return any(map(self.pattern.fullmatch, op.names))
+
+    def __repr__(self) -> str:
+        text = self.pattern.pattern
+        plain = self.pattern == re.compile(text)
+        return f"save_names_matching({text if plain else self.pattern!r})"
+
+
+def save_only_these_names(*names: str) -> Policy:
+    """Keep the values that `checkpoint_name` calls by one of these names.
+
+    Args:
+        *names: the names; with none, nothing is kept.
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: a name is no string: a list that was not unpacked, say.
+
+    Source: `jax.checkpoint_policies.save_only_these_names`.
+
+    Example:
+        >>> import torch
+        >>> policy = save_only_these_names("q", "k")
+        >>> policy(Op(torch.ops.aten.sin.default, names=frozenset({"k"})))
+        <Decision.SAVE: 3>
+        >>> policy(Op(torch.ops.aten.sin.default))
+        <Decision.RECOMPUTE: 0>
+    """
+    return OnlyNames(_checked_names("save_only_these_names", names))
+
+
+def save_any_names_but_these(*names: str) -> Policy:
+    """Keep every value that has a name other than these; a value without one is not.
+
+    Args:
+        *names: the names. A value that has one of them and another is kept.
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: a name is no string.
+
+    Source: `jax.checkpoint_policies.save_any_names_but_these`.
+
+    Example:
+        >>> import torch
+        >>> policy = save_any_names_but_these("q")
+        >>> policy(Op(torch.ops.aten.sin.default, names=frozenset({"k"})))
+        <Decision.SAVE: 3>
+        >>> policy(Op(torch.ops.aten.sin.default))
+        <Decision.RECOMPUTE: 0>
+    """
+    return AnyNamesBut(_checked_names("save_any_names_but_these", names))
+
+
+def save_anything_except_these_names(*names: str) -> Policy:
+    """Keep every value, named or not, that has none of these names.
+
+    Args:
+        *names: the names.
+
+    Returns:
+        The policy, `~save_only_these_names(*names)`.
+
+    Raises:
+        TypeError: a name is no string.
+
+    Source: `jax.checkpoint_policies.save_anything_except_these_names`, whose
+    documentation this follows: it ignores its names.
+
+    Example:
+        >>> import torch
+        >>> policy = save_anything_except_these_names("q")
+        >>> policy(Op(torch.ops.aten.sin.default, names=frozenset({"q"})))
+        <Decision.RECOMPUTE: 0>
+        >>> policy(Op(torch.ops.aten.sin.default))
+        <Decision.SAVE: 3>
+    """
+    return ~OnlyNames(_checked_names("save_anything_except_these_names", names))
+
+
+def save_names_matching(pattern: str | re.Pattern[str]) -> Policy:
+    r"""Keep the values that have a name which a regular expression matches as a whole.
+
+    Args:
+        pattern: the expression, or what `re.compile` made of it.
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: it is neither a string nor a pattern of strings.
+        ValueError: it is not a regular expression.
+
+    Example:
+        >>> import torch
+        >>> policy = save_names_matching(r"block\d+/(q|k)")
+        >>> policy(Op(torch.ops.aten.sin.default, names=frozenset({"block3/q"})))
+        <Decision.SAVE: 3>
+        >>> policy(Op(torch.ops.aten.sin.default, names=frozenset({"block3/qkv"})))
+        <Decision.RECOMPUTE: 0>
+    """
+    text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
+    if not isinstance(text, str):
+        raise TypeError(
+            "remat: save_names_matching takes a regular expression; "
+            f"got {pattern!r}, a {type(pattern).__name__}"
+        )
+    try:
+        return NamesMatching(re.compile(pattern))
+    except re.error as error:
+        raise ValueError(
+            f"remat: save_names_matching: {text!r} is not a regular expression: {error}"
+        ) from None
+
+
+def save_and_offload_only_these_names(
+    *,
+    names_which_can_be_saved: Iterable[str],
+    names_which_can_be_offloaded: Iterable[str],
+    offload_src: str = "device",
+    offload_dst: str = "pinned_host",
+) -> Policy:
+    """Keep the values of some names, offload those of others, recompute the rest.
+
+    A value that has a name of both kinds is saved.
+
+    Args:
+        names_which_can_be_saved: names of the values to keep where they are.
+        names_which_can_be_offloaded: names of the values to offload, none of the above.
+        offload_src: "device".
+        offload_dst: "pinned_host", or "disk" which JAX does not have.
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: a name is no string, or the names are one string.
+        ValueError: a name is in both, or there is no such place.
+
+    Source: `jax.checkpoint_policies.save_and_offload_only_these_names`.
+
+    Example:
+        >>> save_and_offload_only_these_names(
+        ...     names_which_can_be_saved=["q"], names_which_can_be_offloaded=["mlp"]
+        ... )  # doctest: +NORMALIZE_WHITESPACE
+        (save_only_these_names('q') |
+         save_only_these_names('mlp').but_offload(to='pinned_host'))
+    """
+    taker = "save_and_offload_only_these_names"
+    check_places(taker, offload_src, offload_dst)
+    saved = _checked_names(taker, names_which_can_be_saved)
+    offloaded = _checked_names(taker, names_which_can_be_offloaded)
+    if both := saved & offloaded:
+        raise ValueError(
+            f"remat: {taker}: {_listed(both)} can be saved and can be offloaded; "
+            "give each name to one of the two"
+        )
+    away = OnlyNames(offloaded).but_offload(to=offload_dst)
+    return OnlyNames(saved) | away
+
+
+def _checked_names(taker: str, names: Iterable[str]) -> frozenset[str]:
+    if isinstance(names, str):
+        raise TypeError(f"remat: {taker} takes a list of names; got {names!r}")
+    names = tuple(names)
+    for name in names:
+        if not isinstance(name, str):
+            unpack = isinstance(name, Iterable)
+            raise TypeError(
+                f"remat: {taker}: a name is a string; got {name!r}, a "
+                f"{type(name).__name__}" + (": unpack it, with *" if unpack else "")
+            )
+    return frozenset(names)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names)))

@@ -1,0 +1,100 @@
+"""Policy functions of torch's selective checkpointing, asked about an `Op`.
+
+Invariant: such a function is called as torch would have called it, but for the tensors,
+of which there is only the metadata.
+Rejected: tensors on the meta device. Functions that ask where a tensor is would decide
+otherwise.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
+from typing_extensions import override
+
+from remat._compat import HigherOrderOperator, tensor_without_data
+from remat._op import Op, Value
+from remat.policies._decision import Answer, Decision
+
+
+@dataclass(frozen=True)
+class Selective:
+    """A function of torch's selective checkpointing as a function of an operation.
+
+    As under torch it is not asked about detach and metadata, and `ctx.is_recompute` is
+    False. What MUST and PREFER tell a compiler apart means the same here: it may be
+    kept, or may not.
+    """
+
+    fn: Callable[..., Answer]
+
+    def __call__(self, op: Op) -> Answer:
+        """Return what the function says."""
+        if op.func in SAC_IGNORED_OPS:
+            return Decision.RECOMPUTE
+        outputs = tuple(map(stand_in, op.outputs))
+        ctx = SelectiveCheckpointContext(is_recompute=False)
+        ctx.op_output = outputs[0] if len(outputs) == 1 else outputs
+        args, kwargs = call_of(op)
+        return self.fn(ctx, op.func, *args, **kwargs)
+
+
+class StandIn(Tensor):
+    """A tensor of which only the metadata exists, on whatever device it says."""
+
+    @classmethod
+    @override
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
+        cls, func: Any, *call: Any
+    ) -> Any:
+        """Refuse every operation."""
+        del call  # there is nothing to compute with
+        raise TypeError(
+            "remat: a policy may read what a tensor is (shape, dtype, device), not "
+            f"what it holds; it called {func}"
+        )
+
+
+def stand_in(value: Value) -> Tensor:
+    """Return a tensor with the metadata of `value` and no data.
+
+    Example:
+        >>> import torch
+        >>> value = Value((2, 3), torch.half, torch.device("cuda", 0))
+        >>> x = stand_in(value)
+        >>> x.shape, x.numel(), x.device
+        (torch.Size([2, 3]), 6, device(type='cuda', index=0))
+    """
+    told = len(value.stride) == len(value.shape)
+    return tensor_without_data(
+        StandIn,
+        value.shape,
+        value.stride if told else None,
+        storage_offset=value.offset if told else None,
+        dtype=value.dtype,
+        device=value.device,
+    )
+
+
+def call_of(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that `op` was called with, stand-ins for its tensors.
+
+    Example:
+        >>> import torch
+        >>> x = Value((2,), torch.float32, torch.device("cpu"))
+        >>> args, kwargs = call_of(Op(torch.ops.aten.cat.default, ((x, x), 0)))
+        >>> len(args[0]), args[1], kwargs
+        (2, 0, {})
+    """
+    # Operators take lists, and those of higher order whatever they were given.
+    kind = tuple if isinstance(op.func, HigherOrderOperator) else list
+
+    def argument(arg: Any) -> Any:
+        if isinstance(arg, Value):
+            return stand_in(arg)
+        return kind(map(argument, arg)) if isinstance(arg, tuple) else arg
+
+    kwargs = {name: argument(arg) for name, arg in op.kwargs}
+    return tuple(map(argument, op.args)), kwargs
