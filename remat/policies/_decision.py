@@ -84,7 +84,7 @@ def place(to: object, taker: str) -> Decision:
     )
 
 
-def check_places(taker: str, src: object, dst: object) -> None:
+def check_places(src: object, dst: object, taker: str) -> None:
     """Check where JAX's policies offload from and to.
 
     Raises:

@@ -118,31 +118,6 @@ def _batched(func: Any) -> Batched | None:
     return _DOTS.get(called) or _DOTS.get(called.removesuffix("_"))
 
 
-def is_dot(op: Op) -> bool:
-    """Say whether an operation contracts: a product of matrices, say.
-
-    Example:
-        >>> import torch
-        >>> is_dot(Op(torch.ops.aten.addmm.default)), is_dot(Op(torch.ops.aten.sin.out))
-        (True, False)
-    """
-    return _batched(op.func) is not None
-
-
-def is_dot_without_batch(op: Op) -> bool:
-    """Say whether an operation contracts, once and not for each element of a batch.
-
-    Example:
-        >>> import torch
-        >>> is_dot_without_batch(Op(torch.ops.aten.mm.default))
-        True
-        >>> is_dot_without_batch(Op(torch.ops.aten.bmm.default))
-        False
-    """
-    batched = _batched(op.func)
-    return batched is not None and not batched(op)
-
-
 def register_dot(operator: Any, *, batched: bool = False) -> None:
     """Make the policies about dots count an operator as one: a GEMM of your own.
 
@@ -168,8 +143,8 @@ def register_dot(operator: Any, *, batched: bool = False) -> None:
         ... def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         ...     return a @ b
         >>> register_dot(gemm)
-        >>> is_dot(Op(torch.ops.remat_doctest.gemm.default))
-        True
+        >>> dots_saveable(Op(torch.ops.remat_doctest.gemm.default))
+        <Decision.SAVE: 3>
     """
     want = _always if batched else _never
     checked(operator, "register_dot")
@@ -183,7 +158,7 @@ def register_dot(operator: Any, *, batched: bool = False) -> None:
         )
 
 
-# --- Policies ---------------------------------------------------------------------
+# --- Policies -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -194,7 +169,8 @@ class Dots(Policy):
 
     def decide(self, op: Op) -> bool:
         """Say whether it is such a contraction."""
-        return is_dot(op) if self.batched else is_dot_without_batch(op)
+        batched = _batched(op.func)
+        return batched is not None and (self.batched or not batched(op))
 
     def __repr__(self) -> str:
         return f"dots_{'' if self.batched else 'with_no_batch_dims_'}saveable"
@@ -229,5 +205,5 @@ def offload_dot_with_no_batch_dims(
         >>> offload_dot_with_no_batch_dims("device", "disk")
         dots_with_no_batch_dims_saveable.but_offload(to='disk')
     """
-    check_places("offload_dot_with_no_batch_dims", offload_src, offload_dst)
+    check_places(offload_src, offload_dst, "offload_dot_with_no_batch_dims")
     return dots_with_no_batch_dims_saveable.but_offload(to=offload_dst)

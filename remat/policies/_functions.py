@@ -27,9 +27,10 @@ def asked(fn: object) -> Ask:
     Raises:
         TypeError: it cannot be called in either way, or cannot be hashed.
     """
-    if not callable(fn) or advice(fn):
+    hint = advice(fn)
+    if hint or not callable(fn):
         raise TypeError(
-            f"remat: not a policy: {fn!r}, a {type(fn).__name__}. {advice(fn)}A policy "
+            f"remat: not a policy: {fn!r}, a {type(fn).__name__}. {hint}A policy "
             "is one of remat.policies, None, a list of operators, a function "
             "(op) -> bool or Decision, or torch's kind, "
             "(ctx, op, *args, **kwargs) -> CheckpointPolicy."

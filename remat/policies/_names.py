@@ -93,7 +93,7 @@ def save_only_these_names(*names: str) -> Policy:
         >>> policy(Op(torch.ops.aten.sin.default))
         <Decision.RECOMPUTE: 0>
     """
-    return OnlyNames(_checked_names("save_only_these_names", names))
+    return OnlyNames(_checked_names(names, "save_only_these_names"))
 
 
 def save_any_names_but_these(*names: str) -> Policy:
@@ -118,7 +118,7 @@ def save_any_names_but_these(*names: str) -> Policy:
         >>> policy(Op(torch.ops.aten.sin.default))
         <Decision.RECOMPUTE: 0>
     """
-    return AnyNamesBut(_checked_names("save_any_names_but_these", names))
+    return AnyNamesBut(_checked_names(names, "save_any_names_but_these"))
 
 
 def save_anything_except_these_names(*names: str) -> Policy:
@@ -144,7 +144,7 @@ def save_anything_except_these_names(*names: str) -> Policy:
         >>> policy(Op(torch.ops.aten.sin.default))
         <Decision.SAVE: 3>
     """
-    return ~OnlyNames(_checked_names("save_anything_except_these_names", names))
+    return ~OnlyNames(_checked_names(names, "save_anything_except_these_names"))
 
 
 def save_names_matching(pattern: str | re.Pattern[str]) -> Policy:
@@ -216,9 +216,9 @@ def save_and_offload_only_these_names(
          save_only_these_names('mlp').but_offload(to='pinned_host'))
     """
     taker = "save_and_offload_only_these_names"
-    check_places(taker, offload_src, offload_dst)
-    saved = _checked_names(taker, names_which_can_be_saved)
-    offloaded = _checked_names(taker, names_which_can_be_offloaded)
+    check_places(offload_src, offload_dst, taker)
+    saved = _checked_names(names_which_can_be_saved, taker)
+    offloaded = _checked_names(names_which_can_be_offloaded, taker)
     if both := saved & offloaded:
         raise ValueError(
             f"remat: {taker}: {_listed(both)} can be saved and can be offloaded; "
@@ -228,7 +228,7 @@ def save_and_offload_only_these_names(
     return OnlyNames(saved) | away
 
 
-def _checked_names(taker: str, names: Iterable[str]) -> frozenset[str]:
+def _checked_names(names: Iterable[str], taker: str) -> frozenset[str]:
     if isinstance(names, str):
         raise TypeError(f"remat: {taker} takes a list of names; got {names!r}")
     names = tuple(names)

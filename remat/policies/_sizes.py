@@ -47,7 +47,7 @@ def save_larger_than(nbytes: float) -> Policy:
         >>> save_larger_than(1000)(Op(torch.ops.aten.sin.default, outputs=(out,)))
         <Decision.SAVE: 3>
     """
-    return Size(True, _checked_bytes("save_larger_than", nbytes))
+    return Size(True, _checked_bytes(nbytes, "save_larger_than"))
 
 
 def save_smaller_than(nbytes: float) -> Policy:
@@ -68,10 +68,10 @@ def save_smaller_than(nbytes: float) -> Policy:
         >>> dots_saveable & save_smaller_than(2**20)
         (dots_saveable & save_smaller_than(1048576))
     """
-    return Size(False, _checked_bytes("save_smaller_than", nbytes))
+    return Size(False, _checked_bytes(nbytes, "save_smaller_than"))
 
 
-def _checked_bytes(taker: str, nbytes: object) -> float:
+def _checked_bytes(nbytes: object, taker: str) -> float:
     if isinstance(nbytes, bool) or not isinstance(nbytes, int | float):
         raise TypeError(
             f"remat: {taker} takes a number of bytes; got {nbytes!r}, a "
