@@ -12,6 +12,11 @@ from remat._errors import (
     RecomputeError as RecomputeError,
     RematError as RematError,
 )
+from remat._residuals import (
+    Residual as Residual,
+    print_saved_residuals as print_saved_residuals,
+    saved_residuals as saved_residuals,
+)
 
 
 checkpoint = remat

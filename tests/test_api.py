@@ -16,7 +16,10 @@ import remat.testing
 ROOT = Path(__file__).parent.parent
 API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 
-FUNCTIONS = {"remat", "checkpoint"}
+FUNCTIONS = {
+    *("remat", "checkpoint"),
+    *("saved_residuals", "print_saved_residuals", "Residual"),
+}
 ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),
     *("RandomnessError", "KeyReuseError"),

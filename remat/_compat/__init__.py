@@ -6,6 +6,7 @@ Invariant: every name says which upstream change would delete it.
 from remat._compat._autograd import (
     MODAL_NODES as MODAL_NODES,
     AccumulateGrad as AccumulateGrad,
+    StorageRef as StorageRef,
     base_dual_level_active as base_dual_level_active,
     detach_dual as detach_dual,
     dual_level_active as dual_level_active,
@@ -15,11 +16,15 @@ from remat._compat._autograd import (
     is_held as is_held,
     is_shared as is_shared,
     on_backward as on_backward,
+    preserved_version as preserved_version,
     pull_back as pull_back,
     pull_in_grad_mode as pull_in_grad_mode,
+    saved_by as saved_by,
     saved_tensors as saved_tensors,
+    sequence_number as sequence_number,
     set_grad_enabled as set_grad_enabled,
     snapshot as snapshot,
+    use_count as use_count,
     without_hooks as without_hooks,
     without_tangent as without_tangent,
 )

@@ -20,6 +20,7 @@ from torch._C._autograd import (
 )
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad, graph
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 Outputs: TypeAlias = tuple[Tensor | None, ...]
@@ -215,3 +216,72 @@ def is_graph_held(leaves: Sequence[Tensor]) -> bool:
 with torch.enable_grad():
     _leaf = torch.zeros((), requires_grad=True)
     AccumulateGrad: type = type(graph.get_gradient_edge(_leaf).node)
+
+
+# Deleted by: nodes that list what they saved.
+def saved_by(node: Any) -> list[Any]:
+    """Return what a node of a graph saved, as pytrees: as hooks packed it, if any did.
+
+    CopySlices and Functions written in C++ do not tell, and give an empty list.
+    """
+    names = [n for n in dir(node) if n.startswith("_raw_saved_")]
+    if isinstance(node, torch._C._FunctionBase):
+        return _unpacked(node, "saved_tensors", node._raw_saved_tensors or ())
+    found: list[Any] = []
+    for name in names:
+        raw = getattr(node, name)
+        raws = raw if isinstance(raw, (list, tuple)) else [raw]
+        found += _unpacked(node, name.replace("_raw", "", 1), raws)
+    return found
+
+
+def _unpacked(node: Any, name: str, raws: Sequence[Any]) -> list[Any]:
+    if all(hasattr(s, "data") for s in raws):
+        return [s.data for s in raws]
+    if top_hooks(True) is not None:  # they would run, for a report
+        return []
+    try:
+        return [getattr(node, name)]
+    except RuntimeError:  # changed in place since
+        return []
+
+
+# Deleted by: public sequence numbers of nodes.
+def sequence_number(node: Any) -> int:
+    """Return a number that is larger for nodes made later, on one thread."""
+    return node._sequence_nr()
+
+
+class StorageRef:
+    """A reference to a storage that does not keep it alive."""
+
+    __slots__ = ("_weak", "address")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._weak = StorageWeakRef(storage)
+        self.address: int = self._weak.cdata
+
+    def get(self) -> torch.UntypedStorage | None:
+        """Return the storage, or None if it was freed."""
+        return _storage_of(self.address)
+
+    def count(self) -> int:
+        """Return how many references there are."""
+        return _count_of_storage(self.address) if self.get() is not None else 0
+
+
+# Deleted by: public weak references to storages, and counts of their references.
+_storage_class: Any = torch.UntypedStorage
+
+_storage_of: Callable[[int], Any] = _storage_class._new_with_weak_ptr
+
+_count_of_storage: Callable[[int], int] = vars(torch._C)["_storage_Use_Count"]
+
+
+def use_count(tensor: Tensor) -> int:
+    """Return how many references there are to what stands behind a tensor."""
+    return _use_count(tensor)
+
+
+# Deleted by: a public way to change a tensor without counting it as a change.
+preserved_version = vars(torch.autograd)["_unsafe_preserve_version_counter"]

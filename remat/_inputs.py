@@ -1,0 +1,114 @@
+"""What a report runs a function on: the user's tensors, and what puts back the rest.
+
+Invariant: no graph that was there before is added to or changed, and random streams and
+gradients are in the end as they were. Rejected: copies of the arguments, which a model
+that only just fits in memory leaves no room for.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from typing_extensions import override
+
+from remat import _tree
+from remat._capture import Path, Search
+from remat._compat import device_generators
+from remat._storages import ARGUMENT, CAPTURED
+from remat._streams import global_streams, stream_of
+from remat._structure import argument_name
+from remat._types import Fn
+
+
+class Inputs:
+    """The arguments to run on, and the tensors and streams that can be reached.
+
+    Attributes:
+        tensors: passed or captured.
+        origins: the path of each, as `Search` gives them.
+        args: the arguments to run on.
+        kwargs: the keyword arguments.
+    """
+
+    def __init__(self, fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._treedef = _tree.flatten((args, kwargs))
+        self._target, search = _named(fn), Search()
+        opaque = []
+        for k, value in enumerate(leaves):
+            if isinstance(value, Tensor):
+                search.tensor(value, k)
+            else:
+                opaque.append((value, k))
+        for value, path in (*opaque, (self._target, None)):
+            search.visit(value, path)
+        found = search.found
+        self.tensors, self.origins = found.tensors, found.origins
+        devices = map(stream_of, device_generators())
+        self._streams = [*search.streams, *(s for s in devices if s is not None)]
+        stand_ins = _stand_ins(leaves, any(t.requires_grad for t in self.tensors))
+        leaves = [stand_ins.get(id(value), value) for value in leaves]
+        self.args, self.kwargs = _tree.unflatten(self._treedef, leaves)
+
+    def described(self, path: Path) -> tuple[int, str]:
+        """Return the rank and the origin of a tensor."""
+        text = ""
+        while isinstance(path, tuple):
+            path, part = path
+            text = part + text
+        if path is None:
+            return CAPTURED, f"from the captured `{text.lstrip('.')}`"
+        name = argument_name(self._target, self._treedef, path)
+        return ARGUMENT, f"from the argument {name}{text}"
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Leave streams and gradients as they are now."""
+        streams = [*global_streams().streams, *self._streams]
+        states = [stream.read() for stream in streams]
+        grads = [t.grad if t.is_leaf else None for t in self.tensors]
+        try:
+            yield
+        finally:
+            for stream, state in zip(streams, states, strict=True):
+                if stream.read() != state:
+                    stream.write(state)
+            for t, grad in zip(self.tensors, grads, strict=True):
+                if t.is_leaf and t.grad is not grad:
+                    t.grad = grad
+
+
+def _named(fn: Any) -> Any:
+    """Return what has the parameters' names: what is wrapped, a module's forward."""
+    while hasattr(type(fn), "__remat_rewrap__"):
+        fn = fn.__wrapped__
+    return fn.forward if isinstance(fn, nn.Module) else fn
+
+
+def _stand_ins(leaves: Iterable[Any], differentiated: bool) -> dict[int, Tensor]:
+    """Return tensors to run on in place of those whose graph is not to be touched.
+
+    Those are what a graph was recorded of, or, where nothing is `differentiated`, all
+    that can be.
+    """
+    anchor = torch.zeros((), requires_grad=True)
+    found = {}
+    for t in leaves:
+        if not isinstance(t, Tensor) or t.is_inference():
+            continue
+        can_be = t.is_floating_point() or t.is_complex()
+        if (t.requires_grad and not t.is_leaf) if differentiated else can_be:
+            found[id(t)] = _StandIn.apply(t.detach(), anchor)
+    return found
+
+
+class _StandIn(Function):
+    """Makes a tensor require grad without being a leaf, so that it may be changed."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, tensor: Tensor, _anchor: Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        ctx.mark_dirty(tensor)
+        return tensor

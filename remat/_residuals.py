@@ -1,0 +1,334 @@
+"""`saved_residuals`: what a function keeps alive between its forward and its backward.
+
+The function runs once under a mode that notes where each storage comes from. Then the
+graph is asked what its nodes saved, and dropped: what loses a reference was held by it,
+whoever held it and however.
+
+Invariant: a storage is listed once, with all its bytes, if and only if the graph of the
+outputs holds it. The report changes no tensor and moves no random stream.
+Rejected: saved-tensor hooks, which see every saved tensor but not what a Function keeps
+on its ctx, and which torch.func refuses to run under. And a trace of the function as
+JAX makes: it would report on the trace.
+"""
+
+import gc
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import graph
+
+from remat import _tree
+from remat._call import Call
+from remat._capture import Search
+from remat._compat import (
+    AccumulateGrad,
+    current_layer,
+    dual_level_active,
+    saved_by,
+    sequence_number,
+    use_count,
+)
+from remat._inputs import Inputs
+from remat._program import Program
+from remat._rules import Batch
+from remat._storages import (
+    CONSTANT,
+    Entry,
+    Recorder,
+    counts,
+    parts,
+    tensors_in,
+)
+from remat._streams import Stream
+from remat._types import Fn
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """One storage that stays alive for the backward.
+
+    Attributes:
+        dtype: of the tensor; None for the state of a random stream, which is none.
+        shape: of the tensor that the storage was made for, or that was passed.
+        device: where it is.
+        nbytes: the bytes of the whole storage, also where a view of it was saved.
+        origin: where it comes from: "from the argument x['w'][0]", "from the captured
+            `self.up.weight`", "output of sin", or "from a constant" if nobody knows.
+        source: the user's line that made it, "file.py:12, in block", or "".
+        readers: what reads it in the backward, in the order of the forward; empty where
+            torch does not tell, as for a Function written in C++.
+    """
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    device: torch.device
+    nbytes: int
+    origin: str
+    source: str
+    readers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        source = f" from {self.source}" if self.source else ""
+        readers = f", read by {', '.join(self.readers)}" if self.readers else ""
+        sizes = ",".join(map(str, self.shape))
+        what = f"{_short(self.dtype)}[{sizes}]" if self.dtype else "state"
+        return f"{what} {self.origin}{source}: {self.nbytes:,} bytes{readers}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    """Write a dtype as JAX does."""
+    name = str(dtype).removeprefix("torch.")
+    return re.sub(r"^(b?f|u?i|c)(?:loat|nt|omplex)(\d+)", r"\1\2", name)
+
+
+def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
+    """List what stays alive for the backward after the forward of a function.
+
+    The function, rematerialized or not, is called once, on the tensors given. If none
+    that it is passed or refers to requires grad, every floating argument is taken to,
+    as in JAX. Afterwards the tensors that were written to in place (the running
+    statistics of batch norm, say), the random streams and the `.grad` of inputs are as
+    they were before. What the function does to Python objects stays done, and so does a
+    write by an operator whose schema hides it.
+
+    Each storage is listed once, in the order: constants, arguments, captured tensors,
+    the rest as it was made. The bytes of all add up to what the graph of the outputs
+    holds; the outputs themselves are listed only if the backward reads them, and a leaf
+    that only receives a gradient is not. Of a call of `remat`, the states of the random
+    streams to be set back are listed too.
+
+    Compiled functions run eagerly here, and what they save then is listed. Two kinds of
+    nodes do not tell what they saved, Functions written in C++ and in-place operations
+    on views: what they hold is listed without its readers, if an operation made it.
+
+    Args:
+        fn: the function.
+        *args: its arguments. Meta and fake tensors do, for a model larger than memory.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        The residuals. The list is empty if no output requires grad.
+
+    Raises:
+        RuntimeError: called under a transform of torch.func, forward-mode AD or
+            torch.compile.
+        CaptureError: `fn` holds a lazy or scripted module, or what it saved has no
+            storage.
+
+    Source: JAX's `jax.ad_checkpoint.saved_residuals`.
+
+    Example:
+        >>> from remat import remat
+        >>> def f(x):
+        ...     return x.sin().sin().sum()
+        >>> [r.origin for r in saved_residuals(f, torch.ones(3))]
+        ['from the argument x', 'output of sin']
+        >>> [r.origin for r in saved_residuals(remat(f), torch.ones(3))]
+        ['from the argument x']
+    """
+    _refuse_transforms()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        inputs = Inputs(fn, args, kwargs)
+        stack.enter_context(inputs.restored())
+        recorder = Recorder(stack)
+        for tensor, path in zip(inputs.tensors, inputs.origins, strict=True):
+            recorder.know(tensor, *inputs.described(path))
+        roots, start = _run(fn, inputs, recorder)
+        torch.clear_autocast_cache()
+        notes = _Notes(recorder)
+        notes.ask(roots, start)
+        return notes.residuals(roots, inputs.tensors)
+
+
+def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
+    """Print what `saved_residuals` lists, one residual on a line, and the total.
+
+    Args:
+        fn: the function.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+
+    Source: JAX's `jax.ad_checkpoint.print_saved_residuals`, with bytes and readers.
+
+    Example:
+        >>> print_saved_residuals(lambda x: x.sin(), torch.ones(3))
+        f32[3] from the argument x: 12 bytes, read by sin
+        total: 12 bytes in 1 residual
+    """
+    found = saved_residuals(fn, *args, **kwargs)
+    total, count = sum(r.nbytes for r in found), len(found)
+    plural = "" if count == 1 else "s"
+    lines = [*map(str, found), f"total: {total:,} bytes in {count} residual{plural}"]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _refuse_transforms() -> None:
+    if current_layer() is not None or dual_level_active():
+        raise RuntimeError(_TRANSFORMED)
+    if torch.compiler.is_compiling():
+        raise RuntimeError(_COMPILED)
+
+
+_TRANSFORMED = (
+    "remat: saved_residuals was called under a transform of torch.func or forward-mode "
+    "AD, where tensors have several graphs. Call it outside, on the transformed "
+    "function: saved_residuals(torch.func.grad(f), x)."
+)
+_COMPILED = (
+    "remat: saved_residuals was called in a function that torch.compile traces. Call "
+    "it outside, on the function that is not compiled."
+)
+# --- The run ---
+
+
+def _run(fn: Fn, inputs: Inputs, recorder: Recorder) -> tuple[list[Any], int]:
+    """Return the roots of the graph, and the number of its first node."""
+    torch.clear_autocast_cache()  # casts in it may be of another graph
+    gc.collect()
+    first = torch.zeros((), requires_grad=True).view(())
+    with recorder:
+        result = fn(*inputs.args, **inputs.kwargs)
+    outs = [t for t in _reached(result) if t.requires_grad]
+    roots = [node for node in dict.fromkeys(t.grad_fn for t in outs) if node]
+    return roots, sequence_number(first.grad_fn)
+
+
+def _reached(tree: Any) -> list[Tensor]:
+    """Return the tensors of a pytree, and those in objects that are its leaves."""
+    search = Search()
+    for leaf in _tree.flatten(tree)[0]:
+        search.visit(leaf, None)
+    return search.found.tensors
+
+
+# --- The graph ---
+
+
+class _Notes:
+    """What the graph says of the storages that the recorder met."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._saved: set[int] = set()
+        self._states: list[Residual] = []
+
+    def ask(self, roots: Sequence[Any], start: int) -> None:
+        """Note for each node since `start` what it saved."""
+        for node in sorted(_nodes(roots, start), key=sequence_number):
+            program = getattr(node, "program", None)
+            reader = _reader(node, program)
+            for t in tensors_in(saved_by(node)):
+                self._note(t, reader, "from a constant")
+            if isinstance(program, Program):
+                self._note_kept(node, program, reader)
+            elif isinstance(node, torch.autograd.function.FunctionCtx):
+                for t in _reached([*vars(node).values()]):
+                    self._note(t, reader, "from a constant")
+
+    def _note(self, tensor: Tensor, reader: str, origin: str) -> list[Entry]:
+        entries = self._recorder.know(tensor, CONSTANT, origin)
+        for entry in entries:
+            entry.readers[reader] = None
+            self._saved.add(entry.ref.address)
+        return entries
+
+    def _note_kept(self, node: Any, program: Program, reader: str) -> None:
+        """Note the values from before of what a call updated, and its streams."""
+        call = _call_of(program)
+        if call is None:
+            return
+        saved = saved_by(node)
+        for i in program.facts.kept:
+            for entry in self._note(saved[i], reader, ""):
+                name = call.name_of(i)
+                entry.origin = f"copy of `{name}` as it was before the call"
+        ambient = getattr(call, "_ambient", None)
+        for stream, state in ambient._moved if ambient is not None else ():
+            name = stream.name if isinstance(stream, Stream) else "a torch.Generator"
+            origin = f"state of the stream: {name}"
+            if isinstance(state, Tensor):
+                self._note(state, reader, origin)
+                continue
+            size, host = _size_of(state), torch.device("cpu")
+            state_of = Residual(None, (), host, size, origin, "", (reader,))
+            self._states.append(state_of)
+
+    def residuals(self, roots: list[Any], tensors: Sequence[Tensor]) -> list[Residual]:
+        """Drop the graph, and list what it saved or was seen to hold.
+
+        Args:
+            roots: of the graph, held by nobody else; emptied here.
+            tensors: the inputs. A leaf may be held without its storage being referred
+                to once more.
+        """
+        entries = self._recorder.entries.values()
+        sizes = {e.ref.address: e.nbytes() for e in entries}
+        # Held, so that their going does not count.
+        leaves = [t for t in tensors if t.is_leaf and t.requires_grad]
+        edges = [*map(graph.get_gradient_edge, leaves)]
+        before = counts(entries), [*map(use_count, leaves)]
+        roots.clear()
+        gc.collect()
+        after = counts(entries), [*map(use_count, leaves)]
+        del edges
+        held = self._saved | {a for a in sizes if before[0][a] > after[0][a]}
+        for t, old, new in zip(leaves, before[1], after[1], strict=True):
+            if old > new:
+                held.update(p.untyped_storage()._cdata for p in parts(t))
+        found = sorted(
+            (e for e in entries if e.ref.address in held), key=attrgetter("rank")
+        )
+        return [_residual(e, sizes[e.ref.address]) for e in found] + self._states
+
+
+def _residual(entry: Entry, nbytes: int) -> Residual:
+    meta = (entry.dtype, entry.shape, entry.device, nbytes)
+    return Residual(*meta, entry.origin, entry.source, tuple(entry.readers))
+
+
+def _nodes(roots: Sequence[Any], start: int) -> set[Any]:
+    """Return the nodes of a graph that are not older than number `start`."""
+    todo, seen = [*roots], set(roots)
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node is None or node in seen or type(node) is AccumulateGrad:
+                continue
+            if sequence_number(node) >= start:
+                seen.add(node)
+                todo.append(node)
+    return seen
+
+
+def _call_of(program: Any) -> Call | None:
+    while isinstance(program, Batch):
+        program = program._of
+    return program if isinstance(program, Call) else None
+
+
+def _reader(node: Any, program: Any) -> str:
+    """Name the operation that a node is the backward of."""
+    if isinstance(program, Program):
+        call = _call_of(program)
+        return "remat" if call is None else f"remat({call._label.split('`')[1]})"
+    name = re.sub(r"Backward\d*$", "", type(node).__name__)
+    if isinstance(node, torch.autograd.function.FunctionCtx):
+        return name
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def _size_of(state: Any) -> int:
+    """Return the bytes of a stream's state."""
+    if isinstance(state, bytes):
+        return len(state)
+    if isinstance(state, tuple):
+        return sum(map(_size_of, state))
+    return sys.getsizeof(state)

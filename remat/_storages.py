@@ -1,0 +1,187 @@
+"""Storages: where each that an operation met comes from, and how many hold it.
+
+Invariant: noting a storage does not keep it alive, and what was there before is in the
+end as it was. Rejected: tensors in place of storages. A view keeps all that it is a
+view of, and the same bytes are kept once, by however many tensors.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
+from typing_extensions import override
+
+from remat import _tree
+from remat._code import user_line
+from remat._compat import StorageRef, preserved_version
+from remat._errors import CaptureError
+
+
+CONSTANT, ARGUMENT, CAPTURED, MADE = range(4)
+
+
+@dataclass(slots=True)
+class Entry:
+    """A storage, not kept alive."""
+
+    ref: StorageRef
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+    rank: int
+    origin: str
+    source: str = ""
+    readers: dict[str, None] = field(default_factory=dict)
+
+    def nbytes(self) -> int:
+        """Return its size, 0 once it is freed."""
+        storage = self.ref.get()
+        return 0 if storage is None else storage.nbytes()
+
+
+class Recorder(TorchDispatchMode):
+    """Notes each storage met, and what puts back those that are written to.
+
+    Args:
+        stack: takes on what is to be undone.
+
+    Attributes:
+        entries: the storages by address, in the order in which they were met.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, stack: ExitStack) -> None:
+        super().__init__()
+        self.entries: dict[int, Entry] = {}
+        self._stack = stack
+        self._preserved: set[int] = set()
+
+    def know(
+        self, tensor: Tensor, rank: int, origin: str, source: str = ""
+    ) -> list[Entry]:
+        """Return the entries of a tensor's storages, made now if they are new."""
+        found = []
+        for part in parts(tensor):
+            storage = part.untyped_storage()
+            entry = self.entries.get(storage._cdata)
+            if entry is None:
+                meta = (part.dtype, tuple(part.shape), part.device)
+                ref = StorageRef(storage)
+                entry = Entry(ref, *meta, rank, origin, source)
+                self.entries[ref.address] = entry
+            found.append(entry)
+        return found
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        for t in tensors_in((args, kwargs)):
+            self.know(t, CONSTANT, "from a constant")
+        written = _written(func, args, kwargs)
+        for t in written:
+            self._preserve(t)
+        result = func(*args, **kwargs)
+        origin, source = f"output of {_name_of(func)}", user_line()
+        for t in tensors_in(result):
+            self.know(t, MADE, origin, source)
+        for t in written:
+            for entry in self.know(t, MADE, origin, source):
+                if entry.rank == MADE:
+                    entry.origin, entry.source = origin, source
+        return result
+
+    def _preserve(self, tensor: Tensor) -> None:
+        """Have what is older than the run put back as it is now."""
+        for part in parts(tensor):
+            storage = part.untyped_storage()
+            is_new = self.entries[storage._cdata].rank == MADE
+            if is_new or storage._cdata in self._preserved:
+                continue
+            self._preserved.add(storage._cdata)
+            if not part.is_inference():
+                self._stack.enter_context(preserved_version(part))
+            if storage.device.type != "meta":
+                self._stack.callback(_put_back, storage, storage.clone())
+
+
+def _put_back(storage: torch.UntypedStorage, before: torch.UntypedStorage) -> None:
+    if storage.nbytes() != before.nbytes():
+        storage.resize_(before.nbytes())
+    storage.copy_(before)
+
+
+# --- Tensors ---
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors of a pytree."""
+    return [t for t in _tree.flatten(tree)[0] if isinstance(t, Tensor)]
+
+
+def parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors with a storage that make up a tensor."""
+    if is_traceable_wrapper_subclass(tensor):
+        wrapper: Any = tensor
+        inner = [getattr(tensor, name) for name in wrapper.__tensor_flatten__()[0]]
+    elif tensor.layout is torch.strided:
+        yield tensor
+        return
+    elif tensor.layout in _SPARSE:
+        inner = [getattr(tensor, name)() for name in _SPARSE[tensor.layout]]
+    else:
+        kind = type(tensor).__qualname__
+        raise CaptureError(_NO_STORAGE.format(kind=kind, layout=tensor.layout))
+    for part in inner:
+        yield from parts(part)
+
+
+_BY_ROW = ("crow_indices", "col_indices", "values")
+_BY_COLUMN = ("ccol_indices", "row_indices", "values")
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROW),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMN),
+}
+# Of batch norms, written to without a word in the schema.
+_STATISTICS = {"running_mean", "running_var"}
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation is about to write to."""
+    if not isinstance(func, OpOverload):
+        return []
+    found: list[Tensor] = []
+    for k, argument in enumerate(func._schema.arguments):
+        info = argument.alias_info
+        if argument.name in _STATISTICS or (info is not None and info.is_write):
+            value = args[k] if k < len(args) else kwargs.get(argument.name)
+            found += tensors_in(value)
+    return found
+
+
+def _name_of(func: Any) -> str:
+    packet = getattr(func, "overloadpacket", func)
+    return getattr(packet, "__name__", str(func))
+
+
+_NO_STORAGE = (
+    "remat: a saved tensor of {kind} and layout {layout} has no storage whose bytes "
+    "could be counted. Report on a function of strided or sparse tensors."
+)
+
+
+def counts(entries: Iterable[Entry]) -> dict[int, int]:
+    """Return how many references there are to each storage."""
+    return {e.ref.address: e.ref.count() for e in entries}
