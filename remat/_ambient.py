@@ -30,18 +30,14 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 def _autocast() -> dict[str, Any]:
-    """Return the dtype that each device type autocasts to, `None` for off."""
+    """Return whether and to what each device type autocasts; empty where none does."""
     if not is_autocast_active():
-        return _OFF
-    on: dict[str, Any] = {
-        d: torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None
+        return {}
+    cache = torch.is_autocast_cache_enabled()
+    return {
+        d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache)
         for d in _AUTOCAST_DEVICES
     }
-    on["cache"] = torch.is_autocast_cache_enabled()
-    return on
-
-
-_OFF: dict[str, Any] = {}
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -51,83 +47,79 @@ class Ambient:
     """The ambient state of one forward.
 
     Args:
-        generators: those passed to the function, noted like the global streams.
-        shared: other streams that the function can reach.
+        streams: those that the function can reach, besides the global ones.
+        always: whether to keep all of them, for the function may put back itself what
+            it has moved.
     """
 
-    __slots__ = ("_autocast", "_before", "_global", "_moved", "_plain", "_settings")
+    __slots__ = (
+        "_always",
+        "_autocast",
+        "_before",
+        "_global",
+        "_moved",
+        "_plain",
+        "_settings",
+    )
 
-    def __init__(
-        self,
-        generators: Sequence[torch.Generator] = (),
-        shared: Sequence[Stream] = (),
-    ) -> None:
+    def __init__(self, streams: Sequence[Stream] = (), *, always: bool = False) -> None:
         self._autocast = _autocast()
+        self._always = always
         self._settings = read_settings()
-        self._global = streams = global_streams()
-        others = (*device_generators(), *generators, *shared)
-        self._before = streams.read(), [(s, _read(s)) for s in others]
+        self._global = ours = global_streams()
+        others = (*device_generators(), *streams)
+        self._before = ours.read(), [(s, _read(s)) for s in others]
 
     def forward_done(self) -> None:
         """Keep only the streams that moved since."""
         before, others = self._before
         del self._before
+        always, now = self._always, self._global.read()
         moved: list[tuple[Any, Any]] = []
-        if before != (now := self._global.read()):
+        if always or before != now:
             each = zip(self._global.streams, before, now, strict=True)
-            moved += [(s, old) for s, old, new in each if old != new]
-        for s, old in others:
-            if _differ(old, _read(s)):
-                moved.append((s, old))
+            moved += [(s, old) for s, old, new in each if always or old != new]
+        moved += [(s, old) for s, old in others if always or _differ(old, _read(s))]
+        known = {id(s) for s, _ in others}
+        moved += [
+            (g, _initial_state(g)) for g in device_generators() if id(g) not in known
+        ]
         self._moved = moved
+        self._plain = not (always or moved or self._autocast)
+        self.forget_casts()
+
+    def forget_casts(self) -> None:
+        """Free what autocast cast here, which is of no use elsewhere."""
         if self._autocast:
-            # What was cast here is of no use elsewhere, and would stay alive.
             torch.clear_autocast_cache()
-        self._plain = not (moved or self._autocast)
 
-    def private(self, generators: Sequence[torch.Generator]) -> list[torch.Generator]:
-        """Return a clone of each generator argument, set as it was at the call."""
-        states = {id(g): state for g, state in self._moved}
-        clones = []
-        for g in generators:
-            clone = torch.Generator(g.device)
-            clone.set_state(states.get(id(g), g.get_state()))
-            clones.append(clone)
-        return clones
-
-    def restored(
-        self, private: Sequence[torch.Generator] = ()
-    ) -> AbstractContextManager[None]:
-        """Run the body in the noted state, and leave everything as it was before.
-
-        Args:
-            private: generators that the body has clones of, and so does not move.
-        """
+    def restored(self) -> AbstractContextManager[None]:
+        """Run the body in the noted state, and leave everything as it was before."""
         unchanged = self._settings == read_settings()
         if unchanged and self._plain and not is_autocast_active():
             return _NOTHING
-        return self._restored({id(g) for g in private}, unchanged=unchanged)
+        return self._restored()
 
     @contextmanager
-    def _restored(self, private: set[int], *, unchanged: bool) -> Iterator[None]:
+    def _restored(self) -> Iterator[None]:
         with ExitStack() as stack:
-            if not unchanged:
-                stack.enter_context(_under(self._settings))
+            stack.enter_context(_under(self._settings))
             self._enter_autocast(stack)
-            moved = [(s, state) for s, state in self._moved if id(s) not in private]
-            stack.enter_context(_set(moved))
+            stack.callback(self.forget_casts)
+            stack.enter_context(_set(self._moved))
             yield
-            if self._autocast:
-                torch.clear_autocast_cache()
 
     def _enter_autocast(self, stack: ExitStack) -> None:
         now, then = _autocast(), self._autocast
         for device in _AUTOCAST_DEVICES if now != then else ():
-            dtype, cache = then.get(device), then.get("cache", True)
-            if dtype != now.get(device) or (dtype and cache != now.get("cache")):
-                on = dtype is not None
+            have, want = now.get(device, _OFF), then.get(device, _OFF)
+            if want != have and (want[0] or have[0]):
+                on, dtype, cache = want
                 context = torch.autocast(device, dtype, on, cache_enabled=cache)
                 stack.enter_context(context)
+
+
+_OFF = False, None, True
 
 
 @contextmanager
@@ -142,7 +134,12 @@ def _under(settings: tuple[Any, ...]) -> Iterator[None]:
 
 @contextmanager
 def _set(states: list[tuple[Any, Any]]) -> Iterator[None]:
-    now = [(s, _read(s)) for s, _ in states]
+    # NumPy's generator may have been exchanged since.
+    present: dict[Any, Any] = {}
+    if states:
+        present = {s.name: s for s in global_streams().streams}
+    streams = [present.get(getattr(s, "name", None), s) for s, _ in states]
+    now = [(s, _read(s)) for s in streams]
     try:
         for s, state in states:
             _write(s, state)
@@ -150,6 +147,12 @@ def _set(states: list[tuple[Any, Any]]) -> Iterator[None]:
     finally:
         for s, state in now:
             _write(s, state)
+
+
+def _initial_state(generator: torch.Generator) -> torch.Tensor:
+    """Return the state in which a generator started that the forward initialized."""
+    fresh = torch.Generator(generator.device)
+    return fresh.manual_seed(generator.initial_seed()).get_state()
 
 
 def _differ(a: Any, b: Any) -> bool:

@@ -9,7 +9,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -36,10 +35,10 @@ class Call(Program):
     """One call of a user's function, taken apart."""
 
     __slots__ = (
+        "_always",
         "_buffers",
         "_contained",
         "_fn",
-        "_generators",
         "_label",
         "_leaves",
         "_modes",
@@ -48,7 +47,7 @@ class Call(Program):
         "_out",
         "_positions",
         "_rng",
-        "_shared",
+        "_streams",
         "_treedef",
         "_values",
     )
@@ -66,8 +65,8 @@ class Call(Program):
         self._positions: list[tuple[int, int]] | None = None
         self._nodes: dict[int, Node] = {}
         self._modes = function_modes() if function_mode_count() else ()
-        self._generators: Sequence[torch.Generator] = ()
-        self._shared: Sequence[Any] = ()
+        self._streams: Sequence[Any] = ()
+        self._always = False
         self._buffers: Mapping[int, bool] = _NO_BUFFERS
         self._origins: Sequence[Path]
         values, self._treedef = flatten_arguments(args, kwargs)
@@ -110,8 +109,8 @@ class Call(Program):
         self._values = values
         found = search.found
         self._leaves, self._origins = found.tensors, found.origins
-        self._generators, self._buffers = found.generators, found.buffers
-        self._shared = found.streams
+        self._streams, self._always = search.streams, search.always
+        self._buffers = found.buffers
 
     @property
     @override
@@ -133,11 +132,10 @@ class Call(Program):
     def run_around(
         self,
         leaves: Sequence[Tensor],
-        generators: Sequence[torch.Generator],
         *,
         first: bool,
     ) -> Any:
-        """Call the function around other tensors and generators.
+        """Call the function around other tensors.
 
         The first time, what it assigns to captured names and attributes is handed on.
         """
@@ -148,7 +146,7 @@ class Call(Program):
             values[k] = leaves[i]
         if not self._nodes:
             return self._apply(self._fn, self._treedef, values, self._modes)
-        built, run = build(self._nodes, leaves, generators)
+        built, run = build(self._nodes, leaves)
         fn = built.pop(-1, self._fn)
         modes = [built.pop(~k, mode) for k, mode in enumerate(self._modes, 1)]
         for k, value in built.items():

@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import (
     AsyncGenerator,
     Callable,
@@ -24,7 +24,6 @@ from collections.abc import (
     Generator,
     Iterable,
     Iterator,
-    Sequence,
 )
 from typing import Any, TypeAlias
 
@@ -34,12 +33,11 @@ from torch.nn.parameter import is_lazy
 
 from remat import _tree
 from remat._code import global_names, is_library, is_trusted
-from remat._compat import default_generators
 from remat._errors import CaptureError
+from remat._objects import attributes, by_class, defines
 from remat._rebuild import (
     Composite,
     FunctionNode,
-    GeneratorNode,
     MethodNode,
     Node,
     ObjectNode,
@@ -68,6 +66,7 @@ _INERT = frozenset(
 
 
 _CONTAINERS = frozenset({OrderedDict, dict, list, set, tuple})
+_STANDARD_CONTAINERS = frozenset({*_CONTAINERS, Counter, defaultdict, deque})
 _CONSTANT = frozenset(
     {
         *(bool, bytes, complex, float, int, str, type(None), type(...)),
@@ -77,24 +76,20 @@ _CONSTANT = frozenset(
 
 
 class Found:
-    """The tensors and generators that one call refers to.
+    """The tensors that one call refers to.
 
     Attributes:
         tensors: each once, those passed first.
         origins: the path of each.
-        generators: each `torch.Generator`, once.
-        streams: the random streams on which a recomputation sets back the state.
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether it is a module's registered buffer.
     """
 
-    __slots__ = ("buffers", "generators", "origins", "streams", "tensors")
+    __slots__ = ("buffers", "origins", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.origins: list[Path] = []
-        self.generators: list[torch.Generator] = []
-        self.streams: Sequence[Any] = ()
         self.buffers: dict[int, bool] = {}
 
 
@@ -109,7 +104,7 @@ def is_self_contained(fn: Fn, within: tuple[Fn, ...] = ()) -> bool:
     It refers to nothing but constants, builtins, torch and the standard library, and
     functions like it.
     """
-    if type(fn) is not types.FunctionType or fn.__closure__:
+    if type(fn) is not types.FunctionType or fn.__closure__ or fn.__dict__:
         return False
     names = global_names(fn.__code__)
     if fn.__defaults__ or fn.__kwdefaults__ or not names.plain:
@@ -133,9 +128,10 @@ def is_self_contained(fn: Fn, within: tuple[Fn, ...] = ()) -> bool:
 def _is_constant(value: Any) -> bool:
     if value is None:  # a name of builtins
         return True
-    owner = getattr(value, "__self__", value)
-    is_function = type(value) is types.BuiltinFunctionType
-    return is_function and (owner is None or type(owner) is types.ModuleType)
+    if type(value) is not types.BuiltinFunctionType:
+        return False
+    owner: Any = value.__self__
+    return owner is None or type(owner) is types.ModuleType
 
 
 def holds_tensors(value: Any) -> bool:
@@ -152,10 +148,10 @@ def holds_tensors(value: Any) -> bool:
 class Search:
     """One walk over what a call refers to."""
 
-    __slots__ = ("_compiled", "_found", "_index", "_memo", "_sources")
+    __slots__ = ("_compiled", "_index", "_memo", "_sources", "found")
 
     def __init__(self) -> None:
-        self._found = Found()
+        self.found = Found()
         self._sources = Sources()
         self._compiled = False
         self._index: dict[int, int] = {}
@@ -163,13 +159,14 @@ class Search:
         self._memo: dict[int, tuple[Any, Node | None]] = {}
 
     @property
-    def found(self) -> Found:
-        """What was found so far."""
-        # One that is rebuilt is not set back as well.
-        for g in self._found.generators:
-            self._sources.streams.pop(id(g), None)
-        self._found.streams = [*self._sources.streams.values()]
-        return self._found
+    def streams(self) -> list[Any]:
+        """The random streams found."""
+        return [*self._sources.streams.values()]
+
+    @property
+    def always(self) -> bool:
+        """Whether some code found reads or sets the state of a stream itself."""
+        return self._sources.handles_states
 
     def visit(self, value: Any, path: Path) -> Node | None:
         """Return how to rebuild `value`; `None` if no tensor is reached through it."""
@@ -180,28 +177,20 @@ class Search:
         """Return the index of `value` among the tensors found."""
         index = self._index.get(id(value))
         if index is None:
-            index = self._index[id(value)] = len(self._found.tensors)
-            self._found.tensors.append(value)
-            self._found.origins.append(path)
+            index = self._index[id(value)] = len(self.found.tensors)
+            self.found.tensors.append(value)
+            self.found.origins.append(path)
         return index
 
     def _tensor(self, value: Tensor, path: Path, registered: bool = False) -> Node:
-        known = len(self._found.tensors)
+        known = len(self.found.tensors)
         index = self.tensor(value, path)
         if index == known and not value.requires_grad:
-            self._found.buffers[index] = registered
+            self.found.buffers[index] = registered
         return TensorNode.of(index)
 
-    def _generator(self, value: torch.Generator, path: Path) -> Node | None:
-        del path  # generators are not named in messages
-        if any(value is g for g in default_generators()):
-            return None
-        generators = self._found.generators
-        index = next((i for i, g in enumerate(generators) if g is value), None)
-        if index is None:
-            index = len(generators)
-            generators.append(value)
-        return GeneratorNode(index)
+    def _inert(self, value: Any, path: Path) -> None:
+        del value, path
 
     def _source(self, value: Any, path: Path) -> None:
         del path
@@ -223,6 +212,7 @@ class Search:
 
     def _function(self, fn: types.FunctionType, path: Path) -> Node | None:
         installed = is_library(fn.__globals__)
+        self._sources.of_function(fn, installed=installed)
         if installed and not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
             return None
         outer = self._compiled
@@ -237,8 +227,15 @@ class Search:
         return settled
 
     def _tree(self, value: Any, path: Path) -> Node | None:
-        if type(value) in (list, tuple, dict) and not value:
-            return None
+        kind = type(value)
+        if kind in _STANDARD_CONTAINERS:
+            if not value:
+                return None
+            items = value.values() if issubclass(kind, dict) else value
+            if _INERT.issuperset(map(type, items)):
+                return None  # a long list of numbers or words, in one go
+        else:
+            self._sources.walk_all(attributes(value).values())
         leaves, treedef = _tree.flatten(value)
         if all(type(leaf) in _INERT for leaf in leaves):
             return None
@@ -320,15 +317,16 @@ class Search:
             node.children[key] = child
 
     def _object(self, value: Any, path: Path) -> Node | None:
-        standard = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
-        if standard or isinstance(value, (type, enum.Enum)):
+        kind = type(value)
+        root = str(kind.__module__).partition(".")[0]
+        if root in sys.stdlib_module_names or issubclass(kind, (type, enum.Enum)):
             return self._source(value, path)
-        self._sources.of_class(type(value))
+        self._sources.of_class(kind)
         return self._namespace(value, path)
 
     def _namespace(self, value: Any, path: Path) -> Node | None:
         node = ObjectNode(value)
-        if not node.entries:
+        if not node.entries or issubclass(type(value), (tuple, deque)):
             self._sources.walk(value)
         parts = (((None, k), v, f".{k}") for k, v in node.entries.items())
         return self._composite(node, parts, path)
@@ -345,11 +343,12 @@ _SCRIPTED = (
     "remat: {name} is a TorchScript module, whose parameters cannot be stood in for. "
     "Pass the eager module instead."
 )
+# Those of torch.ops and torch.library, which hold the kernels that were registered.
+_OPERATORS = ("torch._ops", "torch._library")
 _Visit: TypeAlias = Callable[[Search, Any, Path], Node | None]
 _VISITS: dict[type, _Visit] = {
     Tensor: Search._tensor,
     nn.Parameter: Search._tensor,
-    torch.Generator: Search._generator,
     types.FunctionType: Search._function,
     types.MethodType: Search._method,
     types.SimpleNamespace: Search._namespace,
@@ -361,23 +360,25 @@ _VISITS: dict[type, _Visit] = {
 _VISITS_OF_SUBCLASSES: tuple[tuple[Any, _Visit], ...] = (
     (Tensor, Search._tensor),
     (nn.Module, Search._module),
-    (torch.Generator, Search._generator),
+    (types.ModuleType, Search._source),
     (functools.partial, Search._partial),
     ((list, tuple, dict), Search._tree),
 )
 
 
-@functools.lru_cache(maxsize=1024)
+@by_class
 def _visit_of(kind: type) -> _Visit:
     if kind in _VISITS:
         return _VISITS[kind]
-    if is_stream(kind) and not issubclass(kind, torch.Generator):
+    if is_stream(kind):
         return Search._source
     for cls, visit in _VISITS_OF_SUBCLASSES:
         if issubclass(kind, cls):
             return visit
-    if hasattr(kind, "__remat_rewrap__"):
+    if defines(kind, "__remat_rewrap__"):
         return Search._wrapper
+    if str(kind.__module__).startswith(_OPERATORS):
+        return Search._inert
     return Search._tree if _tree.is_node(kind) else Search._object
 
 

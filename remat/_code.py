@@ -23,15 +23,27 @@ class GlobalNames:
     Attributes:
         loaded: those it loads.
         stored: those it stores or deletes.
-        plain: whether it reaches for globals in no other way.
+        plain: whether it reaches for globals in no other way, and for no state either.
+        handles_states: whether it reads or sets the state of a random stream.
     """
 
     loaded: tuple[str, ...]
     stored: tuple[str, ...]
     plain: bool
+    handles_states: bool
 
 
 _REFLECTION = {"__import__", "eval", "exec", "getattr", "globals", "locals", "vars"}
+
+
+# Names in code that reads or sets states: it may put back a stream that it has moved,
+# or set one, or a setting, where it was anyway.
+_STATES = {
+    *("clone_state", "fork_rng", "get_rng_state", "get_state", "getstate"),
+    *("initial_seed", "manual_seed", "seed", "set_rng_state", "set_state", "setstate"),
+    *("bit_generator", "spawn", "set_default_dtype", "set_autocast_dtype"),
+    *("use_deterministic_algorithms", "set_float32_matmul_precision"),
+}
 
 
 # Oldest first. By identity: hashing a code object reads all of it.
@@ -53,7 +65,7 @@ def global_names(code: types.CodeType) -> GlobalNames:
 def _find_names(code: types.CodeType) -> GlobalNames:
     found: dict[str, dict[str, None]] = {"LOAD": {}, "STORE": {}, "DELETE": {}}
     todo = [code]
-    plain = True
+    plain, names = True, set()
     while todo:
         here = todo.pop()
         for step in dis.get_instructions(here):
@@ -61,10 +73,12 @@ def _find_names(code: types.CodeType) -> GlobalNames:
             if where in ("GLOBAL", "NAME") and action in found:
                 found[action][str(step.argval)] = None
             plain = plain and step.opname != "IMPORT_NAME"
+        names.update(here.co_names)
         todo += [c for c in here.co_consts if isinstance(c, types.CodeType)]
     stored = (*found["STORE"], *found["DELETE"])
     plain = plain and not stored and not (_REFLECTION & found["LOAD"].keys())
-    return GlobalNames(tuple(found["LOAD"]), stored, plain)
+    states = not _STATES.isdisjoint(names)
+    return GlobalNames(tuple(found["LOAD"]), stored, plain and not states, states)
 
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")

@@ -1,30 +1,55 @@
-"""What objects hold, and instances like them.
+"""What objects hold, instances like them, and what is remembered of their classes.
 
-Invariant: no property, setter or constructor of the user's runs. Rejected: `copy.copy`
-for all of them, which runs `__reduce__` and `__setstate__`.
+Invariant: no property, setter or constructor of the user's runs, nor a metaclass.
+Rejected: `copy.copy` for all of them, which runs `__reduce__` and `__setstate__`.
 """
 
+import contextlib
 import copy
-import functools
 import operator
-from collections.abc import Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+
+T = TypeVar("T")
+
+
+def by_class(fn: Callable[[type], T]) -> Callable[[type], T]:
+    """Remember what `fn` says of a class, for as long as the class lives."""
+    known: dict[int, T] = {}
+    classes: dict[int, weakref.ref[type]] = {}
+
+    def remembered(kind: type) -> T:
+        key = id(kind)
+        if key in known:
+            return known[key]
+
+        def forget(_: object) -> None:
+            known.pop(key, None)
+            classes.pop(key, None)
+
+        classes[key] = weakref.ref(kind, forget)
+        value = known[key] = fn(kind)
+        return value
+
+    return remembered
 
 
 def attributes(value: Any) -> dict[str, Any]:
     """Return what an object holds, in its `__dict__` and its slots."""
-    held: dict[str, Any] = getattr(value, "__dict__", _NONE).copy()
-    for name in _slots(type(value)):
-        if hasattr(value, name):
-            held[name] = getattr(value, name)
+    held: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # it has none, or pretends not to
+        held = object.__getattribute__(value, "__dict__").copy()
+    for name in slots_of(type(value)):
+        with contextlib.suppress(AttributeError):  # it is empty
+            held[name] = object.__getattribute__(value, name)
     return held
 
 
-_NONE: dict[str, Any] = {}
-
-
-@functools.lru_cache(maxsize=4096)
-def _slots(kind: type) -> frozenset[str]:
+@by_class
+def slots_of(kind: type) -> frozenset[str]:
+    """Return the names of a class's slots, as attributes."""
     names = set()
     for cls in kind.__mro__:
         slots = cls.__dict__.get("__slots__", ())
@@ -36,6 +61,11 @@ def _slots(kind: type) -> frozenset[str]:
     return frozenset(names)
 
 
+def defines(kind: type, name: str) -> bool:
+    """Say whether a class has an attribute, without asking its metaclass."""
+    return any(name in cls.__dict__ for cls in kind.__mro__)
+
+
 def _mangled(cls: type, name: str) -> str:
     private = name.startswith("__") and not name.endswith("__")
     return f"_{cls.__name__.lstrip('_')}{name}" if private else name
@@ -43,7 +73,7 @@ def _mangled(cls: type, name: str) -> str:
 
 def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
     """Give an object what `attributes` returned, past its properties and setters."""
-    slots = _slots(type(value))
+    slots = slots_of(type(value))
     if not slots:
         value.__dict__.update(entries)
         return
@@ -64,7 +94,7 @@ def replica_of(value: Any) -> Any:
 
 def changed(value: Any, before: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes of `value` that are others than `before`."""
-    now = attributes(value) if _slots(type(value)) else value.__dict__
+    now = attributes(value) if slots_of(type(value)) else value.__dict__
     return differing(now, before)
 
 
@@ -73,6 +103,5 @@ def differing(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     same = len(now) == len(before)
     # Most often nothing changed, which this tells without a loop in Python.
     if same and all(map(operator.is_, now.values(), before.values())):
-        same = [*now] == [*before]
-        return _NONE if same else now
+        return {} if [*now] == [*before] else now
     return {k: v for k, v in now.items() if k not in before or before[k] is not v}

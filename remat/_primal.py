@@ -67,7 +67,7 @@ class Primal(Call):
     def run(self, *leaves: Tensor) -> Outputs:
         """Recompute, in the state of the forward; the first time, be the forward."""
         if self._out is None:
-            result = self.run_around(leaves, self._generators, first=True)
+            result = self.run_around(leaves, first=True)
             outs, self._out = Out.split(result, leaves)
             for value in self._out.statics.values():
                 if holds_tensors(value):
@@ -83,7 +83,7 @@ class Primal(Call):
     def _recompute(self, out: Out, leaves: Sequence[Tensor]) -> Outputs:
         with self._as_before(leaves):
             fresh = self._fresh_buffers(leaves)
-            result = self.run_around(fresh, self._private(), first=False)
+            result = self.run_around(fresh, first=False)
         return out.split_again(result, fresh)
 
     # --- The forward ---
@@ -92,7 +92,7 @@ class Primal(Call):
     def forward(self, program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
         """Evaluate for the first time, as `program`: this, or this under vmap."""
         facts = self.facts
-        self._ambient = Ambient(self._generators, self._shared)
+        self._ambient = Ambient(self._streams, always=self._always)
         escape = Escape(self._label)
         inner = detached(leaves, facts.needs)
         for t in inner:
@@ -102,7 +102,11 @@ class Primal(Call):
         facts.untracked = None in self._versions
         copies = shield(inner, facts.needs, self._buffers)
         set_grad_enabled(True)
-        outs = without_hooks(self._first_run, program, inner)
+        try:
+            outs = without_hooks(self._first_run, program, inner)
+        except BaseException:
+            self._ambient.forget_casts()
+            raise
         set_grad_enabled(False)
         escape.armed = True
         self._ambient.forward_done()
@@ -156,7 +160,9 @@ class Primal(Call):
     def _find_changed(self, program: Program, inner: list[Tensor]) -> str:
         """Name the input that torch refused to change, by letting copies be changed."""
         copies = [t.detach().clone() for t in inner]
-        with contextlib.suppress(Exception), torch.no_grad(), torch.random.fork_rng():
+        ambient = Ambient(self._streams, always=True)
+        ambient.forward_done()
+        with contextlib.suppress(Exception), torch.no_grad(), ambient.restored():
             program.run(*copies)
         self._out = None
         names = [self.name_of(i) for i, t in enumerate(copies) if t._version]
@@ -221,12 +227,9 @@ class Primal(Call):
 
     # --- Recomputation ---
 
-    def _private(self) -> Sequence[torch.Generator]:
-        return self._ambient.private(self._generators) if self._generators else ()
-
     def _as_before(self, leaves: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Restore the ambient state, and refuse to read leaves that changed since."""
-        state = self._ambient.restored(self._generators)
+        state = self._ambient.restored()
         bases = leaves if current_layer() is None else [*map(base_tensor, leaves)]
         if _versions(bases) == self._versions:
             return state

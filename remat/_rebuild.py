@@ -15,7 +15,6 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -38,17 +37,14 @@ class Run:
         "built",
         "cells",
         "copies",
-        "generators",
         "registries",
         "replicas",
         "scopes",
         "tensors",
     )
 
-    def __init__(
-        self, tensors: Sequence[Tensor], generators: Sequence[torch.Generator]
-    ) -> None:
-        self.tensors, self.generators = tensors, generators
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
         self.built: dict[int, Any] = {}
         self.cells: list[tuple[Any, Any, Any]] = []
         self.scopes: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
@@ -60,19 +56,17 @@ class Run:
 def build(
     nodes: Mapping[int, "Node"],
     tensors: Sequence[Tensor],
-    generators: Sequence[torch.Generator],
 ) -> tuple[dict[int, Any], Run]:
     """Rebuild searched values.
 
     Args:
         nodes: what `Search.visit` returned, under any keys.
         tensors: stand in for `Found.tensors`.
-        generators: stand in for `Found.generators`.
 
     Returns:
         The values, and the run that `pass_on` takes.
     """
-    run = Run(tensors, generators)
+    run = Run(tensors)
     return {key: node.build(run) for key, node in nodes.items()}, run
 
 
@@ -154,17 +148,6 @@ class TensorNode(Node):
     def build(self, run: Run) -> Any:
         """Return the run's tensor."""
         return run.tensors[self.index]
-
-
-class GeneratorNode(TensorNode):
-    """A generator, by its index among those found."""
-
-    __slots__ = ()
-
-    @override
-    def build(self, run: Run) -> Any:
-        """Return the run's generator."""
-        return run.generators[self.index]
 
 
 class Composite(Node):
@@ -374,7 +357,7 @@ class ObjectNode(Composite):
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self.entries = attributes(value)
-        self.frozen = isinstance(value, nn.Module)
+        self.frozen = issubclass(type(value), nn.Module)
         self.registries: dict[str, dict[str, Any]] = {}
         if self.frozen:
             self.registries = {k: self.entries[k].copy() for k in _REGISTRIES}

@@ -1,46 +1,51 @@
-"""Find random streams in what cannot be rebuilt around another.
+"""Find random streams, also in what cannot be rebuilt around other tensors.
 
-That is classes and the globals of their methods, Python modules, iterators and objects
-of extension modules. Such a stream is not replaced for a recomputation but set back, on
-that same object.
+Besides what a search of tensors finds, that is classes and the globals of their
+methods, Python modules, iterators, objects of extension modules. A recomputation sets
+a stream back, on that same object.
 
-Invariant: what is walked is bounded, and the insides of installed packages are not.
+Invariant: what is walked in a call is bounded, and the insides of installed packages
+are not walked.
 Rejected: watching every draw for its generator, which takes a mode around every
 forward, at ten times the cost.
 """
 
 import contextlib
-import functools
 import gc
 import random
 import sys
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from contextvars import ContextVar
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from remat._code import global_names, is_library
-from remat._objects import attributes
+from remat._compat import default_generators
+from remat._objects import attributes, by_class, defines
 from remat._streams import Stream, stream_of
 
 
-_LIMIT = 1000  # values walked in a call
-_Names: TypeAlias = tuple[dict[str, Any], tuple[str, ...]]
+_LIMIT = 300  # values walked in a call
 _PLAIN = frozenset(
     {
         *(bool, bytes, complex, float, int, str, range, slice, type(None), type(...)),
         *(Tensor, torch.nn.Parameter, torch.Size, torch.device, torch.dtype),
-        *(types.CodeType, property),
+        *(types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType),
     }
 )
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_MAPPINGS = (dict, weakref.WeakValueDictionary)
 # Kinds of the standard library that may hold a stream and cannot be rebuilt.
-_OPENED = {"builtins", "collections", "contextvars", "functools", "itertools", "queue"}
+_OPENED = {"builtins", "collections", "functools", "itertools", "queue", "types"}
 
 
-@functools.lru_cache(maxsize=4096)
+@by_class
 def is_stream(kind: type) -> bool:
     """Say whether instances of a class are random streams."""
     if issubclass(kind, (torch.Generator, random.Random)):
@@ -48,69 +53,102 @@ def is_stream(kind: type) -> bool:
     return str(kind.__module__).startswith("numpy.random")
 
 
-class Sources:
-    """The streams that one call can reach, other than those rebuilt."""
+@by_class
+def _own_bases(cls: type) -> tuple[int, ...]:
+    """Return which classes in the order of resolution are no package's."""
+    modules: list[Any] = [sys.modules.get(str(c.__module__)) for c in cls.__mro__]
+    return tuple(
+        i for i, m in enumerate(modules) if m is not None and not is_library(vars(m))
+    )
 
-    __slots__ = ("_left", "_seen", "streams")
+
+class Sources:
+    """The streams that one call can reach.
+
+    Attributes:
+        streams: each, by the identity of the object.
+        handles_states: whether code that was walked reads or sets states itself.
+    """
+
+    __slots__ = ("_left", "_seen", "handles_states", "streams")
 
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}
+        self.handles_states = False
         # What was walked is held, so that its identity is not used again.
         self._seen: dict[int, Any] = {}
         self._left = _LIMIT
 
     def add(self, value: Any) -> None:
         """Add one stream."""
-        if id(value) not in self.streams:
+        known = id(value) in self.streams
+        # The global ones are noted in any case.
+        if not known and all(value is not g for g in default_generators()):
             stream = stream_of(value)
             if stream is not None:
                 self.streams[id(value)] = stream
 
+    def of_function(self, fn: types.FunctionType, *, installed: bool) -> None:
+        """Walk the attributes of a function, and look at its code."""
+        if fn.__dict__:
+            self.walk_all(fn.__dict__.values())
+        if not installed and global_names(fn.__code__).handles_states:
+            self.handles_states = True
+
     def of_class(self, cls: type) -> None:
         """Walk what a class holds and what the code of its methods refers to."""
-        scopes = _scopes_of(cls)
-        if not scopes or id(cls) in self._seen:
-            return
-        self._seen[id(cls)] = cls
-        for scope, names in scopes:
-            for name in names:
-                self.walk(scope.get(name))
+        own = _own_bases(cls)
+        if own and id(cls) not in self._seen:
+            self._seen[id(cls)] = cls
+            for i in own:
+                self.walk_all(cls.__mro__[i].__dict__.values())
 
     def walk(self, value: Any) -> None:
         """Walk a value and what it holds."""
-        kind = type(value)
-        if kind in _PLAIN:
-            return
-        if is_stream(kind):
-            self.add(value)
-        elif id(value) not in self._seen and self._left:
-            self._left -= 1
-            self._seen[id(value)] = value
-            for part in self._parts(kind, value):
-                self.walk(part)
+        self.walk_all((value,))
+
+    def walk_all(self, values: Iterable[Any]) -> None:
+        """Walk values and what they hold."""
+        todo = [*values]
+        while todo:
+            value = todo.pop()
+            kind = type(value)
+            if kind in _PLAIN:
+                continue
+            if is_stream(kind):
+                self.add(value)
+            elif id(value) not in self._seen and self._left:
+                self._left -= 1
+                self._seen[id(value)] = value
+                todo += islice(self._parts(kind, value), _LIMIT)
 
     def _parts(self, kind: type, value: Any) -> Iterable[Any]:
         if kind is types.ModuleType:
             scope = value.__dict__
             streams = () if is_library(scope) else scope.values()
             return [v for v in streams if is_stream(type(v))]
-        if isinstance(value, type):
+        if issubclass(kind, type):
             self.of_class(value)
             return ()
         if kind is types.FunctionType:
+            self.of_function(value, installed=is_library(value.__globals__))
             return _parts_of_function(value)
         if kind is types.MethodType:
             return value.__func__, value.__self__
-        if kind is dict:
-            return value.values()
-        if kind in (list, tuple, set, frozenset):
-            return value
+        if kind is property:
+            return (value.fget,)
+        if kind in (staticmethod, classmethod):
+            return (value.__func__,)
+        if issubclass(kind, (*_SEQUENCES, *_MAPPINGS)):
+            return _parts_of_container(value)
         return self._parts_of_object(kind, value)
 
     def _parts_of_object(self, kind: type, value: Any) -> Iterable[Any]:
-        if kind is weakref.ref:
+        if issubclass(kind, weakref.ref):
             return (value(),)
-        if hasattr(kind, "__self__"):  # a method of an extension class
+        if kind is ContextVar:
+            return (value.get(None),)
+        if defines(kind, "__self__"):  # a method of an extension class
             return (value.__self__,)
         root = str(kind.__module__).partition(".")[0]
         if root in sys.stdlib_module_names:
@@ -134,31 +172,10 @@ def _parts_of_function(fn: types.FunctionType) -> Iterable[Any]:
     return [*cells, fn.__defaults__, fn.__kwdefaults__, *map(scope.get, names)]
 
 
-@functools.lru_cache(maxsize=4096)
-def _scopes_of(cls: type) -> list[_Names]:
-    """Return the names to look up, in a class and in the globals of its methods."""
-    return [*_find_scopes(cls)]
-
-
-def _find_scopes(cls: type) -> Iterable[_Names]:
-    for base in cls.__mro__:
-        module: Any = sys.modules.get(base.__module__)
-        if base is object or module is None or is_library(module.__dict__):
-            continue
-        held: Any = base.__dict__
-        values = [*held.items()]
-        functions = [(n, _function_of(v)) for n, v in values]
-        yield held, tuple(n for n, f in functions if f is None and n[:2] != "__")
-        for _, fn in functions:
-            if fn is not None:
-                names = global_names(fn.__code__).loaded
-                # The builtins among them, and what belongs to packages, stay so.
-                yield fn.__globals__, names
-
-
-def _function_of(value: Any) -> types.FunctionType | None:
-    if isinstance(value, property):
-        value = value.fget
-    value = getattr(value, "__func__", value)  # of a static or class method
-    value = getattr(value, "__wrapped__", value)
-    return value if isinstance(value, types.FunctionType) else None
+def _parts_of_container(value: Any) -> Iterable[Any]:
+    items = value.values() if isinstance(value, _MAPPINGS) else value
+    held = attributes(value).values()
+    # A long list of numbers or words is looked at in one go.
+    if type(value) in (list, tuple, dict) and _PLAIN.issuperset(map(type, items)):
+        return held
+    return [*items, *held]

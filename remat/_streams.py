@@ -19,6 +19,7 @@ import pickle
 import random
 import struct
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -123,19 +124,23 @@ def _python_state(raw: bytes, gauss: float | None) -> tuple[Any, ...]:
     return (3, (*words, position), gauss)
 
 
-def _python_global() -> tuple[Stream, Any]:
-    owner: Any = random.random
-    owner = owner.__self__
+def _python_owner() -> Any:
+    """Return the object behind the functions of `random`, which a test may replace."""
+    return vars(random).get("_inst")
+
+
+def _python_global(owner: Any) -> tuple[Stream, Any]:
     memory = _python_memory(random.Random(0))
     name = "Python's random"
-    if memory is None:
+    if memory is None or type(owner) is not random.Random:
         return Stream(name, random.getstate, random.setstate), None
     memory = _memory(id(owner) + _HEADER, len(memory))
+    untyped: Any = owner
 
     def write(state: tuple[bytes, float | None]) -> None:
-        random.setstate(_python_state(*state))
+        untyped.setstate(_python_state(*state))
 
-    return Stream(name, lambda: (memory.raw, owner.gauss_next), write), memory
+    return Stream(name, lambda: (memory.raw, untyped.gauss_next), write), memory
 
 
 # --- NumPy's ---
@@ -144,18 +149,29 @@ _GAUSS = struct.Struct("id")  # whether there is a second normal number, and whi
 
 
 def _numpy_global(numpy_random: Any) -> tuple[Any, Any]:
-    name = "numpy.random"
-    owner = numpy_random.random_sample.__self__
+    owner = numpy_random.mtrand._rand
     bits = numpy_random.get_bit_generator()
+    slow = _numpy_stream(owner, "numpy.random")
+    assert slow is not None
     words, offset = _numpy_memory(bits), _gauss_offset(numpy_random)
     if words is None or offset is None:
-        return _numpy_stream(owner, name), None
-    gauss = _memory(id(owner) + offset, _GAUSS.size)
+        put = slow.write
+        memory = None
+    else:
+        gauss = _memory(id(owner) + offset, _GAUSS.size)
+        memory = words, gauss
 
-    def write(state: tuple[bytes, bytes]) -> None:
-        numpy_random.set_state(_numpy_state(bits, *state))
+        def put(state: tuple[bytes, bytes]) -> None:
+            owner.set_state(_numpy_state(bits, *state))
 
-    return Stream(name, lambda: (words.raw, gauss.raw), write), (words, gauss)
+    def write(state: Any) -> None:
+        if numpy_random.get_bit_generator() is not bits:
+            numpy_random.set_bit_generator(bits)
+        put(state)
+
+    if memory is None:
+        return slow._replace(write=write), None
+    return Stream("numpy.random", lambda: (words.raw, gauss.raw), write), memory
 
 
 def _numpy_memory(bits: Any) -> Any:
@@ -196,39 +212,38 @@ class GlobalStreams(NamedTuple):
     Attributes:
         read: returns the states of all, to be compared by `==`.
         streams: each of them; to each belongs one of the states.
-        bits: NumPy's generator, which the user may exchange.
+        owners: the objects behind Python's and NumPy's, which may be exchanged.
     """
 
     read: Callable[[], Sequence[Any]]
     streams: Sequence[Stream]
-    bits: Any
+    owners: tuple[Any, Any]
 
 
-def _find_global(numpy_random: Any) -> GlobalStreams:
-    found = [_torch_global(), _python_global()]
+def _find_global(python: Any, numpy_random: Any) -> GlobalStreams:
+    found = [_torch_global(), _python_global(python)]
     bits = None
     if numpy_random is not None:
         bits = numpy_random.get_bit_generator()
         found.append(_numpy_global(numpy_random))
     streams = [stream for stream, _ in found]
-    read = _reader([memory for _, memory in found])
-    return GlobalStreams(read or (lambda: [s.read() for s in streams]), streams, bits)
+    read = _reader(python, [memory for _, memory in found])
+    read = read or (lambda: [s.read() for s in streams])
+    return GlobalStreams(read, streams, (python, bits))
 
 
-def _reader(memories: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
+def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
     """Return the quickest way to read all of them, if all of them are in memory."""
     if None in memories:
         return None
-    mt, python, *rest = memories
-    owner: Any = random.random
-    owner = owner.__self__
+    cpu, words, *rest = memories
     if not rest:
-        return lambda: (mt.raw, (python.raw, owner.gauss_next))
-    words, gauss = rest[0]
+        return lambda: (cpu.raw, (words.raw, python.gauss_next))
+    ((more, gauss),) = rest
     return lambda: (
-        mt.raw,
-        (python.raw, owner.gauss_next),
-        (words.raw, gauss.raw),
+        cpu.raw,
+        (words.raw, python.gauss_next),
+        (more.raw, gauss.raw),
     )
 
 
@@ -238,14 +253,20 @@ _global: GlobalStreams | None = None
 def global_streams() -> GlobalStreams:
     """Return the global streams of the host."""
     global _global
-    numpy_random: Any = sys.modules.get("numpy.random")
-    if numpy_random is None and "numpy" in sys.modules:
-        # NumPy imports it on its first use, which may be within a forward.
-        numpy_random = importlib.import_module("numpy.random")
+    python, numpy_random = _python_owner(), _numpy_module()
     bits = None if numpy_random is None else numpy_random.get_bit_generator()
-    if _global is None or _global.bits is not bits:
-        _global = _find_global(numpy_random)
-    return _global
+    known = _global
+    if known is None or known.owners[0] is not python or known.owners[1] is not bits:
+        known = _global = _find_global(python, numpy_random)
+    return known
+
+
+def _numpy_module() -> Any:
+    module = sys.modules.get("numpy.random")
+    if module is None and isinstance(sys.modules.get("numpy"), types.ModuleType):
+        # NumPy imports it on its first use, which may be within a forward.
+        module = importlib.import_module("numpy.random")
+    return module if isinstance(module, types.ModuleType) else None
 
 
 def stream_of(value: Any) -> Stream | None:
@@ -275,8 +296,8 @@ def _numpy_stream(value: Any, name: str | None = None) -> Stream | None:
     name = name or f"a numpy.random.{type(value).__name__}"
     owner = getattr(value, "bit_generator", value)
     legacy = hasattr(owner, "set_state")
-    if not (legacy or hasattr(owner, "state")):
-        return None
+    if not (legacy or hasattr(owner, "lock")):
+        return None  # a SeedSequence
 
     # As bytes: the states hold arrays, which do not compare.
     def read() -> bytes:

@@ -71,11 +71,16 @@ def _adopt(cls: type) -> bool:
         return False
     if cls in TORCH_NODES:
         _adopt_torch(cls)
-    elif dataclasses.is_dataclass(cls) and not issubclass(cls, (dict, list, tuple)):
+    elif _is_dataclass(cls) and not issubclass(cls, (dict, list, tuple)):
         _register(cls, _flatten_dataclass, _Unflatten(cls), namespace=_NAMESPACE)
     else:
         return False
     return True
+
+
+def _is_dataclass(cls: type) -> bool:
+    # Without asking the metaclass, which may have any attribute.
+    return any("__dataclass_fields__" in base.__dict__ for base in cls.__mro__)
 
 
 def _adopt_torch(cls: type) -> None:

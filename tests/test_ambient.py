@@ -438,6 +438,29 @@ def test_what_a_call_casts_is_freed_when_it_ends():
         torch.clear_autocast_cache()
 
 
+@pytest.mark.parametrize("failing", ["forward", "recomputation"])
+def test_what_was_cast_is_freed_when_a_call_fails(failing):
+    x = torch.randn(4, 64, requires_grad=True)
+    w = torch.randn(64, 64, requires_grad=True)
+    calls = []
+
+    def fn(x, w):
+        y = x @ w
+        calls.append(None)
+        if len(calls) % 2 == (failing == "forward"):
+            raise FailureError("as it happens")
+        return y.sin()
+
+    def attempt():
+        with pytest.raises(FailureError, match="as it happens"):
+            remat(fn)(x, w).sum().backward()
+        calls.append(None) if failing == "forward" else None
+
+    with autocast():
+        attempt()
+        assert live_bytes(attempt) == 0
+
+
 def test_autocast_with_another_setting_of_its_cache():
     x, w = (torch.randn(8, 8, requires_grad=True) for _ in "ab")
 

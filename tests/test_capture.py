@@ -1,5 +1,6 @@
 """Tensors that a function reaches without being passed them are inputs as well."""
 
+import collections
 import contextvars
 import dataclasses
 import functools
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.func import grad, jvp, vmap
 
-from remat import CaptureError, remat
+from remat import CaptureError, _tree, remat
 from remat.testing import assert_same, assert_same_gradients, count_ops
 
 
@@ -720,3 +721,95 @@ def test_a_scripted_module_is_refused():
         scripted = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(CaptureError, match="Linear is a TorchScript module"):
         remat(scripted)(torch.randn(2))
+
+
+# --- Objects that are no concern of remat's ----------------------------------------
+
+
+class Proxy:
+    """As web frameworks have them: outside of a request everything raises."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of a request")
+
+    def __getattr__(self, name):
+        raise RuntimeError("outside of a request")
+
+
+class Slotted:
+    __slots__ = ("set", "unset")
+
+    def __init__(self):
+        self.set = 1
+
+    def __getattr__(self, name):
+        return getattr(self.unset, name)
+
+
+class Permissive(type):
+    def __getattr__(cls, name):
+        return 3
+
+
+class HasPermissiveClass(metaclass=Permissive):
+    pass
+
+
+class PretendsNoDict:
+    @property
+    def __dict__(self):
+        raise RuntimeError("outside of a request")
+
+
+class FromNowhere:
+    __module__ = None
+
+
+ODD = {
+    "namespace of operators": lambda: torch.ops.aten,
+    "all operators": lambda: torch.ops,
+    "operator": lambda: torch.ops.aten.sin,
+    "overload": lambda: torch.ops.aten.sin.default,
+    "proxy": lambda: Proxy(),
+    "slots": lambda: Slotted(),
+    "metaclass": lambda: HasPermissiveClass(),
+    "no dict": lambda: PretendsNoDict(),
+    "no module": lambda: FromNowhere(),
+    "lock": lambda: threading.Lock(),
+    "class": lambda: Slotted,
+}
+
+
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD.keys())
+def test_an_odd_object_is_no_obstacle(make):
+    odd, x = make(), torch.randn(3, requires_grad=True)
+
+    def fn(x):
+        assert odd is not None
+        return torch.ops.aten.sin(x)
+
+    with count_ops() as ops:
+        (got,) = torch.autograd.grad(remat(fn)(x).sum(), x)
+    assert_same(got, x.detach().cos())
+    assert ops["sin"] == 2
+
+
+LONG = {
+    "list": list(range(10**5)),
+    "dict": dict.fromkeys(range(10**5), "word"),
+    "deque": collections.deque(range(10**5)),
+    "counter": collections.Counter(range(10**5)),
+}
+
+
+@pytest.mark.parametrize("words", LONG.values(), ids=LONG.keys())
+def test_a_long_list_of_words_is_not_walked_one_by_one(words, monkeypatch):
+    x = torch.randn(3, requires_grad=True)
+    flattened = []
+    right = _tree.flatten
+    monkeypatch.setattr(_tree, "flatten", lambda t: flattened.append(t) or right(t))
+    with count_ops() as ops:
+        remat(lambda x: x.sin() * len(words))(x).sum().backward()
+    assert all(tree is not words for tree in flattened)
+    assert ops["sin"] == 2

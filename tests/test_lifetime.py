@@ -16,7 +16,7 @@ from torch.func import grad, hessian, jvp, vjp, vmap
 
 import remat as package
 from remat import remat
-from remat.testing import assert_same, live_bytes, memory_timeline
+from remat.testing import assert_same, count_ops, live_bytes, memory_timeline
 
 
 @pytest.fixture(autouse=True)
@@ -469,4 +469,26 @@ def test_a_namespace_made_by_exec_is_freed():
     assert len(scope["calls"]) == 2
     del scope
     gc.collect()  # a function and its namespace are a cycle of Python's own
+    assert watch.alive == 0
+
+
+def test_a_local_class_is_freed_with_what_its_methods_close_over():
+    watch = Watch()
+
+    def run():
+        weight = watch(torch.linspace(1, 2, 4))
+
+        class Local(nn.Module):
+            def forward(self, x):
+                return (x * weight).sin()
+
+        x = torch.ones(4, requires_grad=True)
+        with count_ops() as ops:
+            remat(Local())(x).sum().backward()
+        assert ops["sin"] == 2
+        return weakref.ref(Local)
+
+    local = run()
+    gc.collect()  # a class is a cycle of Python's own
+    assert local() is None
     assert watch.alive == 0

@@ -70,7 +70,21 @@ def mkldnn(on):
         torch._C._set_mkldnn_enabled(True)
 
 
+@contextlib.contextmanager
+def autocast_dtype(dtype):
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype("cpu", before)
+
+
 SETTINGS = {
+    "dtype of autocast that is off": (
+        lambda: autocast_dtype(torch.float16),
+        lambda: torch.get_autocast_dtype("cpu"),
+    ),
     "default dtype": (
         lambda: default_dtype(torch.float64),
         torch.get_default_dtype,
@@ -230,6 +244,26 @@ def test_matmul_precision_may_be_set_for_each_backend():
         torch.backends.mkldnn.matmul.fp32_precision = before
         torch.set_float32_matmul_precision("highest")
     assert seen == ["bf16", "bf16"]
+
+
+def test_a_setting_that_the_function_sets_is_put_back_after_the_backward():
+    x = leaf()
+
+    def fn(x):
+        torch.set_default_dtype(torch.float64)
+        return x.sin()
+
+    before = torch.get_default_dtype()
+    try:
+        y = remat(fn)(x)
+        assert torch.get_default_dtype() == torch.float64
+        torch.set_default_dtype(before)
+        with count_ops() as ops:
+            y.sum().backward()
+        assert torch.get_default_dtype() == before
+    finally:
+        torch.set_default_dtype(before)
+    assert ops["sin"] == 1
 
 
 # --- TorchFunctionModes --------------------------------------------------------------

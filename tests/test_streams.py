@@ -1,11 +1,13 @@
 """Streams other than torch's global ones are replayed too, wherever they are held."""
 
+import contextlib
 import functools
 import itertools
 import random
 import types
 import weakref
 from collections import deque
+from contextvars import ContextVar
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 from torch.func import grad, vmap
 
 from remat import RandomnessError, _streams, remat
+from remat._compat import _process
 from remat.testing import assert_same, count_ops, live_bytes
 
 
@@ -301,6 +304,75 @@ def target(reference):
     return reference[0] if isinstance(reference, list) else reference()
 
 
+def method(stream, make):
+    """Return a module whose forward reads the stream as `make` has it."""
+    return type("Local", (nn.Module,), {"forward": make(stream)})()
+
+
+def of_default(stream):
+    return lambda self, x, s=stream: use(x, s)
+
+
+def of_keyword(stream):
+    def forward(self, x, *, s=stream):
+        return use(x, s)
+
+    return forward
+
+
+def decorated(stream):
+    @functools.wraps(use)
+    def forward(self, x):
+        return use(x, stream)
+
+    return forward
+
+
+def of_attribute(stream):
+    def fn(x):
+        return use(x, fn.stream)
+
+    fn.stream = stream
+    return fn
+
+
+class Words(dict):
+    pass
+
+
+class Names(tuple):
+    pass
+
+
+def with_attribute(container, stream):
+    container.stream = stream
+    return container
+
+
+CONTEXT = ContextVar("context")
+
+
+def in_context(stream):
+    CONTEXT.set(stream)
+    return CONTEXT
+
+
+class Later(nn.Module):
+    def forward(self, x):
+        return use(x, self.stream)
+
+
+def added_later(stream):
+    """Add an attribute to a class that was walked before."""
+    if hasattr(Later, "stream"):
+        del Later.stream
+    later, x = Later(), torch.ones(64, requires_grad=True)
+    with contextlib.suppress(AttributeError):
+        remat(later)(x)
+    Later.stream = stream
+    return later
+
+
 HOLDERS = {
     "closure": reading(lambda s: s, lambda s: s),
     "partial": lambda s: functools.partial(use, stream=s),
@@ -319,6 +391,33 @@ HOLDERS = {
     "global of a function that forward calls": in_global(OfHelper),
     "property": in_global(OfProperty),
     "bound method": lambda s: HasMethod(s).call,
+    "closure of a method": lambda s: method(s, lambda s: lambda self, x: use(x, s)),
+    "default of a method": lambda s: method(s, of_default),
+    "keyword default of a method": lambda s: method(s, of_keyword),
+    "wrapper of a method": lambda s: method(s, decorated),
+    "attribute of a function": of_attribute,
+    "attribute of a helper": lambda s: functools.partial(
+        lambda f, x: f(x), of_attribute(s)
+    ),
+    "attribute of a dict": reading(
+        lambda s: with_attribute(Words(a=1), s), lambda a: a.stream
+    ),
+    "dict with an attribute": reading(
+        lambda s: with_attribute(Words(a=s), None), lambda a: a["a"]
+    ),
+    "attribute of a tuple": reading(
+        lambda s: with_attribute(Names("ab"), s), lambda a: a.stream
+    ),
+    "context variable": reading(in_context, lambda a: a.get()),
+    "weak dictionary": reading(
+        lambda s: (weakref.WeakValueDictionary(a=(held := Attribute(s))), held)[0:2],
+        lambda pair: pair[0]["a"].stream,
+    ),
+    "key of a dictionary": reading(lambda s: (s, {s: 1}), lambda p: next(iter(p[1]))),
+    "closure and iterator": reading(
+        lambda s: (s, itertools.cycle([s])), lambda p: (next(p[1]), p[0])[0]
+    ),
+    "class, later than a first call": added_later,
 }
 
 
@@ -439,3 +538,155 @@ def test_a_bound_builtin_method_leads_to_its_stream(method):
         got = gradient(remat)
     assert_same(got, want)
     assert ops["sin"] == 2
+
+
+class Labelled(torch.Generator):
+    label = "ours"
+
+
+def test_a_subclass_of_a_generator_stays_one():
+    x = leaf()
+
+    def gradient(wrap):
+        generator = Labelled()
+        generator.manual_seed(5)
+        labels = []
+
+        def fn(x):
+            labels.append(generator.label)
+            return use(x, generator)
+
+        return torch.autograd.grad(wrap(fn)(x).sum(), x), labels
+
+    (want, _), (got, labels) = gradient(lambda f: f), gradient(remat)
+    assert_same(got, want)
+    assert labels == ["ours", "ours"]
+
+
+# --- Streams that the function puts back or sets itself -----------------------------
+
+
+def forked(x):
+    with torch.random.fork_rng(devices=[]):
+        return (x * torch.rand(64)).sin()
+
+
+def put_back(x):
+    state = random.getstate()
+    y = (x * random.random()).sin()
+    random.setstate(state)
+    return y
+
+
+def derived(x):
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return (x * torch.rand(64, generator=generator)).sin()
+
+
+def reseeded(x):
+    torch.manual_seed(0)
+    return (x * torch.rand(64)).sin()
+
+
+class Forked(nn.Module):
+    def forward(self, x):
+        return forked(x)
+
+
+RESETS = {
+    "fork": forked,
+    "put back": put_back,
+    "derived": derived,
+    "seeded": reseeded,
+    "in a module": Forked(),
+}
+
+
+@pytest.mark.parametrize("fn", RESETS.values(), ids=RESETS.keys())
+def test_a_stream_that_the_function_puts_back_is_replayed(fn):
+    x = leaf()
+
+    def gradients(wrap):
+        torch.manual_seed(1)
+        random.seed(1)
+        found = []
+        for _ in range(3):
+            y = wrap(fn)(x)
+            torch.rand(3)
+            random.random()
+            found += torch.autograd.grad(y.sum(), x)
+        return found, torch.rand(2), random.random()
+
+    want = gradients(lambda f: f)
+    with count_ops() as ops:
+        got = gradients(remat)
+    assert_same(got[:2], want[:2])
+    assert got[2] == want[2]
+    assert ops["sin"] == 6
+
+
+def test_numpys_generator_may_be_exchanged_between_forward_and_backward():
+    before = np.random.get_bit_generator()
+    x = leaf()
+    try:
+        for make in np.random.PCG64, np.random.MT19937:
+            np.random.set_bit_generator(np.random.MT19937(7))
+            (want,) = torch.autograd.grad(draw_numpy(x).sum(), x)
+            np.random.set_bit_generator(np.random.MT19937(7))
+            y = remat(draw_numpy)(x)
+            other = make(3)
+            np.random.set_bit_generator(other)
+            with count_ops() as ops:
+                assert_same(torch.autograd.grad(y.sum(), x)[0], want)
+            assert ops["sin"] == 1
+            assert np.random.get_bit_generator() is other
+            assert repr(other.state) == repr(make(3).state)
+    finally:
+        np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("name", ["random.random", "numpy.random.random_sample"])
+def test_the_functions_of_a_stream_may_be_patched(monkeypatch, name):
+    monkeypatch.setattr(_streams, "_global", None)
+    monkeypatch.setattr(name, lambda: 0.5)
+    x = leaf()
+    fn = HOST["all"]
+    with count_ops() as ops:
+        (got,), _ = again(lambda: torch.autograd.grad(remat(fn)(x).sum(), x))
+    (want,), _ = again(lambda: torch.autograd.grad(fn(x).sum(), x))
+    assert_same(got, want)
+    assert ops["sin"] == 2
+
+
+# --- Devices ------------------------------------------------------------------------
+
+
+def device_draw(generator):
+    """Draw as from the global stream of a device, for which `generator` stands in."""
+    return lambda x: (x * torch.rand(64, generator=generator[0])).sin()
+
+
+@pytest.mark.parametrize("initialized", ["before", "in the forward"])
+def test_the_stream_of_every_initialized_device_is_replayed(monkeypatch, initialized):
+    x = leaf()
+    device = [torch.Generator().manual_seed(5)]
+    (want,) = torch.autograd.grad(device_draw(device)(x).sum(), x)
+    device[0].manual_seed(5)
+    found = device if initialized == "before" else []
+    monkeypatch.setattr(_process, "_STREAMS", [lambda: found])
+    # The search is not to find it: only the registry knows of it.
+    monkeypatch.setattr("remat._sources.is_stream", lambda _: False)
+    monkeypatch.setattr("remat._capture.is_stream", lambda _: False)
+
+    def fn(x):
+        found[:] = device
+        return device_draw(device)(x)
+
+    y = remat(fn)(x)
+    state = device[0].get_state()
+    with count_ops() as ops:
+        (got,) = torch.autograd.grad(y.sum(), x)
+    assert ops["sin"] == 1
+    assert_same(got, want)
+    assert_same(device[0].get_state(), state)

@@ -14,32 +14,31 @@ import torch
 # Deleted by: one public call that returns the settings of the process, and one that
 # sets them.
 _dtype = torch.get_default_dtype
-
+_autocast_dtype = torch.get_autocast_dtype
 _deterministic = torch._C._get_deterministic_algorithms
-
 _warn_only = torch._C._get_deterministic_algorithms_warn_only
-
 _precision = torch._C._get_float32_matmul_precision
-
 _filled = torch._C._get_deterministic_fill_uninitialized_memory
-
 _math_attention = torch._C._get_math_sdp_enabled
-
 _flash_attention = torch._C._get_flash_sdp_enabled
-
 _mkldnn = torch._C._get_mkldnn_enabled
-
 _PRECISIONS = ("cuda", "matmul"), ("mkldnn", "matmul")
-
-_CUDA = (
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+_FLAGS_OF_CUDA = (
+    ("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
+    ("cudnn_sdp_enabled", "sdp_use_cudnn"),
+    ("sdp_priority_order", "sdp_priority_order"),
+    ("cudnn_enabled", "cudnn_enabled"),
+    ("cudnn_deterministic", "cudnn_deterministic"),
+    ("cudnn_benchmark", "cudnn_benchmark"),
+    ("cublas_allow_fp16_reduced_precision_reduction",) * 2,
+    ("cublas_allow_bf16_reduced_precision_reduction",) * 2,
 )
-
-_MORE = _CUDA if torch.backends.cuda.is_built() else ()
+# Those that this torch has.
+_MORE: list[tuple[Callable[[], Any], Callable[..., None]]] = [
+    (getattr(torch._C, f"_get_{getter}"), getattr(torch._C, f"_set_{setter}"))
+    for getter, setter in _FLAGS_OF_CUDA
+    if torch.backends.cuda.is_built() and hasattr(torch._C, f"_set_{setter}")
+]
 
 
 def read_settings() -> tuple[Any, ...]:
@@ -49,10 +48,14 @@ def read_settings() -> tuple[Any, ...]:
     except RuntimeError:  # it was set for each backend, and torch refuses to sum it up
         precision = [torch._C._get_fp32_precision_getter(*p) for p in _PRECISIONS]
     basic = (
-        *(_dtype(), _deterministic(), _warn_only(), precision, _filled()),
-        *(_math_attention(), _flash_attention(), _mkldnn()),
+        *(_dtype(), _autocast_dtype("cpu"), _deterministic(), _warn_only(), precision),
+        *(_filled(), _math_attention(), _flash_attention(), _mkldnn()),
     )
     return (*basic, *[get() for get, _ in _MORE]) if _MORE else basic
+
+
+def _set_autocast_dtype(dtype: torch.dtype) -> None:
+    torch.set_autocast_dtype("cpu", dtype)
 
 
 def _set_precision(value: Any) -> None:
@@ -71,9 +74,9 @@ def _set_warn_only(on: bool) -> None:
     torch._C._set_deterministic_algorithms(_deterministic(), warn_only=on)
 
 
-_SETTERS: tuple[Callable[[Any], None], ...] = (
-    *(torch.set_default_dtype, _set_deterministic, _set_warn_only, _set_precision),
-    torch._C._set_deterministic_fill_uninitialized_memory,
+_SETTERS: tuple[Callable[..., None], ...] = (
+    *(torch.set_default_dtype, _set_autocast_dtype, _set_deterministic, _set_warn_only),
+    *(_set_precision, torch._C._set_deterministic_fill_uninitialized_memory),
     *(torch._C._set_sdp_use_math, torch._C._set_sdp_use_flash),
     *(torch._C._set_mkldnn_enabled, *[put for _, put in _MORE]),
 )
@@ -83,7 +86,7 @@ def write_settings(then: tuple[Any, ...]) -> None:
     """Set what `read_settings` returned, where it is not so already."""
     for put, now, value in zip(_SETTERS, read_settings(), then, strict=True):
         if now != value:
-            put(value)
+            put(*value) if isinstance(value, tuple) else put(value)
 
 
 # Deleted by: a registry of devices that tells their default generators.
