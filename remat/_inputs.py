@@ -5,8 +5,10 @@ gradients are in the end as they were. Rejected: copies of the arguments, which 
 that only just fits in memory leaves no room for.
 """
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from typing_extensions import override
 
 from remat import _tree
 from remat._capture import Path, Search
-from remat._compat import device_generators
+from remat._compat import device_generators, preserved_version, use_count
 from remat._storages import ARGUMENT, CAPTURED
 from remat._streams import global_streams, stream_of
 from remat._structure import argument_name
@@ -29,6 +31,7 @@ class Inputs:
     Attributes:
         tensors: passed or captured.
         origins: the path of each, as `Search` gives them.
+        run_on: what stands in for each, or itself.
         args: the arguments to run on.
         kwargs: the keyword arguments.
     """
@@ -49,6 +52,8 @@ class Inputs:
         devices = map(stream_of, device_generators())
         self._streams = [*search.streams, *(s for s in devices if s is not None)]
         stand_ins = _stand_ins(leaves, any(t.requires_grad for t in self.tensors))
+        self.run_on = [stand_ins.get(id(t), t) for t in self.tensors]
+        self._passed = len({id(value) for value in leaves if isinstance(value, Tensor)})
         leaves = [stand_ins.get(id(value), value) for value in leaves]
         self.args, self.kwargs = _tree.unflatten(self._treedef, leaves)
 
@@ -62,6 +67,16 @@ class Inputs:
             return CAPTURED, f"from the captured `{text.lstrip('.')}`"
         name = argument_name(self._target, self._treedef, path)
         return ARGUMENT, f"from the argument {name}{text}"
+
+    def references(self) -> list[int]:
+        """Return how many references there are to each tensor.
+
+        Python's count only for arguments: what is captured is held by what captured it,
+        which a program holds.
+        """
+        ours = self.run_on[: self._passed]
+        pythons = chain(map(sys.getrefcount, ours), repeat(0))
+        return [use_count(t) + n for t, n in zip(self.run_on, pythons, strict=False)]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -100,7 +115,8 @@ def _stand_ins(leaves: Iterable[Any], differentiated: bool) -> dict[int, Tensor]
             continue
         can_be = t.is_floating_point() or t.is_complex()
         if (t.requires_grad and not t.is_leaf) if differentiated else can_be:
-            found[id(t)] = _StandIn.apply(t.detach(), anchor)
+            with preserved_version(t):
+                found[id(t)] = _StandIn.apply(t.detach(), anchor)
     return found
 
 

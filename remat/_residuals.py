@@ -33,7 +33,7 @@ from remat._compat import (
     dual_level_active,
     saved_by,
     sequence_number,
-    use_count,
+    unpack_hooks_of,
 )
 from remat._inputs import Inputs
 from remat._program import Program
@@ -146,7 +146,7 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
         torch.clear_autocast_cache()
         notes = _Notes(recorder)
         notes.ask(roots, start)
-        return notes.residuals(roots, inputs.tensors)
+        return notes.residuals(roots, inputs)
 
 
 def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
@@ -233,6 +233,9 @@ class _Notes:
             elif isinstance(node, torch.autograd.function.FunctionCtx):
                 for t in _reached([*vars(node).values()]):
                     self._note(t, reader, "from a constant")
+            # Of these not all are held: a hook may refer to a global.
+            for t in _reached((saved_by(node), unpack_hooks_of(node))):
+                self._recorder.know(t, CONSTANT, "from a constant")
 
     def _note(self, tensor: Tensor, reader: str, origin: str) -> list[Entry]:
         entries = self._recorder.know(tensor, CONSTANT, origin)
@@ -262,26 +265,25 @@ class _Notes:
             state_of = Residual(None, (), host, size, origin, "", (reader,))
             self._states.append(state_of)
 
-    def residuals(self, roots: list[Any], tensors: Sequence[Tensor]) -> list[Residual]:
+    def residuals(self, roots: list[Any], inputs: Inputs) -> list[Residual]:
         """Drop the graph, and list what it saved or was seen to hold.
 
         Args:
             roots: of the graph, held by nobody else; emptied here.
-            tensors: the inputs. A leaf may be held without its storage being referred
-                to once more.
+            inputs: may be held as they are, without a reference more to the storage.
         """
         entries = self._recorder.entries.values()
         sizes = {e.ref.address: e.nbytes() for e in entries}
         # Held, so that their going does not count.
-        leaves = [t for t in tensors if t.is_leaf and t.requires_grad]
+        leaves = [t for t in inputs.run_on if t.is_leaf and t.requires_grad]
         edges = [*map(graph.get_gradient_edge, leaves)]
-        before = counts(entries), [*map(use_count, leaves)]
+        before = counts(entries), inputs.references()
         roots.clear()
         gc.collect()
-        after = counts(entries), [*map(use_count, leaves)]
+        after = counts(entries), inputs.references()
         del edges
         held = self._saved | {a for a in sizes if before[0][a] > after[0][a]}
-        for t, old, new in zip(leaves, before[1], after[1], strict=True):
+        for t, old, new in zip(inputs.run_on, before[1], after[1], strict=True):
             if old > new:
                 held.update(p.untyped_storage()._cdata for p in parts(t))
         found = sorted(
@@ -296,10 +298,13 @@ def _residual(entry: Entry, nbytes: int) -> Residual:
 
 
 def _nodes(roots: Sequence[Any], start: int) -> set[Any]:
-    """Return the nodes of a graph that are not older than number `start`."""
+    """Return the nodes that a graph holds and that are not older than `start`."""
     todo, seen = [*roots], set(roots)
     while todo:
-        for node, _ in todo.pop().next_functions:
+        here = todo.pop()
+        # What was saved has a graph, which is another once it was changed in place.
+        saved = [t.grad_fn for t in tensors_in(saved_by(here)) if t.requires_grad]
+        for node in (*(node for node, _ in here.next_functions), *saved):
             if node is None or node in seen or type(node) is AccumulateGrad:
                 continue
             if sequence_number(node) >= start:

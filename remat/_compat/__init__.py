@@ -24,6 +24,7 @@ from remat._compat._autograd import (
     sequence_number as sequence_number,
     set_grad_enabled as set_grad_enabled,
     snapshot as snapshot,
+    unpack_hooks_of as unpack_hooks_of,
     use_count as use_count,
     without_hooks as without_hooks,
     without_tangent as without_tangent,

@@ -8,7 +8,7 @@ import functools
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -224,15 +224,20 @@ def saved_by(node: Any) -> list[Any]:
 
     CopySlices and Functions written in C++ do not tell, and give an empty list.
     """
-    names = [n for n in dir(node) if n.startswith("_raw_saved_")]
+    return [
+        value for name, raws in _raw_of(node) for value in _unpacked(node, name, raws)
+    ]
+
+
+def _raw_of(node: Any) -> Iterator[tuple[str, Sequence[Any]]]:
     if isinstance(node, torch._C._FunctionBase):
-        return _unpacked(node, "saved_tensors", node._raw_saved_tensors or ())
-    found: list[Any] = []
-    for name in names:
-        raw = getattr(node, name)
-        raws = raw if isinstance(raw, (list, tuple)) else [raw]
-        found += _unpacked(node, name.replace("_raw", "", 1), raws)
-    return found
+        yield "saved_tensors", node._raw_saved_tensors or ()
+        return
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            raw = getattr(node, name)
+            raws = raw if isinstance(raw, (list, tuple)) else [raw]
+            yield name.removeprefix("_raw"), raws
 
 
 def _unpacked(node: Any, name: str, raws: Sequence[Any]) -> list[Any]:
@@ -244,6 +249,13 @@ def _unpacked(node: Any, name: str, raws: Sequence[Any]) -> list[Any]:
         return [getattr(node, name)]
     except RuntimeError:  # changed in place since
         return []
+
+
+def unpack_hooks_of(node: Any) -> list[Any]:
+    """Return the hooks that unpack what a node saved, which may hold more."""
+    raws = [s for _, raws in _raw_of(node) for s in raws]
+    hooks = [getattr(s, "unpack_hook", None) for s in raws]
+    return [hook for hook in hooks if hook is not None]
 
 
 # Deleted by: public sequence numbers of nodes.
@@ -279,7 +291,7 @@ _count_of_storage: Callable[[int], int] = vars(torch._C)["_storage_Use_Count"]
 
 
 def use_count(tensor: Tensor) -> int:
-    """Return how many references there are to what stands behind a tensor."""
+    """Return how many references there are to a tensor; all of Python's are one."""
     return _use_count(tensor)
 
 
