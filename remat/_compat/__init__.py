@@ -42,6 +42,7 @@ from remat._compat._levels import (
     grad_level as grad_level,
     is_batch_of_cotangents as is_batch_of_cotangents,
     is_of_level_above as is_of_level_above,
+    is_shared_by_examples as is_shared_by_examples,
     kind_of as kind_of,
     leaf_at as leaf_at,
     lifted as lifted,
@@ -61,6 +62,8 @@ from remat._compat._process import (
 from remat._compat._state import (
     TORCH_NODES as TORCH_NODES,
     HigherOrderOperator as HigherOrderOperator,
+    as_fake as as_fake,
+    constant_in_traces as constant_in_traces,
     eager_only as eager_only,
     function_mode_count as function_mode_count,
     function_modes as function_modes,
@@ -73,7 +76,9 @@ from remat._compat._state import (
     native_random as native_random,
     overload_of as overload_of,
     register_torch_node as register_torch_node,
+    show_to_traced_modes as show_to_traced_modes,
     swap_parametrization_cache as swap_parametrization_cache,
     tensor_without_data as tensor_without_data,
     under_function_modes as under_function_modes,
+    without_dispatch_mode as without_dispatch_mode,
 )

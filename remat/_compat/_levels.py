@@ -15,12 +15,15 @@ from torch._C._functorch import (
     CGradInterpreterPtr,
     CInterpreter,
     CJvpInterpreterPtr,
+    CVmapInterpreterPtr,
+    RandomnessType,
     TransformType,
     _unwrap_for_grad,
     _wrap_for_grad,
     get_interpreter_stack,
     get_single_level_autograd_function_allowed,
     get_unwrapped,
+    is_batchedtensor,
     is_functorch_wrapped_tensor,
     maybe_get_level,
     peek_interpreter_stack,
@@ -215,3 +218,17 @@ def leaf_at(level: int, tensor: Tensor, *, requires_grad: bool) -> Tensor:
         with eager_transforms.enable_inplace_requires_grad(True):
             wrapped.requires_grad_()
     return wrapped
+
+
+# Deleted by: a public way to ask a vmap for its `randomness`, and what it batches.
+def is_shared_by_examples(tensor: Tensor) -> bool:
+    """Say whether the innermost level is a vmap that wants different random numbers.
+
+    And `tensor` is the same for all of its examples.
+    """
+    layer: Any = peek_interpreter_stack()
+    if layer is None or layer.key().value != VMAP:
+        return False
+    if CVmapInterpreterPtr(layer).randomness() != RandomnessType.Different:
+        return False
+    return not is_batchedtensor(tensor) or maybe_get_level(tensor) != layer.level()

@@ -4,13 +4,16 @@ Invariant: a mode stack that is exchanged is put back, also after an exception.
 Rejected: asking Dynamo. Importing it takes seconds, for those who do not compile.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeGuard
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, overrides
 from torch._C._dynamo import eval_frame
 from torch._C._functorch import (
+    is_functorch_wrapped_tensor,
     peek_interpreter_stack,
 )
 
@@ -22,7 +25,7 @@ from torch._ops import (
 )
 from torch.library import CustomOpDef
 from torch.nn.utils import parametrize
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 from torch.utils._device import DeviceContext
 
 
@@ -181,3 +184,42 @@ def overload_of(operator: Any) -> Any:
 
 # Deleted by: a public fake tensor that needs no mode.
 tensor_without_data: Callable[..., Any] = Tensor._make_wrapper_subclass
+
+
+# Deleted by: a dispatch mode that can be left by those inside of it.
+def without_dispatch_mode(mode: Any) -> AbstractContextManager[Any]:
+    """Run the body without a dispatch mode, if it is the innermost."""
+    if _python_dispatch._get_current_dispatch_mode() is mode:
+        return _python_dispatch._pop_mode_temporarily()
+    return nullcontext()
+
+
+# Deleted by: a FakeTensorMode that takes tensors made outside of it.
+def as_fake(tensor: Tensor) -> Tensor:
+    """Return a tensor that has no wrapper as one of the FakeTensorMode there is."""
+    mode: Any = torch._C._get_dispatch_mode(_FAKE)
+    if (
+        mode is None
+        or type(tensor) is not Tensor
+        or is_functorch_wrapped_tensor(tensor)
+    ):
+        return tensor
+    return mode.from_tensor(tensor)
+
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+# Deleted by: `torch.compiler.assume_constant_result` not importing Dynamo.
+def constant_in_traces(fn: _F) -> _F:
+    """Let Dynamo call `fn` where it traces a call, and take the result as constant."""
+    vars(fn)["_dynamo_marked_constant"] = True
+    return fn
+
+
+# Deleted by: Dynamo sending to modes every function that they get when not traced.
+def show_to_traced_modes(functions: Iterable[Any]) -> None:
+    """Have Dynamo send these functions to TorchFunctionModes."""
+    variables = sys.modules["torch._dynamo.variables.torch"]
+    variables.get_overridable_functions().update(functions)

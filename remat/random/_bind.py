@@ -10,20 +10,31 @@ Rejected: seeding a generator from the key and putting it in the place of the gl
 one. That has no vmap, and gives other numbers on each device.
 """
 
+import functools
+import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from types import FrameType, FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, overrides
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional, init
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
+from torch.utils.data import get_worker_info
 from typing_extensions import override
 
-from remat._code import user_line
+from remat._code import global_names, user_line
+from remat._compat import (
+    as_fake,
+    constant_in_traces,
+    eager_only,
+    is_shared_by_examples,
+    show_to_traced_modes,
+    without_dispatch_mode,
+)
 from remat._draws import Guard
 from remat._errors import RandomnessError
 from remat._primal import is_recomputing
@@ -33,6 +44,9 @@ from remat.random._rerouted_nn import LAYERS
 
 
 _RULES = DRAWS | LAYERS
+
+
+# --- Composites -------------------------------------------------------------------
 
 
 def _never(*_: object) -> bool:
@@ -48,12 +62,17 @@ _UNASKED: dict[str, Any] = dict.fromkeys(_ASKS, _never)
 
 
 def _scope(func: Any) -> dict[str, Any]:
-    scope = func.__globals__ | _UNASKED
+    """Return those globals that `func` names, as they are now."""
+    own = func.__globals__
+    names = ("__builtins__", *global_names(func.__code__).loaded)
+    scope = {name: own[name] for name in names if name in own} | _UNASKED
     if "overrides" in func.__code__.co_names:
         quiet = SimpleNamespace(**vars(overrides) | _UNASKED)
-        scope["torch"] = SimpleNamespace(**vars(torch) | {"overrides": quiet})
-    # Else Dynamo takes the globals of the module of this name.
-    del scope["__name__"]
+        of_torch = {
+            n: vars(torch)[n] for n in func.__code__.co_names if n in vars(torch)
+        }
+        scope["torch"] = SimpleNamespace(**of_torch | {"overrides": quiet})
+    # Without a name: else Dynamo takes the globals of the module of this name.
     return scope
 
 
@@ -75,8 +94,13 @@ _COMPOSITES: dict[Any, Any] = {
         init.kaiming_uniform_,
         init.normal_,
         init.uniform_,
+        torch.pca_lowrank,
+        torch.svd_lowrank,
     )
 }
+
+
+# --- The mode ---------------------------------------------------------------------
 
 
 class Bound(TorchFunctionMode):
@@ -84,23 +108,39 @@ class Bound(TorchFunctionMode):
 
     Attributes:
         key: what all draws are folded in from.
+        guard: the mode that refuses other draws. Rules, which make none, run without.
         count: how many there were. The i-th draws from `fold_in(key, i)`.
         depth: how many of torch's checkpoints the block itself is in.
+        worker: which of a DataLoader's workers entered the block.
     """
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: Key, guard: Guard | None) -> None:
         super().__init__()
         self.key = key
+        self.guard = guard
         self.count = 0
         self.depth = _checkpoints()
+        self.worker = _worker()
 
     def draw(self) -> Key:
         """Return the key of the next draw."""
         if _checkpoints() > self.depth:
             raise RandomnessError(_CHECKPOINTED.format(where=user_line()))
+        key, worker = self.key, _worker()
+        if not torch.compiler.is_compiling():
+            key = self._key_here(key)
+        if worker is not None and worker is not self.worker:
+            # It was forked with the count: others count from the same.
+            key = fold_in(key, worker.seed)
         i = self.count
         self.count += 1
-        return fold_in(self.key, i)
+        return fold_in(key, i)
+
+    def _key_here(self, key: Key) -> Key:
+        if is_shared_by_examples(key.data):
+            raise RandomnessError(_SHARED.format(where=user_line()))
+        data = as_fake(key.data)
+        return key if data is key.data else Key(data)
 
     @override
     def __torch_function__(
@@ -118,10 +158,13 @@ class Bound(TorchFunctionMode):
         rule = _RULES.get(func)
         if rule is None or _has_generator(args, kwargs):
             if torch.compiler.is_compiling():
-                func = _traceable(func, kwargs)
+                func = _traceable(func, args, kwargs)
             return func(*args, **kwargs)
         kwargs.pop("generator", None)
-        return rule(self.draw, *args, **kwargs)
+        if self.guard is None:
+            return rule(self.draw, *args, **kwargs)
+        with without_dispatch_mode(self.guard):
+            return rule(self.draw, *args, **kwargs)
 
 
 class _Guard(Guard):
@@ -132,17 +175,51 @@ class _Guard(Guard):
         return is_recomputing()
 
 
-# Public functions that draw and have no rule, for where there is no guard.
+def _worker() -> Any:
+    return None if torch.compiler.is_compiling() else get_worker_info()
+
+
+# --- What Dynamo traces, where there is no guard ----------------------------------
+
+
+# Public functions that draw and have no rule.
 _UNKEYED = ("binomial", "poisson", "_sample_dirichlet", "_standard_gamma")
 
 
-def _traceable(func: Any, kwargs: dict[str, Any]) -> Any:
+@constant_in_traces
+def _show_draws() -> bool:
+    """Let Dynamo send to modes what it would put into the graph as it is."""
+    show_to_traced_modes(
+        [*_RULES, *_COMPOSITES, *(getattr(torch, n) for n in _UNKEYED)]
+    )
+    return True
+
+
+@constant_in_traces
+def _is_unkeyed(func: Any) -> bool:
+    """Say whether a function without a rule draws, as far as its name and tags tell."""
+    if isinstance(func, OpOverloadPacket):
+        return any(_is_unkeyed(getattr(func, name)) for name in func.overloads())
+    if not isinstance(func, OpOverload):
+        return getattr(func, "__name__", "") in _UNKEYED
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return True
+    return func.namespace == "aten" and func.overloadpacket.__name__ in _KEYED_NAMES
+
+
+_KEYED_NAMES = {f.__name__ for f in [*_RULES, *_COMPOSITES]}
+
+
+def _traceable(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what is to be traced for a function that has no rule."""
-    name = getattr(func, "__name__", "")
-    if name in _UNKEYED and kwargs.get("generator") is None:
+    if _is_unkeyed(func) and not _has_generator(args, kwargs):
+        name = getattr(func, "__name__", "an operation")
         raise RandomnessError(_REFUSED.format(op=name, where="a compiled function"))
     # Deleted by: Dynamo tracing the method, which attention uses, with a mode on.
     return torch.unflatten if func is Tensor.unflatten else func
+
+
+# --- torch's checkpoint -----------------------------------------------------------
 
 
 _CHECKPOINT_FILE = checkpoint.__file__
@@ -179,8 +256,64 @@ _REFUSED = (
 )
 
 
-@contextmanager
-def bind(key: KeyLike) -> Iterator[None]:
+_SHARED = (
+    "remat: a draw for each example, which randomness='different' of torch.func.vmap\n"
+    "asks for, of one key that all examples share in remat.random.bind: {where}\n"
+    "Map over split(key, n) and bind inside, or write randomness='same'."
+)
+_LATER = (
+    "remat: bind cannot decorate {name}, a generator or coroutine function: its body\n"
+    "runs after the call. Decorate what it calls, or what runs it to its end."
+)
+
+
+# --- The block --------------------------------------------------------------------
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_RUNS_LATER = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
+
+
+class _Block:
+    """What `bind` returns: a context to enter as often as one likes, or a decorator."""
+
+    def __init__(self, key: Key) -> None:
+        self._key = key
+        self._open: list[tuple[Guard | None, Bound]] = []
+
+    @eager_only  # as a frame of its own, after a graph break; inlined it is traced
+    def __enter__(self) -> None:
+        # Dynamo traces no dispatch mode.
+        guard = None if torch.compiler.is_compiling() else _Guard(_REFUSED)
+        if guard is not None:
+            guard.__enter__()
+        bound = Bound(self._key, guard)
+        bound.__enter__()
+        self._open.append((guard, bound))
+
+    def __exit__(self, *error: Any) -> None:
+        guard, bound = self._open.pop()
+        bound.__exit__(*error)
+        if guard is not None:
+            guard.__exit__(*error)
+
+    def __call__(self, fn: _F) -> _F:
+        if any(ask(f) for ask in _RUNS_LATER for f in (fn, type(fn).__call__)):
+            raise TypeError(_LATER.format(name=getattr(fn, "__name__", fn)))
+
+        @functools.wraps(fn)
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            with _Block(self._key):
+                return fn(*args, **kwargs)
+
+        return bound  # pyrefly: ignore[bad-return]
+
+
+def bind(key: KeyLike) -> _Block:
     """Make torch's own randomness in a block, or a function, a function of a key.
 
     The i-th call that draws, counted from 0, draws from ``fold_in(key, i)``, in the
@@ -236,7 +369,6 @@ def bind(key: KeyLike) -> Iterator[None]:
             "have one for each example, bind inside the function that torch.func.vmap "
             "maps over them."
         )
-    # Dynamo traces no dispatch mode.
-    guard = nullcontext() if torch.compiler.is_compiling() else _Guard(_REFUSED)
-    with guard, Bound(Key(data)):
-        yield
+    if torch.compiler.is_compiling():
+        _show_draws()
+    return _Block(Key(data))
