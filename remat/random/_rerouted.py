@@ -110,17 +110,53 @@ def _deliver_like(
     **options: Any,
 ) -> Tensor:
     options["device"] = options.get("device") or input.device
+    requires_grad = options.pop("requires_grad", False)
     value = _deliver(make, input.dtype, **options)
-    if memory_format is torch.preserve_format:
+    value = laid_out(value, input, memory_format)
+    return value.requires_grad_() if requires_grad else value
+
+
+def laid_out(
+    value: Tensor,
+    like: Tensor,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> Tensor:
+    """Return `value` with the strides that `torch.empty_like(like)` has."""
+    is_plain = memory_format in (torch.preserve_format, torch.contiguous_format)
+    if is_plain and like.is_contiguous():
         return value
-    return value.contiguous(memory_format=memory_format)
+    strides = torch.empty_like(
+        like, device="meta", memory_format=memory_format
+    ).stride()
+    order = sorted(range(like.ndim), key=lambda dim: -strides[dim])
+    back = sorted(range(like.ndim), key=order.__getitem__)
+    # Not copied into an empty tensor: under vmap that may be batched less.
+    return value.permute(order).contiguous().permute(back)
 
 
 def _integers(key: Key, shape: Any, low: Any, high: Any, dtype: Any) -> Tensor:
     _check(low < high, "integers are drawn from [low, high), not empty", (low, high))
-    if dtype is torch.int64 or not (dtype.is_floating_point or dtype is torch.bool):
+    if dtype in _DRAWN:
         return randint(key, shape, low, high, dtype)
-    return randint(key, shape, low, high, torch.int64).to(dtype)
+    if high - low < 2**63:
+        return randint(key, shape, low, high, torch.int64).to(dtype)
+    return _wide_integers(key, shape, low, high - low).to(dtype)
+
+
+_DRAWN = {
+    *(torch.int8, torch.int16, torch.int32),
+    *(torch.uint8, torch.uint16, torch.uint32),
+}
+
+
+def _wide_integers(key: Key, shape: Any, low: int, span: int) -> Tensor:
+    """Return words modulo a span from 2**63 to 2**64, as int64 patterns, and `low`."""
+    words = bits(key, shape, torch.uint64).view(torch.int64)
+    if span < 2**64:
+        # As an int64 the span is negative, and so are the words that reach it.
+        span -= 2**64
+        words = torch.where((words < 0) & (words >= span), words - span, words)
+    return words + low
 
 
 def _randint(
@@ -227,7 +263,13 @@ def _coin(key: Key, p: Any, shape: Any) -> Tensor:
     return bernoulli(key, p, tuple(shape))
 
 
+def _check_floats(name: str, x: Tensor) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"remat: {name} draws floating-point numbers, got {x.dtype}.")
+
+
 def _exponential_(key: Key, x: Tensor, lambd: float = 1.0) -> Tensor:
+    _check_floats("exponential_", x)
     _check(lambd > 0, "exponential_ needs lambd > 0", lambd)
     u = uniform(key, x.shape, _wide(x))
     # Never zero: callers take its logarithm.
@@ -236,10 +278,12 @@ def _exponential_(key: Key, x: Tensor, lambd: float = 1.0) -> Tensor:
 
 
 def _log_normal_(key: Key, x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
+    _check_floats("log_normal_", x)
     return normal(key, x.shape, _wide(x), mean, std).exp()
 
 
 def _cauchy_(key: Key, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+    _check_floats("cauchy_", x)
     _check(sigma > 0, "cauchy_ needs sigma > 0", sigma)
     u = uniform(key, x.shape, _wide(x))
     return torch.tan(math.pi * (u - 0.5)) * sigma + median
@@ -257,11 +301,7 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 
 def _random_(key: Key, x: Tensor, *bounds: int, **named: int) -> Tensor:
     low, high = _bounds(x.dtype, *bounds, **named)
-    if high - low < 2**63:
-        return _integers(key, x.shape, low, high, torch.int64).to(x.dtype)
-    # One bound of 64 bits: all of them, but for the sign where it is known.
-    words = bits(key, x.shape, torch.uint64).view(torch.int64)
-    return words & (2**63 - 1) if low == 0 else words
+    return _integers(key, x.shape, low, high, torch.int64).to(x.dtype)
 
 
 def _bounds(
@@ -298,6 +338,7 @@ def _into(out: Tensor | None, value: Tensor) -> Tensor:
 def _bernoulli(
     draw: Draw, input: Tensor, p: float | None = None, *, out: Tensor | None = None
 ) -> Tensor:
+    _check_floats("bernoulli", input)
     value = _coin(draw().to(input.device), input if p is None else p, input.shape)
     return _into(out, _constant_in(value.to(input.dtype), input))
 
@@ -337,6 +378,9 @@ def _multinomial(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
+    _check_floats("multinomial", input)
+    _check(input.ndim in (1, 2), "multinomial takes weights of 1 or 2 dimensions", input.ndim)
+    _check(num_samples > 0, "multinomial draws at least 1 sample", num_samples)
     p = input.detach()
     key = draw().to(p.device)
     enough = replacement or num_samples <= p.shape[-1]

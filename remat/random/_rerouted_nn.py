@@ -17,7 +17,7 @@ from torch.nn import functional
 from remat.random._continuous import gumbel
 from remat.random._dropout import dropout
 from remat.random._key import Key, clone, fold_in
-from remat.random._rerouted import Draw, Rule
+from remat.random._rerouted import Draw, Rule, laid_out
 from remat.random._samplers import bernoulli, check_probability, uniform
 
 
@@ -46,7 +46,13 @@ def _zeroed(key: Key, x: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
     if shape == x.shape:
         return dropout(key, x, p)
     scale = 1 / (1 - p) if p < 1 else 1.0
-    return torch.where(bernoulli(key, p, shape), 0.0, x * scale)
+    return torch.where(_mask(key, x, p, shape), 0.0, x * scale)
+
+
+def _mask(key: Key, x: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
+    # The result has the strides of the mask, if that is as large.
+    mask = bernoulli(key, p, shape)
+    return laid_out(mask, x) if shape == x.shape else mask
 
 
 # Minus what selu tends to: Klambauer et al., "Self-Normalizing Neural Networks", 2017.
@@ -58,7 +64,7 @@ def _saturated(key: Key, x: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
     if p == 1:
         return x * 0
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
-    dropped = torch.where(bernoulli(key, p, shape), -_ALPHA, x)
+    dropped = torch.where(_mask(key, x, p, shape), -_ALPHA, x)
     return dropped * scale + _ALPHA * scale * p
 
 
@@ -220,8 +226,9 @@ def _weights(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, scale: float | None
 ) -> Tensor:
     # Half of the scale on each side, as torch's formula has it, against overflow.
-    half = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    scores = (query * half) @ (key * half).transpose(-2, -1)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    half = math.sqrt(abs(scale))
+    scores = (query * math.copysign(half, scale)) @ (key * half).transpose(-2, -1)
     if attn_mask is None:
         return scores.softmax(-1)
     if attn_mask.dtype is torch.bool:
@@ -262,11 +269,14 @@ def _recurrent(plain: Any) -> Rule:
 
     def rule(draw: Draw, *args: Any) -> Any:
         # Packed sequences come as data and batch sizes.
-        inputs = 2 if isinstance(args[3], (list, tuple)) else 1
-        (x, *sizes), rest = args[:inputs], args[inputs:]
+        count = 2 if isinstance(args[3], (list, tuple)) else 1
+        inputs, rest = args[:count], args[count:]
+        x, *sizes = inputs
         hx, params, biases, layers, p, train, bidirectional, *batch_first = rest
         if not _drops(p, train, x) or layers == 1:
-            return plain(*args)
+            # With dropout, were it nowhere, some kernels draw a state for it.
+            how = (hx, params, biases, layers, 0.0, train, bidirectional)
+            return plain(*inputs, *how, *batch_first)
         key = draw().to(x.device)
         directions = 2 if bidirectional else 1
         states = []
