@@ -62,7 +62,8 @@ class Inputs:
         text = ""
         while isinstance(path, tuple):
             path, part = path
-            text = part + text
+            # What a function refers to is written like what an object holds.
+            text = (part if part[:1] in ("", ".", "[") else f".{part}") + text
         if path is None:
             return CAPTURED, f"from the captured `{text.lstrip('.')}`"
         name = argument_name(self._target, self._treedef, path)

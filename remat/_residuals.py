@@ -85,7 +85,7 @@ class Residual:
 def _short(dtype: torch.dtype) -> str:
     """Write a dtype as JAX does."""
     name = str(dtype).removeprefix("torch.")
-    return re.sub(r"^(b?f|u?i|c)(?:loat|nt|omplex)(\d+)", r"\1\2", name)
+    return re.sub(r"^(b?f|u|i|c)(?:loat|int|nt|omplex)(?=\d)", r"\1", name)
 
 
 def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
@@ -104,9 +104,11 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
     that only receives a gradient is not. Of a call of `remat`, the states of the random
     streams to be set back are listed too.
 
-    Compiled functions run eagerly here, and what they save then is listed. Two kinds of
-    nodes do not tell what they saved, Functions written in C++ and in-place operations
-    on views: what they hold is listed without its readers, if an operation made it.
+    Compiled functions run eagerly here, and what they save then is listed. So it is for
+    the few functions of torch that take another path under a dispatch mode, `ctc_loss`
+    for one. Two kinds of nodes do not tell what they saved, Functions written in C++
+    and in-place operations on views: what they hold is listed without its readers, if
+    it was passed or an operation made it; not so the 8 bytes of a Python number.
 
     Args:
         fn: the function.

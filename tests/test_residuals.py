@@ -17,10 +17,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.functional import dropout
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import remat.random
-from remat import CaptureError, print_saved_residuals, remat as ckpt, saved_residuals
+from remat import (
+    CaptureError,
+    Residual,
+    print_saved_residuals,
+    remat as ckpt,
+    saved_residuals,
+)
+from remat._compat import _autograd
 from remat.testing import live_bytes
 
 
@@ -349,6 +357,146 @@ def test_sparse_tensors_count_with_their_indices():
     found = saved_residuals(lambda s, x: torch.sparse.mm(s, x), sparse, x)
     assert [r.origin for r in found] == ["from the argument s"] * 2
     assert sum(r.nbytes for r in found) == 32 + 16
+
+
+def tensors(*sizes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator).requires_grad_() for s in sizes]
+
+
+def called(module, *sizes):
+    params = {k: p.detach().requires_grad_() for k, p in module.named_parameters()}
+    return functools.partial(functional_call, module), [params, tensors(*sizes)]
+
+
+def assigned(x):
+    h = x.exp()
+    h[0] = x[1].sin()
+    h[:, 1].mul_(x[:, 2])
+    return h.pow(3)
+
+
+# Each gives a function and arguments.
+BATTERY = {
+    "an LSTM": lambda: called(nn.LSTM(4, 5, 2, bidirectional=True), (3, 6, 4)),
+    "attention": lambda: called(nn.MultiheadAttention(16, 4), *[(5, 2, 16)] * 3),
+    "a transformer layer": lambda: called(
+        nn.TransformerEncoderLayer(16, 4, batch_first=True), (2, 5, 16)
+    ),
+    "convolutions": lambda: called(
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.MaxPool2d(2)
+        ),
+        (2, 3, 8, 8),
+    ),
+    "spectral norm": lambda: called(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), (2, 4)
+    ),
+    "fused attention": lambda: (
+        functools.partial(nn.functional.scaled_dot_product_attention, is_causal=True),
+        tensors(*[(1, 2, 8, 16)] * 3),
+    ),
+    "an embedding": lambda: (
+        nn.functional.embedding,
+        [torch.tensor([[1, 2], [0, 1]]), *tensors((4, 3))],
+    ),
+    "a vmapped gradient": lambda: (
+        lambda x: vmap(grad(lambda r: (r.sin() * 2).exp().sum()))(x),
+        tensors((4, 4)),
+    ),
+    "several at once": lambda: (
+        lambda a, b: [t.sin() for t in torch._foreach_mul([a, b], [b, a])],
+        tensors((4,), (4,)),
+    ),
+    "assignment": lambda: (assigned, tensors((4, 4))),
+    "Python numbers": lambda: (lambda x: 2 * x * (x - 1) ** 3 / 7, tensors((4,))),
+    "complex numbers": lambda: (lambda x: torch.fft.fft(x).abs(), tensors((4, 4))),
+    "solvers": lambda: (lambda a: torch.linalg.inv(a).logdet(), tensors((4, 4))),
+}
+
+
+@pytest.mark.parametrize("wrap", [plain, ckpt])
+@pytest.mark.parametrize("case", sorted(BATTERY))
+def test_what_torch_has_to_the_byte(case, wrap):
+    fn, args = BATTERY[case]()
+
+    def call(args):
+        flat = [*args[:1], *args[1]] if isinstance(args[0], dict) else args
+        if isinstance(args[0], dict):
+            return fn(flat[0], tuple(flat[1:]))
+        return fn(*flat)
+
+    found = saved_residuals(wrap(call), args)
+    ours = [r for r in found if "captured" not in r.origin]
+    assert total(ours) == measured(wrap(call), args) > 0
+
+
+def test_a_function_that_acts_otherwise_under_a_mode_is_listed_as_it_acts_there():
+    """A limit: it keeps the lengths as tensors here, and as numbers otherwise."""
+    (x,) = tensors((6, 2, 5))
+    lengths = torch.tensor([6, 6])
+    targets = torch.ones(2, 3, dtype=torch.long)
+
+    def f(x):
+        return nn.functional.ctc_loss(x, targets, lengths, lengths // 2)
+
+    found = saved_residuals(f, x.log_softmax(-1))
+    assert {r.readers for r in found if r.dtype is torch.long} >= {("ctc_loss",)}
+
+
+def test_the_tensors_in_a_subclass_are_listed_each():
+    t = TwoTensor(torch.ones(4), torch.ones(4, dtype=torch.float32))
+    assert origins(lambda t: t.sin(), t) == ["from the argument t"] * 2
+    assert origins(ckpt(lambda t: t.sin()), t) == ["from the argument t"] * 2
+
+
+def test_what_a_captured_function_captures_has_a_path():
+    table = {"scale": torch.ones(4)}
+
+    def inner(x):
+        return x * table["scale"]
+
+    def outer(x):
+        return inner(x)
+
+    assert origins(outer, torch.ones(4)) == ["from the captured `inner.table['scale']`"]
+
+
+def test_without_access_to_saved_tensors_they_are_read_as_the_backward_does(
+    monkeypatch,
+):
+    """An older torch: its saved tensors show nothing but through the node."""
+
+    def old(node):
+        for name, raws in raw_of(node):
+            yield name, [object()] * len(raws)
+
+    raw_of = _autograd._raw_of
+    (x,) = leaves((4,))
+
+    def f(x):
+        h = x.sin().exp()
+        return Keeps.apply(h).mul_(x)
+
+    new = saved_residuals(f, x)
+    monkeypatch.setattr(_autograd, "_raw_of", old)
+    assert saved_residuals(f, x) == new
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t):
+        (only,) = saved_residuals(lambda x: x.exp(), x)
+    assert (only.origin, only.readers) == ("output of exp", ())
+
+
+def test_dtypes_are_written_as_in_jax():
+    dtypes = [torch.float32, torch.bfloat16, torch.uint8, torch.complex64, torch.bool]
+    host = torch.device("cpu")
+    lines = [str(Residual(d, (2, 3), host, 6, "made", "", ())) for d in dtypes]
+    assert [line.split("[")[0] for line in lines] == [
+        "f32",
+        "bf16",
+        "u8",
+        "c64",
+        "bool",
+    ]
 
 
 # --- What plain torch saves ---
