@@ -14,7 +14,7 @@ JAX makes: it would report on the trace.
 import gc
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
@@ -40,6 +40,7 @@ from remat._program import Program
 from remat._rules import Batch
 from remat._storages import (
     CONSTANT,
+    MADE,
     Entry,
     Recorder,
     counts,
@@ -195,7 +196,6 @@ _COMPILED = (
 def _run(fn: Fn, inputs: Inputs, recorder: Recorder) -> tuple[list[Any], int]:
     """Return the roots of the graph, and the number of its first node."""
     torch.clear_autocast_cache()  # casts in it may be of another graph
-    gc.collect()
     first = torch.zeros((), requires_grad=True).view(())
     with recorder:
         result = fn(*inputs.args, **inputs.kwargs)
@@ -276,22 +276,32 @@ class _Notes:
         """
         entries = self._recorder.entries.values()
         sizes = {e.ref.address: e.nbytes() for e in entries}
+        made = [e for e in entries if e.rank == MADE]
+        if not self._saved.issuperset(_alive(made)):
+            gc.collect()  # what only garbage holds is not kept for a backward
         # Held, so that their going does not count.
         leaves = [t for t in inputs.run_on if t.is_leaf and t.requires_grad]
         edges = [*map(graph.get_gradient_edge, leaves)]
         before = counts(entries), inputs.references()
         roots.clear()
-        gc.collect()
         after = counts(entries), inputs.references()
         del edges
         held = self._saved | {a for a in sizes if before[0][a] > after[0][a]}
         for t, old, new in zip(inputs.run_on, before[1], after[1], strict=True):
             if old > new:
                 held.update(p.untyped_storage()._cdata for p in parts(t))
+        if _alive(made):
+            gc.collect()  # a Function may hold its own node
+            now = counts(made)
+            held |= {a for a in now if before[0][a] > now[a]}
         found = sorted(
             (e for e in entries if e.ref.address in held), key=attrgetter("rank")
         )
         return [_residual(e, sizes[e.ref.address]) for e in found] + self._states
+
+
+def _alive(entries: Iterable[Entry]) -> list[int]:
+    return [address for address, count in counts(entries).items() if count]
 
 
 def _residual(entry: Entry, nbytes: int) -> Residual:

@@ -330,6 +330,48 @@ def test_a_saved_tensor_that_was_changed_since_is_still_listed():
     assert "output of mul_" in [r.origin for r in assert_exact(f, x)]
 
 
+class Circular(torch.autograd.Function):
+    """Holds its own output, and so its own node, where nobody looks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = x.exp()
+        ctx.kept = iter([out, x.cos()])
+        return out
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent
+
+
+def test_a_function_that_holds_itself_is_seen_through():
+    (x,) = leaves((4,))
+    found = saved_residuals(Circular.apply, x)
+    assert [r.origin for r in found] == ["output of exp", "output of cos"]
+
+
+def test_garbage_is_not_what_is_kept():
+    (x,) = leaves((4,))
+
+    def f(x):
+        cycle = [x.cos().detach()]
+        cycle.append(cycle)
+        return x.exp()
+
+    assert origins(f, x) == ["output of exp"]
+
+
+def test_what_the_function_stashes_elsewhere_is_not_for_the_backward():
+    (x,) = leaves((4,))
+    stash = []
+
+    def f(x):
+        stash.append(x.cos().detach())
+        return x.exp()
+
+    assert origins(f, x) == ["output of exp"]
+
+
 class Deep(torch.autograd.Function):
     """Keeps its input where nobody looks."""
 
