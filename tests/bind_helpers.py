@@ -140,6 +140,12 @@ LAYERS = {
         X,
         lambda x: F.fractional_max_pool3d(x, 2, output_size=(2, 7, 7)),
     ),
+    "fractional_max_pool3d, indices": (
+        X,
+        lambda x: F.fractional_max_pool3d(
+            x, 2, output_size=(2, 7, 7), return_indices=True
+        ),
+    ),
     "attention": (
         Q,
         lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.3),

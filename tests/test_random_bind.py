@@ -1,5 +1,6 @@
 """bind: unmodified torch code as a function of a key."""
 
+import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,12 +18,15 @@ from bind_helpers import (
     make,
 )
 from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn import functional as F, init  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from remat import RandomnessError, random
+from remat._draws import Guard
 from remat.random import bind, fold_in, key, split
 from remat.random._bind import _COMPOSITES, _RULES
+from remat.testing import count_ops
 
 
 # --- Which draw is of which key ---------------------------------------------------
@@ -68,6 +72,42 @@ def test_a_block_a_decorator_and_a_wrapped_function_draw_the_same():
     assert torch.equal(decorated(x), want)  # from 0 again
     assert torch.equal(bind(key(3))(F.dropout)(x), want)
     assert decorated.__name__ == "decorated"
+
+
+def test_a_block_may_be_entered_again_and_within_itself():
+    block = bind(key(3))
+    for _ in range(2):
+        with block:
+            a = torch.rand(3)
+            with block:
+                inner = torch.rand(3)
+            b = torch.rand(3)
+        assert torch.equal(a, random.uniform(fold_in(key(3), 0), (3,)))
+        assert torch.equal(inner, a)
+        assert torch.equal(b, random.uniform(fold_in(key(3), 1), (3,)))
+
+
+async def coroutine():
+    return torch.rand(3)
+
+
+async def asynchronous():
+    yield torch.rand(3)
+
+
+def generator():
+    yield torch.rand(3)
+
+
+class Lazy:
+    def __call__(self):
+        yield torch.rand(3)
+
+
+@pytest.mark.parametrize("fn", [coroutine, asynchronous, generator, Lazy()])
+def test_what_runs_after_its_call_is_refused(fn):
+    with pytest.raises(TypeError, match="a generator or coroutine function: its body"):
+        bind(key(0))(fn)
 
 
 def test_of_two_blocks_the_inner_counts_and_the_outer_goes_on_where_it_was():
@@ -200,6 +240,80 @@ def test_without_autograd_the_numbers_are_the_same():
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             assert torch.equal(bound(0, F.dropout, X), want)
+
+
+def test_in_a_fake_tensor_mode_there_are_shapes_and_no_numbers():
+    with FakeTensorMode(), bind(key(0)):
+        model = nn.LSTM(6, 6, 2, dropout=0.5)
+        y, _ = model(torch.rand(5, 6))
+    assert isinstance(y, FakeTensor)
+    with bind(key(0)), FakeTensorMode():
+        assert torch.randn(3).shape == (3,)
+
+
+def test_seeding_inside_moves_the_stream_that_is_seeded():
+    bound(1, torch.manual_seed, 11)
+    assert torch.initial_seed() == 11
+
+
+def test_rules_run_without_the_guard_and_before_modes_that_look_on(monkeypatch):
+    guarded = []
+    real = Guard.__torch_dispatch__
+
+    def counted(self, func, *args, **kwargs):
+        guarded.append(str(func))
+        return real(self, func, *args, **kwargs)
+
+    monkeypatch.setattr(Guard, "__torch_dispatch__", counted)
+    with bind(key(0)):
+        F.dropout(X)
+        torch.randn(3)
+        assert not guarded
+        with count_ops() as ops:
+            torch.rand(3)
+        assert ops["remat::uniform"] == 1
+        guarded.clear()
+        torch.sin(X)
+    assert guarded == ["aten.sin.default"]
+
+
+class Noise(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return torch.rand(1)
+
+
+# Of Python, where there are threads besides; nothing here waits for them.
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
+def test_workers_forked_in_a_block_draw_numbers_of_their_own():
+    loader = torch.utils.data.DataLoader(
+        Noise(), batch_size=2, num_workers=2, multiprocessing_context="fork"
+    )
+
+    def two_epochs():
+        return torch.cat([*loader, *loader]).squeeze(1)
+
+    with Unmoved():
+        a, b, c = (bound(seed, two_epochs) for seed in (1, 1, 2))
+    assert torch.equal(a, b)
+    assert len({*a.tolist(), *c.tolist()}) == 32
+
+
+def test_a_thread_that_is_started_in_a_block_is_not_in_it():
+    def threaded(fn):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(fn).result()
+
+    torch.manual_seed(3)
+    want = torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(bound(1, threaded, lambda: torch.rand(3)), want)
+    with Unmoved():
+        drawn = bound(1, threaded, bind(key(2))(lambda: torch.rand(3)))
+    assert torch.equal(drawn, bound(2, torch.rand, 3))
 
 
 def test_threads_have_blocks_of_their_own():

@@ -4,12 +4,15 @@ import pytest
 import torch
 from bind_helpers import (
     ENCODER,
+    FUNCTIONS,
     KEYS,
+    LAYERS,
     ONES,
     XS,
     Unmoved,
     X,
     bound,
+    first,
     loss,
     per_example,
 )
@@ -22,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812
 
 from remat import RandomnessError
-from remat.random import bind, key
+from remat.random import _bind, bind, key
 
 
 COMPILED = {
@@ -74,6 +77,137 @@ def test_an_exported_module_takes_the_key_as_an_input():
     args = KEYS[0].data, XS[0]
     exported = torch.export.export(Module(), args).module()
     assert torch.equal(exported(*args), Module()(*args))
+
+
+# What Dynamo itself does not trace.
+UNTRACED = {
+    *("rand, a leaf", "a linear layer", "init.trunc_normal_", "init.sparse_"),
+    *("LSTM", "GRU", "RNN", "RNN, relu"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_draw_is_compiled_to_that_of_the_key(name):
+    torch._dynamo.reset()
+    one = per_example(lambda x: FUNCTIONS[name]())
+    compiled = torch.compile(one, backend="eager", fullgraph=name not in UNTRACED)
+    with Unmoved():
+        for k in KEYS[:2]:
+            torch.testing.assert_close(compiled(k, ONES), one(k, ONES))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_is_compiled_to_that_of_the_key(name):
+    torch._dynamo.reset()
+    x, fn = LAYERS[name]
+    one = per_example(lambda x: first(fn(x)))
+    compiled = torch.compile(one, backend="eager", fullgraph=name not in UNTRACED)
+    with Unmoved():
+        for k in KEYS[:2]:
+            torch.testing.assert_close(compiled(k, x), one(k, x))
+
+
+# Those of torch that the above are made of, where functions of torch.nn have rules.
+KERNELS = (
+    *("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
+    *("dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_"),
+    *("rrelu", "rrelu_"),
+)
+
+
+def kernel(name):
+    more = (0.1, 0.3) if "rrelu" in name else (0.5,)
+    return lambda x: getattr(torch, name)(x * 1, *more, True)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_is_compiled_to_that_of_the_key(name):
+    torch._dynamo.reset()
+    one = per_example(kernel(name))
+    compiled = torch.compile(one, backend="eager", fullgraph=True)
+    with Unmoved():
+        assert torch.equal(compiled(KEYS[0], X), one(KEYS[0], X))
+
+
+def test_each_rule_is_that_of_a_function_which_is_compiled_here(monkeypatch):
+    called = set()
+
+    class Rules(dict):
+        def get(self, func):
+            called.add(func)
+            return dict.get(self, func)
+
+    monkeypatch.setattr(_bind, "_RULES", Rules(_bind._RULES))
+    for fn in FUNCTIONS.values():
+        bound(0, fn)
+    for x, fn in [*LAYERS.values(), *((X, kernel(name)) for name in KERNELS)]:
+        bound(0, fn, x)
+    assert not {f.__name__ for f in {*_bind._RULES} - called}
+
+
+REFUSED = {
+    "poisson": lambda: torch.poisson(ONES),
+    "binomial": lambda: torch.binomial(ONES, ONES / 2),
+    "_standard_gamma": lambda: torch.distributions.Gamma(ONES, ONES).sample(),
+    "_sample_dirichlet": lambda: torch.distributions.Dirichlet(ONES).sample(),
+    "rand": lambda: torch.ops.aten.rand.default([3]),
+    "a packet": lambda: torch.ops.aten.poisson(ONES),
+    "native_dropout": lambda: torch.ops.aten.native_dropout.default(ONES, 0.5, True),
+    "alpha_dropout": lambda: torch.ops.aten.alpha_dropout.default(ONES, 0.5, True),
+    "a tagged operation": lambda: torch.ops.remat_test_traced.noisy(ONES),
+    "lobpcg": lambda: torch.lobpcg(torch.eye(9), 1)[0],
+}
+LIBRARY = torch.library.Library("remat_test_traced", "DEF")
+LIBRARY.define("noisy(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+LIBRARY.define("quiet(Tensor x) -> Tensor")
+for name in ("noisy", "quiet"):
+    LIBRARY.impl(name, torch.rand_like, "CPU")
+    LIBRARY.impl(name, torch.empty_like, "Meta")
+
+
+# Of Dynamo, about how torch.distributions calls torch.autograd.Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("draw", REFUSED.values(), ids=REFUSED.keys())
+def test_what_has_no_rule_is_refused_when_compiled(draw):
+    torch._dynamo.reset()
+    one = per_example(lambda x: draw())
+    with Unmoved(), pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(one, backend="eager", fullgraph=True)(key(0), ONES)
+
+
+def test_of_an_operation_that_someone_registered_the_compiler_goes_by_its_tag():
+    torch._dynamo.reset()
+    one = per_example(torch.ops.remat_test_traced.quiet)
+    with pytest.raises(RandomnessError, match="quiet"):
+        one(key(0), ONES)
+    # As it does when it decides what may be computed twice.
+    torch.compile(one, backend="eager", fullgraph=True)(key(0), ONES)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
+def test_after_a_graph_break_in_a_block_draws_go_on_where_they_were():
+    def one(x):
+        with bind(key(3)):
+            a = F.dropout(x)
+            torch._dynamo.graph_break()
+            return a * torch.rand_like(x)
+
+    torch._dynamo.reset()
+    with Unmoved():
+        assert torch.equal(torch.compile(one, backend="eager")(XS), one(XS))
+
+
+def test_a_block_is_entered_again_in_one_graph():
+    def one(x):
+        block = bind(key(3))
+        with block:
+            a = F.dropout(x)
+        with block:
+            return a, F.dropout(x), block(torch.randn_like)(x)
+
+    torch._dynamo.reset()
+    got = torch.compile(one, backend="eager", fullgraph=True)(XS)
+    assert all(map(torch.equal, got, one(XS)))
 
 
 def test_another_draw_is_refused_when_compiled():

@@ -11,7 +11,9 @@ from bind_helpers import (
 )
 from torch.nn import functional as F  # noqa: N812
 
+from remat import random
 from remat.random import bind, key
+from remat.random._rerouted import _wide_integers
 
 
 N = 40_000
@@ -131,6 +133,8 @@ BAD = {
     "geometric_": (lambda x: x.geometric_(1.5), ONES, "0 < p < 1"),
     "randint": (lambda x: torch.randint_like(x, 3, 3), ONES, r"empty, got \(3, 3\)"),
     "dropout": (F.dropout2d, torch.ones(()), "2 dimensions"),
+    "dimensions": (lambda x: x.expand(2, 2, 3).multinomial(1), ONES, "or 2 dim.*3"),
+    "samples": (lambda x: x.multinomial(0), ONES, "at least 1 sample, got 0"),
     "a layout": (
         lambda x: torch.rand_like(x, layout=torch.sparse_coo),
         ONES,
@@ -144,3 +148,43 @@ BAD = {
 def test_what_no_distribution_has_is_refused(fn, x, why):
     with pytest.raises(ValueError, match=why):
         bound(0, fn, x.clone())
+
+
+def test_a_range_of_64_bits_is_drawn_from_all_of_it_and_not_beyond():
+    wide = torch.empty(10_000, dtype=torch.int64)
+    for low, high in ((-5, None), (-(2**62), 2**63 - 1), (-(2**63), None)):
+        x = bound(0, wide.random_, low, high)
+        assert low <= x.min() < low + 2**54
+        assert x.max() > 2**63 - 2**54
+    with bind(key(0)):
+        x = torch.randint(-(2**63), 2**63 - 1, (10_000,))
+        small = torch.randint(9, (99,), dtype=torch.uint64)
+    assert abs(x.double().mean()) < 2**63 * 5 / 3**0.5 / 100
+    assert small.dtype is torch.uint64
+    assert {*small.tolist()} == {*range(9)}
+
+
+@pytest.mark.parametrize("span", [2**63, 2**63 + 12345, 2**64 - 1, 2**64])
+def test_64_bits_are_taken_modulo_a_wide_range(span):
+    low = -(2**63)
+    words = random.bits(key(1), 1000, torch.uint64).tolist()
+    drawn = _wide_integers(key(1), (1000,), low, span)
+    assert drawn.tolist() == [w % span + low for w in words]
+
+
+INTEGERS = {
+    "exponential_": lambda x: x.exponential_(),
+    "cauchy_": lambda x: x.cauchy_(),
+    "log_normal_": lambda x: x.log_normal_(),
+    "bernoulli": torch.bernoulli,
+    "multinomial": lambda x: torch.multinomial(x, 1),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_are_refused_where_torch_refuses_them(name):
+    x = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(TypeError, match=f"{name} draws floating-point.*torch.int64"):
+        bound(0, INTEGERS[name], x)
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"int|Long|float"):
+        INTEGERS[name](x)

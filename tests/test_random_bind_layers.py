@@ -3,13 +3,17 @@
 import pytest
 import torch
 from bind_helpers import (
+    KEYS,
     SEQUENCE,
     Q,
+    X,
     bound,
     flat,
     make,
+    per_example,
 )
 from torch import nn
+from torch.func import vmap
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -23,6 +27,7 @@ HOW = {
     "plain": {},
     "causal": {"is_causal": True},
     "a scale": {"scale": 0.3},
+    "a negative scale": {"scale": -0.3},
     "a bias": {"attn_mask": MASK},
     "a mask": {"attn_mask": MASK > 0},
     "a mask of nothing": {"attn_mask": torch.zeros(6, 6, dtype=torch.bool)},
@@ -124,3 +129,42 @@ def test_what_was_patched_in_torch_since_is_called(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     bound(0, lambda: model(SEQUENCE, SEQUENCE, SEQUENCE, need_weights=False))
     assert len(calls) == 1
+
+
+# --- Memory ---------------------------------------------------------------------------
+
+
+LAID_OUT = {
+    "channels last": X.to(memory_format=torch.channels_last),
+    "transposed": X.transpose(1, 3),
+    "a slice": X[:, 1:3, ::2],
+    "expanded": X[:1, :, :1].expand(2, 4, 16, 16),
+}
+LIKE = {
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 9),
+    "rand_like, channels last": lambda x: torch.rand_like(
+        x, memory_format=torch.channels_last
+    ),
+    "rand_like, contiguous": lambda x: torch.rand_like(
+        x, memory_format=torch.contiguous_format
+    ),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
+    "dropout2d": F.dropout2d,
+}
+
+
+@pytest.mark.parametrize("x", LAID_OUT.values(), ids=LAID_OUT.keys())
+@pytest.mark.parametrize("fn", LIKE.values(), ids=LIKE.keys())
+def test_a_draw_has_the_strides_of_torchs_and_the_numbers_of_a_contiguous_one(fn, x):
+    got = bound(0, fn, x)
+    assert got.stride() == fn(x).stride()
+    assert torch.equal(got, bound(0, fn, x.contiguous()))
+
+
+def test_under_vmap_a_draw_like_a_transposed_tensor_has_its_strides():
+    x = make(4, 5).T
+    got = vmap(per_example(torch.randn_like), (0, None))(KEYS, x)
+    assert got.stride() == (20, *x.stride())
+    assert torch.equal(got[1], per_example(torch.randn_like)(KEYS[1], x))

@@ -33,7 +33,7 @@ from torch.func import (
 )
 from torch.nn import functional as F  # noqa: N812
 
-from remat import random, remat
+from remat import RandomnessError, random, remat
 from remat.random import bind, fold_in, key, split
 from remat.testing import count_ops, live_bytes
 
@@ -77,6 +77,22 @@ def test_under_vmap_a_batched_tensor_is_written_in_place_and_another_refused():
     assert torch.equal(vmap(one)(KEYS, XS)[1], one(KEYS[1], XS[1]))
     with pytest.raises(RuntimeError, match="vmapped over"):
         vmap(one, (0, None))(KEYS, XS[0])
+
+
+def test_under_vmap_numbers_that_are_to_differ_are_not_drawn_of_a_shared_key():
+    def drop(x):
+        return vmap(F.dropout, randomness="different")(x)
+
+    refused = pytest.raises(RandomnessError, match="examples share")
+    with Unmoved(), refused:
+        bound(0, drop, XS)
+    with refused:
+        vmap(per_example(F.dropout), (None, 0), randomness="different")(KEYS[0], XS)
+    got = vmap(per_example(F.dropout), randomness="different")(KEYS, XS)
+    assert torch.equal(got, vmap(per_example(F.dropout))(KEYS, XS))
+    # Of an outer vmap it is the inner that asks.
+    outer = vmap(lambda x: vmap(F.dropout)(x), randomness="different")
+    assert torch.equal(*bound(0, outer, XS[0].expand(2, *XS[0].shape) + 1))
 
 
 def test_nested_vmap_draws_for_each_key():

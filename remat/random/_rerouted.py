@@ -36,17 +36,25 @@ def _shape(size: Any) -> tuple[int, ...]:
     return tuple(size[0] if is_nested else size)
 
 
+# Not `dtype.to_real()`, which Dynamo does not trace.
+_REAL = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+
+
 def _uniform(key: Key, shape: Any, dtype: Any, low: Any = 0, high: Any = 1) -> Tensor:
     if not dtype.is_complex:
         return uniform(key, shape, dtype, low, high)
-    return torch.view_as_complex(uniform(key, (*shape, 2), dtype.to_real(), low, high))
+    return torch.view_as_complex(uniform(key, (*shape, 2), _REAL[dtype], low, high))
 
 
 def _gaussian(key: Key, shape: Any, dtype: Any, mean: Any = 0, std: Any = 1) -> Tensor:
     if not dtype.is_complex:
         return normal(key, shape, dtype, mean, std)
     # Half of the variance in each part.
-    parts = normal(key, (*shape, 2), dtype.to_real()) * math.sqrt(0.5)
+    parts = normal(key, (*shape, 2), _REAL[dtype]) * math.sqrt(0.5)
     return torch.view_as_complex(parts) * std + mean
 
 
@@ -67,8 +75,7 @@ def _deliver(
             f"remat: bind draws strided tensors, got layout {layout}; convert the draw"
         )
     if out is not None:
-        value = make(out.device, out.dtype)
-        return out.resize_(value.shape).copy_(value)
+        return _into(out, make(out.device, out.dtype))
     # Of a tensor: Dynamo does not trace the question for the default device.
     device = torch.empty(()).device if device is None else torch.device(device)
     value = make(device, dtype or default or torch.get_default_dtype())
@@ -332,7 +339,11 @@ def _constant_in(value: Tensor, *parameters: Any) -> Tensor:
 
 
 def _into(out: Tensor | None, value: Tensor) -> Tensor:
-    return value if out is None else out.resize_(value.shape).copy_(value)
+    if out is None:
+        return value
+    if out.shape != value.shape:
+        out.resize_(value.shape)
+    return out.copy_(value)
 
 
 def _bernoulli(
@@ -379,7 +390,11 @@ def _multinomial(
     out: Tensor | None = None,
 ) -> Tensor:
     _check_floats("multinomial", input)
-    _check(input.ndim in (1, 2), "multinomial takes weights of 1 or 2 dimensions", input.ndim)
+    _check(
+        input.ndim in (1, 2),
+        "multinomial takes weights of 1 or 2 dimensions",
+        input.ndim,
+    )
     _check(num_samples > 0, "multinomial draws at least 1 sample", num_samples)
     p = input.detach()
     key = draw().to(p.device)
