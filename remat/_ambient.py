@@ -62,13 +62,16 @@ class Ambient:
         "_settings",
     )
 
-    def __init__(self, streams: Sequence[Stream] = (), *, always: bool = False) -> None:
+    def __init__(self, streams: Sequence[Stream] = (), always: bool = False) -> None:
         self._autocast = _autocast()
         self._always = always
         self._settings = read_settings()
         self._global = ours = global_streams()
-        others = (*device_generators(), *streams)
-        self._before = ours.read(), [(s, _read(s)) for s in others]
+        devices = device_generators()
+        others: list[tuple[Any, Any]] = []
+        if devices or streams:
+            others += [(s, _read(s)) for s in (*devices, *streams)]
+        self._before = ours.read(), others
 
     def forward_done(self) -> None:
         """Keep only the streams that moved since."""
@@ -76,17 +79,20 @@ class Ambient:
         del self._before
         always, now = self._always, self._global.read()
         moved: list[tuple[Any, Any]] = []
+        self._moved = moved
         if always or before != now:
             each = zip(self._global.streams, before, now, strict=True)
             moved += [(s, old) for s, old, new in each if always or old != new]
-        moved += [(s, old) for s, old in others if always or _differ(old, _read(s))]
-        known = {id(s) for s, _ in others}
-        moved += [
-            (g, _initial_state(g)) for g in device_generators() if id(g) not in known
-        ]
-        self._moved = moved
+        present = device_generators()
+        if others or present:
+            moved += [(s, old) for s, old in others if always or _differ(old, _read(s))]
+            known = {id(s) for s, _ in others}
+            # Those that the forward initialized.
+            new = [g for g in present if id(g) not in known]
+            moved += [(g, _initial_state(g)) for g in new]
         self._plain = not (always or moved or self._autocast)
-        self.forget_casts()
+        if self._autocast:
+            self.forget_casts()
 
     def forget_casts(self) -> None:
         """Free what autocast cast here, which is of no use elsewhere."""

@@ -70,9 +70,10 @@ class Call(Program):
         self._buffers: Mapping[int, bool] = _NO_BUFFERS
         self._origins: Sequence[Path]
         values, self._treedef = flatten_arguments(args, kwargs)
-        self._contained = contained = is_self_contained(fn) and all(
-            map(is_device_mode, self._modes)
-        )
+        contained = is_self_contained(fn)
+        if self._modes:
+            contained = contained and all(map(is_device_mode, self._modes))
+        self._contained = contained
         if (
             contained
             and self._treedef is None
@@ -164,8 +165,8 @@ class Call(Program):
         """Call under the TorchFunctionModes of the call, and no others."""
         if self._rng == "error":
             fn = without_draws(fn, self._label)
-        now = function_modes() if function_mode_count() else ()
-        if _is_same(now, modes):
+        count = function_mode_count()
+        if not (count or modes) or _is_same(function_modes() if count else (), modes):
             return apply(fn, treedef, values)
         return under_function_modes(modes, apply, fn, treedef, values)
 

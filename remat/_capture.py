@@ -212,7 +212,7 @@ class Search:
 
     def _function(self, fn: types.FunctionType, path: Path) -> Node | None:
         installed = is_library(fn.__globals__)
-        self._sources.of_function(fn, installed=installed)
+        self._sources.of_function(fn)
         if installed and not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
             return None
         outer = self._compiled

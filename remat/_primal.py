@@ -92,7 +92,7 @@ class Primal(Call):
     def forward(self, program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
         """Evaluate for the first time, as `program`: this, or this under vmap."""
         facts = self.facts
-        self._ambient = Ambient(self._streams, always=self._always)
+        self._ambient = Ambient(self._streams, self._always)
         escape = Escape(self._label)
         inner = detached(leaves, facts.needs)
         for t in inner:
@@ -160,7 +160,7 @@ class Primal(Call):
     def _find_changed(self, program: Program, inner: list[Tensor]) -> str:
         """Name the input that torch refused to change, by letting copies be changed."""
         copies = [t.detach().clone() for t in inner]
-        ambient = Ambient(self._streams, always=True)
+        ambient = Ambient(self._streams, True)
         ambient.forward_done()
         with contextlib.suppress(Exception), torch.no_grad(), ambient.restored():
             program.run(*copies)

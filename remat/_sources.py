@@ -10,6 +10,7 @@ Rejected: watching every draw for its generator, which takes a mode around every
 forward, at ten times the cost.
 """
 
+import builtins
 import contextlib
 import gc
 import random
@@ -20,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextvars import ContextVar
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,20 +89,34 @@ class Sources:
             if stream is not None:
                 self.streams[id(value)] = stream
 
-    def of_function(self, fn: types.FunctionType, *, installed: bool) -> None:
-        """Walk the attributes of a function, and look at its code."""
+    def of_function(self, fn: types.FunctionType, *, deeply: bool = False) -> None:
+        """Look at the code of a function, and walk its attributes.
+
+        Args:
+            fn: the function.
+            deeply: whether to walk its variables, defaults and globals too.
+        """
+        code = _open_code(fn)
+        if code.handles_states:
+            self.handles_states = True
         if fn.__dict__:
             self.walk_all(fn.__dict__.values())
-        if not installed and global_names(fn.__code__).handles_states:
-            self.handles_states = True
+        if deeply and (code.names or code.closed or _has_defaults(fn)):
+            self.walk_all(_parts_of_function(fn, code.names))
 
     def of_class(self, cls: type) -> None:
         """Walk what a class holds and what the code of its methods refers to."""
         own = _own_bases(cls)
-        if own and id(cls) not in self._seen:
-            self._seen[id(cls)] = cls
-            for i in own:
-                self.walk_all(cls.__mro__[i].__dict__.values())
+        if not own or id(cls) in self._seen:
+            return
+        self._seen[id(cls)] = cls
+        for i in own:
+            for value in cls.__mro__[i].__dict__.values():
+                kind = type(value)
+                if kind is types.FunctionType:
+                    self.of_function(value, deeply=True)
+                elif kind not in _PLAIN:
+                    self.walk(value)
 
     def walk(self, value: Any) -> None:
         """Walk a value and what it holds."""
@@ -131,8 +146,8 @@ class Sources:
             self.of_class(value)
             return ()
         if kind is types.FunctionType:
-            self.of_function(value, installed=is_library(value.__globals__))
-            return _parts_of_function(value)
+            self.of_function(value, deeply=True)
+            return ()
         if kind is types.MethodType:
             return value.__func__, value.__self__
         if kind is property:
@@ -162,14 +177,77 @@ class Sources:
         return gc.get_referents(value)
 
 
-def _parts_of_function(fn: types.FunctionType) -> Iterable[Any]:
+def _has_defaults(fn: types.FunctionType) -> bool:
+    """Say whether a function has defaults that are no plain values."""
+    defaults = fn.__defaults__
+    plain = defaults is None or _PLAIN.issuperset(map(type, defaults))
+    return not plain or fn.__kwdefaults__ is not None
+
+
+def _parts_of_function(fn: types.FunctionType, names: Iterable[str]) -> list[Any]:
     cells = []
     for cell in fn.__closure__ or ():
         with contextlib.suppress(ValueError):  # not assigned yet
             cells.append(cell.cell_contents)
     scope = fn.__globals__
-    names = () if is_library(scope) else global_names(fn.__code__).loaded
     return [*cells, fn.__defaults__, fn.__kwdefaults__, *map(scope.get, names)]
+
+
+class _OpenCode(NamedTuple):
+    """What of a function's code may lead to a stream.
+
+    Attributes:
+        code: held, so that its identity is not used again.
+        names: the globals to look at: not the builtins, nor what packages define.
+        closed: whether it has variables of an outer function.
+        handles_states: whether it reads or sets the state of a stream itself.
+    """
+
+    code: types.CodeType
+    names: tuple[str, ...]
+    closed: bool
+    handles_states: bool
+
+
+# By the identity of the code, oldest first.
+_CODES: dict[int, _OpenCode] = {}
+_CODES_SIZE = 4096
+
+
+def _open_code(fn: types.FunctionType) -> _OpenCode:
+    known = _CODES.get(id(fn.__code__))
+    if known is None:
+        if len(_CODES) >= _CODES_SIZE:
+            del _CODES[next(iter(_CODES))]
+        known = _CODES[id(fn.__code__)] = _find_open(fn)
+    return known
+
+
+def _find_open(fn: types.FunctionType) -> _OpenCode:
+    code, scope = fn.__code__, fn.__globals__
+    closed = any(name != "__class__" for name in code.co_freevars)
+    if is_library(scope):
+        return _OpenCode(code, (), closed, handles_states=False)
+    found = global_names(code)
+    names = tuple(n for n in found.loaded if not _is_settled(n, scope))
+    return _OpenCode(code, names, closed, found.handles_states)
+
+
+def _is_settled(name: str, scope: dict[str, Any]) -> bool:
+    """Say whether a global is a builtin, or a package's and so none of the user's."""
+    if name not in scope:
+        return hasattr(builtins, name)
+    value = scope[name]
+    kind = type(value)
+    if kind is types.ModuleType:
+        return is_library(vars(value))
+    if kind is types.FunctionType:
+        held = value.__closure__ or value.__defaults__ or value.__kwdefaults__
+        return is_library(value.__globals__) and not held
+    if issubclass(kind, type):
+        module: Any = sys.modules.get(str(value.__module__))
+        return module is not None and is_library(vars(module))
+    return False
 
 
 def _parts_of_container(value: Any) -> Iterable[Any]:

@@ -124,11 +124,6 @@ def _python_state(raw: bytes, gauss: float | None) -> tuple[Any, ...]:
     return (3, (*words, position), gauss)
 
 
-def _python_owner() -> Any:
-    """Return the object behind the functions of `random`, which a test may replace."""
-    return vars(random).get("_inst")
-
-
 def _python_global(owner: Any) -> tuple[Stream, Any]:
     memory = _python_memory(random.Random(0))
     name = "Python's random"
@@ -212,24 +207,28 @@ class GlobalStreams(NamedTuple):
     Attributes:
         read: returns the states of all, to be compared by `==`.
         streams: each of them; to each belongs one of the states.
-        owners: the objects behind Python's and NumPy's, which may be exchanged.
+        python: the object behind Python's functions.
+        numpy: NumPy's module, or None.
+        bits: its generator. All three may be exchanged.
     """
 
     read: Callable[[], Sequence[Any]]
     streams: Sequence[Stream]
-    owners: tuple[Any, Any]
+    python: Any
+    numpy: Any
+    bits: Any
 
 
 def _find_global(python: Any, numpy_random: Any) -> GlobalStreams:
     found = [_torch_global(), _python_global(python)]
     bits = None
-    if numpy_random is not None:
+    if isinstance(numpy_random, types.ModuleType):
         bits = numpy_random.get_bit_generator()
         found.append(_numpy_global(numpy_random))
     streams = [stream for stream, _ in found]
     read = _reader(python, [memory for _, memory in found])
     read = read or (lambda: [s.read() for s in streams])
-    return GlobalStreams(read, streams, (python, bits))
+    return GlobalStreams(read, streams, python, numpy_random, bits)
 
 
 def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
@@ -240,33 +239,36 @@ def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]]
     if not rest:
         return lambda: (cpu.raw, (words.raw, python.gauss_next))
     ((more, gauss),) = rest
-    return lambda: (
-        cpu.raw,
-        (words.raw, python.gauss_next),
-        (more.raw, gauss.raw),
-    )
+    return lambda: (cpu.raw, (words.raw, python.gauss_next), (more.raw, gauss.raw))
 
 
 _global: GlobalStreams | None = None
+_modules = sys.modules
+# The object behind the functions of `random`, which a test may replace.
+_random: dict[str, Any] = vars(random)
 
 
 def global_streams() -> GlobalStreams:
     """Return the global streams of the host."""
     global _global
-    python, numpy_random = _python_owner(), _numpy_module()
-    bits = None if numpy_random is None else numpy_random.get_bit_generator()
+    python, numpy_random = _random.get("_inst"), _modules.get("numpy.random")
     known = _global
-    if known is None or known.owners[0] is not python or known.owners[1] is not bits:
-        known = _global = _find_global(python, numpy_random)
+    if (
+        known is None
+        or known.python is not python
+        or known.numpy is not numpy_random
+        or (known.bits and numpy_random.get_bit_generator() is not known.bits)
+        or (numpy_random is None and "numpy" in _modules)
+    ):
+        known = _global = _find_global(python, _numpy_module())
     return known
 
 
 def _numpy_module() -> Any:
-    module = sys.modules.get("numpy.random")
-    if module is None and isinstance(sys.modules.get("numpy"), types.ModuleType):
+    if isinstance(_modules.get("numpy"), types.ModuleType):
         # NumPy imports it on its first use, which may be within a forward.
-        module = importlib.import_module("numpy.random")
-    return module if isinstance(module, types.ModuleType) else None
+        return importlib.import_module("numpy.random")
+    return _modules.get("numpy.random")
 
 
 def stream_of(value: Any) -> Stream | None:

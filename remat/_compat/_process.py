@@ -47,9 +47,17 @@ def read_settings() -> tuple[Any, ...]:
         precision: Any = _precision()
     except RuntimeError:  # it was set for each backend, and torch refuses to sum it up
         precision = [torch._C._get_fp32_precision_getter(*p) for p in _PRECISIONS]
+    # One tuple, not two put together: this is read on every call.
     basic = (
-        *(_dtype(), _autocast_dtype("cpu"), _deterministic(), _warn_only(), precision),
-        *(_filled(), _math_attention(), _flash_attention(), _mkldnn()),
+        _dtype(),
+        _autocast_dtype("cpu"),
+        _deterministic(),
+        _warn_only(),
+        precision,
+        _filled(),
+        _math_attention(),
+        _flash_attention(),
+        _mkldnn(),
     )
     return (*basic, *[get() for get, _ in _MORE]) if _MORE else basic
 
@@ -108,7 +116,7 @@ if torch.backends.mps.is_available():
 
 def device_generators() -> list[torch.Generator]:
     """Return the global generator of every initialized device besides the CPU."""
-    return [g for generators in _STREAMS for g in generators()]
+    return [g for generators in _STREAMS for g in generators()] if _STREAMS else []
 
 
 def default_generators() -> list[torch.Generator]:
