@@ -190,6 +190,8 @@ _COMPILED = (
     "remat: saved_residuals was called in a function that torch.compile traces. Call "
     "it outside, on the function that is not compiled."
 )
+
+
 # --- The run ---
 
 

@@ -752,6 +752,21 @@ def test_fake_tensors_give_the_same_list(wrap):
         assert saved_residuals(f, *fakes) == real
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("wrap", [plain, ckpt])
+def test_a_module_of_fake_or_meta_tensors_keeps_as_many_bytes(wrap):
+    def listed(device):
+        with torch.device(device):
+            norm, x = nn.BatchNorm1d(4), torch.ones(8, 4)
+        found = saved_residuals(lambda x: wrap(norm)(x), x)
+        return [(r.shape, r.nbytes) for r in found]
+
+    real = listed("cpu")
+    with FakeTensorMode():
+        assert listed("cpu") == real
+    assert listed("meta") == real
+
+
 # --- It is a report ---
 
 
