@@ -10,7 +10,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import random, remat
-from remat.testing import assert_same, count_ops, live_bytes
+from remat.testing import assert_same, count_ops, live_bytes, peak_bytes
 
 
 K = random.key(42)
@@ -225,6 +225,36 @@ def test_the_euler_check():
     y = random.dropout(K, x, 0.5).square().sum()
     y.backward()
     torch.testing.assert_close((x.grad * x).sum(), 2 * y)
+
+
+# --- Memory format -----------------------------------------------------------------
+
+FORMATS = {
+    "rows": lambda x: x,
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(-1, -2),
+    "permuted": lambda x: x.permute(3, 1, 0, 2),
+}
+
+
+@pytest.mark.parametrize("arrange", FORMATS.values(), ids=FORMATS.keys())
+@pytest.mark.parametrize("p", [0.5, torch.tensor(0.5)])
+def test_values_and_gradients_keep_the_memory_format(arrange, p):
+    x = arrange(torch.arange(1.0, 2 * 3 * 4 * 5 + 1).view(2, 3, 4, 5)).detach()
+    rows = random.dropout(K, x.contiguous(), p)
+    for leaf in (x, x.clone().requires_grad_()):
+        y = random.dropout(K, leaf, p)
+        assert y.stride() == x.stride()
+        assert_same(y.detach().contiguous(), rows)
+    (g,) = torch.autograd.grad(y, leaf, torch.ones_like(x))
+    assert g.stride() == x.stride()
+    assert_same((g * x).contiguous(), rows)
+
+
+def test_the_result_is_made_once_the_numbers_are_gone():
+    x = torch.ones(100_000)
+    numbers = peak_bytes(lambda: random.uniform(K, x.shape))
+    assert peak_bytes(lambda: random.dropout(K, x, 0.5)) == max(numbers, 9 * x.numel())
 
 
 # --- What is stored ----------------------------------------------------------------

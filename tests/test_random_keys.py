@@ -6,8 +6,10 @@ import operator
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, hessian, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree
@@ -140,6 +142,15 @@ def test_split_is_stable_in_the_number_of_keys():
     assert random.split(K, 5) == random.split(K, 100)[:5]
 
 
+def test_numbers_of_numpy_are_numbers():
+    assert random.split(K, np.int64(3)) == random.split(K, 3)
+    assert random.split(K, (np.int32(3), 2)) == random.split(K, (3, 2))
+    assert random.fold_in(K, np.uint64(2**64 - 1)) == random.fold_in(K, 2**64 - 1)
+    assert random.key(np.int64(-1)) == random.key(-1)
+    for shape in (np.int64(4), (np.int64(4),), np.array([4]), [4]):
+        assert_same(random.uniform(K, shape), random.uniform(K, 4))
+
+
 def test_split_into_fewer_than_no_keys_is_refused():
     with pytest.raises(ValueError, match=r"cannot split a key into \(2, -1\) keys"):
         random.split(K, (2, -1))
@@ -220,6 +231,8 @@ def test_raw_keys_of_torch_are_keys():
         *((torch.tensor([0, 1]), torch.tensor([2, 0])), ([1], slice(None), None)),
         *(torch.tensor([True, False]), torch.ones(2, 3, dtype=torch.bool), ()),
         (..., torch.tensor([True, False, True])),
+        *([True, False], ([[True, False, True]] * 2,), np.ones((2, 3), bool)),
+        *(np.array([1, 0]), np.int64(1), torch.tensor(1)),
     ],
 )
 def test_an_index_is_into_the_shape_of_the_keys(index):
@@ -230,7 +243,11 @@ def test_an_index_is_into_the_shape_of_the_keys(index):
 
 
 @pytest.mark.parametrize(
-    "index", [(0, 0, 0), (..., 0, 0, 0), (torch.ones(2, 3, dtype=torch.bool), 0)]
+    "index",
+    [
+        *((0, 0, 0), (..., 0, 0, 0), (torch.ones(2, 3, dtype=torch.bool), 0)),
+        *((np.ones((2, 3), bool), 0), ([[True] * 3] * 2, slice(None))),
+    ],
 )
 def test_too_many_indices_are_refused(index):
     with pytest.raises(IndexError, match=r"3 indices for keys of shape \(2, 3\)"):
@@ -278,6 +295,9 @@ def test_repr_shows_one_key_and_the_shape_of_many():
     vmap(lambda k: shown.append(repr(k)) or k.data)(KEYS)
     grad(lambda x, k: shown.append(repr(k)) or x)(torch.ones(()), K)
     assert all(s.startswith("Key(") for s in shown)
+    for one in (vmap(lambda k: shown.append(str(k)) or k), vmap(vmap(lambda k: k))):
+        one(KEYS)
+    assert "BatchedTensor" in shown[-1]
 
 
 BINARY = [
@@ -296,7 +316,11 @@ def test_there_is_no_arithmetic_on_keys(op, other):
 
 
 @pytest.mark.parametrize(
-    "op", [operator.neg, operator.pos, operator.inv, abs, int, float, complex, range]
+    "op",
+    [
+        *(operator.neg, operator.pos, operator.inv, abs, int, float, complex, range),
+        *(round, lambda k: divmod(k, 2), lambda k: divmod(2, k)),
+    ],
 )
 def test_a_key_is_no_number(op):
     with pytest.raises(TypeError, match="a key is not a number"):
@@ -333,7 +357,8 @@ def test_a_copy_is_an_equal_key(copied, keys):
 
 def test_a_key_is_saved_and_loaded(tmp_path):
     torch.save(KEYS, tmp_path / "keys")
-    assert torch.load(tmp_path / "keys", weights_only=False) == KEYS
+    for weights_only in (False, True):
+        assert torch.load(tmp_path / "keys", weights_only=weights_only) == KEYS
 
 
 def test_to_the_device_it_is_on_is_the_same_memory():
@@ -486,6 +511,28 @@ def test_compiled_transforms_of_functions_that_take_keys():
     fn = vmap(grad(loss), in_dims=(None, 0))
     compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
     assert_same(compiled(x, KEYS[0]), fn(x, KEYS[0]), reassociated=True)
+
+
+STEPS = [*range(20), 2**40, 2**63 - 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers", "graphs"),
+    [
+        (lambda n: random.fold_in(K, n).data, STEPS, 2),
+        (lambda n: random.fold_in(KEYS, n).data, STEPS, 2),
+        (lambda n: random.key(n).data, [*STEPS, -1, -(2**63)], 2),
+        (lambda n: random.fold_in(K, n).data, [2**63, 2**64 - 1, 2**64 - 2, 3, 4], 3),
+        (lambda n: random.key(n).data, [2**63, 2**64 - 1, 2**64 - 2, 3, 4], 3),
+    ],
+)
+def test_a_number_that_varies_is_compiled_for_all_at_once(make, numbers, graphs):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(make, backend=counter, fullgraph=True)
+    for number in numbers:
+        assert_same(compiled(number), make(number))
+    assert counter.frame_count <= graphs
 
 
 def test_the_examples_of_the_reference_page_run():

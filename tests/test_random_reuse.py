@@ -1,5 +1,6 @@
 """A key that is consumed twice is an error that names both lines, while one asks."""
 
+import functools
 import re
 import threading
 
@@ -166,6 +167,59 @@ def test_the_block_is_left_by_an_exception():
     assert not _reuse._open
 
 
+def test_a_draw_that_is_refused_consumes_nothing():
+    wide, x = torch.zeros(7), torch.ones(3)
+    refused = [
+        lambda: random.uniform(K, 3, minval=wide),
+        lambda: random.normal(K, 3, std=wide),
+        lambda: random.bernoulli(K, wide, (3,)),
+        lambda: random.gumbel(K, 3, loc=wide),
+        lambda: random.exponential(K, 3, scale=wide),
+        lambda: random.laplace(K, 3, loc=wide),
+        lambda: random.truncated_normal(K, wide, 9.0, (3,)),
+        lambda: random.randint(K, 3, wide.long(), 9),
+        lambda: random.randint(K, 3, 0, torch.tensor(300), torch.uint8),
+        lambda: random.dropout(K, x, wide),
+        lambda: random.choice(K, 3, p=x - 1),
+        lambda: random.uniform(K, 3, maxval=-1.0),
+        lambda: random.uniform(K, (-3,)),
+        lambda: random.split(K, -1),
+    ]
+    with check_key_reuse():
+        for draw in refused:
+            with pytest.raises(ValueError, match=r"^remat: "):
+                draw()
+        random.uniform(K)
+
+
+def test_a_function_whose_body_runs_after_the_call_is_not_decorated():
+    def steps():
+        yield random.uniform(K)
+
+    async def later():
+        return random.uniform(K)
+
+    async def both():
+        yield random.uniform(K)
+
+    for fn in (steps, later, both, functools.partial(steps)):
+        with pytest.raises(
+            TypeError, match=r"^remat: .*(steps|later|both).* after its"
+        ):
+            check_key_reuse()(fn)
+
+
+def test_one_block_may_be_entered_again_and_inside_itself():
+    block = check_key_reuse()
+    for _ in range(2):
+        with block:
+            random.uniform(K)
+            with block, pytest.raises(KeyReuseError, match="consumed twice"):
+                random.uniform(K)
+    random.uniform(K)
+    assert not _reuse._open
+
+
 def test_it_is_a_decorator_and_starts_anew_on_each_call():
     @check_key_reuse()
     def draw(times):
@@ -264,6 +318,36 @@ def test_a_recomputation_after_the_block_or_before_it_is_no_reuse():
         torch.autograd.grad(y, x, retain_graph=True)
         torch.autograd.grad(y, x)
         random.uniform(K)
+
+
+def test_a_recomputed_clone_allows_no_draw_more():
+    x = X.clone().requires_grad_()
+    with check_key_reuse():
+        y = remat(lambda x: x.sin() * random.normal(random.clone(K), (3,)))(x)
+        y.sum().backward()
+        random.normal(K)
+        with pytest.raises(KeyReuseError, match="consumed twice"):
+            random.normal(K)
+
+
+def test_a_recompute_by_torch_is_a_reuse():
+    x = X.clone().requires_grad_()
+    with check_key_reuse():
+        y = torch.utils.checkpoint.checkpoint(loss, x, K, use_reentrant=False)
+        with pytest.raises(KeyReuseError, match="consumed twice"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_function_compiled_in_the_block_is_not_checked(fullgraph):
+    torch._dynamo.reset()
+    twice = lambda k: random.normal(random.clone(k), 3) + random.normal(k, 3)
+    compiled = torch.compile(twice, backend="eager", fullgraph=fullgraph)
+    with check_key_reuse():
+        assert torch.equal(compiled(K), compiled(K))
+        random.normal(K, 3)
+        with pytest.raises(KeyReuseError, match="consumed twice"):
+            random.normal(K, 3)
 
 
 def test_traces_are_not_checked():

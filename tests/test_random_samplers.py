@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -156,6 +158,66 @@ def test_a_compiled_function_of_any_size_draws_the_same(draw):
         assert_same(compiled(K, x, n / 2), draw(K, x, n / 2))
 
 
+VARYING = {
+    "uniform": lambda t: random.uniform(K, 4, maxval=t),
+    "uniform of 64 bits": lambda t: random.uniform(K, 4, D, minval=-t, maxval=t),
+    "normal": lambda t: random.normal(K, 4, mean=t, std=t),
+    "gumbel": lambda t: random.gumbel(K, 4, loc=t, scale=t),
+    "truncated_normal": lambda t: random.truncated_normal(K, -t, t, 4),
+    "bernoulli": lambda t: random.bernoulli(K, 1 / t, 4),
+    "dropout": lambda t: random.dropout(K, ROW, 1 / t),
+}
+
+
+@pytest.mark.parametrize("draw", VARYING.values(), ids=VARYING.keys())
+def test_a_parameter_that_varies_is_compiled_twice_at_most(draw):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(draw, backend=counter, fullgraph=True)
+    for i in range(12):
+        number = 1.5 + 0.37 * i
+        assert_same(compiled(number), draw(number))
+    assert counter.frame_count == 2
+
+
+FROM_ROWS = {
+    "shape": lambda k, n, x: random.uniform(k, (n, 2)),
+    "maxval": lambda k, n, x: random.uniform(k, 3, maxval=n),
+    "randint": lambda k, n, x: random.randint(k, 3, 0, n),
+    "choice": lambda k, n, x: random.choice(k, x, n),
+    "choice without": lambda k, n, x: random.choice(k, n, n, replace=False),
+    "choice with p": lambda k, n, x: random.choice(k, n, 5, p=x.square()),
+    "categorical": lambda k, n, x: random.categorical(k, x, -1, (n,), replace=False),
+    "permutation": lambda k, n, x: random.permutation(k, x),
+    "split": lambda k, n, x: random.uniform(random.split(k, n), 3),
+    "split into a shape": lambda k, n, x: random.uniform(random.split(k, (2, n)), 3),
+    "fold_in": lambda k, n, x: random.uniform(random.fold_in(k, n), 3),
+    "key": lambda k, n, x: random.uniform(random.key(n), 3),
+}
+
+
+@pytest.mark.parametrize("draw", FROM_ROWS.values(), ids=FROM_ROWS.keys())
+def test_a_size_of_a_trace_stays_a_symbol(draw):
+    fn = lambda x, data: draw(data, x.shape[0], x)
+    args = torch.rand(4), K.data
+    traced = make_fx(fn, tracing_mode="symbolic")(*args)
+    rows = {0: torch.export.Dim("rows", min=2, max=1000)}, None
+    exported = torch.export.export(Plain(fn), args, dynamic_shapes=rows).module()
+    for n in (4, 7, 30):
+        x = torch.linspace(-1, 2, n)
+        assert_same(traced(x, K.data), fn(x, K.data))
+        assert_same(exported(x, K.data), fn(x, K.data))
+
+
+class Plain(nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x, data):
+        return self.fn(x, data)
+
+
 def test_an_exported_program_takes_keys():
     class Noisy(torch.nn.Module):
         def forward(self, x, key):
@@ -249,18 +311,32 @@ BAD = {
     "exponential": lambda: random.exponential(K, scale=math.nan),
     "laplace": lambda: random.laplace(K, scale=-1.0),
     "truncated": lambda: random.truncated_normal(K, 1.0, 1.0),
+    "nothing between": lambda: random.truncated_normal(
+        K, 1.0, 1.0001, (), torch.float16
+    ),
+    "nor far out": lambda: random.truncated_normal(K, 40_000, 40_010, 3, torch.float16),
+    "shape": lambda: random.uniform(K, (-1, -2)),
+    "tensor bound": lambda: random.randint(K, 3, 0, torch.tensor(1000), torch.uint8),
+    "tensor low": lambda: random.randint(K, 3, torch.tensor(-1), 9, torch.uint8),
+    "64 bits": lambda: random.randint(
+        K, 3, 0, torch.tensor(2**63 + 5, dtype=torch.uint64)
+    ),
     "p": lambda: random.bernoulli(K, 1.5),
     "p below": lambda: random.bernoulli(K, -0.1),
     "p nan": lambda: random.bernoulli(K, math.nan),
     "range": lambda: random.randint(K, (), 3, 3),
     "bound": lambda: random.randint(K, (), 0, 257, torch.uint8),
     "low": lambda: random.randint(K, (), -1, 2, torch.uint8),
-    "wide": lambda: random.randint(K, (), -1, 2**63 - 1),
     "permutation": lambda: random.permutation(K, -1),
     "0-d": lambda: random.permutation(K, torch.ones(())),
     "choice": lambda: random.choice(K, 0),
     "too many": lambda: random.choice(K, 3, (4,), replace=False),
     "p shape": lambda: random.choice(K, 3, p=torch.ones(4)),
+    "no weight": lambda: random.choice(K, 3, p=torch.zeros(3)),
+    "nan weight": lambda: random.choice(K, 3, p=torch.tensor([1, math.nan, 1])),
+    "infinite weight": lambda: random.choice(K, 2, p=torch.tensor([1, math.inf])),
+    "negative weight": lambda: random.choice(K, 2, p=torch.tensor([1.0, -1e-9])),
+    "few weights": lambda: random.choice(K, 3, 2, False, torch.tensor([0, 1.0, 0])),
     "categorical": lambda: random.categorical(K, torch.ones(3, 5), shape=(4,)),
     "no broadcast": lambda: random.categorical(K, torch.ones(3, 5), shape=(1,)),
     "categories": lambda: random.categorical(K, torch.ones(5), -1, (6,), False),
@@ -272,7 +348,7 @@ BAD = {
 def test_parameters_that_make_no_distribution_are_refused(draw):
     with pytest.raises(
         ValueError,
-        match=r"^remat: (expected|`(std|scale|p)` |the (prob|shape)|cannot ch|-1 a)",
+        match=r"^remat: (expected|`(std|scale|p|m..val)` |the (prob|sh)|cannot ch|no)",
     ):
         draw()
 
@@ -289,6 +365,13 @@ def test_parameters_that_make_no_distribution_are_refused(draw):
         ),
         (lambda: random.randint(K, (), 0.5, 2), TypeError, "`minval` is 0.5; it must"),
         (lambda: random.randint(K, None, 0, ROW), TypeError, "`maxval` is tensor"),
+        (lambda: random.randint(K, 3, ROW.bool(), 2), TypeError, "`minval` is tensor"),
+        (lambda: random.randint(K, 3, 0, ROW * 1j), TypeError, "`maxval` is tensor"),
+        (lambda: random.randint(K, 3, 0, 1j), TypeError, "`maxval` is 1j; it must"),
+        (lambda: random.rademacher(K, 3, torch.uint8), TypeError, "no -1 in torch.uin"),
+        (lambda: random.rademacher(K, 3, torch.bool), TypeError, "no -1 in torch.bool"),
+        (lambda: random.permutation(K, KEYS), TypeError, "cannot choose from keys"),
+        (lambda: random.choice(K, KEYS, (2,)), TypeError, "cannot choose from keys"),
         (lambda: random.permutation(K, TABLE, 3), IndexError, "no axis 3 in a tensor"),
         (lambda: random.categorical(K, ROW, 1), IndexError, "no axis 1 in a tensor"),
         (lambda: random.choice(K, TABLE, axis=-4), IndexError, "no axis -4 in a te"),
@@ -360,6 +443,30 @@ def test_randint_of_small_dtypes_takes_64_bits_for_wide_ranges():
     assert got.tolist() == [w % 2**28 for w in words]
     got = random.randint(K, 8, 0, torch.tensor(10), torch.int32)
     assert got.tolist() == [w % 10 for w in words]
+
+
+SPANS = [1, 2, 7, 2**31 - 1, 2**31, 2**31 + 1, 2**32 + 3, 2**62, 2**62 + 1]
+SPANS += [2**63 - 1, 2**63, 2**63 + 1, 3 * 2**62, 2**64 - 1, 2**64]
+
+
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("from_below", [True, False])
+def test_randint_takes_any_range_of_64_bits(span, from_below):
+    low = -(2**63) if from_below or span > 2**63 else 0
+    drawn = random.randint(K, 200, low, low + span)
+    words = [w % 2**64 for w in random.bits(K, 200, torch.int64).tolist()]
+    assert drawn.tolist() == [w % span + low for w in words]
+    if low + span < 2**63:
+        bounds = torch.tensor(low), torch.tensor(low + span)
+        assert_same(random.randint(K, 200, *bounds), drawn)
+
+
+def test_bounds_of_a_tensor_may_be_those_of_the_dtype():
+    low, high = torch.tensor([0, 255]), torch.tensor([256, 256])
+    drawn = random.randint(KEYS, None, low, high, torch.uint8)
+    assert (drawn[..., 1] == 255).all()
+    least = torch.iinfo(torch.int64).min
+    assert random.randint(K, (), torch.tensor(least), torch.tensor(least)) == least
 
 
 def test_randint_covers_a_dtype():
@@ -568,6 +675,47 @@ def test_what_has_probability_0_is_not_chosen(monkeypatch):
         monkeypatch.setattr(_ops, "uniform", extreme)
         assert random.choice(K, 6, p=p) == want
         assert random.categorical(K, logits).item() in {1, 4}
+
+
+@pytest.mark.parametrize(
+    ("p", "possible"),
+    [
+        ([1e38, 3e38, 3e38], {0, 1, 2}),
+        ([0, 1e-45, 0], {1}),
+        ([0, 3e-45, 3e-45, 0], {1, 2}),
+        ([0, 1, 0], {1}),
+        ([0.0, 3.4e38, 1e-30], {1}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, D])
+def test_probabilities_may_have_any_sum(p, possible, dtype):
+    p = torch.tensor(p).to(dtype)
+    assert set(random.choice(K, len(p), 300, p=p).tolist()) == possible
+    batch = torch.stack([p, p])
+    each = vmap(lambda k, p: random.choice(k, len(p), 300, p=p))(KEYS[0, :2], batch)
+    assert set(each.unique().tolist()) == possible
+
+
+def test_scaling_probabilities_by_two_changes_no_draw():
+    p = random.uniform(K, (50,))
+    drawn = random.choice(K, 50, 1000, p=p)
+    for power in (-140, -3, 100, 127):
+        scaled = p.double() * 2.0**power
+        assert_same(
+            random.choice(K, 50, 1000, p=scaled.double()),
+            random.choice(K, 50, 1000, p=p.double()),
+        )
+    assert_same(random.choice(K, 50, 1000, p=p * 8), drawn)
+    sums = p.cumsum(0)
+    u = random.uniform(K, 1000)
+    assert_same(torch.searchsorted(sums, u * sums[-1], right=True), drawn)
+
+
+@pytest.mark.parametrize("p", [None, torch.ones(0)])
+@pytest.mark.parametrize("replace", [True, False])
+def test_nothing_is_drawn_from_nothing(p, replace):
+    assert random.choice(KEYS, 0, (0, 5), replace, p).shape == (2, 3, 0, 5)
+    assert random.choice(KEYS, torch.ones(0, 2), 0, replace, p).shape == (2, 3, 0, 2)
 
 
 def test_categorical_without_replacement_is_distinct_for_each_row():

@@ -4,13 +4,15 @@ Invariant: a thing of probability 0 is never chosen while one of more is left.
 Rejected: the alias method and rejection, whose work depends on the values.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from remat.random import _ops
 from remat.random._continuous import gumbel
-from remat.random._draw import Shape, consumed, draw, fits, shape_of
-from remat.random._key import KeyLike, data_of
+from remat.random._draw import Shape, as_shape, consumed, draw, fits, is_readable
+from remat.random._key import Key, KeyLike, data_of
 from remat.random._samplers import randint
 
 
@@ -31,6 +33,7 @@ def permutation(
         A tensor of shape ``(*key.shape, *x.shape)``.
 
     Raises:
+        TypeError: ``x`` is an array of keys.
         ValueError: ``x`` is a negative integer, or a tensor without dimensions.
         IndexError: ``x`` has no such axis.
 
@@ -66,6 +69,11 @@ def _axis(axis: int, x: Tensor) -> int:
 def _length(x: int | Tensor, axis: int) -> int:
     if isinstance(x, Tensor):
         return x.shape[_axis(axis, x)]
+    if isinstance(x, Key):
+        raise TypeError(
+            "remat: cannot choose from keys; choose from range(n) and index them, as "
+            "in keys[remat.random.permutation(key, len(keys))]."
+        )
     if x < 0:
         raise ValueError(f"remat: cannot choose from {x} things.")
     return x
@@ -102,7 +110,7 @@ def choice(
         replace: whether an entry may be drawn twice by one key.
         p: how likely each entry is, up to a factor: not negative, of shape ``[n]``. By
             default all are equally likely. Without replacement as many must be above 0
-            as are drawn; that is not checked.
+            as are drawn. Values are checked on the CPU, outside traces and transforms.
         axis: the dimension of ``a`` that is drawn from.
 
     Returns:
@@ -111,7 +119,7 @@ def choice(
 
     Raises:
         ValueError: there is nothing to draw from, or not enough without replacement, or
-            ``p`` is of another shape.
+            ``p`` is of another shape or of values that are no weights.
         IndexError: ``a`` has no such axis.
 
     Example:
@@ -119,37 +127,64 @@ def choice(
         >>> random.choice(random.key(42), torch.tensor([10, 20, 30]), (4,))
         tensor([10, 20, 10, 20])
     """
-    shape, n = shape_of(shape), _length(a, axis)
-    count = torch.Size(shape).numel()
-    _check_choice(n, count, replace, p)
+    shape, n = as_shape(shape), _length(a, axis)
+    count = math.prod(shape)
+    _check_choice(n, count, replace)
+    if p is not None:
+        _check_weights(p, n, min(count, 1) if replace else count)
     batch = data_of(key).ndim - 1
-    if replace:
+    if replace and n:
         index = randint(key, shape, 0, n) if p is None else _invert(key, shape, p)
-    elif p is None:
+    elif p is None or not n:
         index = permutation(key, n)[..., :count]
     else:
         index = _noisy(key, (n,), p.detach().log()).topk(count).indices
     return _take(a, index.reshape((*index.shape[:batch], *shape)), axis, batch)
 
 
-def _check_choice(n: int, count: int, replace: bool, p: Tensor | None) -> None:
-    if count and (not n or (count > n and not replace)):
+def _check_choice(n: int, count: int, replace: bool) -> None:
+    if count and (not n or (not replace and count > n)):
         raise ValueError(
             f"remat: cannot choose {count} of {n}" + " without replacement." * bool(n)
         )
-    if p is not None and tuple(p.shape) != (n,):
+
+
+def _check_weights(p: Tensor, n: int, least: int) -> None:
+    if tuple(p.shape) != (n,):
         raise ValueError(
             f"remat: `p` has shape {list(p.shape)}; it must be [{n}], a probability "
             "for each thing to choose from."
+        )
+    if not is_readable(p):
+        return
+    if not ((p >= 0) & p.isfinite()).all() or (p > 0).sum() < least:
+        raise ValueError(
+            f"remat: `p` must be finite and not negative, and at least {least} of it "
+            f"above 0; got {p.tolist()}."
         )
 
 
 def _invert(key: KeyLike, shape: tuple[int, ...], p: Tensor) -> Tensor:
     dtype = torch.promote_types(p.dtype, torch.float32)
-    sums = p.detach().to(dtype).cumsum(0)
+    sums = _scaled(p.detach().to(dtype)).cumsum(0)
     u = draw(_ops.uniform, consumed(key), shape, dtype)
     # To the right of equal sums: what has probability 0 is skipped.
-    return torch.searchsorted(sums, u * sums[-1], right=True)
+    index = torch.searchsorted(sums, u * sums[-1], right=True)
+    return index.clamp(max=p.shape[0] - 1)
+
+
+_EXPONENT = {
+    torch.float32: (torch.int32, 0x7F80_0000),
+    torch.float64: (torch.int64, 0x7FF0_0000_0000_0000),
+}
+
+
+def _scaled(p: Tensor) -> Tensor:
+    """Return weights, times a power of two that makes the greatest one about 1."""
+    # Exact, so no draw changes; but sums overflow no more, nor do products vanish.
+    bits, mask = _EXPONENT[p.dtype]
+    power = (p.max().view(bits) & mask).view(p.dtype)
+    return p / power.clamp(min=torch.finfo(p.dtype).tiny)
 
 
 def _noisy(key: KeyLike, shape: tuple[int, ...], logits: Tensor) -> Tensor:
@@ -194,7 +229,7 @@ def categorical(
     """
     logits = logits.movedim(_axis(axis, logits), -1)
     rows, n = tuple(logits.shape[:-1]), logits.shape[-1]
-    shape = rows if shape is None else shape_of(shape)
+    shape = rows if shape is None else as_shape(shape)
     prefix = shape[: max(0, len(shape) - len(rows))]
     if not (fits(rows, shape) if replace else (*prefix, *rows) == shape):
         raise ValueError(
@@ -203,8 +238,8 @@ def categorical(
         )
     if replace:
         return _noisy(key, (*shape, n), logits).argmax(-1)
-    count = torch.Size(prefix).numel()
-    _check_choice(n, count, replace, None)
+    count = math.prod(prefix)
+    _check_choice(n, count, replace)
     index = _noisy(key, (*rows, n), logits).topk(count).indices
     batch = tuple(data_of(key).shape[:-1])
     return index.movedim(-1, len(batch)).reshape((*batch, *shape))

@@ -21,7 +21,9 @@ from remat.random._draw import (
     draw,
     float_dtype,
     moved,
-    shape_of,
+    number_below,
+    rounded,
+    shape_for,
     wide,
 )
 from remat.random._key import KeyLike
@@ -65,9 +67,9 @@ def gumbel(
     """
     dtype = float_dtype(dtype)
     check_scale("scale", scale)
-    u = _uniform(key, shape_of(shape, loc, scale), dtype)
+    u = _uniform(key, shape_for(key, shape, loc=loc, scale=scale), dtype)
     g = -(-u.clamp(min=torch.finfo(u.dtype).tiny).log()).log()
-    return moved(g, "loc", loc, "scale", scale).to(dtype)
+    return moved(g, loc, scale).to(dtype)
 
 
 def exponential(
@@ -101,8 +103,8 @@ def exponential(
     """
     dtype = float_dtype(dtype)
     check_scale("scale", scale)
-    u = _uniform(key, shape_of(shape, scale), dtype)
-    return moved(-(-u).log1p(), "loc", 0, "scale", scale).to(dtype)
+    u = _uniform(key, shape_for(key, shape, scale=scale), dtype)
+    return moved(-(-u).log1p(), 0, scale).to(dtype)
 
 
 def laplace(
@@ -139,10 +141,10 @@ def laplace(
     """
     dtype = float_dtype(dtype)
     check_scale("scale", scale)
-    u = _uniform(key, shape_of(shape, loc, scale), dtype)
+    u = _uniform(key, shape_for(key, shape, loc=loc, scale=scale), dtype)
     # On [-1, 1): the one number that has no logarithm moves to its neighbour.
     u = (2 * u - 1).clamp(min=torch.finfo(u.dtype).eps - 1)
-    return moved(-u.sign() * (-u.abs()).log1p(), "loc", loc, "scale", scale).to(dtype)
+    return moved(-u.sign() * (-u.abs()).log1p(), loc, scale).to(dtype)
 
 
 def truncated_normal(
@@ -170,8 +172,8 @@ def truncated_normal(
         A tensor of shape ``(*key.shape, *shape)``, on the key's device.
 
     Raises:
-        ValueError: ``upper`` is not above ``lower``, or a tensor is of a shape that
-            does not fit.
+        ValueError: ``upper`` is not above ``lower``, or ``dtype`` has no value between
+            them; or a tensor is of a shape that does not fit.
         TypeError: ``dtype`` is not a floating-point dtype.
 
     Example:
@@ -180,20 +182,30 @@ def truncated_normal(
         tensor([0.7898, 0.8882, 0.4367])
     """
     dtype = float_dtype(dtype)
-    two = isinstance(lower, Tensor) or isinstance(upper, Tensor)
-    if not two and not lower < upper:
-        raise ValueError(
-            f"remat: expected lower < upper, got {lower} and {upper}; between them "
-            "there is nothing to draw."
-        )
-    u = _uniform(key, shape_of(shape, lower, upper), dtype)
+    if not (isinstance(lower, Tensor) or isinstance(upper, Tensor)):
+        _check_between(lower, upper, dtype)
+    u = _uniform(key, shape_for(key, shape, lower=lower, upper=upper), dtype)
     # Rounded first: the result is to be within the bounds that its dtype has.
-    low = as_parameter("lower", lower, u.to(dtype))
-    high = as_parameter("upper", upper, u.to(dtype))
+    low = as_parameter(lower, u.to(dtype))
+    high = as_parameter(upper, u.to(dtype))
     x = _between(u, low.to(u.dtype), high.to(u.dtype)).to(dtype)
     most = torch.finfo(dtype).max
     x = torch.minimum(x, below(high.clamp(max=most)))
     return torch.maximum(x, -below((-low).clamp(max=most)))
+
+
+def _check_between(lower: float, upper: float, dtype: torch.dtype) -> None:
+    some = lower < upper
+    # While compiling the digits of a number would be constants of the graph.
+    if some and not torch.compiler.is_compiling():
+        most = torch.finfo(dtype).max
+        low, high = rounded(max(lower, -most), dtype), rounded(min(upper, most), dtype)
+        some = low < number_below(high, dtype)
+    if not some:
+        raise ValueError(
+            f"remat: expected lower < upper, got {lower} and {upper}; between them "
+            f"{dtype} has nothing to draw."
+        )
 
 
 def _between(u: Tensor, low: Tensor, high: Tensor) -> Tensor:

@@ -6,14 +6,15 @@ number of keys.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from remat._compat import current_layer, must_inline
 from remat.random import _reuse
-from remat.random._key import KeyLike, data_of
+from remat.random._key import KeyLike, data_of, integer
 
 
 Shape: TypeAlias = int | tuple[int, ...] | None
@@ -39,13 +40,38 @@ def draw(
     return numbers.reshape((*data.shape[:-1], *shape))
 
 
-def shape_of(shape: Shape, *parameters: Value) -> tuple[int, ...]:
-    """Return the shape asked for, by default that of the parameters together."""
+def shape_for(key: KeyLike, shape: Shape, **parameters: Value) -> tuple[int, ...]:
+    """Return the shape asked for, by default that of the parameters together.
+
+    Raises:
+        ValueError: a parameter would widen what is drawn. That is seen here, before
+            the key is consumed.
+    """
+    tensors = {name: p for name, p in parameters.items() if isinstance(p, Tensor)}
     if shape is None:
-        return torch.broadcast_shapes(
-            *(p.shape for p in parameters if isinstance(p, Tensor))
-        )
-    return (shape,) if isinstance(shape, (int, torch.SymInt)) else tuple(shape)
+        shape = torch.broadcast_shapes(*(p.shape for p in tensors.values()))
+    shape = as_shape(shape)
+    for name, value in tensors.items():
+        result = (*data_of(key).shape[:-1], *shape)
+        if not fits(value.shape, result):
+            raise ValueError(_WIDENS.format(name, list(value.shape), list(result)))
+    return shape
+
+
+_WIDENS = (
+    "remat: `{}` has shape {}, which does not broadcast to the draws' {}. Pass a "
+    "`shape` that it fits, or None for that of the parameters."
+)
+
+
+def as_shape(shape: Any) -> tuple[int, ...]:
+    """Return a shape that is given as a number, as a sequence of them or as None."""
+    if shape is None:
+        return ()
+    lengths = tuple(map(integer, shape if isinstance(shape, Iterable) else (shape,)))
+    if any(n < 0 for n in lengths):
+        raise ValueError(f"remat: no tensor has the shape {list(lengths)}.")
+    return lengths
 
 
 def fits(shape: Sequence[int], result: Sequence[int]) -> bool:
@@ -54,17 +80,21 @@ def fits(shape: Sequence[int], result: Sequence[int]) -> bool:
     return len(shape) <= len(result) and all(a in (1, b) for a, b in pairs)
 
 
-def as_parameter(name: str, value: Value, like: Tensor) -> Tensor:
+def as_parameter(value: Value, like: Tensor) -> Tensor:
     """Return a parameter as a tensor of the dtype and device of the draws `like`."""
     if not isinstance(value, Tensor):
+        if torch.compiler.is_compiling():
+            # A sum, for `full` would make its number a constant of the graph.
+            return torch.zeros((), dtype=like.dtype, device=like.device) + value
         return torch.full((), value, dtype=like.dtype, device=like.device)
-    if not fits(value.shape, like.shape):
-        raise ValueError(
-            f"remat: `{name}` has shape {list(value.shape)}, which does not broadcast "
-            f"to the draws' {list(like.shape)}. Pass a `shape` that it fits, or None "
-            "for that of the parameters."
-        )
     return value.to(like.dtype)
+
+
+def is_readable(value: Tensor) -> bool:
+    """Say whether values cost nothing to read: not on a GPU, nor in a trace."""
+    if must_inline() or current_layer() is not None:
+        return False
+    return type(value) in (Tensor, torch.nn.Parameter) and value.is_cpu
 
 
 def float_dtype(dtype: torch.dtype | None) -> torch.dtype:
@@ -94,11 +124,11 @@ def check_scale(name: str, value: Value) -> None:
         raise ValueError(f"remat: `{name}` is {value}; it must be at least 0.")
 
 
-def moved(z: Tensor, at: str, loc: Value, by: str, scale: Value) -> Tensor:
-    """Return `z * scale + loc`, parameters that are called `by` and `at`."""
+def moved(z: Tensor, loc: Value, scale: Value) -> Tensor:
+    """Return `z * scale + loc`."""
     if not is_number(scale, 1):
-        z = z * as_parameter(by, scale, z)
-    return z if is_number(loc, 0) else z + as_parameter(at, loc, z)
+        z = z * as_parameter(scale, z)
+    return z if is_number(loc, 0) else z + as_parameter(loc, z)
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

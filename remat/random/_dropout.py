@@ -38,7 +38,7 @@ def dropout(key: KeyLike, x: Tensor, p: Value, training: bool = True) -> Tensor:
         training: False to return ``x`` as it is.
 
     Returns:
-        A tensor like ``x``.
+        A tensor like ``x``, of its memory format too outside ``torch.func``.
 
     Raises:
         ValueError: ``p`` is a number outside [0, 1], or ``x`` is not of a shape that
@@ -53,12 +53,12 @@ def dropout(key: KeyLike, x: Tensor, p: Value, training: bool = True) -> Tensor:
     check_probability(p)
     if not training or is_number(p, 0):
         return x
-    _check(data_of(key), x)
+    _check(data_of(key), x, p)
     data = consumed(key)
     return _drop_tensor(x, data, p) if isinstance(p, Tensor) else _drop(x, data, p)
 
 
-def _check(data: Tensor, x: Tensor) -> None:
+def _check(data: Tensor, x: Tensor, p: Value) -> None:
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"remat: dropout of {x.dtype}; convert it to floating point.")
     shape = data.shape[:-1]
@@ -71,6 +71,11 @@ def _check(data: Tensor, x: Tensor) -> None:
         raise ValueError(
             f"remat: `x` is on {x.device} and the key on {data.device}. Use "
             "key.to(x.device)."
+        )
+    if isinstance(p, Tensor) and not fits(p.shape, x.shape):
+        raise ValueError(
+            f"remat: `p` has shape {list(p.shape)}, which does not broadcast to that "
+            f"of `x`, {list(x.shape)}."
         )
 
 
@@ -89,18 +94,22 @@ def _uniform(x: Tensor, data: Tensor) -> Tensor:
 def _masked(x: Tensor, data: Tensor, p: float) -> Tensor:
     # With all dropped, 1 keeps the derivative of nothing from being NaN.
     scale = 1 / (1 - p) if p < 1 else 1.0
-    return torch.where(_uniform(x, data) < p, 0.0, x * scale)
+    drop = _uniform(x, data) < p
+    # In place the product keeps the memory format of `x`. Not under vmap: there `drop`
+    # alone may be a batch.
+    if current_layer() is None:
+        return (x * scale).masked_fill_(drop, 0)
+    return torch.where(drop, 0.0, x * scale)
 
 
 def _drop_tensor(x: Tensor, data: Tensor, p: Tensor) -> Tensor:
-    if not fits(p.shape, x.shape):
-        raise ValueError(
-            f"remat: `p` has shape {list(p.shape)}, which does not broadcast to that "
-            f"of `x`, {list(x.shape)}."
-        )
     some = p < 1
     scale = (1 / torch.where(some, 1 - p, 1.0)).to(x.dtype)
-    return torch.where(_uniform(x, data) < p, 0.0, x * scale)
+    drop = _uniform(x, data) < p
+    if current_layer() is None:
+        # The result has the memory format of the mask, and so has the gradient.
+        drop = torch.empty_like(x, dtype=torch.bool).copy_(drop)
+    return torch.where(drop, 0.0, x * scale)
 
 
 class _Dropout(Function):

@@ -10,7 +10,7 @@ so that `key + 1` is a tensor; and torch.func's transforms are fragile around th
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, overload
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat import _tree
+from remat._compat import base_tensor
 from remat.random import _ops, _reuse
 
 
@@ -123,7 +124,7 @@ class Key:
     @override
     def __repr__(self) -> str:
         data = self.data
-        if not isinstance(data, Tensor) or type(data) is not Tensor or data.is_meta:
+        if type(data) is not Tensor or base_tensor(data) is not data or data.is_meta:
             return f"Key({data!r})"
         if self.ndim:
             return f"Key(shape={tuple(self.shape)}, device={str(self.device)!r})"
@@ -150,17 +151,21 @@ class Key:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _not_a_number
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _not_a_number
-    __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _not_a_number
+    __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _not_a_number
+    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _not_a_number
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _not_a_number
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _not_a_number
     __lt__ = __le__ = __gt__ = __ge__ = _not_a_number
-    __neg__ = __pos__ = __abs__ = __invert__ = _not_a_number
+    __neg__ = __pos__ = __abs__ = __invert__ = __round__ = _not_a_number
     __int__ = __float__ = __complex__ = __index__ = _not_a_number
 
 
 def _unpickle(data: Tensor, impl: str) -> Key:
     return Key(data.view(torch.uint64), impl)
 
+
+# It only makes a key, so `torch.load(weights_only=True)` may call it.
+torch.serialization.add_safe_globals([_unpickle])
 
 _tree.register(Key, "remat.random.Key", children=["data"], static=["impl"])
 # A Key, or its data: what torch.func._random calls a key.
@@ -171,8 +176,11 @@ def _dims_used(part: Any) -> int:
     """Return how many dimensions one part of an index stands for."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
-    is_mask = isinstance(part, Tensor) and part.dtype is torch.bool
-    return part.ndim if is_mask else 1
+    if isinstance(part, (int, torch.SymInt, slice)):
+        return 1
+    # A mask may also be a list, or an array of NumPy.
+    index = torch.as_tensor(part)
+    return index.ndim if index.dtype is torch.bool else 1
 
 
 def _check_data(data: Any) -> None:
@@ -226,12 +234,23 @@ def key(seed: int, *, device: torch.device | str | int | None = None) -> Key:
         >>> key(-1) == key(2**64 - 1)
         True
     """
-    seed = operator.index(seed)
+    seed = integer(seed)
     if not -(2**63) <= seed < 2**64:
         raise OverflowError(
             f"remat: the seed {seed} has more than 64 bits. Take it modulo 2**64."
         )
-    return Key(torch.tensor([seed % 2**64, 0], dtype=torch.uint64, device=device))
+    word = _ops.as_int64(seed)
+    if not (isinstance(word, torch.SymInt) or torch.compiler.is_compiling()):
+        return Key(torch.tensor([word, 0], device=device).view(torch.uint64))
+    # A product, for a symbol of a trace is no constant.
+    return Key((torch.tensor([1, 0], device=device) * word).view(torch.uint64))
+
+
+def integer(number: Any) -> int:
+    """Return an integer, which a symbol of a trace is too, and stays."""
+    if isinstance(number, (int, torch.SymInt)):
+        return number  # pyrefly: ignore[bad-return]
+    return operator.index(number)
 
 
 @overload
@@ -260,7 +279,7 @@ def split(key: KeyLike, num: int | tuple[int, ...] = 2) -> KeyLike:
         >>> split(key(42), (2, 3)).shape
         torch.Size([2, 3])
     """
-    shape = (num,) if isinstance(num, int) else tuple(num)
+    shape = tuple(map(integer, num)) if isinstance(num, Iterable) else (integer(num),)
     if any(n < 0 for n in shape):
         raise ValueError(f"remat: cannot split a key into {num} keys.")
     data = data_of(key)
@@ -298,7 +317,7 @@ def fold_in(key: KeyLike, data: int | Tensor) -> KeyLike:
         >>> fold_in(key(42), 1) == split(key(42))[1]
         True
     """
-    number = data if isinstance(data, Tensor) else operator.index(data)
+    number = data if isinstance(data, Tensor) else integer(data)
     return _like(key, _ops.fold_in(data_of(key), number))
 
 

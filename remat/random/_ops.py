@@ -53,12 +53,13 @@ def fold_in(data: Tensor, value: int | Tensor) -> Tensor:
     if not 0 <= value < 2**64:
         raise ValueError(_OUT_OF_RANGE.format(got=value))
     op = _fold_in if is_unwatched(data) else torch.ops.remat.fold_in
-    return op(data, _as_int64(value))
+    return op(data, as_int64(value))
 
 
-def _as_int64(word: int) -> int:
-    word %= 2**64
-    return word - (word >> 63 << 64)
+def as_int64(word: int) -> int:
+    """Return the signed integer that has the bits of a word, as operations take it."""
+    # A symbol of a trace is never as much, and stays as it is.
+    return word if word < 2**63 else word - 2**64
 
 
 def bits(data: Tensor, n: int, width: int) -> Tensor:
@@ -128,7 +129,7 @@ def _fold_in(data: Tensor, value: int) -> Tensor:
 
 def _fold_in_tensor(data: Tensor, value: Tensor) -> Tensor:
     if value.ndim == 0 and value.is_cpu and data.is_cpu:
-        return _fold_in(data, _as_int64(int(value.item())))
+        return _fold_in(data, int(value.item()))
     shape = torch.broadcast_shapes(data.shape[:-1], value.shape)
     if value.dtype != torch.uint64:
         value = value.to(torch.int64)
@@ -279,7 +280,7 @@ _behind_num = functools.partial(_more_keys, out_dim=1)
 
 _register("split(Tensor data, SymInt num) -> Tensor", _split, _split_shape, _behind_num)
 _register(
-    "fold_in(Tensor data, int value) -> Tensor", _fold_in, _fold_in_shape, _in_front
+    "fold_in(Tensor data, SymInt value) -> Tensor", _fold_in, _fold_in_shape, _in_front
 )
 _register(
     "fold_in_tensor(Tensor data, Tensor value) -> Tensor",

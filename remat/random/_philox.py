@@ -27,7 +27,7 @@ WEYL = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 MASK = 0xFFFFFFFF
 
-FEW = 256  # blocks, above which tensors are faster than Python's integers
+FEW = 640  # blocks, above which tensors are faster than Python's integers
 # Blocks in a chunk, which is an eighth of a draw within these bounds: enough for two of
 # torch's threads, and 5 buffers of it in the cache.
 CHUNK = 49_152, 131_072

@@ -7,17 +7,25 @@ Rejected: marking the key object as consumed. It would go by the object, where e
 keys draw equal numbers, and a key that is batched is another object each time.
 """
 
+import functools
+import inspect
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
+from typing import ParamSpec, TypeVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from remat._code import user_line
 from remat._compat import base_tensor, must_inline
 from remat._errors import KeyReuseError
 from remat._primal import is_recomputing
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Ledger:
@@ -38,8 +46,47 @@ _open: list[None] = []
 _ledger: ContextVar[_Ledger | None] = ContextVar("_ledger", default=None)
 
 
-@contextmanager
-def check_key_reuse() -> Iterator[None]:
+class _Block(AbstractContextManager[None]):
+    """A block, or several inside one another, in which keys are checked."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Token[_Ledger | None]] = []
+
+    @override
+    def __enter__(self) -> None:
+        self._tokens.append(_ledger.set(_ledger.get() or _Ledger()))
+        _open.append(None)
+
+    @override
+    def __exit__(self, *exception: object) -> None:
+        _open.pop()
+        _ledger.reset(self._tokens.pop())
+
+    def __call__(self, fn: Callable[P, T]) -> Callable[P, T]:
+        if any(is_stepwise(fn) for is_stepwise in _STEPWISE):
+            raise TypeError(_RUNS_LATER.format(name=getattr(fn, "__qualname__", fn)))
+
+        @functools.wraps(fn)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            with _Block():
+                return fn(*args, **kwargs)
+
+        return checked
+
+
+_STEPWISE = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
+_RUNS_LATER = (
+    "remat: {name} is a generator or coroutine function, whose body runs after its "
+    "call and so would not be checked. Write `with remat.random.check_key_reuse():` in "
+    "it, around what draws."
+)
+
+
+def check_key_reuse() -> _Block:
     """Raise where a key is consumed a second time: the numbers would be the same.
 
     Samplers and :func:`split` consume a key; each key of an array is consumed by
@@ -50,10 +97,13 @@ def check_key_reuse() -> Iterator[None]:
     It sees keys with values, in this thread; not what ``torch.compile`` or ``make_fx``
     trace, nor what compiled code draws. It reads them, which on an accelerator waits
     for it: meant for tests and debugging. Blocks inside one another count together.
-    Also a decorator.
+    Also a decorator, of functions that are no generators or coroutines.
+
+    The recompute of ``torch.utils.checkpoint`` is a call like others, and so a reuse.
 
     Raises:
         KeyReuseError: in the block, naming both lines.
+        TypeError: it decorates a function whose body runs later.
 
     Example:
         >>> from remat import random
@@ -64,24 +114,20 @@ def check_key_reuse() -> Iterator[None]:
         Traceback (most recent call last):
         remat._errors.KeyReuseError: remat: a key was consumed twice, ...
     """
-    token = _ledger.set(_ledger.get() or _Ledger())
-    _open.append(None)
-    try:
-        yield
-    finally:
-        _open.pop()
-        _ledger.reset(token)
+    return _Block()
 
 
 def consume(data: Tensor) -> None:
     """Note that each key of `data` is consumed."""
-    if _open:
+    if _open and not must_inline():
         _consume(data)
 
 
 def allow(data: Tensor) -> None:
     """Let each key of `data` be consumed once more."""
-    if _open and (ledger := _ledger.get()) is not None:
+    if not _open or must_inline() or is_recomputing():
+        return
+    if (ledger := _ledger.get()) is not None:
         ledger.allowed.update(_rows(data))
 
 
@@ -104,8 +150,6 @@ def _consume(data: Tensor) -> None:
 
 def _rows(data: Tensor) -> list[tuple[int, int]]:
     """Return the seed and offset of each key under all wrappers, if it has values."""
-    if must_inline():
-        return []
     # Taken apart first: a vmap may batch over the last dimension of what it is given.
     seed, offset = (base_tensor(data[..., i]).detach() for i in range(2))
     if type(seed) is not Tensor or seed.is_meta:

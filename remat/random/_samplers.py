@@ -6,6 +6,8 @@ Rejected: rejection sampling, which draws a number of times that depends on the 
 so that neither vmap nor torch.compile could have it.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,16 +16,18 @@ from remat.random._draw import (
     Shape,
     Value,
     as_parameter,
+    as_shape,
     below,
     check_scale,
     consumed,
     draw,
     float_dtype,
     is_number,
+    is_readable,
     moved,
     number_below,
     rounded,
-    shape_of,
+    shape_for,
     wide,
 )
 from remat.random._key import KeyLike
@@ -67,12 +71,18 @@ def uniform(
         tensor([0.9177, 0.9581, 0.7473])
     """
     dtype = float_dtype(dtype)
-    shape = shape_of(shape, minval, maxval)
-    if isinstance(minval, (int, float)) and isinstance(maxval, (int, float)):
+    shape = shape_for(key, shape, minval=minval, maxval=maxval)
+    numbers = isinstance(minval, (int, float)) and isinstance(maxval, (int, float))
+    if numbers:
+        _check_bounds(dtype, minval, maxval)
+    # While compiling by tensors: `rounded` would make a number a constant of the graph.
+    # But not in small dtypes, which the compiler rounds less often than we do.
+    if numbers and not (torch.compiler.is_compiling() and dtype.itemsize > 2):
         return _uniform_between(key, shape, dtype, minval, maxval)
     u = draw(_ops.uniform, consumed(key), shape, dtype)
-    low = as_parameter("minval", minval, u)
-    high = as_parameter("maxval", maxval, u)
+    if is_number(minval, 0) and is_number(maxval, 1):
+        return u
+    low, high = as_parameter(minval, u), as_parameter(maxval, u)
     to = wide(dtype)
     out = (u.to(to) * (high - low).to(to) + low.to(to)).to(dtype)
     return torch.where(out >= high, torch.maximum(below(high), low), out)
@@ -81,18 +91,21 @@ def uniform(
 def _uniform_between(
     key: KeyLike, shape: tuple[int, ...], dtype: torch.dtype, low: float, high: float
 ) -> Tensor:
-    most = torch.finfo(dtype).max
-    if not (0 <= high - low <= most and abs(low) <= most and abs(high) <= most):
-        raise ValueError(
-            f"remat: expected minval <= maxval at a finite distance in {dtype}, got "
-            f"{low} and {high}."
-        )
     u = draw(_ops.uniform, consumed(key), shape, dtype)
     if (low, high) == (0, 1):
         return u
     low, high = rounded(low, dtype), rounded(high, dtype)
     out = u.to(wide(dtype)).mul_(rounded(high - low, dtype)).add_(low)
     return out.to(dtype).clamp(max=max(low, number_below(high, dtype)))
+
+
+def _check_bounds(dtype: torch.dtype, low: float, high: float) -> None:
+    most = torch.finfo(dtype).max
+    if not (0 <= high - low <= most and abs(low) <= most and abs(high) <= most):
+        raise ValueError(
+            f"remat: expected minval <= maxval at a finite distance in {dtype}, got "
+            f"{low} and {high}."
+        )
 
 
 def normal(
@@ -128,11 +141,11 @@ def normal(
         tensor([-0.9702,  0.1940, -1.2356])
     """
     dtype = float_dtype(dtype)
-    shape = shape_of(shape, mean, std)
     check_scale("std", std)
+    shape = shape_for(key, shape, mean=mean, std=std)
     standard = is_number(mean, 0) and is_number(std, 1)
     z = draw(_ops.normal, consumed(key), shape, dtype if standard else wide(dtype))
-    return z if standard else moved(z, "mean", mean, "std", std).to(dtype)
+    return z if standard else moved(z, mean, std).to(dtype)
 
 
 def bernoulli(key: KeyLike, p: Value = 0.5, shape: Shape = None) -> Tensor:
@@ -159,10 +172,11 @@ def bernoulli(key: KeyLike, p: Value = 0.5, shape: Shape = None) -> Tensor:
         tensor([False, False,  True])
     """
     check_probability(p)
-    u = draw(_ops.uniform, consumed(key), shape_of(shape, p), torch.float32)
+    shape = shape_for(key, shape, p=p)
+    u = draw(_ops.uniform, consumed(key), shape, torch.float32)
     if isinstance(p, Tensor):
         u = u.to(torch.promote_types(p.dtype, u.dtype))
-        return u < as_parameter("p", p, u)
+        return u < as_parameter(p, u)
     return u < p
 
 
@@ -185,12 +199,17 @@ def rademacher(
     Returns:
         A tensor of shape ``(*key.shape, *shape)``, on the key's device.
 
+    Raises:
+        TypeError: ``dtype`` has no -1.
+
     Example:
         >>> from remat import random
         >>> random.rademacher(random.key(42), (4,))
         tensor([-1, -1, -1,  1])
     """
-    return bernoulli(key, 0.5, shape_of(shape)).to(dtype) * 2 - 1
+    if not dtype.is_signed:
+        raise TypeError(f"remat: there is no -1 in {dtype}. Try torch.int64.")
+    return bernoulli(key, 0.5, as_shape(shape)).to(dtype) * 2 - 1
 
 
 _WORDS = (
@@ -228,7 +247,8 @@ def bits(key: KeyLike, shape: Shape = (), dtype: torch.dtype = torch.uint32) -> 
         tensor([2632642643, 2012563771], dtype=torch.uint32)
     """
     _check_words(dtype)
-    words = draw(_ops.bits, consumed(key), shape_of(shape), 8 * dtype.itemsize)
+    shape = as_shape(shape)
+    words = draw(_ops.bits, consumed(key), shape, 8 * dtype.itemsize)
     return words.view(dtype) if dtype.itemsize == 8 else words.to(dtype)
 
 
@@ -250,16 +270,17 @@ def randint(
         key: a key, or an array of them.
         shape: of the integers drawn from each key; None for that of the bounds.
         minval: the least integer, a number or a tensor that broadcasts to the result.
-        maxval: one more than the greatest, likewise; less than 2**63 above ``minval``.
-            A tensor bound not above ``minval`` gives ``minval``.
+        maxval: one more than the greatest, likewise. A tensor bound not above
+            ``minval`` gives ``minval``.
         dtype: an integer dtype, but not uint64.
 
     Returns:
         A tensor of shape ``(*key.shape, *shape)``, on the key's device.
 
     Raises:
-        ValueError: ``maxval`` is not above ``minval``, a bound is outside ``dtype``, or
-            a tensor is of a shape that does not fit.
+        ValueError: ``maxval`` is not above ``minval``, a bound is outside ``dtype``
+            (of tensors that is seen on the CPU, outside traces and transforms), or a
+            tensor is of a shape that does not fit.
         TypeError: ``dtype`` is not an integer dtype or is uint64, or a bound is not an
             integer.
 
@@ -269,14 +290,13 @@ def randint(
         tensor([9, 9, 3, 5, 7, 9])
     """
     _check_words(dtype, no=torch.uint64)
-    _check_integer("minval", minval)
-    _check_integer("maxval", maxval)
-    shape = shape_of(shape, minval, maxval)
+    _check_bound("minval", minval, dtype, 0)
+    _check_bound("maxval", maxval, dtype, 1)
+    shape = shape_for(key, shape, minval=minval, maxval=maxval)
     if isinstance(minval, Tensor) or isinstance(maxval, Tensor):
         words = draw(_ops.bits, consumed(key), shape, 64)
-        low = as_parameter("minval", minval, words)
-        span = as_parameter("maxval", maxval, words) - low
-        return (low + _modulo(words, span.clamp(min=1))).to(dtype)
+        low, high = as_parameter(minval, words), as_parameter(maxval, words)
+        return (low + _modulo_each(words, low, high)).to(dtype)
     _check_range(minval, maxval, dtype)
     span = maxval - minval
     if dtype.itemsize <= 4 and span < 2**28:
@@ -285,10 +305,19 @@ def randint(
     return (_modulo(words, span) + minval).to(dtype)
 
 
-def _check_integer(name: str, value: Value) -> None:
-    fractional = isinstance(value, Tensor) and value.is_floating_point()
-    if fractional or isinstance(value, float):
+def _check_bound(name: str, value: Any, dtype: torch.dtype, above: int) -> None:
+    """Raise if a bound is no integer, or a tensor that has one out of range."""
+    tensor = isinstance(value, Tensor)
+    if value.dtype not in _WORDS if tensor else isinstance(value, (float, complex)):
         raise TypeError(f"remat: `{name}` is {value}; it must be an integer.")
+    if not tensor or not is_readable(value):
+        return
+    info, number = torch.iinfo(dtype), value.to(torch.int64)
+    wrong = (number < info.min) | (number - above > info.max)
+    if value.dtype is torch.uint64:
+        wrong |= number < 0
+    if wrong.any():
+        raise ValueError(f"remat: `{name}` is {value}, outside the range of {dtype}.")
 
 
 def _check_range(low: int, high: int, dtype: torch.dtype) -> None:
@@ -298,17 +327,41 @@ def _check_range(low: int, high: int, dtype: torch.dtype) -> None:
             f"remat: expected minval < maxval in the range of {dtype}, got {low} and "
             f"{high}."
         )
-    if high - low >= 2**63:
-        raise ValueError(
-            f"remat: {low} and {high} are 2**63 or more apart. For integers of all 64 "
-            "bits use remat.random.bits(key, shape, torch.int64)."
-        )
 
 
-def _modulo(words: Tensor, span: int | Tensor) -> Tensor:
-    """Return 64 bits, taken as unsigned, modulo a positive integer below 2**63."""
-    if isinstance(span, int) and span <= 2**62:
+def _modulo(words: Tensor, span: int) -> Tensor:
+    """Return 64 bits, taken as unsigned, modulo an integer up to 2**64."""
+    if span <= 2**31:
+        # One remainder: what it is of is below 2**63.
+        high, low = (words >> 32).bitwise_and_(_LOW), words & _LOW
+        return high.mul_(2**32 % span).add_(low) % span
+    if span <= 2**62:
         return (words % span + (words < 0) * (2**64 % span)) % span
+    if span < 2**63:
+        return _modulo_wide(words, span)
+    return words if span == 2**64 else _less(words, span - 2**64)
+
+
+_LOW = 2**32 - 1
+
+
+def _modulo_each(words: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Return 64 bits modulo each distance between bounds, which is at least 1."""
+    # At 2**63 it wraps, to what has the same bits.
+    span = torch.where(low < high, high - low, 1)
+    return torch.where(
+        span > 0, _modulo_wide(words, span.clamp(min=1)), _less(words, span)
+    )
+
+
+def _less(words: Tensor, span: int | Tensor) -> Tensor:
+    """Return 64 bits modulo a distance above 2**63, given as its bits."""
+    least = torch.iinfo(torch.int64).min
+    return torch.where(words ^ least >= span ^ least, words - span, words)
+
+
+def _modulo_wide(words: Tensor, span: int | Tensor) -> Tensor:
+    """Return 64 bits modulo a positive integer below 2**63."""
     half = ((words >> 1) & (2**63 - 1)) % span
     # Twice that, but never as much as 2**63.
     twice = torch.where(half >= span - half, half - (span - half), half + half)
