@@ -243,32 +243,31 @@ def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]]
 
 
 _global: GlobalStreams | None = None
-_modules = sys.modules
-# The object behind the functions of `random`, which a test may replace.
-_random: dict[str, Any] = vars(random)
 
 
 def global_streams() -> GlobalStreams:
     """Return the global streams of the host."""
     global _global
-    python, numpy_random = _random.get("_inst"), _modules.get("numpy.random")
+    # The object behind the functions of `random`, which a test may replace.
+    python: Any = getattr(random, "_inst", None)
+    numpy_random: Any = sys.modules.get("numpy.random")
     known = _global
     if (
         known is None
         or known.python is not python
         or known.numpy is not numpy_random
         or (known.bits and numpy_random.get_bit_generator() is not known.bits)
-        or (numpy_random is None and "numpy" in _modules)
+        or (numpy_random is None and "numpy" in sys.modules)
     ):
         known = _global = _find_global(python, _numpy_module())
     return known
 
 
 def _numpy_module() -> Any:
-    if isinstance(_modules.get("numpy"), types.ModuleType):
+    if isinstance(sys.modules.get("numpy"), types.ModuleType):
         # NumPy imports it on its first use, which may be within a forward.
         return importlib.import_module("numpy.random")
-    return _modules.get("numpy.random")
+    return sys.modules.get("numpy.random")
 
 
 def stream_of(value: Any) -> Stream | None:
