@@ -268,8 +268,14 @@ def is_recomputing() -> bool:
 _RECOMPUTE = Primal._recompute.__code__
 
 
+# Others may warn when asked for an address.
+_ADDRESSED = frozenset({Tensor, nn.Parameter})
+
+
 def _data_is_shared(leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> bool:
     """Say, quickly and of most calls, that the leaves and stand-ins share memory."""
+    if not _ADDRESSED.issuperset(map(type, leaves)):
+        return False
     try:
         return [*map(_data_ptr, leaves)] == [*map(_data_ptr, inner)]
     except RuntimeError:  # some have none

@@ -222,7 +222,7 @@ class GlobalStreams(NamedTuple):
 def _find_global(python: Any, numpy_random: Any) -> GlobalStreams:
     found = [_torch_global(), _python_global(python)]
     bits = None
-    if isinstance(numpy_random, types.ModuleType):
+    if isinstance(numpy_random, _MODULE):
         bits = numpy_random.get_bit_generator()
         found.append(_numpy_global(numpy_random))
     streams = [stream for stream, _ in found]
@@ -242,6 +242,7 @@ def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]]
     return lambda: (cpu.raw, (words.raw, python.gauss_next), (more.raw, gauss.raw))
 
 
+_MODULE = types.ModuleType
 _global: GlobalStreams | None = None
 
 
@@ -257,14 +258,14 @@ def global_streams() -> GlobalStreams:
         or known.python is not python
         or known.numpy is not numpy_random
         or (known.bits and numpy_random.get_bit_generator() is not known.bits)
-        or (numpy_random is None and "numpy" in sys.modules)
+        or (numpy_random is None and type(sys.modules.get("numpy")) is _MODULE)
     ):
         known = _global = _find_global(python, _numpy_module())
     return known
 
 
 def _numpy_module() -> Any:
-    if isinstance(sys.modules.get("numpy"), types.ModuleType):
+    if type(sys.modules.get("numpy")) is _MODULE:
         # NumPy imports it on its first use, which may be within a forward.
         return importlib.import_module("numpy.random")
     return sys.modules.get("numpy.random")

@@ -4,10 +4,12 @@ import contextlib
 import functools
 import itertools
 import random
+import sys
 import types
 import weakref
 from collections import deque
 from contextvars import ContextVar
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -690,3 +692,18 @@ def test_the_stream_of_every_initialized_device_is_replayed(monkeypatch, initial
     assert ops["sin"] == 1
     assert_same(got, want)
     assert_same(device[0].get_state(), state)
+
+
+@pytest.mark.parametrize("numpy", [None, SimpleNamespace()], ids=["blocked", "mocked"])
+def test_numpy_may_be_blocked_or_mocked(monkeypatch, numpy):
+    monkeypatch.setattr(_streams, "_global", None)
+    monkeypatch.setitem(sys.modules, "numpy", numpy)
+    monkeypatch.setitem(sys.modules, "numpy.random", numpy)
+    x = leaf()
+    with count_ops() as ops:
+        (got,), _ = again(lambda: torch.autograd.grad(remat(draw_python)(x).sum(), x))
+    (want,), _ = again(lambda: torch.autograd.grad(draw_python(x).sum(), x))
+    assert_same(got, want)
+    assert ops["sin"] == 2
+    before = _streams.global_streams()
+    assert _streams.global_streams() is before
