@@ -753,7 +753,6 @@ def test_fake_tensors_give_the_same_list(wrap):
         assert saved_residuals(f, *fakes) == real
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("wrap", [plain, ckpt])
 def test_a_module_of_fake_or_meta_tensors_keeps_as_many_bytes(wrap):
     def listed(device):
