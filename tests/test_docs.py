@@ -509,3 +509,72 @@ def test_the_count_of_spawned_generators_is_not_replayed():
     x, source = ones(8), np.random.default_rng(0)
     y = remat(lambda x: x * float(source.spawn(1)[0].random()))(x)
     assert not torch.equal(gradient(y, x), y.detach())
+
+
+def test_a_thread_that_a_bound_block_starts_draws_from_the_global_stream():
+    drawn = []
+    thread = threading.Thread(target=lambda: drawn.append(torch.rand(3)))
+    torch.manual_seed(3)
+    want = torch.rand(3)
+    torch.manual_seed(3)
+    with keyed.bind(keyed.key(0)):
+        thread.start()
+        thread.join()
+    assert torch.equal(drawn[0], want)
+
+
+def test_a_coroutine_that_waits_in_a_bound_block_leaves_it_open():
+    def waiting():
+        with keyed.bind(keyed.key(0)):
+            yield
+
+    block = waiting()
+    next(block)
+    meanwhile = torch.rand(3)
+    assert not [*block]
+    assert torch.equal(meanwhile, keyed.bind(keyed.key(0))(torch.rand)(3))
+
+
+def test_seeding_in_a_bound_block_seeds_the_global_stream_and_changes_no_draw():
+    torch.manual_seed(11)
+    want = torch.rand(3)
+    with keyed.bind(keyed.key(0)):
+        torch.manual_seed(11)
+        drawn = torch.rand(3)
+    assert torch.equal(torch.rand(3), want)
+    assert torch.equal(drawn, keyed.bind(keyed.key(0))(torch.rand)(3))
+
+
+def test_a_compiled_function_in_a_bound_block_is_not_compiled():
+    traced = []
+
+    def backend(graph, inputs):
+        traced.append(inputs)
+        return graph
+
+    fn = torch.compile(drop_squares, backend=backend)
+    whole = torch.compile(drop_squares, backend=backend, fullgraph=True)
+    bind = keyed.bind(keyed.key(0))
+    with bind:
+        assert torch.equal(fn(torch.ones(9)), bind(drop_squares)(torch.ones(9)))
+        with pytest.raises(RuntimeError, match="fullgraph"):
+            whole(torch.ones(9))
+    assert not traced
+
+
+def test_a_refused_draw_undoes_one_of_another_thread_at_that_moment():
+    library = torch.library.Library("remat_test_docs", "DEF")
+    library.define("slow(Tensor x) -> Tensor")
+
+    def slow(x):
+        thread = threading.Thread(target=torch.rand, args=(3,))
+        thread.start()
+        thread.join()
+        return x.clone()
+
+    library.impl("slow", slow, "CPU")
+    state = torch.get_rng_state()
+    refused = pytest.raises(RandomnessError, match="slow")
+    with refused, keyed.bind(keyed.key(0)):
+        torch.ops.remat_test_docs.slow(torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), state)

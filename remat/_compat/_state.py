@@ -5,8 +5,8 @@ Rejected: asking Dynamo. Importing it takes seconds, for those who do not compil
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -187,11 +187,20 @@ tensor_without_data: Callable[..., Any] = Tensor._make_wrapper_subclass
 
 
 # Deleted by: a dispatch mode that can be left by those inside of it.
-def without_dispatch_mode(mode: Any) -> AbstractContextManager[Any]:
+@contextmanager
+def without_dispatch_mode(mode: Any) -> Iterator[None]:
     """Run the body without a dispatch mode, if it is the innermost."""
-    if _python_dispatch._get_current_dispatch_mode() is mode:
-        return _python_dispatch._pop_mode_temporarily()
-    return nullcontext()
+    if _python_dispatch._get_current_dispatch_mode() is not mode:
+        yield
+        return
+    # Which traces nothing under such a mode, and is to go on with that.
+    dynamo = _dynamo.set_eval_frame(None)
+    _python_dispatch._pop_mode()
+    try:
+        yield
+    finally:
+        _python_dispatch._push_mode(mode)
+        _dynamo.set_eval_frame(dynamo)
 
 
 # Deleted by: a FakeTensorMode that takes tensors made outside of it.

@@ -13,7 +13,7 @@ one. That has no vmap, and gives other numbers on each device.
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -63,17 +63,19 @@ _UNASKED: dict[str, Any] = dict.fromkeys(_ASKS, _never)
 
 def _scope(func: Any) -> dict[str, Any]:
     """Return those globals that `func` names, as they are now."""
-    own = func.__globals__
-    names = ("__builtins__", *global_names(func.__code__).loaded)
-    scope = {name: own[name] for name in names if name in own} | _UNASKED
-    if "overrides" in func.__code__.co_names:
-        quiet = SimpleNamespace(**vars(overrides) | _UNASKED)
-        of_torch = {
-            n: vars(torch)[n] for n in func.__code__.co_names if n in vars(torch)
-        }
-        scope["torch"] = SimpleNamespace(**of_torch | {"overrides": quiet})
-    # Without a name: else Dynamo takes the globals of the module of this name.
+    code = func.__code__
+    # Without `__name__`: else Dynamo takes the globals of the module of this name.
+    names = ("__builtins__", *global_names(code).loaded)
+    scope = _those(names, func.__globals__) | _UNASKED
+    if "overrides" in code.co_names:
+        quiet = SimpleNamespace(**_those(code.co_names, vars(overrides)) | _UNASKED)
+        of_torch = _those(code.co_names, vars(torch)) | {"overrides": quiet}
+        scope["torch"] = SimpleNamespace(**of_torch)
     return scope
+
+
+def _those(names: Iterable[str], scope: dict[str, Any]) -> dict[str, Any]:
+    return {name: scope[name] for name in names if name in scope}
 
 
 # Deleted by: a way to call a torch function past its asking for a mode.
@@ -120,27 +122,28 @@ class Bound(TorchFunctionMode):
         self.guard = guard
         self.count = 0
         self.depth = _checkpoints()
-        self.worker = _worker()
+        self.worker = None if torch.compiler.is_compiling() else get_worker_info()
 
     def draw(self) -> Key:
         """Return the key of the next draw."""
         if _checkpoints() > self.depth:
             raise RandomnessError(_CHECKPOINTED.format(where=user_line()))
-        key, worker = self.key, _worker()
-        if not torch.compiler.is_compiling():
-            key = self._key_here(key)
-        if worker is not None and worker is not self.worker:
-            # It was forked with the count: others count from the same.
-            key = fold_in(key, worker.seed)
+        key = self.key if torch.compiler.is_compiling() else self._key_here()
         i = self.count
         self.count += 1
         return fold_in(key, i)
 
-    def _key_here(self, key: Key) -> Key:
-        if is_shared_by_examples(key.data):
+    def _key_here(self) -> Key:
+        """Return the key that draws of this process and mode are folded in from."""
+        if is_shared_by_examples(self.key.data):
             raise RandomnessError(_SHARED.format(where=user_line()))
-        data = as_fake(key.data)
-        return key if data is key.data else Key(data)
+        data = as_fake(self.key.data)
+        key = self.key if data is self.key.data else Key(data)
+        worker = get_worker_info()
+        if worker is None or worker is self.worker:
+            return key
+        # Forked in the block, and others with it: all count on from the same.
+        return fold_in(key, worker.seed)
 
     @override
     def __torch_function__(
@@ -173,10 +176,6 @@ class _Guard(Guard):
     @override
     def is_off(self) -> bool:
         return is_recomputing()
-
-
-def _worker() -> Any:
-    return None if torch.compiler.is_compiling() else get_worker_info()
 
 
 # --- What Dynamo traces, where there is no guard ----------------------------------
@@ -222,7 +221,7 @@ def _traceable(func: Any, args: Any, kwargs: Any) -> Any:
 # --- torch's checkpoint -----------------------------------------------------------
 
 
-_CHECKPOINT_FILE = checkpoint.__file__
+_CHECKPOINT: Any = inspect.unwrap(checkpoint.checkpoint)
 
 
 def _checkpoints() -> int:
@@ -230,10 +229,11 @@ def _checkpoints() -> int:
     if torch.compiler.is_compiling():
         return 0
     depth = 0
+    code = _CHECKPOINT.__code__
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        depth += code.co_name == "checkpoint" and code.co_filename == _CHECKPOINT_FILE
+        if frame.f_code is code:
+            depth += 1
         frame = frame.f_back
     return depth
 
@@ -320,7 +320,9 @@ def bind(key: KeyLike) -> _Block:
     numbers of this package: ``F.dropout(x, p)`` is ``dropout(fold_in(key, i), x, p)``
     and ``torch.rand(3)`` is ``uniform(fold_in(key, i), 3)``. A call that draws nothing,
     such as dropout in evaluation mode, is torch's own and is not counted. The global
-    streams of torch do not move; what is passed a generator draws from that.
+    streams of torch do not move, unless the body seeds them: ``torch.manual_seed`` is
+    torch's own, and changes no draw of the block. What is passed a generator draws from
+    that.
 
     Keyed are ``torch.rand``, ``randn``, ``randint`` (and ``_like``), ``randperm``,
     ``bernoulli``, ``normal`` and ``multinomial``; the in-place ``bernoulli_``,
@@ -332,13 +334,22 @@ def bind(key: KeyLike) -> _Block:
     of the Poisson, binomial, gamma and Dirichlet distributions, a scripted function, an
     operator that draws inside. Gradients are those of torch: a draw is a constant.
 
-    Each entry, or call of a decorated function, counts from 0 again. Of two blocks, one
-    in the other, the inner counts. Under ``torch.func.vmap`` over keys, bind inside the
-    function that is mapped: each example draws its own numbers, with any
-    ``randomness``. Examples that share a key share the draws. A tensor that is the same
-    for all examples cannot be filled in place with numbers that are not; torch says so.
-    ``torch.compile`` traces a block by the same rules, into one graph; a compiled
-    function that is called in a block from outside runs as if it were not compiled.
+    Each entry, or call of a decorated function, counts from 0 again; what ``bind``
+    returns may be entered any number of times. Of two blocks, one in the other, the
+    inner counts. A block is of one thread: threads that are started in it draw from the
+    global stream, unseen, so decorate what they run. Forked workers of a ``DataLoader``
+    are in the block that they are forked in, and fold in the seed of the worker.
+
+    Under ``torch.func.vmap`` over keys, bind inside the function that is mapped: each
+    example draws its own numbers, with any ``randomness``. Examples that share a key
+    share the draws, so there ``randomness="different"`` is refused. A tensor that is
+    the same for all examples cannot be filled in place with numbers that are not; torch
+    says so.
+
+    ``torch.compile`` traces a block by the same rules, into one graph. It cannot see
+    into operations that someone registered: those are refused that are tagged
+    ``nondeterministic_seeded``. A compiled function that is called in a block from
+    outside runs as if it were not compiled; with ``fullgraph=True`` torch raises.
 
     What :func:`remat.remat` recomputes draws the same again. ``torch.utils.checkpoint``
     would not: a draw in one is refused, unless the block is within it too.
@@ -346,11 +357,15 @@ def bind(key: KeyLike) -> _Block:
     Args:
         key: one key, or its data. It may be batched by vmap.
 
+    Returns:
+        A context manager, and a decorator of functions that run when they are called.
+
     Raises:
-        RandomnessError: in the block, where something drew that is not keyed, or in a
-            checkpoint of torch's. It names the operation and the line, and the global
-            stream is as it was.
+        RandomnessError: in the block, where something drew that is not keyed, in a
+            checkpoint of torch's, or of a key shared by examples that are to differ. It
+            names the line, and the operation, and the global stream is as it was.
         ValueError: ``key`` is an array of keys.
+        TypeError: what is decorated is a generator or coroutine function.
 
     Example:
         >>> from torch import nn
