@@ -2,6 +2,10 @@
 
 Invariant: a thing of probability 0 is never chosen while one of more is left.
 Rejected: the alias method and rejection, whose work depends on the values.
+
+Sources: a greatest logit plus Gumbel noise is a category, Gumbel, "Statistical theory
+of extreme values", 1954; the greatest few are draws without replacement, Efraimidis and
+Spirakis, "Weighted random sampling with a reservoir", 2006.
 """
 
 import math

@@ -29,7 +29,7 @@ from remat.random._draw import (
 from remat.random._key import KeyLike
 
 
-def _uniform(key: KeyLike, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _wide_uniform(key: KeyLike, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return draw(_ops.uniform, consumed(key), shape, wide(dtype))
 
 
@@ -67,7 +67,7 @@ def gumbel(
     """
     dtype = float_dtype(dtype)
     check_scale("scale", scale)
-    u = _uniform(key, shape_for(key, shape, loc=loc, scale=scale), dtype)
+    u = _wide_uniform(key, shape_for(key, shape, loc=loc, scale=scale), dtype)
     g = -(-u.clamp(min=torch.finfo(u.dtype).tiny).log()).log()
     return moved(g, loc, scale).to(dtype)
 
@@ -103,7 +103,7 @@ def exponential(
     """
     dtype = float_dtype(dtype)
     check_scale("scale", scale)
-    u = _uniform(key, shape_for(key, shape, scale=scale), dtype)
+    u = _wide_uniform(key, shape_for(key, shape, scale=scale), dtype)
     return moved(-(-u).log1p(), 0, scale).to(dtype)
 
 
@@ -141,7 +141,7 @@ def laplace(
     """
     dtype = float_dtype(dtype)
     check_scale("scale", scale)
-    u = _uniform(key, shape_for(key, shape, loc=loc, scale=scale), dtype)
+    u = _wide_uniform(key, shape_for(key, shape, loc=loc, scale=scale), dtype)
     # On [-1, 1): the one number that has no logarithm moves to its neighbour.
     u = (2 * u - 1).clamp(min=torch.finfo(u.dtype).eps - 1)
     return moved(-u.sign() * (-u.abs()).log1p(), loc, scale).to(dtype)
@@ -184,7 +184,7 @@ def truncated_normal(
     dtype = float_dtype(dtype)
     if not (isinstance(lower, Tensor) or isinstance(upper, Tensor)):
         _check_between(lower, upper, dtype)
-    u = _uniform(key, shape_for(key, shape, lower=lower, upper=upper), dtype)
+    u = _wide_uniform(key, shape_for(key, shape, lower=lower, upper=upper), dtype)
     # Rounded first: the result is to be within the bounds that its dtype has.
     low = as_parameter(lower, u.to(dtype))
     high = as_parameter(upper, u.to(dtype))

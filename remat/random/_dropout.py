@@ -86,7 +86,7 @@ def _drop(x: Tensor, data: Tensor, p: float) -> Tensor:
     return _Dropout.apply(x, data, p)
 
 
-def _uniform(x: Tensor, data: Tensor) -> Tensor:
+def _numbers_for(x: Tensor, data: Tensor) -> Tensor:
     n = math.prod(x.shape[data.ndim - 1 :])
     return _ops.uniform(data, n, torch.float32).reshape(x.shape)
 
@@ -94,7 +94,7 @@ def _uniform(x: Tensor, data: Tensor) -> Tensor:
 def _masked(x: Tensor, data: Tensor, p: float) -> Tensor:
     # With all dropped, 1 keeps the derivative of nothing from being NaN.
     scale = 1 / (1 - p) if p < 1 else 1.0
-    drop = _uniform(x, data) < p
+    drop = _numbers_for(x, data) < p
     # In place the product keeps the memory format of `x`. Not under vmap: there `drop`
     # alone may be a batch.
     if current_layer() is None:
@@ -105,7 +105,7 @@ def _masked(x: Tensor, data: Tensor, p: float) -> Tensor:
 def _drop_tensor(x: Tensor, data: Tensor, p: Tensor) -> Tensor:
     some = p < 1
     scale = (1 / torch.where(some, 1 - p, 1.0)).to(x.dtype)
-    drop = _uniform(x, data) < p
+    drop = _numbers_for(x, data) < p
     if current_layer() is None:
         # The result has the memory format of the mask, and so has the gradient.
         drop = torch.empty_like(x, dtype=torch.bool).copy_(drop)

@@ -10,7 +10,8 @@ many are drawn, with which other keys, nor on which of the two ways.
 Rejected: Threefry, which takes twice the operations and has no kernels in torch.
 
 Sources: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011; the layout of `torch.func._random`, experimental in torch since 2.12.
+SC 2011; the layout of `torch.func._random`, experimental in torch since 2.12; Box and
+Muller, "A note on the generation of random normal deviates", 1958.
 """
 
 import functools
