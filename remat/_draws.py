@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from remat._code import user_line
-from remat._compat import default_generators
+from remat._compat import LeanDispatchMode, default_generators, eager_only
 from remat._errors import RandomnessError
 from remat._streams import global_streams
 from remat._types import Fn
 
 
-class Guard(TorchDispatchMode):
+class Guard(LeanDispatchMode):
     """Raises on an operation that moves a global stream.
 
     Args:
@@ -40,6 +39,7 @@ class Guard(TorchDispatchMode):
         return False
 
     @override
+    @eager_only
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -1,5 +1,6 @@
 """bind: unmodified torch code as a function of a key."""
 
+import subprocess
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -275,6 +276,15 @@ def test_rules_run_without_the_guard_and_before_modes_that_look_on(monkeypatch):
         guarded.clear()
         torch.sin(X)
     assert guarded == ["aten.sin.default"]
+
+
+def test_a_block_does_not_import_dynamo():
+    code = (
+        "import sys, torch; from remat.random import bind, key\n"
+        "with bind(key(0)): torch.nn.functional.dropout(torch.ones(3)).sin()\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class Noise(torch.utils.data.Dataset):

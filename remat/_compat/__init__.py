@@ -62,6 +62,7 @@ from remat._compat._process import (
 from remat._compat._state import (
     TORCH_NODES as TORCH_NODES,
     HigherOrderOperator as HigherOrderOperator,
+    LeanDispatchMode as LeanDispatchMode,
     as_fake as as_fake,
     constant_in_traces as constant_in_traces,
     eager_only as eager_only,

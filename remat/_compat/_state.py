@@ -27,6 +27,7 @@ from torch.library import CustomOpDef
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch, _pytree
 from torch.utils._device import DeviceContext
+from typing_extensions import override
 
 
 _dynamo: Any = eval_frame
@@ -232,3 +233,13 @@ def show_to_traced_modes(functions: Iterable[Any]) -> None:
     """Have Dynamo send these functions to TorchFunctionModes."""
     variables = sys.modules["torch._dynamo.variables.torch"]
     variables.get_overridable_functions().update(functions)
+
+
+# Deleted by: TorchDispatchMode not importing Dynamo to keep it out of its subclasses.
+class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
+    """A dispatch mode whose `__torch_dispatch__` is to be `eager_only`."""
+
+    @classmethod
+    @override
+    def _should_skip_dynamo(cls) -> bool:
+        return False
