@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from remat._capture import Path, Search, is_constant, is_self_contained
+from remat._capture import Path, Search
+from remat._code import is_constant, is_self_contained
 from remat._compat import (
     function_mode_count,
     function_modes,

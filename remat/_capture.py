@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from remat import _tree
-from remat._code import global_names, is_library, is_trusted
+from remat._code import CONSTANT, global_names, is_library
 from remat._errors import CaptureError
 from remat._objects import attributes, by_class, defines
 from remat._rebuild import (
@@ -49,7 +49,6 @@ from remat._rebuild import (
     WrapperNode,
 )
 from remat._sources import Sources, is_stream
-from remat._types import Fn
 
 
 # The position of an argument, `None` for the function, or a chain of `(parent, text)`.
@@ -67,12 +66,6 @@ _INERT = frozenset(
 
 _CONTAINERS = frozenset({OrderedDict, dict, list, set, tuple})
 _STANDARD_CONTAINERS = frozenset({*_CONTAINERS, Counter, defaultdict, deque})
-_CONSTANT = frozenset(
-    {
-        *(bool, bytes, complex, float, int, str, type(None), type(...)),
-        *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
-    }
-)
 
 
 class Found:
@@ -91,47 +84,6 @@ class Found:
         self.tensors: list[Tensor] = []
         self.origins: list[Path] = []
         self.buffers: dict[int, bool] = {}
-
-
-def is_constant(value: Any) -> bool:
-    """Say whether a value is of a kind that reaches nothing else."""
-    return type(value) in _CONSTANT
-
-
-def is_self_contained(fn: Fn, within: tuple[Fn, ...] = ()) -> bool:
-    """Say, on every call and so quickly, that a function provably reaches no tensor.
-
-    It refers to nothing but constants, builtins, torch and the standard library, and
-    functions like it.
-    """
-    if type(fn) is not types.FunctionType or fn.__closure__ or fn.__dict__:
-        return False
-    names = global_names(fn.__code__)
-    if fn.__defaults__ or fn.__kwdefaults__ or not names.plain:
-        return False
-    scope: dict[str, Any] = fn.__globals__
-    for name in names.loaded:
-        value = scope.get(name)
-        kind = type(value)
-        if kind is types.ModuleType:
-            if not is_trusted(value.__dict__):
-                return False
-        elif kind is types.FunctionType:
-            helper: Any = value
-            if value not in within and not is_self_contained(helper, (*within, fn)):
-                return False
-        elif (kind in _CONSTANT and name in scope) or not _is_constant(value):
-            return False
-    return True
-
-
-def _is_constant(value: Any) -> bool:
-    if value is None:  # a name of builtins
-        return True
-    if type(value) is not types.BuiltinFunctionType:
-        return False
-    owner: Any = value.__self__
-    return owner is None or type(owner) is types.ModuleType
 
 
 def holds_tensors(value: Any) -> bool:
@@ -386,7 +338,7 @@ def _constants(fn: types.FunctionType) -> dict[str, Any]:
     """Return the global constants, which a notebook's loop may rebind."""
     scope = fn.__globals__
     names = global_names(fn.__code__).loaded
-    return {n: scope[n] for n in names if n in scope and type(scope[n]) in _CONSTANT}
+    return {n: scope[n] for n in names if n in scope and type(scope[n]) in CONSTANT}
 
 
 def _function_parts(

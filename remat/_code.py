@@ -1,4 +1,4 @@
-"""Which global names a function's code refers to, and whose globals they are.
+"""What a function's code refers to: which global names, and whose globals they are.
 
 Invariant: what is remembered is bounded and holds no user's globals. Rejected: walking
 the globals of installed packages, which may be thousands of functions on every call.
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from remat._types import Fn
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +134,52 @@ def user_line() -> str:
             return f"{file}:{frame.f_lineno}, in {code.co_name}"
         frame = frame.f_back
     return "an unknown line"
+
+
+CONSTANT = frozenset(
+    {
+        *(bool, bytes, complex, float, int, str, type(None), type(...)),
+        *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
+    }
+)
+
+
+def is_constant(value: Any) -> bool:
+    """Say whether a value is of a kind that reaches nothing else."""
+    return type(value) in CONSTANT
+
+
+def is_self_contained(fn: Fn, within: tuple[Fn, ...] = ()) -> bool:
+    """Say, on every call and so quickly, that a function provably reaches no tensor.
+
+    It refers to nothing but constants, builtins, torch and the standard library, and
+    functions like it.
+    """
+    if type(fn) is not types.FunctionType or fn.__closure__ or fn.__dict__:
+        return False
+    names = global_names(fn.__code__)
+    if fn.__defaults__ or fn.__kwdefaults__ or not names.plain:
+        return False
+    scope: dict[str, Any] = fn.__globals__
+    for name in names.loaded:
+        value = scope.get(name)
+        kind = type(value)
+        if kind is types.ModuleType:
+            if not is_trusted(value.__dict__):
+                return False
+        elif kind is types.FunctionType:
+            helper: Any = value
+            if value not in within and not is_self_contained(helper, (*within, fn)):
+                return False
+        elif (kind in CONSTANT and name in scope) or not _is_constant(value):
+            return False
+    return True
+
+
+def _is_constant(value: Any) -> bool:
+    if value is None:  # a name of builtins
+        return True
+    if type(value) is not types.BuiltinFunctionType:
+        return False
+    owner: Any = value.__self__
+    return owner is None or type(owner) is types.ModuleType
