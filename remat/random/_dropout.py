@@ -38,7 +38,7 @@ def dropout(key: KeyLike, x: Tensor, p: Value, training: bool = True) -> Tensor:
         training: False to return ``x`` as it is.
 
     Returns:
-        A tensor like ``x``, of its memory format too outside ``torch.func``.
+        A tensor like ``x``; outside ``torch.func`` and traces of its memory format too.
 
     Raises:
         ValueError: ``p`` is a number outside [0, 1], or ``x`` is not of a shape that
