@@ -100,6 +100,8 @@ FUNCTIONS = {
     "init.orthogonal_": lambda: init.orthogonal_(torch.empty(8, 9)),
     "init.sparse_": lambda: init.sparse_(torch.empty(8, 9), 0.3),
     "a linear layer": lambda: nn.Linear(3, 4).weight,
+    "svd_lowrank": lambda: torch.svd_lowrank(X[0, 0], 3)[1],
+    "pca_lowrank": lambda: torch.pca_lowrank(X[0, 0], 3)[1],
     "Categorical": lambda: torch.distributions.Categorical(P[0, 0]).sample((9,)),
     "Normal": lambda: torch.distributions.Normal(X, P).rsample(),
     "Laplace": lambda: torch.distributions.Laplace(X, P).rsample(),

@@ -82,7 +82,7 @@ def test_an_exported_module_takes_the_key_as_an_input():
 # What Dynamo itself does not trace.
 UNTRACED = {
     *("rand, a leaf", "a linear layer", "init.trunc_normal_", "init.sparse_"),
-    *("LSTM", "GRU", "RNN", "RNN, relu"),
+    *("svd_lowrank", "pca_lowrank", "LSTM", "GRU", "RNN", "RNN, relu"),
 }
 
 

@@ -137,6 +137,7 @@ def test_what_was_patched_in_torch_since_is_called(monkeypatch):
 LAID_OUT = {
     "channels last": X.to(memory_format=torch.channels_last),
     "transposed": X.transpose(1, 3),
+    "features first": X.permute(2, 0, 1, 3),
     "a slice": X[:, 1:3, ::2],
     "expanded": X[:1, :, :1].expand(2, 4, 16, 16),
 }
@@ -152,6 +153,8 @@ LIKE = {
     ),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
     "dropout2d": F.dropout2d,
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.5, True),
+    "dropout": F.dropout,
 }
 
 

@@ -85,7 +85,8 @@ def _unasking(func: Any) -> Any:
     return FunctionType(func.__code__, _scope(func), *args)
 
 
-# Those that draw through functions which have a rule.
+# Those that draw through functions which have a rule. (The last two ask for no mode
+# but in Dynamo, which does not trace them, and leaves the frame as it is.)
 _COMPOSITES: dict[Any, Any] = {
     f: _unasking(f)
     for f in (

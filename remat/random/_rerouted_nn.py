@@ -75,6 +75,7 @@ def _dropout(plain: Any, drop: Any, shape: Any) -> Rule:
         if not _drops(p, train, input):
             return plain(input, p, train)
         out = drop(draw().to(input.device), input, p, shape(input))
+        out = laid_out(out, input)
         return input.copy_(out) if is_in_place else out
 
     return rule
