@@ -220,9 +220,9 @@ KEPT = {
     "masks": (lambda f: f, None, 2 * LAYERS, 0),
     "keys": (lambda f: f, KEY, LAYERS, LAYERS * KEY_BYTES),
     "torch's checkpoint, a state": (checkpointed, None, 1, STATE_BYTES),
-    # The states of global streams are kept, if they moved, in no tensor.
+    # The states of streams are kept, if they moved, in no tensor.
     "remat, a state": (remat, None, 1, 0),
-    "remat, the state of a generator": (remat, GENERATOR, 1, STATE_BYTES),
+    "remat, the state of a generator": (remat, GENERATOR, 1, 0),
     "remat, nothing": (remat, KEY, 1, 0),
 }
 
