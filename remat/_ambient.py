@@ -140,19 +140,19 @@ def _under(settings: tuple[Any, ...]) -> Iterator[None]:
 
 @contextmanager
 def _set(states: list[tuple[Any, Any]]) -> Iterator[None]:
-    # NumPy's generator may have been exchanged since.
     present: dict[Any, Any] = {}
     if states:
         present = {s.name: s for s in global_streams().streams}
-    streams = [present.get(getattr(s, "name", None), s) for s, _ in states]
-    now = [(s, _read(s)) for s in streams]
-    try:
+    with ExitStack() as stack:
+        for s, _ in states:
+            # NumPy's generator may have been exchanged since: last comes that of now.
+            now = present.get(getattr(s, "name", None), s)
+            stack.callback(_write, now, _read(now))
+            if now is not s:
+                stack.callback(_write, s, _read(s))
         for s, state in states:
             _write(s, state)
         yield
-    finally:
-        for s, state in now:
-            _write(s, state)
 
 
 def _initial_state(generator: torch.Generator) -> torch.Tensor:

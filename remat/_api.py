@@ -162,7 +162,10 @@ class Rematerialized(Generic[P, R]):
         return fn(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
+        # What binds no instance itself, a builtin function say, binds none here.
+        binds = hasattr(type(self.__wrapped__), "__get__")
+        unbound = instance is None or not binds
+        return self if unbound else types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

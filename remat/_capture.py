@@ -181,6 +181,8 @@ class Search:
     def _tree(self, value: Any, path: Path) -> Node | None:
         kind = type(value)
         if kind in _STANDARD_CONTAINERS:
+            if kind is defaultdict:
+                self._source(value.default_factory, path)
             if not value:
                 return None
             items = value.values() if issubclass(kind, dict) else value

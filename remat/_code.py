@@ -40,12 +40,13 @@ _REFLECTION = {"__import__", "eval", "exec", "getattr", "globals", "locals", "va
 
 # Names in code that reads or sets states: it may put back a stream that it has moved,
 # or set one, or a setting, where it was anyway.
-_STATES = {
+STATES = {
     *("clone_state", "fork_rng", "get_rng_state", "get_state", "getstate"),
-    *("initial_seed", "manual_seed", "seed", "set_rng_state", "set_state", "setstate"),
-    *("bit_generator", "spawn", "set_default_dtype", "set_autocast_dtype"),
+    *("initial_seed", "manual_seed", "set_rng_state", "set_state", "setstate"),
+    *("deepcopy", "jumped", "set_default_dtype", "set_autocast_dtype"),
     *("use_deterministic_algorithms", "set_float32_matmul_precision"),
 }
+_CALLED = "seed"  # one more, but many a number is called so: it has to be called
 
 
 # Oldest first. By identity: hashing a code object reads all of it.
@@ -67,7 +68,7 @@ def global_names(code: types.CodeType) -> GlobalNames:
 def _find_names(code: types.CodeType) -> GlobalNames:
     found: dict[str, dict[str, None]] = {"LOAD": {}, "STORE": {}, "DELETE": {}}
     todo = [code]
-    plain, names = True, set()
+    plain, states = True, False
     while todo:
         here = todo.pop()
         for step in dis.get_instructions(here):
@@ -75,11 +76,13 @@ def _find_names(code: types.CodeType) -> GlobalNames:
             if where in ("GLOBAL", "NAME") and action in found:
                 found[action][str(step.argval)] = None
             plain = plain and step.opname != "IMPORT_NAME"
-        names.update(here.co_names)
+            if step.argval == _CALLED:
+                is_method = step.opname == "LOAD_METHOD" or "NULL" in step.argrepr
+                states = states or is_method
+        states = states or not STATES.isdisjoint(here.co_names)
         todo += [c for c in here.co_consts if isinstance(c, types.CodeType)]
     stored = (*found["STORE"], *found["DELETE"])
     plain = plain and not stored and not (_REFLECTION & found["LOAD"].keys())
-    states = not _STATES.isdisjoint(names)
     return GlobalNames(tuple(found["LOAD"]), stored, plain and not states, states)
 
 

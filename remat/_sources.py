@@ -13,11 +13,12 @@ forward, at ten times the cost.
 import builtins
 import contextlib
 import gc
+import operator
 import random
 import sys
 import types
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextvars import ContextVar
 from itertools import islice
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remat._code import global_names, is_library
+from remat._code import STATES, global_names, is_library
 from remat._compat import default_generators
 from remat._objects import attributes, by_class, defines
 from remat._streams import Stream, stream_of
@@ -43,7 +44,10 @@ _PLAIN = frozenset(
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _MAPPINGS = (dict, weakref.WeakValueDictionary)
 # Kinds of the standard library that may hold a stream and cannot be rebuilt.
-_OPENED = {"builtins", "collections", "functools", "itertools", "queue", "types"}
+_OPENED = {
+    *("argparse", "builtins", "collections", "contextlib", "functools", "itertools"),
+    *("queue", "types"),
+}
 
 
 @by_class
@@ -57,10 +61,18 @@ def is_stream(kind: type) -> bool:
 @by_class
 def _own_bases(cls: type) -> tuple[int, ...]:
     """Return which classes in the order of resolution are no package's."""
-    modules: list[Any] = [sys.modules.get(str(c.__module__)) for c in cls.__mro__]
-    return tuple(
-        i for i, m in enumerate(modules) if m is not None and not is_library(vars(m))
-    )
+    return tuple(i for i, base in enumerate(cls.__mro__) if not _is_of_library(base))
+
+
+def _is_of_library(cls: type) -> bool:
+    module: Any = sys.modules.get(str(cls.__module__))
+    if module is builtins:
+        # Code that was executed without a module's name makes classes of builtins too.
+        return not cls.__flags__ & _HEAP_TYPE
+    return module is not None and is_library(vars(module))
+
+
+_HEAP_TYPE = 1 << 9  # CPython: made by a class statement
 
 
 class Sources:
@@ -97,7 +109,7 @@ class Sources:
             deeply: whether to walk its variables, defaults and globals too.
         """
         code = _open_code(fn)
-        if code.handles_states:
+        if code.handles_states or fn.__name__ in STATES:
             self.handles_states = True
         if fn.__dict__:
             self.walk_all(fn.__dict__.values())
@@ -198,13 +210,16 @@ class _OpenCode(NamedTuple):
 
     Attributes:
         code: held, so that its identity is not used again.
-        names: the globals to look at: not the builtins, nor what packages define.
+        names: the globals to look at.
+        settled: the others, which are builtins or what packages define, and what they
+            were then.
         closed: whether it has variables of an outer function.
         handles_states: whether it reads or sets the state of a stream itself.
     """
 
     code: types.CodeType
     names: tuple[str, ...]
+    settled: dict[str, Any]
     closed: bool
     handles_states: bool
 
@@ -216,10 +231,13 @@ _CODES_SIZE = 4096
 
 def _open_code(fn: types.FunctionType) -> _OpenCode:
     known = _CODES.get(id(fn.__code__))
-    if known is None:
-        if len(_CODES) >= _CODES_SIZE:
-            del _CODES[next(iter(_CODES))]
-        known = _CODES[id(fn.__code__)] = _find_open(fn)
+    if known is not None:
+        present = map(fn.__globals__.get, known.settled)
+        if all(map(operator.is_, present, known.settled.values())):
+            return known
+    elif len(_CODES) >= _CODES_SIZE:
+        _CODES.pop(next(iter(_CODES)), None)
+    known = _CODES[id(fn.__code__)] = _find_open(fn)
     return known
 
 
@@ -227,10 +245,11 @@ def _find_open(fn: types.FunctionType) -> _OpenCode:
     code, scope = fn.__code__, fn.__globals__
     closed = any(name != "__class__" for name in code.co_freevars)
     if is_library(scope):
-        return _OpenCode(code, (), closed, handles_states=False)
+        return _OpenCode(code, (), {}, closed, handles_states=False)
     found = global_names(code)
-    names = tuple(n for n in found.loaded if not _is_settled(n, scope))
-    return _OpenCode(code, names, closed, found.handles_states)
+    settled = {n: scope.get(n) for n in found.loaded if _is_settled(n, scope)}
+    names = tuple(n for n in found.loaded if n not in settled)
+    return _OpenCode(code, names, settled, closed, found.handles_states)
 
 
 def _is_settled(name: str, scope: dict[str, Any]) -> bool:
@@ -243,16 +262,16 @@ def _is_settled(name: str, scope: dict[str, Any]) -> bool:
         return is_library(vars(value))
     if kind is types.FunctionType:
         held = value.__closure__ or value.__defaults__ or value.__kwdefaults__
+        held = held or value.__name__ in STATES
         return is_library(value.__globals__) and not held
-    if issubclass(kind, type):
-        module: Any = sys.modules.get(str(value.__module__))
-        return module is not None and is_library(vars(module))
-    return False
+    return issubclass(kind, type) and _is_of_library(value)
 
 
 def _parts_of_container(value: Any) -> Iterable[Any]:
     items = value.values() if isinstance(value, _MAPPINGS) else value
-    held = attributes(value).values()
+    held = [*attributes(value).values()]
+    if isinstance(value, defaultdict):
+        held.append(value.default_factory)
     # A long list of numbers or words is looked at in one go.
     if type(value) in (list, tuple, dict) and _PLAIN.issuperset(map(type, items)):
         return held

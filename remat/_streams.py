@@ -164,8 +164,19 @@ def _numpy_global(numpy_random: Any) -> tuple[Any, Any]:
             numpy_random.set_bit_generator(bits)
         put(state)
 
+    def read_slowly() -> Any:
+        now = numpy_random.get_bit_generator()
+        if now is bits:
+            return slow.read()
+        kept = owner.get_state(legacy=False)
+        numpy_random.set_bit_generator(bits)
+        state = slow.read()
+        numpy_random.set_bit_generator(now)
+        owner.set_state(kept)
+        return state
+
     if memory is None:
-        return slow._replace(write=write), None
+        return slow._replace(read=read_slowly, write=write), None
     return Stream("numpy.random", lambda: (words.raw, gauss.raw), write), memory
 
 

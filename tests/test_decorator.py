@@ -462,3 +462,15 @@ def test_checkers_see_the_signature_of_the_function(tmp_path):
     lines = [line for line in result.stdout.splitlines() if line.startswith("ERROR")]
     found = sorted(int(line.split("snippet.py:")[1].split(":")[0]) for line in lines)
     assert sorted(set(found)) == [15, 16, 17, 18, 19, 20], result.stdout + result.stderr
+
+
+def test_what_binds_no_instance_binds_none_when_rematerialized():
+    class Model:
+        activation = remat(torch.sin)
+        partial = remat(functools.partial(torch.mul, 2.0))
+
+    x = torch.ones(3, requires_grad=True)
+    with count_ops() as ops:
+        (Model().activation(x) + Model().partial(x)).sum().backward()
+    assert_same(x.grad, x.detach().cos() + 2)
+    assert ops["sin"] == 2

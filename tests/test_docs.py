@@ -3,6 +3,7 @@
 What docs/limits.md says in words is tested below, in the order of that page.
 """
 
+import copy
 import itertools
 import random
 import re
@@ -578,3 +579,17 @@ def test_a_refused_draw_undoes_one_of_another_thread_at_that_moment():
     with refused, keyed.bind(keyed.key(0)):
         torch.ops.remat_test_docs.slow(torch.ones(3))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_generator_in_an_object_of_a_module_is_not_found():
+    x = ones(8)
+    settings.state = SimpleNamespace(generator=random.Random(5))
+    y = remat(lambda x: x * settings.state.generator.random())(x)
+    assert not torch.equal(gradient(y, x), y.detach())
+
+
+def test_a_generator_that_is_only_copied_is_not_replayed():
+    x, source = ones(8), random.Random(5)
+    y = remat(lambda x: x * copy.copy(source).random())(x)
+    source.random()
+    assert not torch.equal(gradient(y, x), y.detach())
