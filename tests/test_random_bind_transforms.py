@@ -202,9 +202,13 @@ def test_recomputed_draws_are_those_of_the_forward(use, model, x):
     want = use(lambda f: f, model, x)
     with Unmoved():
         got = use(remat, model, x)
-        grads = [grads_of(got, parameters) for _ in range(2)]
+        with count_ops() as ops:
+            grads = [grads_of(got, parameters) for _ in range(2)]
     assert torch.equal(got, want)
-    for a, b, c in zip(*grads, grads_of(want, parameters), strict=True):
+    with count_ops() as plain:
+        wanted = grads_of(want, parameters)
+    assert ops["remat::uniform"] > 2 * plain["remat::uniform"]
+    for a, b, c in zip(*grads, wanted, strict=True):
         assert torch.equal(a, b)
         # A model that is called twice adds up its gradients in another order.
         torch.testing.assert_close(a, c)
@@ -233,7 +237,9 @@ def test_a_backward_in_a_block_replays_what_was_drawn_outside_of_it():
             return torch.autograd.grad(y.sum(), x)[0]
 
     want = gradient(lambda f: f, inside=False)
-    assert torch.equal(gradient(remat, inside=True), want)
+    with count_ops() as ops:
+        assert torch.equal(gradient(remat, inside=True), want)
+    assert ops["sin"] == 2
     with bind(key(1)):
         y = remat(F.dropout)(x)
     with bind(key(2)):
@@ -243,10 +249,14 @@ def test_a_backward_in_a_block_replays_what_was_drawn_outside_of_it():
 
 
 def test_two_calls_in_one_block_draw_different_masks():
-    x = torch.ones(64)
+    x = torch.ones(64, requires_grad=True)
     with bind(key(1)):
         a, b = (remat(F.dropout)(x) for _ in range(2))
     assert not torch.equal(a, b)
+    with count_ops() as ops:
+        (a + b).sum().backward()
+    # Of each, and again for its derivative.
+    assert ops["remat::uniform"] == 4
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -267,16 +277,25 @@ def test_under_torch_func_recomputed_draws_are_those_of_the_forward(outside, mod
         one = grad(loss)(params, KEYS[0], x)
         return flat([one, vmap(grad(loss), (None, 0, 0))(params, KEYS, xs)])
 
-    for a, b in zip(results(remat), results(lambda f: f), strict=True):
+    with count_ops() as ops:
+        got = results(remat)
+    with count_ops() as plain:
+        want = results(lambda f: f)
+    assert ops["remat::uniform"] > plain["remat::uniform"]
+    for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(("model", "x"), MODELS.values(), ids=MODELS.keys())
 def test_no_key_is_consumed_twice_and_no_global_stream_missed(model, x):
     with random.check_key_reuse(), bind(key(1)):
-        y = first(remat(model, rng="error")(x))
+        with count_ops() as forward:
+            y = first(remat(model, rng="error")(x))
         torch.native_dropout(y, 0.5, True)
-        y.square().sum().backward()
+        with count_ops() as backward:
+            y.square().sum().backward()
+    # Of the recomputation, and again for the derivative.
+    assert backward["remat::uniform"] > forward["remat::uniform"] > 0
     model.zero_grad()
 
 
