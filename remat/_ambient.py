@@ -27,6 +27,7 @@ from remat._streams import Stream, global_streams
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+_OFF = False, None, True  # not on, to no dtype, casts cached
 
 
 def _autocast() -> dict[str, Any]:
@@ -88,11 +89,10 @@ class Ambient:
             moved += [(s, old) for s, old in others if always or _differ(old, _read(s))]
             known = {id(s) for s, _ in others}
             # Those that the forward initialized.
-            new = [g for g in present if id(g) not in known]
-            moved += [(g, _initial_state(g)) for g in new]
+            fresh = [g for g in present if id(g) not in known]
+            moved += [(g, _initial_state(g)) for g in fresh]
         self._plain = not (always or moved or self._autocast)
-        if self._autocast:
-            self.forget_casts()
+        self.forget_casts()
 
     def forget_casts(self) -> None:
         """Free what autocast cast here, which is of no use elsewhere."""
@@ -123,9 +123,6 @@ class Ambient:
                 on, dtype, cache = want
                 context = torch.autocast(device, dtype, on, cache_enabled=cache)
                 stack.enter_context(context)
-
-
-_OFF = False, None, True
 
 
 @contextmanager

@@ -5,7 +5,6 @@ own. Rejected: a program for each module of a model. What a function reaches is 
 of inputs, whatever holds it.
 """
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from remat._compat import (
 )
 from remat._draws import without_draws
 from remat._program import Program
-from remat._rebuild import Node, build, pass_on
+from remat._rebuild import Node, build, is_same, pass_on
 from remat._structure import Out, apply, argument_name, flatten_arguments
 from remat._types import Fn
 
@@ -167,7 +166,7 @@ class Call(Program):
         if self._rng == "error":
             fn = without_draws(fn, self._label)
         count = function_mode_count()
-        if not (count or modes) or _is_same(function_modes() if count else (), modes):
+        if not (count or modes) or is_same(function_modes() if count else (), modes):
             return apply(fn, treedef, values)
         return under_function_modes(modes, apply, fn, treedef, values)
 
@@ -180,10 +179,6 @@ class Call(Program):
         if root is None:
             return text.lstrip(".")
         return argument_name(self._fn, self._treedef, root) + text
-
-
-def _is_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def _with_own_cache(fn: Fn) -> Fn:

@@ -10,11 +10,10 @@ import functools
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from typing_extensions import override
 
 from remat._code import user_line
-from remat._compat import LeanDispatchMode, default_generators, eager_only
+from remat._compat import LeanDispatchMode, OpOverload, default_generators, eager_only
 from remat._errors import RandomnessError
 from remat._streams import global_streams
 from remat._types import Fn

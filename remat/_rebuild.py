@@ -85,9 +85,9 @@ def pass_on(run: Run) -> None:
         if assigned:
             set_attributes(original, assigned)
     for original, ours, before, leaves in run.copies:
-        if not _same(_tree.flatten(before)[0], leaves):
+        if not is_same(_tree.flatten(before)[0], leaves):
             raise CaptureError(_CHANGED.format(kind=type(original).__name__))
-        if type(original) is list and not _same(ours, before):
+        if type(original) is list and not is_same(ours, before):
             known = {id(v): o for v, o in zip(before, original, strict=True)}
             original[:] = [known.get(id(v), v) for v in ours]
         elif type(original) is dict:
@@ -96,7 +96,8 @@ def pass_on(run: Run) -> None:
             original.update(differing(ours, before))
 
 
-def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def is_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Say whether two sequences are of the same objects."""
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 

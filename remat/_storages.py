@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -21,7 +20,7 @@ from typing_extensions import override
 
 from remat import _tree
 from remat._code import user_line
-from remat._compat import StorageRef, preserved_version
+from remat._compat import OpOverload, StorageRef, preserved_version
 from remat._errors import CaptureError
 
 

@@ -144,40 +144,43 @@ _GAUSS = struct.Struct("id")  # whether there is a second normal number, and whi
 
 
 def _numpy_global(numpy_random: Any) -> tuple[Any, Any]:
-    owner = numpy_random.mtrand._rand
-    bits = numpy_random.get_bit_generator()
-    slow = _numpy_stream(owner, "numpy.random")
-    assert slow is not None
+    owner, bits = numpy_random.mtrand._rand, numpy_random.get_bit_generator()
     words, offset = _numpy_memory(bits), _gauss_offset(numpy_random)
     if words is None or offset is None:
-        put = slow.write
-        memory = None
-    else:
-        gauss = _memory(id(owner) + offset, _GAUSS.size)
-        memory = words, gauss
+        return _numpy_slowly(numpy_random, owner, bits), None
+    gauss = _memory(id(owner) + offset, _GAUSS.size)
 
-        def put(state: tuple[bytes, bytes]) -> None:
-            owner.set_state(_numpy_state(bits, *state))
+    def write(state: tuple[bytes, bytes]) -> None:
+        _install(numpy_random, bits)
+        owner.set_state(_numpy_state(bits, *state))
 
-    def write(state: Any) -> None:
-        if numpy_random.get_bit_generator() is not bits:
-            numpy_random.set_bit_generator(bits)
-        put(state)
+    stream = Stream("numpy.random", lambda: (words.raw, gauss.raw), write)
+    return stream, (words, gauss)
 
-    def read_slowly() -> Any:
+
+def _install(numpy_random: Any, bits: Any) -> None:
+    # Only if it is another: setting one forgets the second of two normal numbers.
+    if numpy_random.get_bit_generator() is not bits:
+        numpy_random.set_bit_generator(bits)
+
+
+def _numpy_slowly(numpy_random: Any, owner: Any, bits: Any) -> Stream:
+    def read() -> bytes:
         now = numpy_random.get_bit_generator()
         if now is bits:
-            return slow.read()
+            return pickle.dumps(owner.get_state(legacy=False))
         kept = owner.get_state(legacy=False)
         numpy_random.set_bit_generator(bits)
-        state = slow.read()
+        state = pickle.dumps(owner.get_state(legacy=False))
         numpy_random.set_bit_generator(now)
         owner.set_state(kept)
         return state
 
-    if memory is None:
-        return slow._replace(read=read_slowly, write=write), None
-    return Stream("numpy.random", lambda: (words.raw, gauss.raw), write), memory
+    def write(state: bytes) -> None:
+        _install(numpy_random, bits)
+        owner.set_state(pickle.loads(state))
+
+    return Stream("numpy.random", read, write)
 
 
 def _numpy_memory(bits: Any) -> Any:
@@ -304,9 +307,9 @@ def _python_stream(value: random.Random) -> Stream | None:
     return None
 
 
-def _numpy_stream(value: Any, name: str | None = None) -> Stream | None:
+def _numpy_stream(value: Any) -> Stream | None:
     """Access a RandomState, a Generator or a bit generator."""
-    name = name or f"a numpy.random.{type(value).__name__}"
+    name = f"a numpy.random.{type(value).__name__}"
     owner = getattr(value, "bit_generator", value)
     legacy = hasattr(owner, "set_state")
     if not (legacy or hasattr(owner, "lock")):

@@ -63,6 +63,8 @@ from remat._compat._state import (
     TORCH_NODES as TORCH_NODES,
     HigherOrderOperator as HigherOrderOperator,
     LeanDispatchMode as LeanDispatchMode,
+    OpOverload as OpOverload,
+    OpOverloadPacket as OpOverloadPacket,
     as_fake as as_fake,
     constant_in_traces as constant_in_traces,
     eager_only as eager_only,

@@ -20,8 +20,8 @@ from torch._C._functorch import (
 # Deleted by: public names for the classes of what `torch.ops` holds.
 from torch._ops import (
     HigherOrderOperator as HigherOrderOperator,
-    OpOverload,
-    OpOverloadPacket,
+    OpOverload as OpOverload,
+    OpOverloadPacket as OpOverloadPacket,
 )
 from torch.library import CustomOpDef
 from torch.nn.utils import parametrize

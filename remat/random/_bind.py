@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, overrides
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional, init
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -28,6 +27,8 @@ from typing_extensions import override
 
 from remat._code import global_names, user_line
 from remat._compat import (
+    OpOverload,
+    OpOverloadPacket,
     as_fake,
     constant_in_traces,
     eager_only,
