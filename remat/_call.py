@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._capture import Path, Search
-from remat._code import is_constant, is_self_contained
+from remat._code import code_of, is_constant, is_self_contained, is_static
 from remat._compat import (
     function_mode_count,
     function_modes,
@@ -32,11 +32,16 @@ _NO_BUFFERS: Mapping[int, bool] = {}
 
 
 class Call(Program):
-    """One call of a user's function, taken apart."""
+    """One call of a user's function, taken apart.
+
+    Attributes:
+        compiled: whether it reaches code that torch.compile or TorchScript made.
+    """
 
     __slots__ = (
         "_always",
         "_buffers",
+        "_code",
         "_contained",
         "_fn",
         "_label",
@@ -50,6 +55,7 @@ class Call(Program):
         "_streams",
         "_treedef",
         "_values",
+        "compiled",
     )
 
     def __init__(
@@ -66,7 +72,8 @@ class Call(Program):
         self._nodes: dict[int, Node] = {}
         self._modes = function_modes() if function_mode_count() else ()
         self._streams: Sequence[Any] = ()
-        self._always = False
+        self._always = self.compiled = False
+        self._code: Sequence[Any] = ()
         self._buffers: Mapping[int, bool] = _NO_BUFFERS
         self._origins: Sequence[Path]
         values, self._treedef = flatten_arguments(args, kwargs)
@@ -111,7 +118,22 @@ class Call(Program):
         found = search.found
         self._leaves, self._origins = found.tensors, found.origins
         self._streams, self._always = search.streams, search.always
+        code = search.signature if roots else [code_of(self._fn), *search.signature]
+        self._code, self.compiled = code, search.compiled
         self._buffers = found.buffers
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What is the same in each call of the same code.
+
+        That is the code of functions, types and modes of modules, types of what else
+        is rebuilt, the structure of the arguments and those that are constants. It
+        holds no tensor and no user's object.
+        """
+        if self._positions is None:
+            return code_of(self._fn), len(self._origins)
+        values = [(type(v), v) if is_static(v) else None for v in self._values]
+        return self._treedef, *values, *self._code
 
     @property
     @override

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from remat import _tree
-from remat._code import CONSTANT, global_names, is_library
+from remat._code import CONSTANT, code_of, global_names, is_library
 from remat._errors import CaptureError
 from remat._objects import attributes, by_class, defines
 from remat._rebuild import (
@@ -48,7 +48,7 @@ from remat._rebuild import (
     TreeNode,
     WrapperNode,
 )
-from remat._sources import Sources, is_stream
+from remat._sources import Sources, is_scripted, is_stream
 
 
 # The position of an argument, `None` for the function, or a chain of `(parent, text)`.
@@ -100,10 +100,12 @@ def holds_tensors(value: Any) -> bool:
 class Search:
     """One walk over what a call refers to."""
 
-    __slots__ = ("_compiled", "_index", "_memo", "_sources", "found")
+    __slots__ = ("_compiled", "_index", "_memo", "_sources", "found", "signature")
 
     def __init__(self) -> None:
         self.found = Found()
+        # The code found, in order: of functions, types and modes of what else is met.
+        self.signature: list[Any] = []
         self._sources = Sources()
         self._compiled = False
         self._index: dict[int, int] = {}
@@ -119,6 +121,11 @@ class Search:
     def always(self) -> bool:
         """Whether some code found reads or sets the state of a stream itself."""
         return self._sources.handles_states
+
+    @property
+    def compiled(self) -> bool:
+        """Whether something found is compiled code, of torch.compile or TorchScript."""
+        return self._sources.compiled
 
     def visit(self, value: Any, path: Path) -> Node | None:
         """Return how to rebuild `value`; `None` if no tensor is reached through it."""
@@ -154,6 +161,7 @@ class Search:
         if id(value) in self._memo:
             return self._memo[id(value)][1]
         self._memo[id(value)] = (value, node)
+        self.signature.append(type(value))
         for key, part, text in parts:
             child = self.visit(part, (path, text))
             if child is not None:
@@ -165,6 +173,7 @@ class Search:
     def _function(self, fn: types.FunctionType, path: Path) -> Node | None:
         installed = is_library(fn.__globals__)
         self._sources.of_function(fn)
+        self.signature.append(code_of(fn))
         if installed and not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
             return None
         outer = self._compiled
@@ -229,6 +238,7 @@ class Search:
         if id(module) in self._memo:
             return self._memo[id(module)][1]
         self._sources.of_class(type(module))
+        self.signature += type(module), module.training
         node = ObjectNode(module)
         registries = node.registries
         self._memo[id(module)] = (module, node)
@@ -276,6 +286,8 @@ class Search:
         if root in sys.stdlib_module_names or issubclass(kind, (type, enum.Enum)):
             return self._source(value, path)
         self._sources.of_class(kind)
+        if is_scripted(kind):
+            self._sources.compiled = True
         return self._namespace(value, path)
 
     def _namespace(self, value: Any, path: Path) -> Node | None:

@@ -5,11 +5,13 @@ the globals of installed packages, which may be thousands of functions on every 
 """
 
 import dis
+import enum
 import functools
 import os
 import sys
 import sysconfig
 import types
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +141,15 @@ def user_line() -> str:
     return "an unknown line"
 
 
+def code_of(fn: types.FunctionType) -> "weakref.ref[types.CodeType]":
+    """Return what stands for a function's code in a signature.
+
+    There is one for each code object, and its hash, which reads all of the code, is
+    computed once.
+    """
+    return weakref.ref(fn.__code__)
+
+
 CONSTANT = frozenset(
     {
         *(bool, bytes, complex, float, int, str, type(None), type(...)),
@@ -150,6 +161,13 @@ CONSTANT = frozenset(
 def is_constant(value: Any) -> bool:
     """Say whether a value is of a kind that reaches nothing else."""
     return type(value) in CONSTANT
+
+
+def is_static(value: Any) -> bool:
+    """Say whether a value is hashable and refers to nothing of the user's."""
+    if type(value) is types.BuiltinFunctionType:
+        return _is_constant(value)
+    return is_constant(value) or isinstance(value, enum.Enum)
 
 
 def is_self_contained(fn: Fn, within: tuple[Fn, ...] = ()) -> bool:

@@ -58,6 +58,15 @@ def is_stream(kind: type) -> bool:
     return str(kind.__module__).startswith("numpy.random")
 
 
+_COMPILED = "_torchdynamo_orig_callable"
+
+
+@by_class
+def is_scripted(kind: type) -> bool:
+    """Say whether instances of a class are TorchScript's functions or modules."""
+    return issubclass(kind, (torch.jit.ScriptFunction, torch.jit.ScriptModule))
+
+
 @by_class
 def _own_bases(cls: type) -> tuple[int, ...]:
     """Return which classes in the order of resolution are no package's."""
@@ -81,11 +90,14 @@ class Sources:
     Attributes:
         streams: each, by the identity of the object.
         handles_states: whether code that was walked reads or sets states itself.
+        compiled: whether something walked is code that torch.compile or TorchScript
+            made.
     """
 
-    __slots__ = ("_left", "_seen", "handles_states", "streams")
+    __slots__ = ("_left", "_seen", "compiled", "handles_states", "streams")
 
     def __init__(self) -> None:
+        self.compiled = False
         self.streams: dict[int, Stream] = {}
         self.handles_states = False
         # What was walked is held, so that its identity is not used again.
@@ -112,6 +124,7 @@ class Sources:
         if code.handles_states or fn.__name__ in STATES:
             self.handles_states = True
         if fn.__dict__:
+            self.compiled = self.compiled or _COMPILED in fn.__dict__
             self.walk_all(fn.__dict__.values())
         if deeply and (code.names or code.closed or _has_defaults(fn)):
             self.walk_all(_parts_of_function(fn, code.names))
@@ -184,6 +197,7 @@ class Sources:
         else:
             self.of_class(kind)
             held = attributes(value)
+            self.compiled = self.compiled or _COMPILED in held or is_scripted(kind)
             if held:
                 return held.values()
         return gc.get_referents(value)

@@ -1,13 +1,17 @@
 """Tensors that a function reaches without being passed them are inputs as well."""
 
 import collections
+import contextlib
 import contextvars
 import dataclasses
+import enum
 import functools
+import gc
 import operator
 import sys
 import threading
 import types
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +20,7 @@ from torch import nn
 from torch.func import grad, jvp, vmap
 
 from remat import CaptureError, _tree, remat
+from remat._call import Call
 from remat.testing import assert_same, assert_same_gradients, count_ops
 
 
@@ -813,3 +818,198 @@ def test_a_long_list_of_words_is_not_walked_one_by_one(words, monkeypatch):
         remat(lambda x: x.sin() * len(words))(x).sum().backward()
     assert all(tree is not words for tree in flattened)
     assert ops["sin"] == 2
+
+
+# --- What is told of the code that a call reaches ----------------------------------
+
+
+class Layers(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x, *_args, **_kwargs):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def call_of(fn, *args, **kwargs):
+    return Call(fn, "f", args, kwargs)
+
+
+def signature_of(fn, *args, **kwargs):
+    signature = call_of(fn, *args, **kwargs).signature
+    assert {signature: 1}[signature] == 1
+    return signature
+
+
+def of_width(n):
+    return Layers(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 3))
+
+
+def closes_over(value):
+    return lambda x: (x * value).sum()
+
+
+def sine(x, *_args, **_kwargs):
+    return x.sin()
+
+
+def cosine(x, *_args, **_kwargs):
+    return x.cos()
+
+
+class Choice(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+
+class Holder:
+    def __init__(self, w):
+        self.w = w
+
+    def __call__(self, x, *_args):
+        return x * self.w
+
+
+X = torch.ones(3)
+CONSTANTS = (X, 1, "a", None, Choice.ONE, torch.tanh)
+SAME_CODE = {
+    "function": (lambda: sine, X, X + 1),
+    "closure": (lambda: closes_over(X + 1), X, X),
+    "module": (lambda: of_width(4), X, X),
+    "constants": (lambda: sine, CONSTANTS, CONSTANTS),
+    "tree": (lambda: of_width(2), (X, {"a": [X, 2.0]}), (X, {"a": [X + 1, 2.0]})),
+    "object": (lambda: Holder(X + 1), X, X),
+    "passed": (lambda: sine, (X, Holder(X)), (X, Holder(X + 1))),
+    "generator": (lambda: sine, (X, torch.Generator()), (X, torch.Generator())),
+}
+
+
+@pytest.mark.parametrize("case", SAME_CODE)
+def test_calls_of_the_same_code_have_one_signature(case):
+    make, first, second = SAME_CODE[case]
+    a, b = (args if isinstance(args, tuple) else (args,) for args in (first, second))
+    assert signature_of(make(), *a) == signature_of(make(), *b)
+
+
+def in_evaluation(module):
+    module.layers[1].eval()
+    return module
+
+
+def with_global():
+    return lambda x: _helper(x)
+
+
+def _helper(x):
+    return closes_over(X)(x)
+
+
+OTHER_CODE = {
+    "function": (call_of, (sine, X), (cosine, X)),
+    "arity": (call_of, (sine, X), (sine, X, X)),
+    "closure": (call_of, (closes_over(X), X), (Holder(X), X)),
+    "captured function": (call_of, (closes_over(sine), X), (closes_over(cosine), X)),
+    "passed function": (call_of, (sine, X, sine), (sine, X, cosine)),
+    "passed builtin": (call_of, (sine, X, torch.sin), (sine, X, torch.cos)),
+    "passed object": (call_of, (sine, X, Holder(X)), (sine, X, Slots(X))),
+    "enumeration": (call_of, (sine, X, Choice.ONE), (sine, X, Choice.TWO)),
+    "flag": (call_of, (sine, X, True), (sine, X, False)),
+    "number": (call_of, (sine, X, 1), (sine, X, 1.0)),
+    "tree": (call_of, (sine, [X]), (sine, (X,))),
+    "training": (call_of, (of_width(2), X), (in_evaluation(of_width(2)), X)),
+    "layer": (call_of, (Layers(nn.Tanh()), X), (Layers(nn.ReLU()), X)),
+    "depth": (call_of, (Layers(nn.Tanh()), X), (Layers(nn.Tanh(), nn.Tanh()), X)),
+    "global": (call_of, (with_global(), X), (_helper, X)),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_CODE)
+def test_calls_of_other_code_have_other_signatures(case):
+    call, first, second = OTHER_CODE[case]
+    assert call(*first).signature != call(*second).signature
+
+
+def test_a_keyword_is_part_of_the_signature():
+    signatures = {signature_of(sine, X, way=way) for way in ("a", "b", "a")}
+    assert len(signatures) == 2
+    assert signature_of(sine, X) not in signatures
+
+
+@contextlib.contextmanager
+def without_collection():
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_a_signature_holds_nothing_of_the_users():
+    with without_collection():
+        x, w, module = torch.ones(3), torch.ones(3), of_width(2)
+        held = Holder(w)
+        fn = closes_over(w)
+        refs = [weakref.ref(v) for v in (x, w, module, held, fn)]
+        signatures = [
+            signature_of(sine, x, held),
+            signature_of(fn, x),
+            signature_of(held, [x]),
+            signature_of(module, x),
+        ]
+        del x, w, module, held, fn
+        assert [r() for r in refs] == [None] * len(refs)
+    assert len({*signatures}) == 4
+
+
+COMPILED = {
+    "function": lambda: torch.compile(sine, backend="eager"),
+    "module": lambda: torch.compile(nn.Linear(3, 3), backend="eager"),
+    "closure": lambda: closes_over_call(torch.compile(sine, backend="eager")),
+    "attribute": lambda: Layers(torch.compile(nn.Linear(3, 3), backend="eager")),
+    "in place": lambda: Layers(compiled_in_place(nn.Linear(3, 3))),
+    "method": lambda: WithCompiledMethod(),
+    "global of a method": lambda: WithCompiledGlobal(),
+    "script": lambda: closes_over_call(torch.jit.script(nn.functional.hardswish)),
+}
+
+
+def closes_over_call(fn):
+    return lambda x: fn(x)
+
+
+def compiled_in_place(module):
+    module.compile(backend="eager")
+    return module
+
+
+class WithCompiledMethod(nn.Module):
+    @functools.partial(torch.compile, backend="eager")
+    def forward(self, x):
+        return x.sin()
+
+
+compiled_global = torch.compile(sine, backend="eager")
+
+
+class WithCompiledGlobal(nn.Module):
+    def forward(self, x):
+        return compiled_global(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_code_is_noticed(case):
+    fn = COMPILED[case]()
+    assert call_of(fn, X).compiled
+    assert call_of(lambda x: fn(x), X).compiled
+    assert call_of(sine, X, fn).compiled
+
+
+@pytest.mark.parametrize("case", SAME_CODE)
+def test_other_code_is_not_taken_for_compiled(case):
+    make, first, _ = SAME_CODE[case]
+    args = first if isinstance(first, tuple) else (first,)
+    assert not call_of(make(), *args).compiled
