@@ -2,16 +2,18 @@
 
 from importlib.metadata import version as _version
 
-from remat import random as random
+from remat import policies as policies, random as random
 from remat._api import remat as remat
 from remat._errors import (
     CaptureError as CaptureError,
     KeyReuseError as KeyReuseError,
     MutationError as MutationError,
+    OffloadError as OffloadError,
     RandomnessError as RandomnessError,
     RecomputeError as RecomputeError,
     RematError as RematError,
 )
+from remat._names import checkpoint_name as checkpoint_name
 from remat._residuals import (
     Residual as Residual,
     print_saved_residuals as print_saved_residuals,

@@ -74,6 +74,11 @@ class Ambient:
             others += [(s, _read(s)) for s in (*devices, *streams)]
         self._before = ours.read(), others
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells forwards apart that run other operations for it."""
+        return (*self._autocast.items(),)
+
     def forward_done(self) -> None:
         """Keep only the streams that moved since."""
         before, others = self._before

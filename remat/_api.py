@@ -10,21 +10,22 @@ import importlib
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 from torch import nn
 
 from remat._compat import must_inline, unwrap_dead
 from remat._draws import without_draws
+from remat._options import Options, Prune, Rng
 from remat._primal import Primal
 from remat._transform import record
+from remat.policies import Policy, as_policy, nothing_saveable
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Rng = Literal["replay", "error"]
-Prune = Literal["auto"] | bool
+PolicyLike: TypeAlias = object
 
 
 @overload
@@ -32,7 +33,7 @@ def remat(
     fn: Callable[P, R],
     /,
     *,
-    policy: None = None,
+    policy: PolicyLike = None,
     prune: Prune = "auto",
     rng: Rng = "replay",
 ) -> "Rematerialized[P, R]": ...
@@ -41,7 +42,7 @@ def remat(
     fn: None = None,
     /,
     *,
-    policy: None = None,
+    policy: PolicyLike = None,
     prune: Prune = "auto",
     rng: Rng = "replay",
 ) -> "Callable[[Callable[P, R]], Rematerialized[P, R]]": ...
@@ -49,7 +50,7 @@ def remat(
     fn: Callable[..., Any] | None = None,
     /,
     *,
-    policy: None = None,
+    policy: PolicyLike = None,
     prune: Prune = "auto",
     rng: Rng = "replay",
 ) -> Any:
@@ -102,11 +103,11 @@ def remat(
         >>> plain["sin"], ops["sin"]
         (2, 4)
     """
-    _check(policy, prune, rng)
+    options = Options(_checked(policy, prune, rng), prune, rng)
     where = "compiled code" if torch.compiler.is_compiling() else _caller()
     if fn is None:
-        return functools.partial(Rematerialized, where=where, rng=rng)
-    return Rematerialized(fn, where, rng)
+        return functools.partial(Rematerialized, where=where, options=options)
+    return Rematerialized(fn, where, options)
 
 
 def _caller() -> str:
@@ -114,13 +115,13 @@ def _caller() -> str:
     return f"{caller.f_code.co_filename}:{caller.f_lineno}"
 
 
-def _check(policy: object, prune: object, rng: object) -> None:
-    if policy is not None:
-        raise NotImplementedError(f"remat: policy={policy!r}: only None so far")
+def _checked(policy: PolicyLike, prune: object, rng: object) -> Policy | None:
     if prune not in ("auto", True, False):
         raise ValueError(f"remat: prune={prune!r}: use 'auto', True or False")
     if rng not in ("replay", "error"):
         raise ValueError(f"remat: rng={rng!r}: use 'replay' or 'error'")
+    checked = as_policy(policy)
+    return None if checked == nothing_saveable else checked
 
 
 class Rematerialized(Generic[P, R]):
@@ -132,7 +133,7 @@ class Rematerialized(Generic[P, R]):
 
     __wrapped__: Callable[P, R]
 
-    def __init__(self, fn: Callable[P, R], where: str, rng: Rng) -> None:
+    def __init__(self, fn: Callable[P, R], where: str, options: Options) -> None:
         if isinstance(fn, classmethod):
             raise TypeError("remat: write @classmethod above @remat, not below")
         if not callable(fn):
@@ -143,7 +144,7 @@ class Rematerialized(Generic[P, R]):
         else:
             functools.update_wrapper(self, fn)
             name = fn.__qualname__
-        self._where, self._rng = where, rng
+        self._where, self._options = where, options
         self._label = f"`{name}` (rematerialized at {where})"
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -152,12 +153,12 @@ class Rematerialized(Generic[P, R]):
         if must_inline():
             return fn(*args, **kwargs)
         if torch.is_grad_enabled():
-            program = Primal(fn, self._label, args, kwargs, self._rng)
+            program = Primal(fn, self._label, args, kwargs, self._options)
             leaves = [*map(unwrap_dead, program.take_leaves())]
             outs = record(program, leaves)
             if outs is not None:
                 return program.join(outs, leaves)
-        if self._rng == "error":
+        if self._options.rng == "error":
             fn = without_draws(fn, self._label)
         return fn(*args, **kwargs)
 
@@ -178,11 +179,11 @@ class Rematerialized(Generic[P, R]):
     def __reduce__(self) -> str | tuple[Any, ...]:
         if _find(self) is self:
             return self.__qualname__
-        return Rematerialized, (self.__wrapped__, self._where, self._rng)
+        return Rematerialized, (self.__wrapped__, self._where, self._options)
 
     def __remat_rewrap__(self, fn: Callable[P, R]) -> "Rematerialized[P, R]":
         """Return the same transform of `fn`: `__wrapped__` around other tensors."""
-        return Rematerialized(fn, self._where, self._rng)
+        return Rematerialized(fn, self._where, self._options)
 
 
 def _find(decorated: Any) -> Any:

@@ -21,6 +21,10 @@ class CaptureError(RematError):
     """The function uses outside state that cannot be made an input of the call."""
 
 
+class OffloadError(RematError):
+    """A residual could not be offloaded: there is no room, or no way."""
+
+
 class RandomnessError(RematError):
     """A draw was refused: from a global stream, where only keys may be drawn from."""
 

@@ -7,6 +7,7 @@ differently there, so a recomputation would be another function.
 """
 
 import contextlib
+import functools
 import gc
 import operator
 import sys
@@ -35,8 +36,12 @@ from remat._compat import (
     without_hooks,
 )
 from remat._errors import CaptureError, MutationError, RecomputeError
+from remat._options import DEFAULT, Options, joined, within
 from remat._program import Program, detached
+from remat._recipe import Tracing, is_small, trace_of
+from remat._replay import Absent
 from remat._structure import Out
+from remat._trace import Recorder
 from remat._types import Fn, Outputs
 
 
@@ -61,13 +66,25 @@ def _version_of(tensor: Tensor) -> int | None:
 class Primal(Call):
     """One call of a user's function, as the program that is differentiated."""
 
-    __slots__ = ("_ambient", "_versions")
+    __slots__ = ("_ambient", "_policy", "_prune", "_versions")
+
+    def __init__(
+        self,
+        fn: Fn,
+        label: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options = DEFAULT,
+    ) -> None:
+        super().__init__(fn, label, args, kwargs, options.rng)
+        self._prune = options.prune
+        self._policy = joined(options.policy)
 
     @override
-    def run(self, *leaves: Tensor) -> Outputs:
+    def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
         """Recompute, in the state of the forward; the first time, be the forward."""
         if self._out is None:
-            result = self.run_around(leaves, first=True)
+            result = self._followed(leaves, mode, first=True)
             outs, self._out = Out.split(result, leaves)
             for value in self._out.statics.values():
                 if holds_tensors(value):
@@ -75,16 +92,37 @@ class Primal(Call):
                     raise CaptureError(_OPAQUE.format(label=self._label, kind=kind))
             return outs
         try:
-            return self._recompute(self._out, leaves)
+            return self._recompute(self._out, leaves, mode)
         except Exception as error:
             error.add_note(f"remat: raised while recomputing {self._label}.")
             raise
 
-    def _recompute(self, out: Out, leaves: Sequence[Tensor]) -> Outputs:
+    def _recompute(self, out: Out, leaves: Sequence[Tensor], mode: Any) -> Outputs:
         with self._as_before(leaves):
             fresh = self._fresh_buffers(leaves)
-            result = self.run_around(fresh, first=False)
+            result = self._followed(fresh, mode, first=False)
         return out.split_again(result, fresh)
+
+    def _followed(self, leaves: Sequence[Tensor], mode: Any, *, first: bool) -> Any:
+        """Run the function, followed by a mode, if there is one."""
+        if mode is None and self._policy is None:
+            return self.run_around(leaves, first=first)
+        with within(self._policy), mode or contextlib.nullcontext():
+            result = self.run_around(leaves, first=first)
+        if mode is not None:
+            mode.end()
+        return result
+
+    def _tracing(self, program: Program, leaves: Sequence[Tensor]) -> Tracing | None:
+        """Return how the forward is traced, if it is."""
+        policy, prune = self._policy, self._prune
+        if (policy is None and prune is False) or self.compiled or self.facts.pushed:
+            return None
+        if policy is None and prune == "auto" and is_small(leaves):
+            return None
+        options = (policy, prune, *self.facts.needs, self._ambient.key)
+        trace = trace_of((*program.signature, *options), leaves)
+        return Tracing(trace, policy, prune, leaves)
 
     # --- The forward ---
 
@@ -101,9 +139,11 @@ class Primal(Call):
         self._versions = _versions(leaves)
         facts.untracked = None in self._versions
         copies = shield(inner, facts.needs, self._buffers)
+        tracing = self._tracing(program, inner)
+        mode = None if tracing is None else tracing.mode
         set_grad_enabled(True)
         try:
-            outs = without_hooks(self._first_run, program, inner)
+            outs = without_hooks(self._first_run, program, inner, mode)
         except BaseException:
             self._ambient.forget_casts()
             raise
@@ -117,6 +157,8 @@ class Primal(Call):
         facts.views = views_of(outs, inner, copies)
         facts.differentiable = [*map(_requires_grad, outs), *[False] * len(kept)]
         results = [*map(Tensor.detach, outs), *kept]
+        if tracing is not None:
+            results += self._trace(tracing, outs)
         del outs
         self._check_leaks(leaves, inner)
         for above in facts.above:
@@ -125,12 +167,25 @@ class Primal(Call):
                 facts.differentiable[j] = True
         return results
 
-    def _first_run(self, program: Program, inner: list[Tensor]) -> Outputs:
+    def _trace(self, tracing: Tracing, outs: Sequence[Any]) -> list[Tensor]:
+        """Note how the call is recomputed; return the tensors kept for it."""
+        facts = self.facts
+        if isinstance(tracing.mode, Recorder):
+            tracing.mode.ask(outs)
+        facts.recipe, residuals = tracing.finish(outs, may_drop=not facts.above)
+        facts.residuals = len(residuals)
+        facts.differentiable = [*facts.differentiable, *[False] * len(residuals)]
+        return residuals
+
+    def _first_run(
+        self, program: Program, inner: list[Tensor], mode: Any
+    ) -> Outputs:
+        run = functools.partial(program.run, mode=mode)
         try:
             if self.facts.exact or self._contained:
-                return program.run(*inner)
+                return run(*inner)
             with Foreign():
-                return self._labelled(program.run, *inner)
+                return self._labelled(run, *inner)
         except RuntimeError as error:
             if "a leaf Variable that requires grad" not in str(error):
                 raise
@@ -222,7 +277,8 @@ class Primal(Call):
             return leaves
         fresh = list(leaves)
         for i in self.facts.kept:
-            fresh[i] = leaves[i].clone()
+            if type(leaves[i]) is not Absent:
+                fresh[i] = leaves[i].clone()
         return fresh
 
     # --- Recomputation ---
@@ -234,7 +290,11 @@ class Primal(Call):
         if _versions(bases) == self._versions:
             return state
         pairs = enumerate(zip(bases, self._versions, strict=True))
-        changed = [i for i, (t, v) in pairs if v is not None and _version_of(t) != v]
+        changed = [
+            i
+            for i, (t, v) in pairs
+            if v is not None and type(t) is not Absent and _version_of(t) != v
+        ]
         if not changed:
             return state
         names = {bases[i].untyped_storage()._cdata: self.name_of(i) for i in changed}

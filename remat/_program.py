@@ -34,6 +34,9 @@ class Facts:
         untracked: whether some leaf is an inference tensor.
         batched: whether a vmap lies between here and the base.
         above: what was found at the levels above each such vmap.
+        pushed: whether a level, or the user, differentiates it forward.
+        residuals: how many tensors, besides, follow the outputs.
+        recipe: how it is recomputed; None for as it is.
     """
 
     differentiable: Sequence[bool] = ()
@@ -43,6 +46,9 @@ class Facts:
     untracked: bool = False
     batched: bool = False
     above: Sequence["Above"] = ()
+    pushed: bool = False
+    residuals: int = 0
+    recipe: Any = None
 
     def __init__(self, needs: list[bool], used: Sequence[int], *, exact: bool) -> None:
         self.needs = needs
@@ -63,8 +69,18 @@ class Program:
     __slots__ = ("facts",)
     facts: Facts
 
-    def run(self, *leaves: Tensor) -> Outputs:
-        """Evaluate in the ambient modes: recorded exactly if the caller records."""
+    def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
+        """Evaluate in the ambient modes: recorded exactly if the caller records.
+
+        Args:
+            *leaves: to run on.
+            mode: what follows the user's function, if this is a call of one.
+        """
+        raise NotImplementedError
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What is equal for programs that do the same operations, most likely."""
         raise NotImplementedError
 
     @property

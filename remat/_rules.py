@@ -5,6 +5,7 @@ keeps nothing. At the base it uses plain autograd and dual numbers, which cost h
 `torch.func.vjp` and `jvp`; below a vmap those, in a level of their own.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,19 +55,33 @@ class Vjp(Program):
     @override
     def uses(self, count: int) -> Sequence[int]:
         """Return the leaves that the program uses, and the cotangents."""
-        return (*self._of.facts.used, *range(self._arity, count))
+        facts = self._of.facts
+        used: Sequence[int] = facts.used
+        if facts.recipe is not None and facts.recipe.dropped:
+            kept = facts.recipe.kept(range(len(facts.needs)))
+            used = [k for k, i in enumerate(kept) if i in facts.used]
+        return (*used, *range(self._arity, count))
 
     @override
-    def run(self, *leaves: Tensor) -> Outputs:
+    def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
         """Recompute the program and pull the cotangents back through it."""
-        primals, cts = leaves[: self._arity], leaves[self._arity :]
+        del mode
+        saved, cts = leaves[: self._arity], leaves[self._arity :]
+        recipe = self._of.facts.recipe
+        if recipe is None:
+            return self._pull(cts, saved, None)
+        return recipe.carry_out(self._given, saved, functools.partial(self._pull, cts))
+
+    def _pull(
+        self, cts: Sequence[Tensor], primals: Sequence[Tensor], mode: Any
+    ) -> Outputs:
         if current_layer() is not None:
             above = not self._of.facts.batched and is_batch_of_cotangents(primals)
             if not above:
-                return self._run_under_transforms(primals, cts)
-        recorded = records(leaves)
+                return self._run_under_transforms(primals, cts, mode)
+        recorded = records((*primals, *cts))
         # One recomputation, and one set of draws, serves a batch of cotangents.
-        inner, outs = call_below_vmap(self._recompute, primals, recorded)
+        inner, outs = call_below_vmap(self._recompute, primals, recorded, mode)
         checked = self._of.is_as_recorded(outs)
         ours: Any = tuple([outs[j] for j in self._given])
         if not (checked or all(map(requires_grad, ours))):
@@ -81,7 +96,7 @@ class Vjp(Program):
         return pull_back(ours, cts, inputs, create_graph=recorded)
 
     def _recompute(
-        self, primals: Sequence[Tensor], recorded: bool
+        self, primals: Sequence[Tensor], recorded: bool, mode: Any
     ) -> tuple[list[Tensor], Outputs]:
         needs = self._of.facts.needs
         if recorded:
@@ -90,15 +105,17 @@ class Vjp(Program):
             needs = [need and not t.requires_grad for need, t in pairs]
         inner = detached(primals, needs)
         run = self._of.run
+        if mode is not None:
+            run = functools.partial(run, mode=mode)
         with grad_mode(True):
             outs = run(*inner) if recorded else without_hooks(run, *inner)
         return inner, outs
 
     def _run_under_transforms(
-        self, primals: Sequence[Tensor], cts: Sequence[Tensor]
+        self, primals: Sequence[Tensor], cts: Sequence[Tensor], mode: Any
     ) -> Outputs:
         def of_wanted(*wanted: Tensor) -> Outputs:
-            outs = self._of.run(*replace(primals, self._wanted, wanted))
+            outs = self._of.run(*replace(primals, self._wanted, wanted), mode=mode)
             return tuple(outs[j] for j in self._given)
 
         wanted = [primals[i] for i in self._wanted]
@@ -121,8 +138,9 @@ class Jvp(Program):
         self._of, self._arity, self._given = of, arity, given
 
     @override
-    def run(self, *leaves: Tensor) -> Outputs:
+    def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
         """Recompute the program and push the tangents forward through it."""
+        del mode
         primals, tangents = leaves[: self._arity], leaves[self._arity :]
         if base_dual_level_active():
             return self._push_dual(primals, tangents)
@@ -181,20 +199,29 @@ class Batch(Program):
         self._of, self._above, self._how = of, above, how
 
     @override
-    def run(self, *leaves: Tensor) -> Outputs:
+    def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
         """Evaluate the program on every element of the batch."""
         of = self._of
         run = self._run_forward if of.is_forward and True in self._above else of.run
+        run = functools.partial(run, mode=mode)
         outs, self.out_dims = batch(run, *self._how)(*leaves)
         return outs
 
-    def _run_forward(self, *leaves: Tensor) -> Outputs:
+    @property
+    @override
+    def signature(self) -> tuple[Any, ...]:
+        """That of the program, and how it is batched."""
+        return (*self._of.signature, *self._above, *self._how)
+
+    def _run_forward(self, *leaves: Tensor, mode: Any) -> Outputs:
         # As plain code sees them: requiring grad above the vmap and not below it, where
         # other kernels would be chosen.
         with grad_level() as level:
             pairs = zip(leaves, self._above, strict=True)
             inner = [leaf_at(level, t, requires_grad=a) for t, a in pairs]
-            outs = self._of.run(*inner)
+            outs = self._of.run(*inner, mode=mode)
+            if mode is not None:
+                mode.ask(outs)
             flags = [j for j, o in enumerate(outs) if requires_grad(o)]
             used, modal = reached_leaves(outs, inner)
             found = Above(used, flags)

@@ -100,7 +100,7 @@ def _dispatch_batch(
     inner = Batch(program, above, (in_dims, size, randomness))
     outs = dispatch(inner, leaves)
     kept = [in_dims[i] for i in facts.kept]
-    return tuple(outs), (*inner.out_dims, *kept)
+    return tuple(outs), (*inner.out_dims, *kept, *[None] * facts.residuals)
 
 
 class Remat(Function):
@@ -118,16 +118,17 @@ class Remat(Function):
         """Evaluate here, or one level down, and save the inputs."""
         ctx.program = program
         ctx.set_materialize_grads(False)
-        forward_mode = base_dual_level_active()
+        facts = program.facts
+        forward_mode = base_dual_level_active() or (layer or _BASE)[1] == JVP
+        if forward_mode:
+            facts.pushed = True
         if layer is None:
             outs = program.evaluate(leaves)
         else:
-            forward_mode = forward_mode or layer[1] == JVP
             outs = _evaluate_below(layer, program, leaves)
-        facts = program.facts
         saved: Sequence[Tensor] = leaves
-        if facts.kept:
-            saved = replace(leaves, facts.kept, outs[-len(facts.kept) :])
+        if facts.kept or facts.recipe is not None:
+            saved = _saved(facts, leaves, outs)
         # Forward mode wants the tangent of a view to be a view, which ours is not.
         if facts.views and not (facts.batched or forward_mode):
             outs = _as_views(outs, leaves, facts.views)
@@ -182,6 +183,19 @@ class Remat(Function):
 
 
 _apply = plain_apply(Remat)
+_BASE = None, None
+
+
+def _saved(
+    facts: Facts, leaves: Sequence[Tensor], outs: Sequence[Any]
+) -> Sequence[Tensor]:
+    """Return what is saved: the leaves as they were before, and the residuals."""
+    end = len(outs) - facts.residuals
+    if facts.kept:
+        leaves = replace(leaves, facts.kept, outs[end - len(facts.kept) : end])
+    if facts.recipe is None:
+        return leaves
+    return [*facts.recipe.kept(leaves), *outs[end:]]
 
 
 def _evaluate_below(

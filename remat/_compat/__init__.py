@@ -24,6 +24,7 @@ from remat._compat._autograd import (
     sequence_number as sequence_number,
     set_grad_enabled as set_grad_enabled,
     snapshot as snapshot,
+    storage_id as storage_id,
     unpack_hooks_of as unpack_hooks_of,
     use_count as use_count,
     without_hooks as without_hooks,
@@ -83,5 +84,6 @@ from remat._compat._state import (
     swap_parametrization_cache as swap_parametrization_cache,
     tensor_without_data as tensor_without_data,
     under_function_modes as under_function_modes,
+    undisturbed as undisturbed,
     without_dispatch_mode as without_dispatch_mode,
 )

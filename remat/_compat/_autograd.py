@@ -297,3 +297,7 @@ def use_count(tensor: Tensor) -> int:
 
 # Deleted by: a public way to change a tensor without counting it as a change.
 preserved_version = vars(torch.autograd)["_unsafe_preserve_version_counter"]
+
+
+# Deleted by: `UntypedStorage.__eq__`, or a public identity of storages.
+storage_id: Callable[[Tensor], int] = torch._C._storage_id

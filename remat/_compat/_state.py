@@ -4,6 +4,8 @@ Invariant: a mode stack that is exchanged is put back, also after an exception.
 Rejected: asking Dynamo. Importing it takes seconds, for those who do not compile.
 """
 
+import functools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -202,6 +204,27 @@ def without_dispatch_mode(mode: Any) -> Iterator[None]:
     finally:
         _python_dispatch._push_mode(mode)
         _dynamo.set_eval_frame(dynamo)
+
+
+# Deleted by: a public context below modes, transforms and autograd.
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run the body as if there were no mode, no transform and no autograd."""
+    with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_ABOVE):
+        yield
+
+
+_ABOVE = functools.reduce(
+    operator.or_,
+    [
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        for key in (
+            *("Python", "PythonTLSSnapshot", "PythonDispatcher", "PreDispatch"),
+            *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"),
+            *("AutogradFunctionality", "ADInplaceOrView", "Functionalize"),
+        )
+    ],
+)
 
 
 # Deleted by: a FakeTensorMode that takes tensors made outside of it.

@@ -1,0 +1,80 @@
+"""What operations cost, by their metadata: FLOPs, bytes moved, time at nominal rates.
+
+Invariant: nothing is run or measured, so that two processes decide alike.
+Rejected: timing the operations of the first call. It waits for the device, and decides
+by the noise of the machine.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from remat._op import Op, Value
+from remat._plan import Fate, Plan, Record
+
+
+# FLOPs and bytes in a second: of one CPU core and of an accelerator, to an order of
+# magnitude.
+_RATES = {"cpu": (2e10, 1e10)}
+_ACCELERATOR = (5e13, 1e12)
+_MODE = 8e-6  # seconds that a dispatch mode takes for an operation
+
+
+def flops(op: Op) -> int:
+    """Return the floating-point operations of an operation that torch can count.
+
+    That is of products, convolutions and attention; 0 for all others, as in torch's
+    `FlopCounterMode`.
+
+    Example:
+        >>> a, b = (Value(s, torch.float32, torch.device("cpu")) for s in ((2, 3), (3, 4)))
+        >>> out = Value((2, 4), torch.float32, torch.device("cpu"))
+        >>> flops(Op(torch.ops.aten.mm.default, (a, b), outputs=(out,)))
+        48
+    """
+    count: Any = flop_registry.get(op.packet)
+    if count is None:
+        return 0
+    outputs = tuple(torch.Size(v.shape) for v in op.outputs)
+    result = outputs[0] if len(outputs) == 1 else outputs
+    kwargs = {name: _shape(v) for name, v in op.kwargs}
+    return int(count(*map(_shape, op.args), **kwargs, out_val=result))
+
+
+def _shape(arg: Any) -> Any:
+    if isinstance(arg, Value):
+        return torch.Size(arg.shape)
+    return [*map(_shape, arg)] if isinstance(arg, tuple) else arg
+
+
+def bytes_moved(op: Op) -> int:
+    """Return the bytes that an operation reads and writes."""
+    return op.nbytes + sum(value.nbytes for value in op.inputs)
+
+
+def seconds(op: Op) -> float:
+    """Return about how long an operation takes."""
+    kinds = {value.device.type for value in op.outputs}
+    rates = [_RATES.get(kind, _ACCELERATOR) for kind in kinds] or [_ACCELERATOR]
+    per_flop, per_byte = (math.inf if not r else 1 / min(r) for r in zip(*rates, strict=True))
+    return max(flops(op) * per_flop, bytes_moved(op) * per_byte)
+
+
+def avoided(record: Record, plan: Plan) -> float:
+    """Return about how many seconds a plan saves by what it leaves out."""
+    pairs = zip(record.steps, plan.fates, strict=True)
+    dead = [step for step, fate in pairs if fate is Fate.DEAD and not step.is_view]
+    return sum(seconds(step.op) for step in dead)
+
+
+def reason_against(record: Record, plan: Plan) -> str:
+    """Say why a plan is not worth a dispatch mode; "" if it is."""
+    saved, cost = avoided(record, plan), len(record.steps) * _MODE
+    if saved > cost:
+        return ""
+    return (
+        f"it would save about {saved * 1e6:.0f} us of work, and cost "
+        f"{cost * 1e6:.0f} us of bookkeeping"
+    )

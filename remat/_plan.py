@@ -1,0 +1,232 @@
+"""Decides what a backward recomputes, what it is handed, and what it does without.
+
+A record lists the operations of one forward and the storages that they touch, by
+number. From the storages that the backward reads, `plan` walks back through what made
+them, and stops where a policy lets a result be kept.
+
+Invariant: a storage is needed as a whole or not at all. Whatever makes or changes a
+needed one runs, in order; an operation that is left out has neither read nor written
+anything that is needed. No tensors here: a record can be written by hand.
+Rejected: dataflow between tensors. Views and in-place operations make one value of
+many, and only their storage tells.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from remat._op import Op
+
+
+class Slot(int):
+    """Stands for the output of that index in what an operation returned."""
+
+
+class Passed(int):
+    """Stands for the tensor argument of that index, returned as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation of a record, with the storages it touches.
+
+    Attributes:
+        op: the operation.
+        reads: the storages of its tensor arguments, in order.
+        makes: the storages of its outputs, in order.
+        writes: the storages that it changes in place.
+        draws: whether it moves a random stream.
+        runs: whether it runs in any case: Python reads what it gives, or nobody knows.
+        result: what it returned, with a `Slot` or `Passed` for each tensor.
+    """
+
+    op: Op
+    reads: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    draws: bool = False
+    runs: bool = False
+    result: Any = Slot(0)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it only looks at a storage in another way."""
+        return not self.writes and {*self.makes} <= {*self.reads}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one forward did.
+
+    Attributes:
+        steps: its operations, in order.
+        inputs: the storage of each leaf.
+        roots: for each output, the storages that its backward reads.
+        outputs: the storage of each output.
+    """
+
+    steps: tuple[Step, ...]
+    inputs: tuple[int, ...]
+    roots: tuple[frozenset[int], ...]
+    outputs: tuple[int | None, ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names given to values."""
+        return frozenset().union(*(step.op.names for step in self.steps))
+
+
+class Fate(Enum):
+    """What becomes of an operation in a recomputation."""
+
+    RUN = "recomputed"
+    KEEP = "saved"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a recomputation does with each operation of a record.
+
+    Attributes:
+        fates: one for each.
+        residuals: the outputs kept since the forward, as pairs of an operation and the
+            index of its output, in order.
+        needed: the leaves whose values are read.
+        live: the storages whose values are there.
+    """
+
+    fates: tuple[Fate, ...]
+    residuals: tuple[tuple[int, int], ...]
+    needed: frozenset[int]
+    live: frozenset[int]
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """The operations whose results are kept."""
+        return frozenset(i for i, _ in self.residuals)
+
+
+def plan(
+    record: Record,
+    saveable: Collection[int] = (),
+    outputs: Iterable[int] | None = None,
+    *,
+    learned: Iterable[int] = (),
+    prune: bool = True,
+) -> Plan:
+    """Decide what becomes of each operation.
+
+    Args:
+        record: what the forward did.
+        saveable: the operations whose results a policy lets be kept. What a result
+            shares memory with, or is changed in place, is not kept for all that.
+        outputs: those whose cotangents there are; None for all.
+        learned: more storages that are needed.
+        prune: whether to leave out what is not needed. If not, all but what is kept is
+            recomputed.
+
+    Returns:
+        The plan. With fewer outputs it keeps and needs no more.
+
+    Example:
+        >>> sin = Op("sin")
+        >>> record = Record(
+        ...     (Step(sin, (0,), (1,)), Step(sin, (1,), (2,))), (0,), (frozenset({0, 1}),)
+        ... )
+        >>> plan(record).fates
+        (<Fate.RUN: 'recomputed'>, <Fate.DEAD: 'dead'>)
+        >>> plan(record, saveable=[0]).residuals
+        ((0, 0),)
+    """
+    walk = _Walk(record, saveable)
+    walk.need(learned)
+    for j in range(len(record.roots)) if outputs is None else outputs:
+        walk.need(record.roots[j])
+    for i, step in enumerate(record.steps):
+        if step.runs:
+            walk.run(i)
+    walk.keep_draws_in_order()
+    steps = record.steps
+    fates = tuple(walk.fate(i, prune) for i in range(len(steps)))
+    residuals = tuple(
+        (i, k)
+        for i in sorted(walk.kept)
+        for k, s in enumerate(steps[i].makes)
+        if s in walk.live
+    )
+    leaves = enumerate(record.inputs)
+    needed = frozenset(i for i, s in leaves if s in walk.live or not prune)
+    return Plan(fates, residuals, needed, frozenset(walk.live))
+
+
+class _Walk:
+    """One walk back from what is needed."""
+
+    def __init__(self, record: Record, saveable: Collection[int]) -> None:
+        self._steps = record.steps
+        self._makers = _makers(record)
+        whole = [i for i in saveable if self._is_whole(i, record.inputs)]
+        self._saveable = {*whole}
+        self.live: set[int] = set()
+        self.run_steps: set[int] = set()
+        self.kept: set[int] = set()
+
+    def _is_whole(self, i: int, inputs: Sequence[int]) -> bool:
+        """Say whether the outputs of a step are its alone, and stay as it made them."""
+        step = self._steps[i]
+        alone = all(self._makers[s] == [i] and s not in inputs for s in step.makes)
+        return alone and bool(step.makes) and not (step.writes or step.runs)
+
+    def need(self, storages: Iterable[int]) -> None:
+        """Need storages, and with them what made and changed them."""
+        todo = [*storages]
+        while todo:
+            s = todo.pop()
+            if s in self.live:
+                continue
+            self.live.add(s)
+            for i in self._makers.get(s, ()):
+                if i in self._saveable:
+                    self.kept.add(i)
+                elif i not in self.run_steps:
+                    self.run_steps.add(i)
+                    todo += (*self._steps[i].reads, *self._steps[i].makes)
+
+    def run(self, i: int) -> None:
+        """Have a step run, whether or not what it makes is needed."""
+        self._saveable.discard(i)
+        self.kept.discard(i)
+        if i not in self.run_steps:
+            self.run_steps.add(i)
+            self.need((*self._steps[i].reads, *self._steps[i].makes))
+
+    def keep_draws_in_order(self) -> None:
+        """Have every draw run that comes before one that does."""
+        draws = [i for i, step in enumerate(self._steps) if step.draws]
+        while True:
+            last = max(self.run_steps.intersection(draws), default=-1)
+            before = [i for i in draws if i < last and i not in self.run_steps]
+            if not before:
+                return
+            for i in before:
+                self.run(i)
+
+    def fate(self, i: int, prune: bool) -> Fate:
+        """Return what becomes of a step."""
+        step = self._steps[i]
+        if i in self.kept:
+            return Fate.KEEP
+        seen = step.is_view and not self.live.isdisjoint(step.makes)
+        return Fate.RUN if i in self.run_steps or seen or not prune else Fate.DEAD
+
+
+def _makers(record: Record) -> dict[int, list[int]]:
+    """Return which steps make or change each storage."""
+    makers = defaultdict(list)
+    for i, step in enumerate(record.steps):
+        for s in {*step.makes}.difference(step.reads).union(step.writes):
+            makers[s].append(i)
+    return makers

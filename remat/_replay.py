@@ -1,0 +1,403 @@
+"""Runs a function again under a plan: what is kept is handed in, what is dead left out.
+
+`Keep` runs in the forward and collects what the plan keeps, `Replay` in the backward.
+An operation that is dead returns an `Absent`: a tensor of the right shape that has no
+value, and that nobody can read.
+
+Invariant: what a replay gives was computed, or kept by this very call. A plan that does
+not fit the call at hand shows: as another operation, or as a read of what is absent.
+Rejected: a buffer of NaN to stand for what is absent. It costs memory and as much time,
+and who reads it gets a number.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from remat._compat import LeanDispatchMode, eager_only, tensor_without_data
+from remat._errors import RecomputeError
+from remat._op import Op, Value
+from remat._plan import Fate, Passed, Plan, Record, Slot, Step
+
+
+# Autograd detaches what it saves of a result: not an operation of the function.
+DETACH = torch.ops.aten.detach.default
+
+
+class Missing(RuntimeError):
+    """Something read a value that was left out.
+
+    Attributes:
+        shared: what stands for the storage read.
+    """
+
+    def __init__(self, shared: "Shared", reader: Any) -> None:
+        super().__init__(_READ.format(reader=reader))
+        self.shared = shared
+
+
+_READ = (
+    "remat: {reader} reads a value that the recomputation left out, since no "
+    "operation recorded in the forward reads it. Pass prune=False to recompute all."
+)
+
+
+class Mismatch(RuntimeError):
+    """A replay came by another operation than was recorded."""
+
+
+class Shared:
+    """Stands for a storage that is not there; whoever shares it has the same."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+_NOWHERE = Shared(-1)
+
+
+class Absent(Tensor):
+    """A tensor without a value.
+
+    Attributes:
+        storage_of: what stands for its storage.
+    """
+
+    storage_of: Shared
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        absent = [t for t in tensors_of((args, kwargs)) if type(t) is Absent]
+        if func is DETACH:
+            return like(absent[0])
+        raise Missing(absent[0].storage_of, func)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise Missing(self.storage_of, "Python")
+
+    # What reads memory without an operation, and would find none.
+    data_ptr = __dlpack__ = numpy = tolist = __array__ = _refuse
+    untyped_storage = storage = _typed_storage = __reduce_ex__ = __deepcopy__ = _refuse
+
+
+def absent(value: Value, shared: Shared) -> Absent:
+    """Return a tensor of the metadata given, without a value."""
+    new: Absent = tensor_without_data(
+        Absent,
+        value.shape,
+        value.stride,
+        value.offset,
+        None,
+        value.dtype,
+        torch.strided,
+        value.device,
+    )
+    new.storage_of = shared
+    return new
+
+
+def like(tensor: Tensor, shared: Shared | None = None) -> Absent:
+    """Return an absent tensor like one that is there or is not."""
+    meta = (tuple(tensor.shape), tensor.dtype, tensor.device)
+    value = Value(*meta, tuple(tensor.stride()), tensor.storage_offset())
+    return absent(value, shared or getattr(tensor, "storage_of", _NOWHERE))
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors among an operation's arguments or results, in order."""
+    return [*_tensors_of(tree)]
+
+
+def _tensors_of(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for part in tree:
+            yield from _tensors_of(part)
+    elif isinstance(tree, dict):
+        for part in tree.values():
+            yield from _tensors_of(part)
+
+
+class Script:
+    """A plan laid out for running, one entry for each operation.
+
+    Args:
+        record: of a forward.
+        plan: made of it.
+        order: of the residuals that there are, if there are more than the plan keeps.
+
+    Attributes:
+        funcs: the operations.
+        fates: what becomes of each.
+        places: of those kept, which residual stands for which output.
+    """
+
+    __slots__ = ("fates", "funcs", "places", "plan", "record")
+
+    def __init__(
+        self, record: Record, plan: Plan, order: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self.record, self.plan = record, plan
+        self.funcs = [step.op.func for step in record.steps]
+        self.fates = [*plan.fates]
+        self.places: dict[int, dict[int, int]] = {}
+        needed = {*plan.residuals}
+        for place, (i, k) in enumerate(order or plan.residuals):
+            if (i, k) in needed:
+                self.places.setdefault(i, {})[k] = place
+
+
+class _Follow(LeanDispatchMode):
+    """Follows a script from operation to operation."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self.script = script
+        self._funcs = script.funcs
+        self._next = 0
+
+    def ask(self, outs: Sequence[Any]) -> None:
+        """Do nothing: what the graph saved is known."""
+
+    def end(self) -> None:
+        """Check that every operation recorded has come by.
+
+        Raises:
+            Mismatch: it has not.
+        """
+        if self._next < len(self._funcs):
+            self._next += 1
+            raise self._differs(None)
+
+    def _differs(self, func: Any) -> Exception:
+        """Return the error that another operation came by than was recorded."""
+        return Mismatch(described(self.script.record, self._next - 1, func))
+
+
+class Keep(_Follow):
+    """Collects, in a forward, the results that a plan keeps.
+
+    Attributes:
+        fits: whether the plan is of this forward.
+    """
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self._places = script.places
+        self._kept: list[tuple[Tensor, int]] = []
+        self.fits = True
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if func is DETACH or not self.fits:
+            return result
+        i = self._next
+        self._next = i + 1
+        if i >= len(self._funcs) or self._funcs[i] is not func:
+            self.fits = False
+        elif i in self._places:
+            outputs = tensors_of(result)
+            for k in self._places[i]:
+                t = outputs[k].detach()
+                self._kept.append((t, t._version))
+        return result
+
+    def residuals(self) -> list[Tensor] | None:
+        """Return what was kept; None if the plan is not of this forward."""
+        unchanged = all(t._version == version for t, version in self._kept)
+        complete = self._next == len(self._funcs)
+        if not (self.fits and complete and unchanged):
+            return None
+        return [t for t, _ in self._kept]
+
+
+class Verify(Keep):
+    """Checks besides that what goes into each operation comes from where it did.
+
+    Before inputs are dropped: afterwards nothing else could be computed.
+    """
+
+    def __init__(self, script: Script, leaves: Sequence[Tensor], key: Any) -> None:
+        super().__init__(script)
+        self._key = key
+        numbers = script.record.inputs
+        self._numbers = {key(t): s for t, s in zip(leaves, numbers, strict=True)}
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        i = self._next
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.fits and self._next > i:
+            step, numbers, key = self.script.record.steps[i], self._numbers, self._key
+            inputs, outputs = tensors_of((args, kwargs or {})), tensors_of(result)
+            counts = len(inputs), len(outputs)
+            if counts != (len(step.reads), len(step.makes)):
+                self.fits = False
+                return result
+            reads = zip(inputs, step.reads, strict=True)
+            self.fits = all(numbers.get(key(t), s) == s for t, s in reads)
+            numbers.update(zip(map(key, outputs), step.makes, strict=True))
+        return result
+
+
+class Replay(_Follow):
+    """Runs a function again, without what is dead and with what was kept."""
+
+    def __init__(self, script: Script, residuals: Sequence[Tensor]) -> None:
+        super().__init__(script)
+        self._fates, self._residuals = script.fates, residuals
+        self._absent: dict[int, Shared] = {}
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is DETACH:
+            return func(*args)
+        i = self._next
+        self._next = i + 1
+        if i >= len(self._funcs) or self._funcs[i] is not func:
+            raise self._differs(func)
+        fate = self._fates[i]
+        if fate is Fate.RUN:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        step = self.script.record.steps[i]
+        if fate is Fate.DEAD:
+            return self._left_out(step, args, kwargs)
+        places = self.script.places[i]
+        return self._result(step, step.result, (), places)
+
+    def _left_out(self, step: Step, args: Any, kwargs: Any) -> Any:
+        """Return what stands for the result of an operation that does not run."""
+        inputs = tensors_of((args, kwargs or {}))
+        then = step.op.inputs
+        same = [tuple(t.shape) for t in inputs] == [v.shape for v in then]
+        if not same or not _same_constants(step.op, args, kwargs):
+            raise self._differs(step.op.func)
+        if step.writes:
+            numbers = zip(step.reads, inputs, strict=True)
+            targets = [t for s, t in numbers if s in step.writes]
+            if not all(type(t) is Absent for t in targets):
+                raise self._differs(step.op.func)
+        return self._result(step, step.result, inputs, {})
+
+    def _result(
+        self, step: Step, form: Any, inputs: Sequence[Tensor], places: dict[int, int]
+    ) -> Any:
+        if isinstance(form, Slot):
+            place = places.get(form)
+            if place is not None:
+                return self._residuals[place].detach()
+            return absent(step.op.outputs[form], self._shared(step.makes[form]))
+        if isinstance(form, Passed):
+            return inputs[form]
+        if isinstance(form, (list, tuple)):
+            return type(form)(self._result(step, f, inputs, places) for f in form)
+        return form
+
+    def _shared(self, number: int) -> Shared:
+        shared = self._absent.get(number)
+        if shared is None:
+            shared = self._absent[number] = Shared(number)
+        return shared
+
+    def absent_leaf(self, i: int, leaf: Tensor) -> Absent:
+        """Return what stands for a leaf whose value is not needed."""
+        return like(leaf, self._shared(self.script.record.inputs[i]))
+
+    def has_left_out(self, shared: Shared) -> bool:
+        """Say whether it is this replay that something is absent in."""
+        return self._absent.get(shared.number) is shared
+
+
+class Check(_Follow):
+    """Runs a function again as it is, which must do what it did in the forward."""
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is not DETACH:
+            i = self._next
+            self._next = i + 1
+            if i >= len(self._funcs) or self._funcs[i] is not func:
+                raise self._differs(func)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    @override
+    def _differs(self, func: Any) -> Exception:
+        difference = described(self.script.record, self._next - 1, func)
+        return RecomputeError(_DIFFERENT + difference)
+
+
+_DIFFERENT = (
+    "remat: the recomputation ran other operations than the forward did. The function "
+    "must compute the same thing twice: if it depends on outside state that changed, "
+    "pass that state as an argument.\n"
+)
+
+
+def _same_constants(op: Op, args: Sequence[Any], kwargs: Any) -> bool:
+    """Say whether the arguments that are no tensors are as recorded."""
+    if len(args) != len(op.args) or len(kwargs or ()) != len(op.kwargs):
+        return False
+    pairs = zip(args, op.args, strict=True)
+    if not all(_same(now, then) for now, then in pairs):
+        return False
+    if not kwargs:
+        return True
+    return all(name in kwargs and _same(kwargs[name], v) for name, v in op.kwargs)
+
+
+def _same(now: Any, then: Any) -> bool:
+    if isinstance(then, Value):
+        return isinstance(now, Tensor)
+    if isinstance(then, tuple) and isinstance(now, (list, tuple)):
+        return len(now) == len(then) and all(map(_same, now, then))
+    if isinstance(then, type):
+        return type(now) is then
+    return type(now) is type(then) and (now == then or now != now)
+
+
+def described(record: Record, i: int, func: Any) -> str:
+    """Describe the first operation that is not as recorded, with those before."""
+    steps = record.steps
+    before = [_line(step.op) for step in steps[max(0, i - 2) : i]]
+    then = [_line(step.op) for step in steps[i : i + 3]] or ["nothing more"]
+    now = str(func) if func is not None else "nothing more"
+    return "\n".join(
+        [
+            "  forward:",
+            *(f"    {line}" for line in (*before, *then)),
+            "  recomputation:",
+            *(f"    {line}" for line in (*before, now)),
+        ]
+    )
+
+
+def _line(op: Op) -> str:
+    return f"{op.func}" + (f"  # {op.source}" if op.source else "")
+
