@@ -58,7 +58,9 @@ def seconds(op: Op) -> float:
     """Return about how long an operation takes."""
     kinds = {value.device.type for value in op.outputs}
     rates = [_RATES.get(kind, _ACCELERATOR) for kind in kinds] or [_ACCELERATOR]
-    per_flop, per_byte = (math.inf if not r else 1 / min(r) for r in zip(*rates, strict=True))
+    per_flop, per_byte = (
+        math.inf if not r else 1 / min(r) for r in zip(*rates, strict=True)
+    )
     return max(flops(op) * per_flop, bytes_moved(op) * per_byte)
 
 

@@ -53,7 +53,9 @@ def checkpoint_name(x: T, name: str) -> T:
         return x
     if not isinstance(name, str):
         kind = type(name).__name__
-        raise TypeError(f"remat: checkpoint_name takes a string; got {name!r}, a {kind}")
+        raise TypeError(
+            f"remat: checkpoint_name takes a string; got {name!r}, a {kind}"
+        )
     leaves = [x] if isinstance(x, Tensor) else _tree.flatten(x)[0]
     give_name([t for t in leaves if isinstance(t, Tensor)], name)
     return x

@@ -177,9 +177,7 @@ class Primal(Call):
         facts.differentiable = [*facts.differentiable, *[False] * len(residuals)]
         return residuals
 
-    def _first_run(
-        self, program: Program, inner: list[Tensor], mode: Any
-    ) -> Outputs:
+    def _first_run(self, program: Program, inner: list[Tensor], mode: Any) -> Outputs:
         run = functools.partial(program.run, mode=mode)
         try:
             if self.facts.exact or self._contained:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat._compat import base_tensor, current_layer
 from remat._cost import reason_against
 from remat._errors import RecomputeError
 from remat._op import Op
@@ -120,7 +121,6 @@ class Trace:
             self.scripts = Scripts(
                 scripts.record, scripts.decisions, prune=scripts.prune, learned=learned
             )
-
 
     def warn_of_names(self) -> None:
         """Warn, once, of names that the policy mentions and nothing was ever given."""
@@ -333,15 +333,16 @@ class Recipe:
         ]
         script = self._scripts.of(given)
         replay = Replay(script, [*ours])
+        stand_ins = self._stand_ins(leaves, replay, script.plan)
         try:
-            grads = pull(self._stand_ins(leaves, replay, script.plan), replay)
+            grads = pull(stand_ins or leaves, replay)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # what a value that is absent leads to is anything
             if not self._may_run_as_it_is(error, replay):
                 raise
         else:
-            self._trace.proven = True
+            self._trace.proven = self._trace.proven or bool(stand_ins)
             self._trace.warn_of_names()
             return grads
         return pull(leaves, Check(script) if self._seen else None)
@@ -349,7 +350,12 @@ class Recipe:
     def _stand_ins(
         self, leaves: Sequence[Tensor], replay: Replay, made: Plan
     ) -> list[Tensor]:
-        """Put stand-ins in place of leaves whose values are not needed."""
+        """Put stand-ins in place of leaves whose values are not needed.
+
+        Nothing where they are of a level: a stand-in would be of none.
+        """
+        if current_layer() is not None and any(base_tensor(t) is not t for t in leaves):
+            return []
         return [
             t
             if i in made.needed or type(t) not in (Tensor, Absent)

@@ -400,4 +400,3 @@ def described(record: Record, i: int, func: Any) -> str:
 
 def _line(op: Op) -> str:
     return f"{op.func}" + (f"  # {op.source}" if op.source else "")
-

@@ -27,6 +27,7 @@ from remat._compat import (
     eager_only,
     saved_by,
     storage_id,
+    viewed,
 )
 from remat._op import Op, Value
 from remat._plan import Passed, Record, Slot, Step
@@ -61,7 +62,7 @@ class Recorder(LeanDispatchMode):
         self._made: set[int] = set()
         self._steps: list[tuple[Any, ...]] = []
         self._names: dict[int, set[str]] = {}
-        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._kept: dict[int, Tensor] = {}
         self._roots: list[set[int]] = []
         self.inputs = tuple(self.number(base_tensor(t)) for t in leaves)
 
@@ -119,8 +120,8 @@ class Recorder(LeanDispatchMode):
                 self._hold(t, s)
 
     def _hold(self, tensor: Tensor, number: int) -> None:
-        if type(tensor) in _PLAIN and type(tensor) is not Absent:
-            self._storages[number] = tensor.untyped_storage()
+        if number not in self._kept and _is_plain(tensor):
+            self._kept[number] = tensor.detach()
 
     def end(self) -> None:
         """Do nothing: the record is made once the graph was asked."""
@@ -197,14 +198,15 @@ class Recorder(LeanDispatchMode):
         return Record(tuple(steps), self.inputs, tuple(roots), tuple(ends))
 
     def residual(self, value: Value, number: int) -> Tensor:
-        """Return the tensor that was made with a storage, if it was held."""
-        empty = torch.empty(0, dtype=value.dtype, device=value.device)
-        storage = self._storages[number]
-        return empty.set_(storage, value.offset, value.shape, value.stride)
+        """Return what was made with a storage, of which some view was held."""
+        held = self._kept[number]
+        if _value(held) == value or type(held) is Absent:
+            return held
+        return viewed(held, value.shape, value.stride, value.offset)
 
     def has(self, numbers: Iterable[int]) -> bool:
         """Say whether these storages were held."""
-        return self._storages.keys() >= {*numbers}
+        return self._kept.keys() >= {*numbers}
 
 
 _MANY = 16  # outputs, for each of which the graph is walked

@@ -84,6 +84,7 @@ from remat._compat._state import (
     swap_parametrization_cache as swap_parametrization_cache,
     tensor_without_data as tensor_without_data,
     under_function_modes as under_function_modes,
+    viewed as viewed,
     undisturbed as undisturbed,
     without_dispatch_mode as without_dispatch_mode,
 )

@@ -266,3 +266,14 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
     @override
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+# Deleted by: views that modes do not get to see.
+def viewed(
+    tensor: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
+) -> Tensor:
+    """Return another view of the storage of a tensor, past all dispatch modes."""
+    if type(tensor) is not Tensor:
+        return tensor.as_strided(shape, stride, offset)
+    with torch._C._DisableTorchDispatch():
+        return tensor.as_strided(shape, stride, offset)
