@@ -123,6 +123,7 @@ class Call(Program):
         self._buffers = found.buffers
 
     @property
+    @override
     def signature(self) -> tuple[Any, ...]:
         """What is the same in each call of the same code.
 

@@ -5,7 +5,6 @@ Rejected: timing the operations of the first call. It waits for the device, and 
 by the noise of the machine.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -29,9 +28,9 @@ def flops(op: Op) -> int:
     `FlopCounterMode`.
 
     Example:
-        >>> a, b = (Value(s, torch.float32, torch.device("cpu")) for s in ((2, 3), (3, 4)))
-        >>> out = Value((2, 4), torch.float32, torch.device("cpu"))
-        >>> flops(Op(torch.ops.aten.mm.default, (a, b), outputs=(out,)))
+        >>> shapes = (2, 3), (3, 4), (2, 4)
+        >>> a, b, c = (Value(s, torch.float32, torch.device("cpu")) for s in shapes)
+        >>> flops(Op(torch.ops.aten.mm.default, (a, b), outputs=(c,)))
         48
     """
     count: Any = flop_registry.get(op.packet)
@@ -58,10 +57,8 @@ def seconds(op: Op) -> float:
     """Return about how long an operation takes."""
     kinds = {value.device.type for value in op.outputs}
     rates = [_RATES.get(kind, _ACCELERATOR) for kind in kinds] or [_ACCELERATOR]
-    per_flop, per_byte = (
-        math.inf if not r else 1 / min(r) for r in zip(*rates, strict=True)
-    )
-    return max(flops(op) * per_flop, bytes_moved(op) * per_byte)
+    flops_per_second, bytes_per_second = map(min, zip(*rates, strict=True))
+    return max(flops(op) / flops_per_second, bytes_moved(op) / bytes_per_second)
 
 
 def avoided(record: Record, plan: Plan) -> float:

@@ -28,6 +28,9 @@ class Passed(int):
     """Stands for the tensor argument of that index, returned as it is."""
 
 
+_FIRST = Slot(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One operation of a record, with the storages it touches.
@@ -48,7 +51,7 @@ class Step:
     writes: tuple[int, ...] = ()
     draws: bool = False
     runs: bool = False
-    result: Any = Slot(0)
+    result: Any = _FIRST
 
     @property
     def is_view(self) -> bool:
@@ -133,9 +136,8 @@ def plan(
 
     Example:
         >>> sin = Op("sin")
-        >>> record = Record(
-        ...     (Step(sin, (0,), (1,)), Step(sin, (1,), (2,))), (0,), (frozenset({0, 1}),)
-        ... )
+        >>> steps = Step(sin, (0,), (1,)), Step(sin, (1,), (2,))
+        >>> record = Record(steps, (0,), (frozenset({0, 1}),))
         >>> plan(record).fates
         (<Fate.RUN: 'recomputed'>, <Fate.DEAD: 'dead'>)
         >>> plan(record, saveable=[0]).residuals

@@ -30,8 +30,8 @@ from remat._replay import (
     Absent,
     Check,
     Keep,
-    Mismatch,
-    Missing,
+    MismatchError,
+    MissingError,
     Replay,
     Script,
     Verify,
@@ -207,11 +207,12 @@ class Tracing:
     ) -> None:
         self._trace, self._policy, self._prune = trace, policy, prune
         self._leaves = leaves
-        self._scripts = scripts = trace.scripts
+        scripts = None if trace.reason else trace.scripts
+        self._scripts: Scripts | None = scripts
         self.mode: Any = None
         if trace.reason:
-            self._scripts = None
-        elif scripts is None:
+            return
+        if scripts is None:
             self.mode = Recorder(leaves, policy)
         elif trace.proven and self._droppable(scripts.full.plan):
             self.mode = Verify(scripts.full, leaves, key_of)
@@ -239,10 +240,10 @@ class Tracing:
         residuals: list[Tensor] | None = []
         if mode is not None:
             residuals = mode.residuals()
-            if residuals is None:
-                self._trace.strike()
-                return None, []
-        dropped = []
+        if residuals is None:
+            self._trace.strike()
+            return None, []
+        dropped: list[int] = []
         if may_drop and isinstance(mode, Verify):
             dropped = self._droppable(scripts.full.plan)
         count = len(self._leaves)
@@ -365,11 +366,11 @@ class Recipe:
 
     def _may_run_as_it_is(self, error: Exception, replay: Replay) -> bool:
         """Say whether to run the function as it is, and learn from the error."""
-        missed = isinstance(error, Missing)
+        missed = isinstance(error, MissingError)
         if missed and not replay.has_left_out(error.shared):
             return False  # an outer call did
         if self.dropped:
-            if isinstance(error, (Missing, Mismatch)):
+            if isinstance(error, (MissingError, MismatchError)):
                 raise RecomputeError(_DROPPED.format(error=error)) from error
             return False
         if missed:

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._compat import LeanDispatchMode, eager_only, tensor_without_data
+from remat._compat import (
+    LeanDispatchMode,
+    eager_only,
+    no_torch_function,
+    tensor_without_data,
+)
 from remat._errors import RecomputeError
 from remat._op import Op, Value
 from remat._plan import Fate, Passed, Plan, Record, Slot, Step
@@ -27,7 +32,7 @@ from remat._plan import Fate, Passed, Plan, Record, Slot, Step
 DETACH = torch.ops.aten.detach.default
 
 
-class Missing(RuntimeError):
+class MissingError(RuntimeError):
     """Something read a value that was left out.
 
     Attributes:
@@ -45,7 +50,7 @@ _READ = (
 )
 
 
-class Mismatch(RuntimeError):
+class MismatchError(RuntimeError):
     """A replay came by another operation than was recorded."""
 
 
@@ -68,8 +73,8 @@ class Absent(Tensor):
         storage_of: what stands for its storage.
     """
 
-    storage_of: Shared
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    storage_of: "Shared"
+    __torch_function__ = no_torch_function
 
     @classmethod
     @override
@@ -81,14 +86,18 @@ class Absent(Tensor):
         absent = [t for t in tensors_of((args, kwargs)) if type(t) is Absent]
         if func is DETACH:
             return like(absent[0])
-        raise Missing(absent[0].storage_of, func)
+        raise MissingError(absent[0].storage_of, func)
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise Missing(self.storage_of, "Python")
 
-    # What reads memory without an operation, and would find none.
-    data_ptr = __dlpack__ = numpy = tolist = __array__ = _refuse
-    untyped_storage = storage = _typed_storage = __reduce_ex__ = __deepcopy__ = _refuse
+def _refuse(tensor: Absent, *_: Any, **__: Any) -> Any:
+    raise MissingError(tensor.storage_of, "Python")
+
+
+# They read memory without an operation, and would find none.
+for _name in ("data_ptr", "numpy", "storage", "tolist", "untyped_storage"):
+    setattr(Absent, _name, _refuse)
+for _name in ("__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__"):
+    setattr(Absent, _name, _refuse)
 
 
 def absent(value: Value, shared: Shared) -> Absent:
@@ -110,7 +119,7 @@ def absent(value: Value, shared: Shared) -> Absent:
 def like(tensor: Tensor, shared: Shared | None = None) -> Absent:
     """Return an absent tensor like one that is there or is not."""
     meta = (tuple(tensor.shape), tensor.dtype, tensor.device)
-    value = Value(*meta, tuple(tensor.stride()), tensor.storage_offset())
+    value = Value(*meta, tuple(tensor.stride()), int(tensor.storage_offset()))
     return absent(value, shared or getattr(tensor, "storage_of", _NOWHERE))
 
 
@@ -177,7 +186,7 @@ class _Follow(LeanDispatchMode):
         """Check that every operation recorded has come by.
 
         Raises:
-            Mismatch: it has not.
+            MismatchError: it has not.
         """
         if self._next < len(self._funcs):
             self._next += 1
@@ -185,7 +194,7 @@ class _Follow(LeanDispatchMode):
 
     def _differs(self, func: Any) -> Exception:
         """Return the error that another operation came by than was recorded."""
-        return Mismatch(described(self.script.record, self._next - 1, func))
+        return MismatchError(described(self.script.record, self._next - 1, func))
 
 
 class Keep(_Follow):

@@ -73,7 +73,7 @@ class Vjp(Program):
         return recipe.carry_out(self._given, saved, functools.partial(self._pull, cts))
 
     def _pull(
-        self, cts: Sequence[Tensor], primals: Sequence[Tensor], mode: Any
+        self, cts: tuple[Tensor, ...], primals: Sequence[Tensor], mode: Any
     ) -> Outputs:
         if current_layer() is not None:
             above = not self._of.facts.batched and is_batch_of_cotangents(primals)

@@ -132,9 +132,9 @@ class Recorder(LeanDispatchMode):
         return super().__enter__()
 
     @override
-    def __exit__(self, *error: Any) -> Any:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         _RECORDERS.active.remove(self)
-        return super().__exit__(*error)
+        super().__exit__(exc_type, exc_val, exc_tb)
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give the value of a tensor a name."""
@@ -185,7 +185,8 @@ class Recorder(LeanDispatchMode):
     def record(self, outs: Sequence[Any]) -> Record:
         """Return the record."""
         names = self._names
-        steps, named = [], set()
+        steps: list[Step] = []
+        named: set[int] = set()
         for op, reads, makes, *rest in self._steps:
             here = {s for s in makes if s in names and s not in (*reads, *named)}
             if here:
@@ -244,7 +245,7 @@ def _value(tensor: Tensor) -> Value:
     if not _is_plain(tensor) or type(tensor) is Absent:
         return Value(*meta)
     nbytes = tensor.untyped_storage().nbytes()
-    return Value(*meta, tuple(tensor.stride()), tensor.storage_offset(), nbytes)
+    return Value(*meta, tuple(tensor.stride()), int(tensor.storage_offset()), nbytes)
 
 
 def _described(arg: Any) -> Any:

@@ -300,4 +300,4 @@ preserved_version = vars(torch.autograd)["_unsafe_preserve_version_counter"]
 
 
 # Deleted by: `UntypedStorage.__eq__`, or a public identity of storages.
-storage_id: Callable[[Tensor], int] = torch._C._storage_id
+storage_id: Callable[[Tensor], int] = vars(torch._C)["_storage_id"]

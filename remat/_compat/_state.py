@@ -188,6 +188,9 @@ def overload_of(operator: Any) -> Any:
 # Deleted by: a public fake tensor that needs no mode.
 tensor_without_data: Callable[..., Any] = Tensor._make_wrapper_subclass
 
+# Deleted by: a public way for a subclass to have no `__torch_function__`.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
 
 # Deleted by: a dispatch mode that can be left by those inside of it.
 @contextmanager
