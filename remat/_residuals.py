@@ -14,9 +14,8 @@ JAX makes: it would report on the trace.
 import gc
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -36,57 +35,25 @@ from remat._compat import (
     unpack_hooks_of,
 )
 from remat._inputs import Inputs
+from remat._op import Op
 from remat._program import Program
+from remat._recipe import Recipe
 from remat._rules import Batch
 from remat._storages import (
     CONSTANT,
     MADE,
     Entry,
     Recorder,
+    Residual as Residual,
     counts,
+    origin_of,
     parts,
     tensors_in,
 )
 from remat._streams import Stream
+from remat._trace import told_of_names
 from remat._types import Fn
-
-
-@dataclass(frozen=True, slots=True)
-class Residual:
-    """One storage that stays alive for the backward.
-
-    Attributes:
-        dtype: of the tensor; None for the state of a random stream, which is none.
-        shape: of the tensor that the storage was made for, or that was passed.
-        device: where it is.
-        nbytes: the bytes of the whole storage, also where a view of it was saved.
-        origin: where it comes from: "from the argument x['w'][0]", "from the captured
-            `self.up.weight`", "output of sin", or "from a constant" if nobody knows.
-        source: the user's line that made it, "file.py:12, in block", or "".
-        readers: what reads it in the backward, in the order of the forward; empty where
-            torch does not tell, as for a Function written in C++.
-    """
-
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    device: torch.device
-    nbytes: int
-    origin: str
-    source: str
-    readers: tuple[str, ...]
-
-    def __str__(self) -> str:
-        source = f" from {self.source}" if self.source else ""
-        readers = f", read by {', '.join(self.readers)}" if self.readers else ""
-        sizes = ",".join(map(str, self.shape))
-        what = f"{_short(self.dtype)}[{sizes}]" if self.dtype else "state"
-        return f"{what} {self.origin}{source}: {self.nbytes:,} bytes{readers}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    """Write a dtype as JAX does."""
-    name = str(dtype).removeprefix("torch.")
-    return re.sub(r"^(b?f|u|i|c)(?:loat|int|nt|omplex)(?=\d)", r"\1", name)
+from remat.policies._decision import PLACES, Decision
 
 
 def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
@@ -169,8 +136,10 @@ def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
     """
     found = saved_residuals(fn, *args, **kwargs)
     total, count = sum(r.nbytes for r in found), len(found)
+    away = sum(r.nbytes for r in found if r.place)
     plural = "" if count == 1 else "s"
-    lines = [*map(str, found), f"total: {total:,} bytes in {count} residual{plural}"]
+    last = f"total: {total:,} bytes in {count} residual{plural}"
+    lines = [*map(str, found), f"{last}, {away:,} of them offloaded" if away else last]
     sys.stdout.write("\n".join(lines) + "\n")
 
 
@@ -199,7 +168,7 @@ def _run(fn: Fn, inputs: Inputs, recorder: Recorder) -> tuple[list[Any], int]:
     """Return the roots of the graph, and the number of its first node."""
     torch.clear_autocast_cache()  # casts in it may be of another graph
     first = torch.zeros((), requires_grad=True).view(())
-    with recorder:
+    with told_of_names(recorder), recorder:
         result = fn(*inputs.args, **inputs.kwargs)
     outs = [t for t in _reached(result) if t.requires_grad]
     roots = [node for node in dict.fromkeys(t.grad_fn for t in outs) if node]
@@ -230,11 +199,13 @@ class _Notes:
         for node in sorted(_nodes(roots, start), key=sequence_number):
             program = getattr(node, "program", None)
             reader = _reader(node, program)
+            call = _call_of(program)
+            if call is not None:
+                self._note_call(node, call, reader)
             for t in tensors_in(saved_by(node)):
                 self._note(t, reader, "from a constant")
-            if isinstance(program, Program):
-                self._note_kept(node, program, reader)
-            elif isinstance(node, torch.autograd.function.FunctionCtx):
+            is_function = isinstance(node, torch.autograd.function.FunctionCtx)
+            if is_function and not isinstance(program, Program):
                 for t in _reached([*vars(node).values()]):
                     self._note(t, reader, "from a constant")
             # Of these not all are held: a hook may refer to a global.
@@ -248,26 +219,49 @@ class _Notes:
             self._saved.add(entry.ref.address)
         return entries
 
-    def _note_kept(self, node: Any, program: Program, reader: str) -> None:
-        """Note the values from before of what a call updated, and its streams."""
-        call = _call_of(program)
-        if call is None:
-            return
-        saved = saved_by(node)
-        for i in program.facts.kept:
-            for entry in self._note(saved[i], reader, ""):
-                name = call.name_of(i)
-                entry.origin = f"copy of `{name}` as it was before the call"
+    def _note_call(self, node: Any, call: Call, reader: str) -> None:
+        """Note what a call keeps that nobody passed it, and that no operation made."""
+        facts = node.program.facts
+        leaves: Sequence[int] = range(len(facts.needs))
+        if facts.recipe is not None:
+            leaves = facts.recipe.kept(leaves)
+        saved = _saved_by_call(node, len(leaves) + facts.residuals)
+        if facts.recipe is not None:
+            self._note_offloaded(saved[len(leaves) :], facts.recipe, reader)
+        for i, value in zip(leaves, saved, strict=False):
+            if i in facts.kept:
+                origin = f"copy of `{call.name_of(i)}` as it was before the call"
+                for t in tensors_in(value):
+                    for entry in self._note(t, reader, origin):
+                        entry.origin = origin
         ambient = getattr(call, "_ambient", None)
         for stream, state in ambient._moved if ambient is not None else ():
-            name = stream.name if isinstance(stream, Stream) else "a torch.Generator"
-            origin = f"state of the stream: {name}"
-            if isinstance(state, Tensor):
-                self._note(state, reader, origin)
-                continue
-            size, host = _size_of(state), torch.device("cpu")
-            state_of = Residual(None, (), host, size, origin, "", (reader,))
-            self._states.append(state_of)
+            self._note_state(stream, state, reader)
+
+    def _note_offloaded(
+        self, residuals: Sequence[Any], recipe: Recipe, reader: str
+    ) -> None:
+        """Note what was made here and is kept elsewhere."""
+        for value, kept in zip(residuals, _kept_by(recipe), strict=True):
+            op, decision = kept
+            for t in tensors_in(value):
+                if self._recorder.has_met(t):
+                    continue
+                for entry in self._note(
+                    t, reader, origin_of(op.func, sorted(op.names))
+                ):
+                    entry.rank, entry.source = MADE, op.source
+                    entry.place = _PLACES.get(decision, "")
+
+    def _note_state(self, stream: Any, state: Any, reader: str) -> None:
+        """Note the state of a stream to be set back."""
+        name = stream.name if isinstance(stream, Stream) else "a torch.Generator"
+        origin = f"state of the stream: {name}"
+        if isinstance(state, Tensor):
+            self._note(state, reader, origin)
+            return
+        size, host = _size_of(state), torch.device("cpu")
+        self._states.append(Residual(None, (), host, size, origin, "", (reader,)))
 
     def residuals(self, roots: list[Any], inputs: Inputs) -> list[Residual]:
         """Drop the graph, and list what it saved or was seen to hold.
@@ -299,16 +293,11 @@ class _Notes:
         found = sorted(
             (e for e in entries if e.ref.address in held), key=attrgetter("rank")
         )
-        return [_residual(e, sizes[e.ref.address]) for e in found] + self._states
+        return [e.residual(sizes[e.ref.address]) for e in found] + self._states
 
 
 def _alive(entries: Iterable[Entry]) -> list[int]:
     return [address for address, count in counts(entries).items() if count]
-
-
-def _residual(entry: Entry, nbytes: int) -> Residual:
-    meta = (entry.dtype, entry.shape, entry.device, nbytes)
-    return Residual(*meta, entry.origin, entry.source, tuple(entry.readers))
 
 
 def _nodes(roots: Sequence[Any], start: int) -> set[Any]:
@@ -331,6 +320,22 @@ def _call_of(program: Any) -> Call | None:
     while isinstance(program, Batch):
         program = program._of
     return program if isinstance(program, Call) else None
+
+
+def _saved_by_call(node: Any, count: int) -> list[Any]:
+    """Return what each tensor saved became; an older torch gives all as one tuple."""
+    saved = saved_by(node)
+    return saved if len(saved) == count else [*saved[0]]
+
+
+def _kept_by(recipe: Recipe) -> Iterator[tuple[Op, Decision]]:
+    """Yield for each residual of a call what made it, and where it may be kept."""
+    scripts = recipe._scripts
+    for i, _ in scripts.full.plan.residuals:
+        yield scripts.record.steps[i].op, scripts.decisions[i]
+
+
+_PLACES = {decision: place.replace("_", " ") for place, decision in PLACES.items()}
 
 
 def _reader(node: Any, program: Any) -> str:

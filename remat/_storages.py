@@ -5,6 +5,7 @@ end as it was. Rejected: tensors in place of storages. A view keeps all that it 
 view of, and the same bytes are kept once, by however many tensors.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,11 +21,54 @@ from typing_extensions import override
 
 from remat import _tree
 from remat._code import user_line
-from remat._compat import OpOverload, StorageRef, preserved_version
+from remat._compat import OpOverload, StorageRef, base_tensor, preserved_version
 from remat._errors import CaptureError
 
 
 CONSTANT, ARGUMENT, CAPTURED, MADE = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """One storage that stays alive for the backward.
+
+    Attributes:
+        dtype: of the tensor; None for the state of a random stream, which is none.
+        shape: of the tensor that the storage was made for, or that was passed.
+        device: where it is.
+        nbytes: the bytes of the whole storage, also where a view of it was saved.
+        origin: where it comes from: "from the argument x['w'][0]", "from the captured
+            `self.up.weight`", "output of sin", "named 'y'" if `checkpoint_name` called
+            it so, or "from a constant" if nobody knows.
+        source: the user's line that made or named it, "file.py:12, in block", or "".
+        readers: what reads it in the backward, in the order of the forward; empty where
+            torch does not tell, as for a Function written in C++.
+        place: "pinned host" or "disk", if it was offloaded there.
+    """
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    device: torch.device
+    nbytes: int
+    origin: str
+    source: str
+    readers: tuple[str, ...]
+    place: str = ""
+
+    def __str__(self) -> str:
+        source = f" from {self.source}" if self.source else ""
+        place = f", offloaded to {self.place}" if self.place else ""
+        readers = f", read by {', '.join(self.readers)}" if self.readers else ""
+        sizes = ",".join(map(str, self.shape))
+        what = f"{_short(self.dtype)}[{sizes}]" if self.dtype else "state"
+        origin = f"{self.origin}{source}{place}"
+        return f"{what} {origin}: {self.nbytes:,} bytes{readers}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    """Write a dtype as JAX does."""
+    name = str(dtype).removeprefix("torch.")
+    return re.sub(r"^(b?f|u|i|c)(?:loat|int|nt|omplex)(?=\d)", r"\1", name)
 
 
 @dataclass(slots=True)
@@ -38,12 +82,20 @@ class Entry:
     rank: int
     origin: str
     source: str = ""
+    place: str = ""
     readers: dict[str, None] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
 
     def nbytes(self) -> int:
         """Return its size, 0 once it is freed."""
         storage = self.ref.get()
         return 0 if storage is None else storage.nbytes()
+
+    def residual(self, nbytes: int) -> Residual:
+        """Return what is reported of it, which was of that size."""
+        meta = self.dtype, self.shape, self.device, nbytes
+        readers = tuple(self.readers)
+        return Residual(*meta, self.origin, self.source, readers, self.place)
 
 
 class Recorder(TorchDispatchMode):
@@ -92,14 +144,28 @@ class Recorder(TorchDispatchMode):
         for t in written:
             self._preserve(t)
         result = func(*args, **kwargs)
-        origin, source = f"output of {_name_of(func)}", user_line()
+        origin, source = origin_of(func), user_line()
         for t in tensors_in(result):
             self.know(t, MADE, origin, source)
         for t in written:
             for entry in self.know(t, MADE, origin, source):
                 if entry.rank == MADE:
                     entry.origin, entry.source = origin, source
+                    entry.names = ()  # of the value that was there before
         return result
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Have what an operation made called by a name, which its maker gave it."""
+        for entry in self.know(base_tensor(tensor), CONSTANT, "from a constant"):
+            if entry.rank == MADE and name not in entry.names:
+                entry.names = (*entry.names, name)
+                entry.origin = origin_of(None, entry.names)
+                entry.source = user_line()
+
+    def has_met(self, tensor: Tensor) -> bool:
+        """Say whether all storages of a tensor are known."""
+        storages = (part.untyped_storage() for part in parts(tensor))
+        return all(storage._cdata in self.entries for storage in storages)
 
     def _preserve(self, tensor: Tensor) -> None:
         """Have what is older than the run put back as it is now."""
@@ -170,9 +236,12 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
     return found
 
 
-def _name_of(func: Any) -> str:
+def origin_of(func: Any, names: Sequence[str] = ()) -> str:
+    """Write, as JAX does, where what an operation made comes from."""
+    if names:
+        return f"named {', '.join(map(repr, names))}"
     packet = getattr(func, "overloadpacket", func)
-    return getattr(packet, "__name__", str(func))
+    return f"output of {getattr(packet, '__name__', func)}"
 
 
 _NO_STORAGE = (

@@ -9,7 +9,8 @@ under them, and they do not say for which outputs a value is saved.
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -337,23 +338,40 @@ def _tensors_at(node: Any) -> list[Tensor]:
 # --- Names ---
 
 
+class Listener(Protocol):
+    """Who wants to know what values are called."""
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Be told that the value of a tensor has a name."""
+
+
 class _Recorders(threading.local):
-    """The recorders that are at work in this thread."""
+    """The recorders, and other listeners, that are at work in this thread."""
 
     def __init__(self) -> None:
-        self.active: list[Recorder] = []
+        self.active: list[Listener] = []
 
 
 _RECORDERS = _Recorders()
 _NAMES: set[str] = set()
 
 
+@contextmanager
+def told_of_names(listener: Listener) -> Iterator[None]:
+    """Tell a listener of the names given in the body, by this thread."""
+    _RECORDERS.active.append(listener)
+    try:
+        yield
+    finally:
+        _RECORDERS.active.remove(listener)
+
+
 def give_name(tensors: Iterable[Tensor], name: str) -> None:
-    """Tell the recorders at work in this thread of a name."""
+    """Tell the listeners at work in this thread of a name."""
     _NAMES.add(name)
-    for recorder in _RECORDERS.active:
+    for listener in _RECORDERS.active:
         for t in tensors:
-            recorder.name(t, name)
+            listener.name(t, name)
 
 
 def names_given() -> frozenset[str]:
