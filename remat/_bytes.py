@@ -28,14 +28,13 @@ def packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
     One whose elements overlap is taken with all that it reaches.
     """
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if _has_gaps(tensor.shape, tensor.stride()):
-        tensor = _unexpanded(tensor).clone().expand(tensor.shape)
-    size, stride = tensor.element_size(), tensor.stride()
-    data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    nbytes = extent(tensor.shape, stride) * size
-    start = tensor.storage_offset() * size
-    return data.set_(tensor.untyped_storage(), start, (nbytes,), (1,)), stride
+    dense = _unexpanded(tensor.detach()).resolve_conj().resolve_neg()
+    if _has_gaps(dense.shape, dense.stride()):
+        dense = dense.clone()
+    size, stride = dense.element_size(), dense.expand(tensor.shape).stride()
+    nbytes, start = extent(dense.shape, stride) * size, dense.storage_offset() * size
+    data = room(0, dense.device)
+    return data.set_(dense.untyped_storage(), start, (nbytes,), (1,)), stride
 
 
 def respaced(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -74,5 +73,6 @@ def _has_gaps(shape: Sequence[int], stride: Iterable[int]) -> bool:
         if step and n > 1:
             if step <= reach:
                 return False
-            reach, count = reach + step * (n - 1), count * n
+            reach += step * (n - 1)
+            count *= n
     return reach + 1 > count

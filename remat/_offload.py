@@ -42,7 +42,8 @@ class Origin(NamedTuple):
 
 def origin_of(tensor: Tensor) -> Origin:
     """Return what `Fetched` has to know to give a tensor back."""
-    return Origin(tensor.device, tensor.stride())
+    with undisturbed():
+        return Origin(tensor.device, tensor.stride())
 
 
 # --- Away ---
@@ -64,9 +65,9 @@ def in_host_memory(tensor: Tensor) -> Tensor:
     Raises:
         OffloadError: it is no plain strided tensor.
     """
-    if not _has_data(tensor) or tensor.is_cpu:
-        return tensor
     with undisturbed():
+        if not _has_data(tensor) or tensor.is_cpu:
+            return tensor
         data, stride = packed(tensor)
         lane = _lane_of(tensor.device)
         host = data.cpu() if lane is None else lane.away(data)
@@ -98,9 +99,9 @@ def in_file(tensor: Tensor) -> Tensor:
         >>> torch.equal(fetched.take(0), x), fetched.take(0).stride()
         (True, (1, 3))
     """
-    if not _has_data(tensor):
-        return tensor
     with undisturbed():
+        if not _has_data(tensor):
+            return tensor
         data, stride = packed(tensor)
         if not data.numel():
             return typed(data.cpu(), tensor, stride)
@@ -109,7 +110,7 @@ def in_file(tensor: Tensor) -> Tensor:
             folder = folder or tempfile.gettempdir()
             storage = _written(data, folder)
         except OSError as error:
-            raise _noroom(tensor, data.numel(), folder, error) from error
+            raise _no_room(tensor, data.numel(), folder, error) from error
         return typed(storage, tensor, stride)
 
 
@@ -128,8 +129,9 @@ def _has_data(tensor: Tensor) -> bool:
     is_plain = type(tensor) in {Tensor, torch.nn.Parameter}
     if not is_plain or tensor.is_quantized:
         raise _not_plain(tensor)
-    size = tensor.element_size()
-    if extent(tensor.shape, tensor.stride()) * size > storage.nbytes():
+    count = extent(tensor.shape, tensor.stride())
+    end = (tensor.storage_offset() + count) * tensor.element_size()
+    if count and end > storage.nbytes():
         raise OffloadError(_FREED.format(what=_described(tensor)))
     return True
 
@@ -311,7 +313,7 @@ def _not_plain(tensor: Tensor) -> OffloadError:
     return OffloadError(_NOT_PLAIN.format(kind=kind, what=what, layout=tensor.layout))
 
 
-def _noroom(
+def _no_room(
     tensor: Tensor, nbytes: int, folder: str | None, error: OSError
 ) -> OffloadError:
     free = "an unknown number of bytes is"

@@ -22,7 +22,7 @@ FUNCTIONS = {
 }
 ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),
-    *("RandomnessError", "KeyReuseError"),
+    *("RandomnessError", "KeyReuseError", "OffloadError"),
 }
 NAMESPACES = {"random", "testing"}
 
