@@ -149,8 +149,9 @@ class Fetched:
 
     It copies the first one as it is made, and the next one whenever one is taken, on a
     stream beside that of the computation; more than that it does not hold. What was
-    never moved is given as it is, and so is a mapped file: they are not to be written
-    to. No mode or transform of the user sees the copies.
+    never moved is given as it is, and so is a mapped file, which the kernel is told to
+    read meanwhile: they are not to be written to. No mode or transform of the user sees
+    the copies.
 
     Args:
         stored: the tensors offloaded, in the order in which they will be used. Another
@@ -189,7 +190,10 @@ class Fetched:
         """Start to copy tensor `k`, if that can be done beside the computation."""
         stored, (device, _) = self._stored[k], self._origins[k]
         lane = None if stored.device == device else _lane_of(device)
-        return None if lane is None else lane.back(packed(stored)[0])
+        if lane is not None:
+            return lane.back(packed(stored)[0])
+        _read_ahead(stored.untyped_storage())
+        return None
 
 
 # --- Streams ---
@@ -297,6 +301,17 @@ def _mapped(file: IO[bytes], nbytes: int) -> Tensor:
             from_file: Any = torch.UntypedStorage.from_file
             return room(0, _CPU).set_(from_file(path, shared=True, nbytes=nbytes))
     return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+
+
+_LIBC: Any = ctypes.CDLL(None) if hasattr(mmap, "MADV_WILLNEED") else None
+
+
+def _read_ahead(storage: torch.UntypedStorage) -> None:
+    """Have the kernel read what it dropped of a mapped file, and not wait for it."""
+    if _LIBC is not None and storage.device.type == "cpu" and storage.is_shared():
+        start, nbytes = map(ctypes.c_size_t, (storage.data_ptr(), storage.nbytes()))
+        # An advice: where it fails, reading is slower.
+        _LIBC.madvise(start, nbytes, mmap.MADV_WILLNEED)
 
 
 # --- Errors ---

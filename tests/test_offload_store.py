@@ -7,6 +7,7 @@ to one is done only when it is waited for, so that a wait that is missing shows.
 import contextlib
 import errno
 import gc
+import mmap
 import os
 import re
 import signal
@@ -397,37 +398,33 @@ def run(script, *args, **options):
 
 
 ENDS = {
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-    "exits": ("", 0),
-    "exits at once": ("os._exit(3)", 3),
-    "fails": ("raise KeyError", 1),
-    "fails while it stores": ("in_file(torch.eye(3).to_sparse())", 1),
+    "os.kill(os.getpid(), signal.SIGKILL)": -9,
+    "pass": 0,
+    "os._exit(3)": 3,
+    "raise KeyError": 1,
+    "in_file(torch.eye(3).to_sparse())": 1,
 }
-
-
-@pytest.mark.skipif(os.name != "posix", reason="sends signals")
-@pytest.mark.parametrize("end", ENDS)
-def test_no_file_is_left_however_the_process_ends(end, folder):
-    script, code = ENDS[end]
-    done = run(f"print(len(stored), flush=True)\n{script}")
-    assert (done.stdout, done.returncode) == ("3\n", code)
-
-
-@ON_LINUX
-def test_a_fork_shares_the_files_and_stores_its_own(folder):
-    done = run(
-        """
-child = os.fork()
-more = in_file(x + 7)
-good = all(torch.equal(s, x + k) for k, s in enumerate(stored))
-if not child:
-    os._exit(0 if good and torch.equal(more, x + 7) else 1)
-_, status = os.waitpid(child, 0)
-good = good and all(torch.equal(s, x + k) for k, s in enumerate(stored))
-print(status, good, torch.equal(more, x + 7))
+FORKS = f"""
+for end in {[*ENDS]}:
+    child = os.fork()
+    more = in_file(x + 7)
+    good = all(torch.equal(s, x + k) for k, s in enumerate(stored))
+    assert good and torch.equal(more, x + 7)
+    if not child:
+        exec(end)
+        sys.exit()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    good = all(torch.equal(s, x + k) for k, s in enumerate(stored))
+    print(code, good, os.listdir(os.environ["REMAT_OFFLOAD_DIR"]), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
-    )
-    assert done.stdout == "0 True True\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_no_file_is_left_however_a_process_ends_and_forks_share_them(folder):
+    done = run(FORKS)
+    assert done.stdout == "".join(f"{code} True []\n" for code in ENDS.values())
+    assert done.returncode == -signal.SIGKILL
 
 
 # --- No room ---
@@ -466,54 +463,46 @@ LIMITED = """
 from remat import OffloadError
 def no_fallocate(*_):
     raise OSError(95, "Operation not supported")
-if sys.argv[1:] == ["write"]:
-    os.posix_fallocate = no_fallocate
 before = len(os.listdir("/proc/self/fd"))
-for _ in range(3):
-    try:
-        stored.append(in_file(torch.ones(2**19)))
-    except OffloadError as error:
-        print(error)
-print(len(os.listdir("/proc/self/fd")) == before)
-print(os.listdir(os.environ["REMAT_OFFLOAD_DIR"]))
+for fallocate in (os.posix_fallocate, no_fallocate):
+    os.posix_fallocate = fallocate
+    for _ in range(2):
+        try:
+            stored.append(in_file(torch.ones(2**19)))
+        except OffloadError as error:
+            print(error)
+    print(len(os.listdir("/proc/self/fd")) == before)
+    print(os.listdir(os.environ["REMAT_OFFLOAD_DIR"]))
 print(all(torch.equal(s, x + k) for k, s in enumerate(stored)), len(stored))
-stored.append(in_file(torch.ones(2**17)))
-print(stored[-1].sum().item())
+print(in_file(torch.ones(2**17)).sum().item())
 """
 
 
-def assert_refused_three_times(done, reason, folder):
-    *errors, closed, left, values, after = done.stdout.splitlines()
+def assert_refused_each_time(done, reason, folder):
     wanted = rf"2,097,152 bytes are wanted in {str(folder)!r}, where [\d,]+ are free "
-    assert len(errors) == 3
-    for line in errors:
-        assert re.search(wanted + rf"\({reason}\)", line)
-    assert (closed, left) == ("True", "[]")
-    assert (values, after) == ("True 3", "131072.0")
+    error = rf"remat: float32\[524288\] .*{wanted}\({reason}\).*\n"
+    each = rf"({error}){{2}}True\n\[\]\n"
+    assert re.fullmatch(rf"({each}){{2}}True 3\n131072.0\n", done.stdout)
     assert done.returncode == 0
 
 
 @ON_LINUX
-@pytest.mark.parametrize("by", ["fallocate", "write"])
-def test_a_file_that_may_not_grow_is_an_error(by, folder):
-    limit = "\nimport resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2**20,) * 2)"
-    script = f"{limit}\nsys.argv = ['', {by!r}]\n{LIMITED}"
-    assert_refused_three_times(run(script), "File too large", folder)
+def test_a_file_that_may_not_grow_is_an_error(folder):
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2**20,) * 2)"
+    assert_refused_each_time(run(f"{limit}\n{LIMITED}"), "File too large", folder)
 
 
 @ON_LINUX
-@pytest.mark.parametrize("by", ["fallocate", "write"])
-def test_a_disk_that_is_full_is_an_error(by, tmp_path):
+def test_a_disk_that_is_full_is_an_error(tmp_path):
     """In a file system of two megabytes, which only the process itself sees."""
     inside = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
     mount = f"mount -t tmpfs -o size=2m none {tmp_path}"
     with contextlib.suppress(OSError):
         if not subprocess.run([*inside, mount], capture_output=True).returncode:
             environment = {**os.environ, "REMAT_OFFLOAD_DIR": str(tmp_path)}
-            script = f"sys.argv = ['', {by!r}]\n{LIMITED}"
             shell = (*inside, f'{mount} && exec "$@"', "sh")
-            done = run(script, *shell, env=environment)
-            assert_refused_three_times(done, "No space left on device", tmp_path)
+            done = run(LIMITED, *shell, env=environment)
+            assert_refused_each_time(done, "No space left on device", tmp_path)
             return
     pytest.skip("no file system may be mounted here")
 
@@ -715,6 +704,26 @@ def test_a_mapped_file_is_given_as_it_is(folder):
     x = torch.randn(4, 5).t()
     stored = in_file(x)
     assert back(stored, x) is stored
+
+
+@pytest.mark.skipif(_offload._LIBC is None, reason="no madvise")
+def test_the_next_file_is_read_while_one_is_used(folder, monkeypatch):
+    advised, advise = [], _offload._LIBC.madvise
+
+    class Libc:
+        @staticmethod
+        def madvise(start, nbytes, advice):
+            assert advise(start, nbytes, advice) == 0
+            advised.append((start.value, nbytes.value, advice))
+
+    monkeypatch.setattr(_offload, "_LIBC", Libc)
+    xs = [torch.randn(k + 1, 1000) for k in range(3)]
+    stored = [in_file(x) for x in xs]
+    want = [(s.data_ptr(), s.nbytes, mmap.MADV_WILLNEED) for s in stored]
+    fetched = Fetched([*stored, xs[0]], [origin_of(x) for x in (*xs, xs[0])])
+    for k in range(4):
+        assert advised == want[: k + 1]
+        fetched.take(k)
 
 
 def test_there_may_be_nothing_to_fetch():
