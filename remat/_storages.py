@@ -23,6 +23,7 @@ from remat import _tree
 from remat._code import user_line
 from remat._compat import OpOverload, StorageRef, base_tensor, preserved_version
 from remat._errors import CaptureError
+from remat._replay import Absent
 
 
 CONSTANT, ARGUMENT, CAPTURED, MADE = range(4)
@@ -197,6 +198,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors with a storage that make up a tensor."""
+    if type(tensor) is Absent:
+        return
     if is_traceable_wrapper_subclass(tensor):
         wrapper: Any = tensor
         inner = [getattr(tensor, name) for name in wrapper.__tensor_flatten__()[0]]
