@@ -1,0 +1,210 @@
+"""Bytes that a whole model holds under each policy: after the forward, and at most.
+
+The model is several transformer blocks, every one checkpointed. Counted are the bytes
+alive after its forward, besides its result, and the peak over forward and backward; the
+parameters and their gradients exist before and do not count. Products computed again
+show what the bytes are exchanged for. A plot goes to ``out/``. Reproduce with
+
+    make model                              (or: python benchmarks/model.py --help)
+
+What is offloaded is in files, and counts where it is read again.
+"""
+
+import argparse
+import functools
+import operator
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from _block import (
+    BLOCK_SYSTEMS,
+    DEFAULT,
+    HEADS,
+    SAVING,
+    SELECTIVE,
+    Params,
+    add_attention,
+    add_mlp,
+    attention,
+    block_params,
+    dots_run,
+    hidden,
+    queries,
+    stream,
+    verdict,
+)
+from _systems import BASELINE, Wrapper
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from remat import checkpoint_name, policies, remat
+from remat.testing import live_bytes, peak_bytes
+
+
+NAMES, ALL, DISK = "remat, names", "remat, everything", "remat, dots to disk"
+NAMED = policies.save_only_these_names("qkv", "hidden")
+TO_DISK = policies.dots_saveable.but_offload(to="disk")
+SYSTEMS: dict[str, Wrapper] = {
+    name: BLOCK_SYSTEMS[name]
+    for name in ("plain", BASELINE, SELECTIVE, DEFAULT, SAVING)
+} | {
+    NAMES: functools.partial(remat, policy=NAMED),
+    ALL: functools.partial(remat, policy=policies.everything_saveable),
+    DISK: functools.partial(remat, policy=TO_DISK),
+}
+# Each holds no more than another does, and where that is strict less.
+BOTH = "alive", "peak"
+TARGETS = {
+    DEFAULT: ("<=", BASELINE, BOTH),
+    SAVING: ("<", SELECTIVE, BOTH),
+    NAMES: ("<", SAVING, BOTH),
+    # Its residuals are freed when the backward of a block ends, not one by one.
+    ALL: ("<=", "plain", ("alive",)),
+    DISK: ("<", NAMES, BOTH),
+}
+
+
+# --- The model -----------------------------------------------------------------------
+
+
+def named_block(params: Params, x: Tensor, heads: int) -> Tensor:
+    """Apply the block, and name what is dear to compute again."""
+    qkv = checkpoint_name(queries(params, x), "qkv")
+    x = add_attention(params, x, attention(qkv, heads))
+    return add_mlp(params, x, checkpoint_name(hidden(params, x), "hidden"))
+
+
+class Model:
+    """Blocks in a row, each wrapped by one system."""
+
+    def __init__(self, wrap: Wrapper, options: argparse.Namespace) -> None:
+        self.block = wrap(named_block)
+        self.x = stream(options.batch, options.time, options.width)
+        layers = range(options.layers)
+        self.layers = [block_params(options.width, layer) for layer in layers]
+
+    def forward(self) -> Tensor:
+        """Return what the last block makes of the stream."""
+        x = self.x
+        for params in self.layers:
+            x = self.block(params, x, HEADS)
+        return x
+
+    def step(self) -> None:
+        """Add to the gradients of all parameters."""
+        self.forward().sum().backward()
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a model holds, in bytes, and computes again."""
+
+    alive: int
+    peak: int
+    again: int
+
+
+def measure(wrap: Wrapper, options: argparse.Namespace) -> Row:
+    """Measure one system, once its first calls are over."""
+    model = Model(wrap, options)
+    model.step()
+    model.step()
+    return Row(
+        alive=live_bytes(model.forward) - model.x.nbytes,
+        peak=peak_bytes(model.step),
+        again=dots_run(model.step),
+    )
+
+
+# --- The comparison ------------------------------------------------------------------
+
+
+def target(rows: dict[str, Row], name: str) -> str:
+    """Say whether a system meets its target, and what that is."""
+    if name not in TARGETS:
+        return ""
+    relation, other, fields = TARGETS[name]
+    less = operator.lt if relation == "<" else operator.le
+    pairs = [(getattr(rows[n], f) for n in (name, other)) for f in fields]
+    return verdict(all(less(*pair) for pair in pairs), f"{relation} {other}")
+
+
+def report(rows: dict[str, Row], console: Console) -> bool:
+    """Print the table; return whether every target is met."""
+    table = Table(title="Bytes of a model, and products computed again")
+    for heading in ("system", "after forward", "peak", "again", "target"):
+        right = heading not in ("system", "target")
+        table.add_column(heading, justify="right" if right else "left")
+    all_met = True
+    for name, row in rows.items():
+        text = target(rows, name)
+        again = row.again - rows["plain"].again
+        table.add_row(name, f"{row.alive:,}", f"{row.peak:,}", str(again), text)
+        all_met &= not text.startswith("MISSED")
+    console.print(table)
+    return all_met
+
+
+def plot(rows: dict[str, Row], path: Path) -> None:
+    """Draw both numbers of every system as bars."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no screen needed
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    names = [*rows][::-1]
+    peaks = [rows[name].peak / 2**20 for name in names]
+    alive = [rows[name].alive / 2**20 for name in names]
+    axes.barh(names, peaks, alpha=0.3, label="peak of a step")
+    bars = axes.barh(names, alive, height=0.5, label="alive after the forward")
+    axes.bar_label(bars, fmt="%.0f", padding=3)
+    axes.set_xlabel("MiB beyond parameters and gradients")
+    axes.set_title("A model under each policy")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line, or exit with a message that says what to change."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    sizes = {"layers": 6, "width": 256, "time": 256, "batch": 4}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="for the plot")
+    options = parser.parse_args()
+    for name in sizes:
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.width % HEADS:
+        parser.error(f"--width {options.width} is not divisible by {HEADS} heads")
+    return options
+
+
+def main() -> None:
+    """Measure, print the table, write the plot; exit with 1 if a target is missed."""
+    options, console = parse_options(), Console()
+    torch.set_num_threads(1)  # bytes are the same, and a busy machine no matter
+    rows = {
+        name: measure(wrap, options)
+        for name, wrap in track(
+            SYSTEMS.items(), transient=True, description="measuring"
+        )
+    }
+    all_met = report(rows, console)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "model_memory.png"
+    plot(rows, path)
+    console.print(f"Bytes under each policy: {path}")
+    sys.exit(not all_met)
+
+
+if __name__ == "__main__":
+    main()

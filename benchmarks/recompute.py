@@ -1,0 +1,217 @@
+"""Work that a checkpointed block does again: FLOPs of a step beyond those of plain.
+
+Counted by torch's flop counter over forward and backward: products, convolutions and
+attention. torch's recomputation stops early, at the last tensor that the backward
+reads; remat leaves out what the backward does not read, wherever it is. The last block
+has both: a head whose result is not in the loss, and a product that nobody uses.
+Reproduce with
+
+    python benchmarks/recompute.py
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from _block import BLOCK_SYSTEMS, DEFAULT, HEADS, PRUNED, block, block_params, verdict
+from _systems import BASELINE, Wrapper
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+
+WIDTH = 256
+SYSTEMS = ("plain", BASELINE, DEFAULT, PRUNED)
+
+_aten = torch.ops.aten
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(
+    grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
+) -> int:
+    return sdpa_backward_flop_count(grad, query, key, value)
+
+
+# The counter knows the kernels of attention on a GPU, not that on a CPU.
+KERNELS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+# --- The blocks ----------------------------------------------------------------------
+
+
+Params = dict[str, Tensor]
+
+
+def mlp(params: Params, x: Tensor) -> Tensor:
+    """Apply a two-layer perceptron."""
+    return functional.gelu(x @ params["up"]) @ params["down"]
+
+
+def conv_norm(params: Params, x: Tensor) -> Tensor:
+    """Convolve, normalize over the batch, and keep what is positive."""
+    x = functional.conv2d(x, params["kernel"], padding=1)
+    scale, shift = params["scale"], params["shift"]
+    return functional.batch_norm(x, None, None, scale, shift, training=True).relu()
+
+
+def residual(params: Params, x: Tensor) -> Tensor:
+    """Add two convolutions."""
+    h = functional.conv2d(x, params["first"], padding=1).relu()
+    return x + functional.conv2d(h, params["second"], padding=1)
+
+
+def written_out(params: Params, x: Tensor) -> Tensor:
+    """Attend to all positions, op by op."""
+    q, k, v = x @ params["query"], x @ params["key"], x @ params["value"]
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    return (scores.softmax(-1) @ v).tanh()
+
+
+def transformer(params: Params, x: Tensor) -> Tensor:
+    """Apply the transformer block of the other benchmarks."""
+    return block(params, x, HEADS)
+
+
+def experts(params: Params, x: Tensor) -> Tensor:
+    """Send each row to one of the MLPs, with the weight that a router gives it."""
+    weights, choice = (x @ params["router"]).softmax(-1).max(-1)
+    out = x
+    for number, (up, down) in enumerate(zip(params["up"], params["down"], strict=True)):
+        rows = (choice == number).nonzero().squeeze(-1)
+        made = mlp({"up": up, "down": down}, x[rows])
+        out = out.index_add(0, rows, made * weights[rows, None])
+    return out
+
+
+def lstm(params: Params, x: Tensor) -> Tensor:
+    """Run a gated cell over time, and return its last state."""
+    hidden = cell = torch.zeros_like(x[0])
+    for now in x:
+        gates = torch.cat([now, hidden], -1) @ params["gates"]
+        i, f, g, o = gates.chunk(4, -1)
+        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+        hidden = o.sigmoid() * cell.tanh()
+    return hidden
+
+
+def two_heads(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two results, of which the loss takes the last, and waste a product."""
+    x = mlp(params, x)
+    auxiliary = (x @ params["hidden"]).relu() @ params["auxiliary"]
+    (x @ params["wasted"]).exp()
+    return auxiliary, (x @ params["main"]).relu()
+
+
+@dataclass(frozen=True)
+class Work:
+    """A block: the shapes of its parameters and of its input."""
+
+    fn: Callable[[Params, Tensor], Any]
+    params: dict[str, tuple[int, ...]]
+    shape: tuple[int, ...]
+    strict: bool = False  # whether remat has to do less than torch, not only no more
+
+
+D = WIDTH
+MLP = {"up": (D, 4 * D), "down": (4 * D, D)}
+SQUARE = (D, D)
+IMAGES, KERNEL = (8, 16, 64, 64), (16, 16, 3, 3)
+
+SUITE = {
+    "MLP": Work(mlp, MLP, (256, D)),
+    "conv, batch norm": Work(
+        conv_norm, {"kernel": KERNEL, "scale": (16,), "shift": (16,)}, IMAGES
+    ),
+    "residual convs": Work(residual, {"first": KERNEL, "second": KERNEL}, IMAGES),
+    "attention by hand": Work(
+        written_out, dict.fromkeys(("query", "key", "value"), SQUARE), (8, 128, D)
+    ),
+    "transformer block": Work(
+        transformer, {k: v.shape for k, v in block_params(D).items()}, (8, 128, D)
+    ),
+    "mixture of experts": Work(
+        experts,
+        {"router": (D, 4), "up": (4, D, 4 * D), "down": (4, 4 * D, D)},
+        (512, D),
+    ),
+    "LSTM of 4 steps": Work(lstm, {"gates": (2 * D, 4 * D)}, (4, 64, D)),
+    "unused head": Work(
+        two_heads,
+        MLP | dict.fromkeys(("hidden", "auxiliary", "wasted", "main"), SQUARE),
+        (256, D),
+        strict=True,
+    ),
+}
+
+
+# --- The table -----------------------------------------------------------------------
+
+
+def flops(work: Work, wrap: Wrapper) -> int:
+    """Count forward and backward of a block, once a first call is over."""
+    torch.manual_seed(0)
+    fn = wrap(work.fn)
+    params = {name: _normal(shape) for name, shape in work.params.items()}
+    x = _normal(work.shape)
+
+    def step() -> None:
+        out = fn(params, x)
+        (out[-1] if isinstance(out, tuple) else out).sum().backward()
+
+    step()
+    with FlopCounterMode(display=False, custom_mapping=KERNELS) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def _normal(shape: tuple[int, ...]) -> Tensor:
+    return (torch.randn(shape) / shape[-1] ** 0.5).requires_grad_()
+
+
+def report(console: Console) -> bool:
+    """Count, print the table, and return whether every target is met."""
+    table = Table(title="MFLOPs of a step, and those computed again")
+    table.add_column("block")
+    for name in SYSTEMS:
+        table.add_column(name, justify="right")
+    table.add_column("target")
+    all_met = True
+    for name, work in track(SUITE.items(), transient=True, description="counting"):
+        plain, *others = (flops(work, BLOCK_SYSTEMS[system]) for system in SYSTEMS)
+        torchs, *ours = (total - plain for total in others)
+        met = max(ours) < torchs if work.strict else max(ours) <= torchs
+        cells = [f"{n / 1e6:,.1f}" for n in (plain, torchs, *ours)]
+        target = verdict(met, f"{'<' if work.strict else '<='} torch")
+        table.add_row(name, *cells, target)
+        all_met &= met
+    console.print(table)
+    return all_met
+
+
+def main() -> None:
+    """Count, print the table, and exit with 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.parse_args()
+    torch.set_num_threads(1)
+    sys.exit(not report(Console()))
+
+
+if __name__ == "__main__":
+    main()
