@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import OffloadError, RematError, _bytes, _offload
-from remat._compat import is_shared, snapshot
+from remat._compat import is_shared, snapshot, undisturbed
 from remat._offload import Fetched, Origin, in_file, in_host_memory, origin_of
 
 
@@ -317,6 +317,7 @@ def without_dev_fd(monkeypatch):
 
 def without_fallocate(monkeypatch):
     """As on macOS."""
+    monkeypatch.setattr(_offload, "_CHUNK", 1000)
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
 
 
@@ -326,6 +327,7 @@ def with_useless_fallocate(monkeypatch):
     def failing(*_):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
+    monkeypatch.setattr(_offload, "_CHUNK", 1000)
     monkeypatch.setattr(os, "posix_fallocate", failing, raising=False)
 
 
@@ -438,9 +440,12 @@ def leaving_nothing_open():
 
 
 def test_a_full_disk_is_an_error_that_says_what_to_do(folder, monkeypatch):
-    def full(*_):
+    def full(_fd, start, nbytes):
+        assert (start, nbytes) == (0, 40_000)
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(_offload, "_write", None)
+    monkeypatch.setattr(_offload, "_CHUNK", 2**13)
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     x = torch.randn(1000, 10).t()
     before = x.clone()
@@ -460,12 +465,10 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(folder, monkeypatch):
 
 
 LIMITED = """
-from remat import OffloadError
-def no_fallocate(*_):
-    raise OSError(95, "Operation not supported")
+from remat import OffloadError, _offload
 before = len(os.listdir("/proc/self/fd"))
-for fallocate in (os.posix_fallocate, no_fallocate):
-    os.posix_fallocate = fallocate
+for chunk in (2**19, 2**21):  # room is taken before, or by writing
+    _offload._CHUNK = chunk
     for _ in range(2):
         try:
             stored.append(in_file(torch.ones(2**19)))
@@ -688,6 +691,16 @@ def test_a_transform_around_does_not_see_it(folder):
     for t in taken:
         assert type(t) is torch.Tensor
         assert_same_bits(t, held)
+
+
+def test_nothing_is_recorded_where_nothing_disturbs():
+    x = torch.randn(3, requires_grad=True)
+    with undisturbed():
+        y = x * 2
+        x.mul_(3)
+    assert not y.requires_grad
+    assert x._version == 0
+    assert (x * 2).requires_grad
 
 
 # --- Back, in any order ---
@@ -978,7 +991,7 @@ def test_every_layout_comes_back_to_cuda(layout, store, folder):
     assert stored.untyped_storage().nbytes() == count * x.element_size()
     fetched = back(stored, x)
     assert_same_bits(fetched, x)
-    assert stored.is_pinned() == (store is in_host_memory and count > 0)
+    assert count == 0 or stored.is_pinned() == (store is in_host_memory)
 
 
 @ON_CUDA
