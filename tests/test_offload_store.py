@@ -510,6 +510,14 @@ def test_a_disk_that_is_full_is_an_error(tmp_path):
     pytest.skip("no file system may be mounted here")
 
 
+def test_room_for_what_is_quickly_written_is_not_taken_before(folder, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", None, raising=False)
+    assert torch.equal(in_file(torch.ones(3)), torch.ones(3))
+    monkeypatch.setattr(_offload, "_CHUNK", 11)
+    with pytest.raises(TypeError, match="not callable"):
+        in_file(torch.ones(3))
+
+
 def test_a_folder_that_is_not_there_is_an_error(tmp_path, monkeypatch):
     missing = tmp_path / "missing"
     monkeypatch.setenv("REMAT_OFFLOAD_DIR", str(missing))
