@@ -181,6 +181,11 @@ class Rematerialized(Generic[P, R]):
             return self.__qualname__
         return Rematerialized, (self.__wrapped__, self._where, self._options)
 
+    @property
+    def __remat_options__(self) -> Options:
+        """What tells calls of it apart from calls of the function."""
+        return self._options
+
     def __remat_rewrap__(self, fn: Callable[P, R]) -> "Rematerialized[P, R]":
         """Return the same transform of `fn`: `__wrapped__` around other tensors."""
         return Rematerialized(fn, self._where, self._options)

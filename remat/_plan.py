@@ -40,7 +40,8 @@ class Step:
         reads: the storages of its tensor arguments, in order.
         makes: the storages of its outputs, in order.
         writes: the storages that it changes in place.
-        draws: whether it moves a random stream.
+        draws: whether it moves a random stream, as nobody else would.
+        blind: the outputs that do not depend on the values of its arguments.
         runs: whether it runs in any case: Python reads what it gives, or nobody knows.
         result: what it returned, with a `Slot` or `Passed` for each tensor.
     """
@@ -50,6 +51,7 @@ class Step:
     makes: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     draws: bool = False
+    blind: tuple[int, ...] = ()
     runs: bool = False
     result: Any = _FIRST
 
@@ -85,6 +87,7 @@ class Fate(Enum):
     """What becomes of an operation in a recomputation."""
 
     RUN = "recomputed"
+    BLIND = "recomputed, on no values"
     KEEP = "saved"
     DEAD = "dead"
 
@@ -148,9 +151,8 @@ def plan(
     for j in range(len(record.roots)) if outputs is None else outputs:
         walk.need(record.roots[j])
     for i, step in enumerate(record.steps):
-        if step.runs:
-            walk.run(i)
-    walk.keep_draws_in_order()
+        if step.runs or step.draws:
+            walk.run(i, blind=bool(step.blind) and not step.runs)
     steps = record.steps
     fates = tuple(walk.fate(i, prune) for i in range(len(steps)))
     residuals = tuple(
@@ -174,6 +176,8 @@ class _Walk:
         self._saveable = {*whole}
         self.live: set[int] = set()
         self.run_steps: set[int] = set()
+        self.blind: set[int] = set()
+        self._todo: list[int] = []
         self.kept: set[int] = set()
 
     def _is_whole(self, i: int, inputs: Sequence[int]) -> bool:
@@ -184,37 +188,38 @@ class _Walk:
 
     def need(self, storages: Iterable[int]) -> None:
         """Need storages, and with them what made and changed them."""
-        todo = [*storages]
-        while todo:
-            s = todo.pop()
+        self._todo += storages
+        while self._todo:
+            s = self._todo.pop()
             if s in self.live:
                 continue
             self.live.add(s)
             for i in self._makers.get(s, ()):
                 if i in self._saveable:
                     self.kept.add(i)
-                elif i not in self.run_steps:
-                    self.run_steps.add(i)
-                    todo += (*self._steps[i].reads, *self._steps[i].makes)
+                else:
+                    self._run(i, blind=self._is_blind(i, s))
 
-    def run(self, i: int) -> None:
+    def _is_blind(self, i: int, storage: int) -> bool:
+        """Say whether what a step puts in a storage depends on none that it reads."""
+        step = self._steps[i]
+        made = [k for k, s in enumerate(step.makes) if s == storage]
+        return bool(made) and {*made} <= {*step.blind}
+
+    def run(self, i: int, *, blind: bool) -> None:
         """Have a step run, whether or not what it makes is needed."""
         self._saveable.discard(i)
         self.kept.discard(i)
-        if i not in self.run_steps:
-            self.run_steps.add(i)
-            self.need((*self._steps[i].reads, *self._steps[i].makes))
+        self._run(i, blind=blind)
+        self.need(())
 
-    def keep_draws_in_order(self) -> None:
-        """Have every draw run that comes before one that does."""
-        draws = [i for i, step in enumerate(self._steps) if step.draws]
-        while True:
-            last = max(self.run_steps.intersection(draws), default=-1)
-            before = [i for i in draws if i < last and i not in self.run_steps]
-            if not before:
-                return
-            for i in before:
-                self.run(i)
+    def _run(self, i: int, *, blind: bool) -> None:
+        step = self._steps[i]
+        if blind:
+            self.blind.add(i)
+        elif i not in self.run_steps:
+            self.run_steps.add(i)
+            self._todo += (*step.reads, *step.makes)
 
     def fate(self, i: int, prune: bool) -> Fate:
         """Return what becomes of a step."""
@@ -222,7 +227,9 @@ class _Walk:
         if i in self.kept:
             return Fate.KEEP
         seen = step.is_view and not self.live.isdisjoint(step.makes)
-        return Fate.RUN if i in self.run_steps or seen or not prune else Fate.DEAD
+        if i in self.run_steps or seen or not prune:
+            return Fate.RUN
+        return Fate.BLIND if i in self.blind else Fate.DEAD
 
 
 def _makers(record: Record) -> dict[int, list[int]]:

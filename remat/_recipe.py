@@ -353,13 +353,17 @@ class Recipe:
     ) -> list[Tensor]:
         """Put stand-ins in place of leaves whose values are not needed.
 
-        Nothing where they are of a level: a stand-in would be of none.
+        Nothing where they are of a level: a stand-in would be of none. And none for
+        what a graph is recorded of, which is to reach it.
         """
+        recorded = torch.is_grad_enabled()
         if current_layer() is not None and any(base_tensor(t) is not t for t in leaves):
             return []
         return [
             t
-            if i in made.needed or type(t) not in (Tensor, Absent)
+            if i in made.needed
+            or type(t) not in (Tensor, Absent)
+            or (recorded and t.requires_grad)
             else replay.absent_leaf(i, t)
             for i, t in enumerate(leaves)
         ]

@@ -30,6 +30,10 @@ from remat._plan import Fate, Passed, Plan, Record, Slot, Step
 
 # Autograd detaches what it saves of a result: not an operation of the function.
 DETACH = torch.ops.aten.detach.default
+# Nor is what fake tensors are asked for.
+IGNORED = frozenset(
+    {DETACH, torch.ops.prim.device.default, torch.ops.prim.layout.default}
+)
 
 
 class MissingError(RuntimeError):
@@ -221,7 +225,7 @@ class Keep(_Follow):
         i = self._next
         self._next = i + 1
         if i >= len(self._funcs) or self._funcs[i] is not func:
-            self.fits = False
+            self._next, self.fits = i, func in IGNORED
         elif i in self._places:
             outputs = tensors_of(result)
             for k in self._places[i]:
@@ -288,15 +292,29 @@ class Replay(_Follow):
         i = self._next
         self._next = i + 1
         if i >= len(self._funcs) or self._funcs[i] is not func:
-            raise self._differs(func)
+            if func not in IGNORED:
+                raise self._differs(func)
+            self._next = i
+            return func(*args)
         fate = self._fates[i]
         if fate is Fate.RUN:
             return func(*args, **kwargs) if kwargs else func(*args)
         step = self.script.record.steps[i]
-        if fate is Fate.DEAD:
-            return self._left_out(step, args, kwargs)
-        places = self.script.places[i]
-        return self._result(step, step.result, (), places)
+        if fate is Fate.KEEP:
+            return self._result(step, step.result, (), self.script.places[i])
+        if fate is Fate.BLIND:
+            return self._on_no_values(step, args, kwargs or {})
+        return self._left_out(step, args, kwargs)
+
+    def _on_no_values(self, step: Step, args: Any, kwargs: Any) -> Any:
+        """Run an operation for what does not depend on values, a draw say."""
+        result = step.op.func(*_present(args), **_present(kwargs))
+        outputs = tensors_of(result)
+        for k, s in enumerate(step.makes):
+            if k not in step.blind or s in step.reads:
+                outputs[k] = absent(step.op.outputs[k], self._shared(s))
+        inputs = tensors_of((args, kwargs))
+        return _filled(step.result, outputs, inputs)
 
     def _left_out(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return what stands for the result of an operation that does not run."""
@@ -315,16 +333,13 @@ class Replay(_Follow):
     def _result(
         self, step: Step, form: Any, inputs: Sequence[Tensor], places: dict[int, int]
     ) -> Any:
-        if isinstance(form, Slot):
-            place = places.get(form)
-            if place is not None:
-                return self._residuals[place].detach()
-            return absent(step.op.outputs[form], self._shared(step.makes[form]))
-        if isinstance(form, Passed):
-            return inputs[form]
-        if isinstance(form, (list, tuple)):
-            return type(form)(self._result(step, f, inputs, places) for f in form)
-        return form
+        outputs = [
+            self._residuals[places[k]].detach()
+            if k in places
+            else absent(step.op.outputs[k], self._shared(s))
+            for k, s in enumerate(step.makes)
+        ]
+        return _filled(form, outputs, inputs)
 
     def _shared(self, number: int) -> Shared:
         shared = self._absent.get(number)
@@ -349,7 +364,7 @@ class Check(_Follow):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is not DETACH:
+        if func not in IGNORED:
             i = self._next
             self._next = i + 1
             if i >= len(self._funcs) or self._funcs[i] is not func:
@@ -367,6 +382,29 @@ _DIFFERENT = (
     "must compute the same thing twice: if it depends on outside state that changed, "
     "pass that state as an argument.\n"
 )
+
+
+def _filled(form: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+    """Return what an operation returns, by its form."""
+    if isinstance(form, Slot):
+        return outputs[form]
+    if isinstance(form, Passed):
+        return inputs[form]
+    if isinstance(form, (list, tuple)):
+        return type(form)(_filled(part, outputs, inputs) for part in form)
+    return form
+
+
+def _present(tree: Any) -> Any:
+    """Put tensors of any values in place of those that are absent."""
+    if type(tree) is Absent:
+        meta = tree.shape, tree.stride()
+        return torch.empty_strided(*meta, dtype=tree.dtype, device=tree.device)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map(_present, tree))
+    if isinstance(tree, dict):
+        return {name: _present(part) for name, part in tree.items()}
+    return tree
 
 
 def _same_constants(op: Op, args: Sequence[Any], kwargs: Any) -> bool:

@@ -32,12 +32,13 @@ from remat._compat import (
 )
 from remat._op import Op, Value
 from remat._plan import Passed, Record, Slot, Step
-from remat._replay import DETACH, Absent, tensors_of
+from remat._replay import IGNORED, Absent, tensors_of
+from remat._streams import global_streams
 
 
 _DRAWS = torch.Tag.nondeterministic_seeded
 _READ_BY_PYTHON = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_OF_TORCH = {"aten", "prims", "profiler"}
+_OF_TORCH = {"aten", "prim", "prims", "profiler"}
 _EXCHANGES_STORAGE = {"set_", "resize_", "_resize_output_", "resize_as_"}
 # Of batch norms, written to without a word in the schema, and for nothing the second
 # time: a recomputation updates copies.
@@ -83,8 +84,8 @@ class Recorder(LeanDispatchMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if func is DETACH:
-            return func(*args)
+        if func in IGNORED:
+            return func(*args, **kwargs)
         moved = _Moved(func)
         result = func(*args, **kwargs)
         self._note(func, args, kwargs, result, moved.draws())
@@ -104,7 +105,7 @@ class Recorder(LeanDispatchMode):
             _is_read_by_python(func)
             or not (outputs or writes)
             or not all(map(_is_plain, (*inputs, *outputs)))
-            or any(t.is_conj() or t.is_neg() for t in outputs)
+            or any(map(_is_lazy, outputs))
             or not self._made.union(self.inputs).issuperset(writes)
         )
         self._made.update(range(known, len(self._numbers)))
@@ -115,7 +116,8 @@ class Recorder(LeanDispatchMode):
             tuple(map(_value, outputs)),
             source=user_line(),
         )
-        self._steps.append((op, reads, makes, writes, draws, runs, form))
+        blind = _blind(func, len(outputs))
+        self._steps.append((op, reads, makes, writes, draws, blind, runs, form))
         if not (runs or writes) and self._policy is not None and self._policy(op):
             for t, s in zip(outputs, makes, strict=True):
                 self._hold(t, s)
@@ -237,6 +239,11 @@ def _is_plain(tensor: Tensor) -> bool:
     return plain and tensor.layout is torch.strided and not tensor.is_quantized
 
 
+def _is_lazy(tensor: Tensor) -> bool:
+    """Say whether operations on a tensor depend on more than its metadata."""
+    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+
+
 def _has_no_storage(tensor: Tensor) -> bool:
     return not _is_plain(tensor)
 
@@ -282,6 +289,34 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[T
     return found
 
 
+_LIKE = {
+    *("empty_like", "full_like", "ones_like", "zeros_like"),
+    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
+    *("rand_like", "randn_like", "randint_like"),
+}
+_DRAWS_IN_PLACE = {
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
+    *("normal_", "random_", "uniform_"),
+}
+
+
+def _blind(func: Any, count: int) -> tuple[int, ...]:
+    """Return the outputs of an operation that do not depend on its arguments' values.
+
+    How often it draws does not either.
+    """
+    name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return ()
+    if name in _LIKE:
+        return (*range(count),)
+    if name in _DRAWS_IN_PLACE and func._overloadname != "Tensor":
+        return (*range(count),)
+    if name == "native_dropout":
+        return (1,)
+    return (0,) if func is torch.ops.aten.bernoulli.p else ()
+
+
 def _is_read_by_python(func: Any) -> bool:
     if not isinstance(func, OpOverload):
         return True
@@ -290,20 +325,20 @@ def _is_read_by_python(func: Any) -> bool:
 
 
 class _Moved:
-    """Notices a draw from torch's stream on the CPU, by an operation of the user's."""
+    """Notices a draw from a stream on the CPU, by an operation of the user's."""
 
     __slots__ = ("_before", "_func")
 
     def __init__(self, func: Any) -> None:
         self._func = func
         ours = isinstance(func, OpOverload) and func.namespace in _OF_TORCH
-        self._before = None if ours else torch.get_rng_state()
+        self._before = None if ours else global_streams().read()
 
     def draws(self) -> bool:
         """Say whether the operation draws."""
         if self._before is None or _DRAWS in getattr(self._func, "tags", ()):
             return _DRAWS in self._func.tags
-        return not torch.equal(self._before, torch.get_rng_state())
+        return self._before != global_streams().read()
 
 
 def _nodes(outs: Iterable[Any]) -> Iterator[Any]:
