@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         for t in tensors_in((args, kwargs)):
             self.know(t, CONSTANT, "from a constant")
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         for t in written:
             self._preserve(t)
         result = func(*args, **kwargs)
@@ -226,7 +226,7 @@ _SPARSE = {
 _STATISTICS = {"running_mean", "running_var"}
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation is about to write to."""
     if not isinstance(func, OpOverload):
         return []

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from remat import _tree
+from remat._check_replay import Agreement as Agreement, check_replay as check_replay
 
 
 # --- Ops ----------------------------------------------------------------------
