@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cov check format docs notebooks bench clean
+.PHONY: help demo test cov check format docs notebooks bench model clean
 
 help:
 	@echo "make demo       train a small language model plain and with remat, and compare"
@@ -20,6 +20,7 @@ help:
 	@echo "make check      ruff, pyrefly, import-linter"
 	@echo "make docs       build docs/_build/html"
 	@echo "make bench      run every benchmark"
+	@echo "make model      bytes of a model under each policy, as a table and a plot"
 	@echo "make notebooks  run the notebooks and store their outputs"
 	@echo "make format     format the code;  make cov: tests with coverage;  make clean"
 	@echo "Pass options with ARGS, as in: make demo ARGS='--help'"
@@ -66,11 +67,14 @@ docs: $(VENV)/.dev
 notebooks: $(VENV)/.dev
 	$(PY) tests/test_notebooks.py
 
+model: $(VENV)/.dev
+	@$(PY) benchmarks/model.py $(ARGS)
+
 bench: $(VENV)/.dev
-	@set -e; for script in benchmarks/*.py; do \
+	@missed=; for script in benchmarks/*.py; do \
 		case $$script in */demo.py|*/_*) continue ;; esac; \
-		echo "== $$script"; $(PY) $$script $(ARGS); \
-	done
+		echo "== $$script"; $(PY) $$script $(ARGS) || missed="$$missed $$script"; \
+	done; [ -z "$$missed" ] || { echo "failed or missed a target:$$missed"; exit 1; }
 
 clean:
 	rm -rf $(VENV) out docs/_build docs/notebooks .pytest_cache .ruff_cache .hypothesis

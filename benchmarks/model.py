@@ -165,7 +165,7 @@ def plot(rows: dict[str, Row], path: Path) -> None:
     axes.bar_label(bars, fmt="%.0f", padding=3)
     axes.set_xlabel("MiB beyond parameters and gradients")
     axes.set_title("A model under each policy")
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)
 
 
