@@ -102,12 +102,15 @@ class Plan:
             index of its output, in order.
         needed: the leaves whose values are read.
         live: the storages whose values are there.
+        linked: the leaves that what is kept was computed from: to be differentiated
+            again, it has to be known what it depends on.
     """
 
     fates: tuple[Fate, ...]
     residuals: tuple[tuple[int, int], ...]
     needed: frozenset[int]
     live: frozenset[int]
+    linked: frozenset[int] = frozenset()
 
     @property
     def kept(self) -> frozenset[int]:
@@ -135,7 +138,7 @@ def plan(
             recomputed.
 
     Returns:
-        The plan. With fewer outputs it keeps and needs no more.
+        The plan. With fewer outputs it needs no more, and of what it kept no more.
 
     Example:
         >>> sin = Op("sin")
@@ -159,11 +162,13 @@ def plan(
         (i, k)
         for i in sorted(walk.kept)
         for k, s in enumerate(steps[i].makes)
-        if s in walk.live
+        if s in walk.live or not prune
     )
     leaves = enumerate(record.inputs)
     needed = frozenset(i for i, s in leaves if s in walk.live or not prune)
-    return Plan(fates, residuals, needed, frozenset(walk.live))
+    sources = walk.sources(i for i, _ in residuals)
+    linked = frozenset(i for i, s in enumerate(record.inputs) if s in sources)
+    return Plan(fates, residuals, needed, frozenset(walk.live), linked)
 
 
 class _Walk:
@@ -184,7 +189,9 @@ class _Walk:
         """Say whether the outputs of a step are its alone, and stay as it made them."""
         step = self._steps[i]
         alone = all(self._makers[s] == [i] and s not in inputs for s in step.makes)
-        return alone and bool(step.makes) and not (step.writes or step.runs)
+        # Constants are made again, as in JAX: others may fill them past operations.
+        made = bool(step.makes and step.reads)
+        return alone and made and not (step.writes or step.runs or step.draws)
 
     def need(self, storages: Iterable[int]) -> None:
         """Need storages, and with them what made and changed them."""
@@ -221,6 +228,18 @@ class _Walk:
             self.run_steps.add(i)
             self._todo += (*step.reads, *step.makes)
 
+    def sources(self, steps: Iterable[int]) -> set[int]:
+        """Return the storages that some steps depend on."""
+        todo, seen = [s for i in steps for s in self._steps[i].reads], set[int]()
+        while todo:
+            s = todo.pop()
+            if s not in seen:
+                seen.add(s)
+                todo += (
+                    r for i in self._makers.get(s, ()) for r in self._steps[i].reads
+                )
+        return seen
+
     def fate(self, i: int, prune: bool) -> Fate:
         """Return what becomes of a step."""
         step = self._steps[i]
@@ -236,6 +255,9 @@ def _makers(record: Record) -> dict[int, list[int]]:
     """Return which steps make or change each storage."""
     makers = defaultdict(list)
     for i, step in enumerate(record.steps):
-        for s in {*step.makes}.difference(step.reads).union(step.writes):
+        pure = {*step.makes}.difference(step.reads)
+        # What is a view and makes something new runs for either.
+        made = {*step.makes} if pure else set[int]()
+        for s in made.union(step.writes):
             makers[s].append(i)
     return makers

@@ -39,7 +39,7 @@ from remat._errors import CaptureError, MutationError, RecomputeError
 from remat._options import DEFAULT, Options, joined, within
 from remat._program import Program, detached
 from remat._recipe import Tracing, is_small, trace_of
-from remat._replay import Absent
+from remat._replay import Absent, Replay
 from remat._structure import Out
 from remat._trace import Recorder
 from remat._types import Fn, Outputs
@@ -98,7 +98,7 @@ class Primal(Call):
             raise
 
     def _recompute(self, out: Out, leaves: Sequence[Tensor], mode: Any) -> Outputs:
-        with self._as_before(leaves):
+        with self._as_before(leaves, mode):
             fresh = self._fresh_buffers(leaves)
             result = self._followed(fresh, mode, first=False)
         return out.split_again(result, fresh)
@@ -113,7 +113,9 @@ class Primal(Call):
             mode.end()
         return result
 
-    def _tracing(self, program: Program, leaves: Sequence[Tensor]) -> Tracing | None:
+    def _tracing(
+        self, program: Program, leaves: Sequence[Tensor], inner: Sequence[Tensor]
+    ) -> Tracing | None:
         """Return how the forward is traced, if it is."""
         policy, prune = self._policy, self._prune
         if (policy is None and prune is False) or self.compiled or self.facts.pushed:
@@ -122,7 +124,7 @@ class Primal(Call):
             return None
         options = (policy, prune, *self.facts.needs, self._ambient.key)
         trace = trace_of((*program.signature, *options), leaves)
-        return Tracing(trace, policy, prune, leaves)
+        return Tracing(trace, policy, prune, leaves, inner)
 
     # --- The forward ---
 
@@ -139,7 +141,7 @@ class Primal(Call):
         self._versions = _versions(leaves)
         facts.untracked = None in self._versions
         copies = shield(inner, facts.needs, self._buffers)
-        tracing = self._tracing(program, inner)
+        tracing = self._tracing(program, leaves, inner)
         mode = None if tracing is None else tracing.mode
         set_grad_enabled(True)
         try:
@@ -159,7 +161,7 @@ class Primal(Call):
         results = [*map(Tensor.detach, outs), *kept]
         if tracing is not None:
             results += self._trace(tracing, outs)
-        del outs
+        del outs, mode, tracing  # which hold what the graph does
         self._check_leaks(leaves, inner)
         for above in facts.above:
             facts.used = sorted({*facts.used, *above.used})
@@ -281,7 +283,9 @@ class Primal(Call):
 
     # --- Recomputation ---
 
-    def _as_before(self, leaves: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    def _as_before(
+        self, leaves: Sequence[Tensor], mode: Any
+    ) -> AbstractContextManager[Any]:
         """Restore the ambient state, and refuse to read leaves that changed since."""
         state = self._ambient.restored()
         bases = leaves if current_layer() is None else [*map(base_tensor, leaves)]
@@ -295,6 +299,10 @@ class Primal(Call):
         ]
         if not changed:
             return state
+        if isinstance(mode, Replay):
+            # An operation that reads it may be left out, and its graph may not.
+            for i in mode.script.plan.needed.intersection(changed):
+                raise self._error(_CHANGED, i)
         names = {bases[i].untyped_storage()._cdata: self.name_of(i) for i in changed}
         both = contextlib.ExitStack()
         both.enter_context(state)
@@ -367,6 +375,10 @@ _GRADLESS = (
 _IN_PLACE = (
     "remat: `{name}` was changed in place inside {label}. A recomputation would start "
     "from the changed value: work on a copy (`{name}.clone()`) and return it."
+)
+_CHANGED = (
+    "remat: `{name}` was changed in place between the forward and the backward of "
+    "{label}, which reads it. Change a copy, or change it after the backward."
 )
 _REQUIRES_GRAD = (
     "remat: `{name}` was made to require grad inside {label}, where its gradient would "

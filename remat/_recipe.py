@@ -21,17 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._compat import base_tensor, current_layer
+from remat._compat import base_tensor, current_layer, is_lazy
 from remat._cost import reason_against
-from remat._errors import RecomputeError
-from remat._op import Op
+from remat._errors import MutationError, RecomputeError
+from remat._offload import Fetched, Origin, in_file, in_host_memory, origin_of
 from remat._plan import Plan, Record, plan
 from remat._replay import (
     Absent,
     Check,
     Keep,
-    MismatchError,
-    MissingError,
     Replay,
     Script,
     Verify,
@@ -56,6 +54,7 @@ class Scripts:
     """
 
     __slots__ = ("_narrowed", "decisions", "full", "learned", "prune", "record")
+    full: Script
 
     def __init__(
         self,
@@ -112,12 +111,13 @@ class Trace:
         if self.strikes > _STRIKES:
             self.reason = f"{_STRIKES} records did not fit the calls after them"
 
-    def learn(self, scripts: Scripts, number: int) -> None:
-        """Plan again, for something read a storage that was thought not needed."""
-        learned = scripts.learned | {number}
+    def learn(self, scripts: Scripts, numbers: Iterable[int]) -> None:
+        """Plan again, for something read storages that were thought not needed."""
+        learned = scripts.learned.union(numbers)
         if len(learned) > _LESSONS:
             self.reason = "the function reads too much other than by operations"
-        if self.scripts is scripts:
+        if self.scripts is not None:
+            self.proven = False
             self.scripts = Scripts(
                 scripts.record, scripts.decisions, prune=scripts.prune, learned=learned
             )
@@ -165,6 +165,7 @@ class _Traces:
 
 TRACES = _Traces(512)
 _meta = operator.attrgetter("shape", "dtype", "device")
+_stride = operator.methodcaller("stride")
 _is_contiguous = operator.methodcaller("is_contiguous")
 
 
@@ -179,8 +180,13 @@ def is_small(leaves: Sequence[Tensor]) -> bool:
 
 def trace_of(signature: Hashable, leaves: Sequence[Tensor]) -> Trace:
     """Return what is shared by the calls of a signature, on such leaves."""
-    metas = (*map(_meta, leaves), *map(_is_contiguous, leaves))
-    return TRACES[signature, metas]
+    metas = [*map(_meta, leaves)]
+    try:
+        if not all(map(_is_contiguous, leaves)):
+            metas += map(_stride, leaves)
+    except RuntimeError:  # of sparse tensors
+        metas += [(t.layout, type(t)) for t in leaves]
+    return TRACES[signature, tuple(metas)]
 
 
 class Tracing:
@@ -190,13 +196,15 @@ class Tracing:
         trace: of the signature.
         policy: which results may be kept.
         prune: "auto", True or False.
-        leaves: that it runs on.
+        leaves: of the call.
+        inner: what stands for them in it.
 
     Attributes:
+        trace: of the signature.
         mode: to run the function in, None if it runs as it is.
     """
 
-    __slots__ = ("_leaves", "_policy", "_prune", "_scripts", "_trace", "mode")
+    __slots__ = ("_inner", "_leaves", "_policy", "_prune", "_scripts", "mode", "trace")
 
     def __init__(
         self,
@@ -204,8 +212,10 @@ class Tracing:
         policy: Policy | None,
         prune: str | bool,
         leaves: Sequence[Tensor],
+        inner: Sequence[Tensor] | None = None,
     ) -> None:
-        self._trace, self._policy, self._prune = trace, policy, prune
+        self.trace, self._policy, self._prune = trace, policy, prune
+        self._inner = inner = leaves if inner is None else inner
         self._leaves = leaves
         scripts = None if trace.reason else trace.scripts
         self._scripts: Scripts | None = scripts
@@ -213,19 +223,25 @@ class Tracing:
         if trace.reason:
             return
         if scripts is None:
-            self.mode = Recorder(leaves, policy)
+            self.mode = Recorder(inner, policy)
         elif trace.proven and self._droppable(scripts.full.plan):
-            self.mode = Verify(scripts.full, leaves, key_of)
+            self.mode = Verify(scripts.full, inner, key_of)
         elif scripts.full.places:
             self.mode = Keep(scripts.full)
 
     def _droppable(self, made: Plan) -> list[int]:
-        """Return the leaves to be dropped: parameters live on elsewhere."""
-        return [
+        """Return the leaves to be dropped, if they are worth it."""
+        found = [
             i
             for i, t in enumerate(self._leaves)
-            if i not in made.needed and type(t) is Tensor
+            if i not in made.needed
+            and is_droppable(t)
+            and not (i in made.linked and self._inner[i].requires_grad)
         ]
+        if self._prune is not True:
+            size = sum(t.numel() * t.itemsize for t in (self._leaves[i] for i in found))
+            return found if size >= WORTH_DROPPING else []
+        return found
 
     def finish(
         self, outs: Sequence[Any], *, may_drop: bool
@@ -241,15 +257,15 @@ class Tracing:
         if mode is not None:
             residuals = mode.residuals()
         if residuals is None:
-            self._trace.strike()
+            self.trace.strike()
             return None, []
         dropped: list[int] = []
         if may_drop and isinstance(mode, Verify):
             dropped = self._droppable(scripts.full.plan)
         count = len(self._leaves)
         seen = mode is not None
-        recipe = Recipe(self._trace, scripts, count, self._metas(dropped), seen)
-        return recipe, residuals
+        recipe = Recipe(self.trace, scripts, count, self._metas(dropped), seen)
+        return recipe, recipe.put_away(residuals)
 
     def _metas(self, dropped: Iterable[int]) -> dict[int, Absent]:
         return {i: like(self._leaves[i]) for i in dropped}
@@ -257,34 +273,53 @@ class Tracing:
     def _recorded(
         self, recorder: Recorder, outs: Sequence[Any]
     ) -> tuple["Recipe | None", list[Tensor]]:
-        trace, policy = self._trace, self._policy
+        trace, policy = self.trace, self._policy
         record = recorder.record(outs)
-        decide = policy or _nothing
-        decisions = [
-            decide(step.op)
-            if recorder.has(step.makes) and step.makes
-            else Decision.RECOMPUTE
-            for step in record.steps
-        ]
-        prune = self._prune is not False
-        scripts = Scripts(record, decisions, prune=prune)
-        residuals = [
-            recorder.residual(record.steps[i].op.outputs[k], record.steps[i].makes[k])
-            for i, k in scripts.full.plan.residuals
-        ]
+        decisions = recorder.decisions(record)
+        prune, learned = self._prune is not False, recorder.taken
+        scripts = Scripts(record, decisions, prune=prune, learned=learned)
         if self._prune == "auto" and policy is None:
-            verdict = reason_against(record, scripts.full.plan)
-            if verdict:
-                trace.reason = verdict
+            trace.reason = reason_against(record, scripts.full.plan)
+            if trace.reason:
                 return None, []
         trace.scripts = scripts
         trace.names = frozenset() if policy is None else policy.names
-        return Recipe(trace, scripts, len(self._leaves), {}, True), residuals
+        scripts = _with_what_was_held(scripts, recorder)
+        outputs = [
+            (record.steps[i].op.outputs[k], record.steps[i].makes[k])
+            for i, k in scripts.full.plan.residuals
+        ]
+        residuals = [recorder.residual(*output) for output in outputs]
+        recipe = Recipe(trace, scripts, len(self._leaves), {}, True)
+        return recipe, recipe.put_away(residuals)
 
 
-def _nothing(op: Op) -> Decision:
-    del op
-    return Decision.RECOMPUTE
+WORTH_DROPPING = 2**16  # bytes, for which "auto" follows a forward
+
+
+def is_droppable(leaf: Tensor) -> bool:
+    """Say whether a leaf that is not needed need not be kept.
+
+    The graph keeps those that gradients are accumulated in, a module its parameters.
+    """
+    plain = type(leaf) is Tensor and leaf.layout is torch.strided
+    return plain and not ((leaf.requires_grad and leaf.is_leaf) or is_lazy(leaf))
+
+
+def _with_what_was_held(scripts: Scripts, recorder: Recorder) -> Scripts:
+    """Return the plans for the call that was recorded.
+
+    What got its name after it was gone is kept by later calls only.
+    """
+    record = scripts.record
+    residuals = scripts.full.plan.residuals
+    if recorder.has(record.steps[i].makes[k] for i, k in residuals):
+        return scripts
+    decisions = [
+        decision if recorder.has(step.makes) else Decision.RECOMPUTE
+        for step, decision in zip(record.steps, scripts.decisions, strict=True)
+    ]
+    return Scripts(record, decisions, prune=scripts.prune, learned=scripts.learned)
 
 
 class Recipe:
@@ -292,9 +327,18 @@ class Recipe:
 
     Attributes:
         dropped: the leaves that were not kept, and what stands for them.
+        scripts: the plans.
     """
 
-    __slots__ = ("_count", "_scripts", "_seen", "_trace", "dropped")
+    __slots__ = (
+        "_count",
+        "_origins",
+        "_seen",
+        "_trace",
+        "_versions",
+        "dropped",
+        "scripts",
+    )
 
     def __init__(
         self,
@@ -304,8 +348,25 @@ class Recipe:
         dropped: dict[int, Absent],
         seen: bool,
     ) -> None:
-        self._trace, self._scripts, self._count = trace, scripts, count
+        self._trace, self.scripts, self._count = trace, scripts, count
         self.dropped, self._seen = dropped, seen
+        self._origins: list[Origin] | None = None
+
+    @property
+    def places(self) -> list[Decision]:
+        """Where each residual is kept."""
+        scripts = self.scripts
+        return [scripts.decisions[i] for i, _ in scripts.full.plan.residuals]
+
+    def put_away(self, residuals: list[Tensor]) -> list[Tensor]:
+        """Return the residuals where the policy wants them."""
+        places = self.places
+        if any(place in _PUT for place in places):
+            self._origins = [*map(origin_of, residuals)]
+            pairs = zip(residuals, places, strict=True)
+            residuals = [_PUT[d](t) if d in _PUT else t for t, d in pairs]
+        self._versions = [t._version for t in residuals]
+        return residuals
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the leaves that are kept."""
@@ -326,66 +387,103 @@ class Recipe:
 
         Raises:
             RecomputeError: the function does something else than in the forward.
+            MutationError: a result that was kept was changed since.
         """
         ours = iter(saved)
         leaves = [
             self.dropped[i] if i in self.dropped else next(ours)
             for i in range(self._count)
         ]
-        script = self._scripts.of(given)
-        replay = Replay(script, [*ours])
-        stand_ins = self._stand_ins(leaves, replay, script.plan)
+        script = self.scripts.of(given)
+        residuals = [*ours]
+        replay = Replay(script, residuals, self._taker(residuals))
+        replay.start(leaves)
+        whole = not _is_of_level(leaves)
         try:
-            grads = pull(stand_ins or leaves, replay)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # what a value that is absent leads to is anything
-            if not self._may_run_as_it_is(error, replay):
+            # Held by nobody else: what outlives the call is found by its references.
+            grads = pull(self._stand_ins(leaves, replay, whole=whole), replay)
+        except Exception as error:
+            if not (replay.trouble or _is_of_memory(error)):
                 raise
+            self._note(replay, error)
         else:
-            self._trace.proven = self._trace.proven or bool(stand_ins)
-            self._trace.warn_of_names()
-            return grads
+            # Elsewhere a graph holds them, or what escapes is refused in the forward.
+            if current_layer() is None and not torch.is_grad_enabled():
+                replay.note_escaped()
+            if not replay.trouble:
+                self._trace.proven = self._trace.proven or whole
+                self._trace.warn_of_names()
+                return grads
+            self._note(replay, None)
         return pull(leaves, Check(script) if self._seen else None)
 
+    def _taker(self, residuals: Sequence[Tensor]) -> Callable[[int], Tensor]:
+        """Return what gives a residual back, by its place."""
+        now = [base_tensor(t)._version for t in residuals]
+        if now != self._versions:
+            place = [*map(operator.ne, now, self._versions)].index(True)
+            i, k = self.scripts.full.plan.residuals[place]
+            op = self.scripts.record.steps[i].op
+            raise MutationError(_CHANGED.format(op=op.func, k=k, source=op.source))
+        if self._origins is None:
+            return residuals.__getitem__
+        return Fetched(residuals, self._origins).take
+
     def _stand_ins(
-        self, leaves: Sequence[Tensor], replay: Replay, made: Plan
-    ) -> list[Tensor]:
+        self, leaves: Sequence[Tensor], replay: Replay, *, whole: bool
+    ) -> Sequence[Tensor]:
         """Put stand-ins in place of leaves whose values are not needed.
 
-        Nothing where they are of a level: a stand-in would be of none. And none for
-        what a graph is recorded of, which is to reach it.
+        But not for what a graph is recorded of, which is to reach it.
         """
-        recorded = torch.is_grad_enabled()
-        if current_layer() is not None and any(base_tensor(t) is not t for t in leaves):
-            return []
+        if not whole:
+            return leaves
+        needed, recorded = replay.script.plan.needed, torch.is_grad_enabled()
         return [
             t
-            if i in made.needed
+            if i in needed
             or type(t) not in (Tensor, Absent)
+            or is_lazy(t)
             or (recorded and t.requires_grad)
             else replay.absent_leaf(i, t)
             for i, t in enumerate(leaves)
         ]
 
-    def _may_run_as_it_is(self, error: Exception, replay: Replay) -> bool:
-        """Say whether to run the function as it is, and learn from the error."""
-        missed = isinstance(error, MissingError)
-        if missed and not replay.has_left_out(error.shared):
-            return False  # an outer call did
-        if self.dropped:
-            if isinstance(error, (MissingError, MismatchError)):
-                raise RecomputeError(_DROPPED.format(error=error)) from error
-            return False
-        if missed:
-            self._trace.learn(self._scripts, error.shared.number)
+    def _note(self, replay: Replay, error: Exception | None) -> None:
+        """Learn from a replay that did not fit.
+
+        Raises:
+            RecomputeError: the function cannot be run as it is.
+        """
+        trouble = replay.trouble
+        if trouble.missed and not trouble.differs:
+            self._trace.learn(self.scripts, trouble.missed)
         else:
             self._trace.strike()
-        return True
+        if self.dropped:
+            what = trouble.differs or _READ.format(error=error)
+            raise RecomputeError(_DROPPED.format(what=what)) from error
 
 
+def _is_of_level(leaves: Sequence[Tensor]) -> bool:
+    """Say whether some leaf is of a level, where a stand-in would be of none."""
+    return current_layer() is not None and any(base_tensor(t) is not t for t in leaves)
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Say whether torch found no memory where a value is absent."""
+    return isinstance(error, RuntimeError) and "data pointer" in str(error)
+
+
+_READ = "  something read the value of what was left out. {error}"
+_PUT = {Decision.OFFLOAD: in_host_memory, Decision.OFFLOAD_TO_DISK: in_file}
+_CHANGED = (
+    "remat: output {k} of {op} ({source}), which the policy keeps for the backward, "
+    "was changed in place since the forward. Change a copy: it was returned, or shares "
+    "memory with what was."
+)
 _DROPPED = (
     "remat: the recomputation did something else than it did before, and inputs were "
     "not kept that it needs for that. Pass prune=False if it depends on more than its "
-    "inputs. {error}"
+    "inputs.\n{what}"
 )

@@ -10,17 +10,22 @@ Rejected: a buffer of NaN to stand for what is absent. It costs memory and as mu
 and who reads it gets a number.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from remat._compat import (
     LeanDispatchMode,
+    base_tensor,
     eager_only,
+    is_view_op,
     no_torch_function,
+    refuse_data_ptr,
+    storage_id,
     tensor_without_data,
 )
 from remat._errors import RecomputeError
@@ -46,6 +51,8 @@ class MissingError(RuntimeError):
     def __init__(self, shared: "Shared", reader: Any) -> None:
         super().__init__(_READ.format(reader=reader))
         self.shared = shared
+        # The user's code may catch it.
+        shared.trouble.missed.append(shared.number)
 
 
 _READ = (
@@ -58,16 +65,34 @@ class MismatchError(RuntimeError):
     """A replay came by another operation than was recorded."""
 
 
+class Trouble:
+    """What a replay came by that the plan did not expect.
+
+    Attributes:
+        missed: the storages that were read and are not there.
+        differs: how the operations differ.
+    """
+
+    __slots__ = ("differs", "missed")
+
+    def __init__(self) -> None:
+        self.missed: list[int] = []
+        self.differs = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.missed or self.differs)
+
+
 class Shared:
     """Stands for a storage that is not there; whoever shares it has the same."""
 
-    __slots__ = ("number",)
+    __slots__ = ("number", "trouble")
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, trouble: Trouble) -> None:
+        self.number, self.trouble = number, trouble
 
 
-_NOWHERE = Shared(-1)
+_NOWHERE = Shared(-1, Trouble())
 
 
 class Absent(Tensor):
@@ -117,6 +142,7 @@ def absent(value: Value, shared: Shared) -> Absent:
         value.device,
     )
     new.storage_of = shared
+    refuse_data_ptr(new)
     return new
 
 
@@ -198,7 +224,7 @@ class _Follow(LeanDispatchMode):
 
     def _differs(self, func: Any) -> Exception:
         """Return the error that another operation came by than was recorded."""
-        return MismatchError(described(self.script.record, self._next - 1, func))
+        return MismatchError(described(self.script.record.steps, self._next - 1, func))
 
 
 class Keep(_Follow):
@@ -229,9 +255,13 @@ class Keep(_Follow):
         elif i in self._places:
             outputs = tensors_of(result)
             for k in self._places[i]:
-                t = outputs[k].detach()
+                t = DETACH(outputs[k])
                 self._kept.append((t, t._version))
         return result
+
+    @override
+    def end(self) -> None:
+        """Do nothing: the forward may be another, see `residuals`."""
 
     def residuals(self) -> list[Tensor] | None:
         """Return what was kept; None if the plan is not of this forward."""
@@ -270,17 +300,27 @@ class Verify(Keep):
                 return result
             reads = zip(inputs, step.reads, strict=True)
             self.fits = all(numbers.get(key(t), s) == s for t, s in reads)
+            if self.script.fates[i] is Fate.DEAD and self.fits:
+                self.fits = fits_metadata(step.op, args, kwargs, inputs)
             numbers.update(zip(map(key, outputs), step.makes, strict=True))
         return result
 
 
 class Replay(_Follow):
-    """Runs a function again, without what is dead and with what was kept."""
+    """Runs a function again, without what is dead and with what was kept.
 
-    def __init__(self, script: Script, residuals: Sequence[Tensor]) -> None:
+    Args:
+        script: to follow.
+        residuals: what was kept, or stands for it elsewhere.
+        take: gives one of them back, by its place.
+    """
+
+    def __init__(self, script: Script, residuals: Sequence[Tensor], take: Any) -> None:
         super().__init__(script)
-        self._fates, self._residuals = script.fates, residuals
+        self._fates, self._residuals, self._take = script.fates, residuals, take
         self._absent: dict[int, Shared] = {}
+        self._known: dict[int, int] = {}
+        self.trouble = Trouble()
 
     @override
     @eager_only
@@ -301,6 +341,7 @@ class Replay(_Follow):
             return func(*args, **kwargs) if kwargs else func(*args)
         step = self.script.record.steps[i]
         if fate is Fate.KEEP:
+            self._check_wiring(step, args, kwargs)
             return self._result(step, step.result, (), self.script.places[i])
         if fate is Fate.BLIND:
             return self._on_no_values(step, args, kwargs or {})
@@ -319,9 +360,7 @@ class Replay(_Follow):
     def _left_out(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return what stands for the result of an operation that does not run."""
         inputs = tensors_of((args, kwargs or {}))
-        then = step.op.inputs
-        same = [tuple(t.shape) for t in inputs] == [v.shape for v in then]
-        if not same or not _same_constants(step.op, args, kwargs):
+        if not fits_metadata(step.op, args, kwargs, inputs):
             raise self._differs(step.op.func)
         if step.writes:
             numbers = zip(step.reads, inputs, strict=True)
@@ -334,37 +373,91 @@ class Replay(_Follow):
         self, step: Step, form: Any, inputs: Sequence[Tensor], places: dict[int, int]
     ) -> Any:
         outputs = [
-            self._residuals[places[k]].detach()
+            DETACH(self._take(places[k]))
             if k in places
             else absent(step.op.outputs[k], self._shared(s))
             for k, s in enumerate(step.makes)
         ]
         return _filled(form, outputs, inputs)
 
+    def _check_wiring(self, step: Step, args: Any, kwargs: Any) -> None:
+        """Check that what goes into an operation comes from where it did.
+
+        As far as that is known: of leaves, and of what was kept or is absent.
+        """
+        for t, s in zip(tensors_of((args, kwargs or {})), step.reads, strict=False):
+            if type(t) is Absent:
+                shared = t.storage_of
+                now = shared.number if shared.trouble is self.trouble else s
+            else:
+                now = self._known.get(storage_id(t), s) if _has_storage(t) else s
+            if now != s:
+                raise self._differs(step.op.func)
+
+    @override
+    def _differs(self, func: Any) -> Exception:
+        error = super()._differs(func)
+        self.trouble.differs = str(error)
+        return error
+
+    def start(self, leaves: Sequence[Tensor]) -> None:
+        """Note which tensors are there from the start."""
+        steps = self.script.record.steps
+        numbers = self.script.record.inputs
+        if not self._residuals:
+            return
+        for t, s in zip(map(base_tensor, leaves), numbers, strict=True):
+            if _has_storage(t):
+                self._known[storage_id(t)] = s
+        for i, places in self.script.places.items():
+            for k, place in places.items():
+                t = base_tensor(self._residuals[place])
+                if _has_storage(t):
+                    self._known[storage_id(t)] = steps[i].makes[k]
+
     def _shared(self, number: int) -> Shared:
         shared = self._absent.get(number)
         if shared is None:
-            shared = self._absent[number] = Shared(number)
+            shared = self._absent[number] = Shared(number, self.trouble)
         return shared
+
+    def note_escaped(self) -> None:
+        """Note what is absent and outlives the replay: somebody may yet read it."""
+        for shared in self._absent.values():
+            if sys.getrefcount(shared) > _REFERENCES:
+                self.trouble.missed.append(shared.number)
 
     def absent_leaf(self, i: int, leaf: Tensor) -> Absent:
         """Return what stands for a leaf whose value is not needed."""
         return like(leaf, self._shared(self.script.record.inputs[i]))
 
-    def has_left_out(self, shared: Shared) -> bool:
-        """Say whether it is this replay that something is absent in."""
-        return self._absent.get(shared.number) is shared
+
+def _has_storage(tensor: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter)
+    return plain and tensor.layout is torch.strided
+
+
+_REFERENCES = 3  # to what stands for a storage, if no tensor holds it
 
 
 class Check(_Follow):
-    """Runs a function again as it is, which must do what it did in the forward."""
+    """Runs a function again as it is, which must do what it did in the forward.
+
+    Views are not compared: hooks on modules make some, as torch's FLOP counter does.
+    """
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        steps = script.record.steps
+        self._steps = [step for step in steps if not is_view_op(step.op.func)]
+        self._funcs = [step.op.func for step in self._steps]
 
     @override
     @eager_only
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func not in IGNORED:
+        if func not in IGNORED and not is_view_op(func):
             i = self._next
             self._next = i + 1
             if i >= len(self._funcs) or self._funcs[i] is not func:
@@ -373,8 +466,7 @@ class Check(_Follow):
 
     @override
     def _differs(self, func: Any) -> Exception:
-        difference = described(self.script.record, self._next - 1, func)
-        return RecomputeError(_DIFFERENT + difference)
+        return RecomputeError(_DIFFERENT + described(self._steps, self._next - 1, func))
 
 
 _DIFFERENT = (
@@ -407,16 +499,39 @@ def _present(tree: Any) -> Any:
     return tree
 
 
-def _same_constants(op: Op, args: Sequence[Any], kwargs: Any) -> bool:
+def fits_metadata(op: Op, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> bool:
+    """Say whether the metadata of the results is as recorded, by the arguments."""
+    then = op.inputs
+    if len(then) != len(inputs) or not all(map(_has_metadata, inputs, then)):
+        return False
+    same = _same_type if torch.Tag.pointwise in op.func.tags else _same
+    return _same_constants(op, args, kwargs, same)
+
+
+def _has_metadata(tensor: Tensor, value: Value) -> bool:
+    return (
+        tensor.shape == value.shape
+        and tensor.dtype == value.dtype
+        and (tensor.stride() == value.stride or not value.stride)
+        and tensor.device == value.device
+    )
+
+
+def _same_constants(op: Op, args: Sequence[Any], kwargs: Any, same: Any) -> bool:
     """Say whether the arguments that are no tensors are as recorded."""
     if len(args) != len(op.args) or len(kwargs or ()) != len(op.kwargs):
         return False
     pairs = zip(args, op.args, strict=True)
-    if not all(_same(now, then) for now, then in pairs):
+    if not all(same(now, then) for now, then in pairs):
         return False
     if not kwargs:
         return True
-    return all(name in kwargs and _same(kwargs[name], v) for name, v in op.kwargs)
+    return all(name in kwargs and same(kwargs[name], v) for name, v in op.kwargs)
+
+
+def _same_type(now: Any, then: Any) -> bool:
+    """Compare arguments of an operation on single elements, such as a factor."""
+    return type(now) is type(then) or _same(now, then)
 
 
 def _same(now: Any, then: Any) -> bool:
@@ -429,9 +544,8 @@ def _same(now: Any, then: Any) -> bool:
     return type(now) is type(then) and (now == then or now != now)
 
 
-def described(record: Record, i: int, func: Any) -> str:
+def described(steps: Sequence[Step], i: int, func: Any) -> str:
     """Describe the first operation that is not as recorded, with those before."""
-    steps = record.steps
     before = [_line(step.op) for step in steps[max(0, i - 2) : i]]
     then = [_line(step.op) for step in steps[i : i + 3]] or ["nothing more"]
     now = str(func) if func is not None else "nothing more"

@@ -7,13 +7,16 @@ Rejected: saved-tensor hooks, to learn what autograd saves. torch.func refuses t
 under them, and they do not say for which outputs a value is saved.
 """
 
+import dataclasses
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from remat import _tree
@@ -26,22 +29,28 @@ from remat._compat import (
     StorageRef,
     base_tensor,
     eager_only,
+    is_lazy,
+    no_torch_functions,
     saved_by,
     storage_id,
+    undisturbed,
     viewed,
 )
 from remat._op import Op, Value
 from remat._plan import Passed, Record, Slot, Step
 from remat._replay import IGNORED, Absent, tensors_of
 from remat._streams import global_streams
+from remat.policies import Decision
 
 
 _DRAWS = torch.Tag.nondeterministic_seeded
-_READ_BY_PYTHON = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_READ_BY_PYTHON = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+}
 _OF_TORCH = {"aten", "prim", "prims", "profiler"}
 _EXCHANGES_STORAGE = {"set_", "resize_", "_resize_output_", "resize_as_"}
-# Of batch norms, written to without a word in the schema, and for nothing the second
-# time: a recomputation updates copies.
 _PLAIN = {Tensor, nn.Parameter, Absent}
 
 
@@ -51,6 +60,10 @@ class Recorder(LeanDispatchMode):
     Args:
         leaves: what it runs on.
         policy: says of an operation whether its result may be kept; None for no.
+
+    Attributes:
+        inputs: the number of each leaf.
+        taken: the storages whose memory Python took, past operations.
     """
 
     supports_higher_order_operators = True
@@ -63,8 +76,12 @@ class Recorder(LeanDispatchMode):
         self._held: list[Any] = []
         self._made: set[int] = set()
         self._steps: list[tuple[Any, ...]] = []
+        self._decisions: list[Decision] = []
+        self._outputs: list[list[weakref.ref[Tensor]]] = []
+        self._error: Exception | None = None
         self._names: dict[int, set[str]] = {}
         self._kept: dict[int, Tensor] = {}
+        self.taken: set[int] = set()
         self._roots: list[set[int]] = []
         self.inputs = tuple(self.number(base_tensor(t)) for t in leaves)
 
@@ -86,13 +103,25 @@ class Recorder(LeanDispatchMode):
         kwargs = kwargs or {}
         if func in IGNORED:
             return func(*args, **kwargs)
-        moved = _Moved(func)
-        result = func(*args, **kwargs)
-        self._note(func, args, kwargs, result, moved.draws())
+        # What we ask of tensors here is no business of TorchFunctionModes.
+        with no_torch_functions():
+            moved = _Moved(func)
+            described = self._described(func, args, kwargs)
+            result = func(*args, **kwargs)
+            self._note(func, args, kwargs, result, moved.draws(), described)
         return result
 
+    def _described(self, func: Any, args: Any, kwargs: Any) -> Op:
+        """Describe an operation before it runs, which may change the arguments."""
+        return Op(
+            func,
+            tuple(map(_described, args)),
+            tuple((name, _described(v)) for name, v in kwargs.items()),
+            source=user_line(),
+        )
+
     def _note(
-        self, func: Any, args: Any, kwargs: Any, result: Any, draws: bool
+        self, func: Any, args: Any, kwargs: Any, result: Any, draws: bool, op: Op
     ) -> None:
         inputs = tensors_of((args, kwargs))
         reads = tuple(map(self.number, inputs))
@@ -102,50 +131,74 @@ class Recorder(LeanDispatchMode):
         form = _form(result, {id(t): k for k, t in enumerate(inputs)}, outputs)
         makes = tuple(map(self.number, outputs))
         runs = (
-            _is_read_by_python(func)
+            is_read_by_python(func)
             or not (outputs or writes)
             or not all(map(_is_plain, (*inputs, *outputs)))
-            or any(map(_is_lazy, outputs))
+            or any(map(is_lazy, outputs))
             or not self._made.union(self.inputs).issuperset(writes)
         )
         self._made.update(range(known, len(self._numbers)))
-        op = Op(
-            func,
-            tuple(map(_described, args)),
-            tuple((name, _described(v)) for name, v in kwargs.items()),
-            tuple(map(_value, outputs)),
-            source=user_line(),
-        )
+        op = dataclasses.replace(op, outputs=tuple(map(_value, outputs)))
         blind = _blind(func, len(outputs))
         self._steps.append((op, reads, makes, writes, draws, blind, runs, form))
-        if not (runs or writes) and self._policy is not None and self._policy(op):
-            for t, s in zip(outputs, makes, strict=True):
-                self._hold(t, s)
+        if self._policy is not None:
+            # Those that get a name are asked about again, and held then if still there.
+            self._outputs.append([*map(weakref.ref, outputs)])
+            may = bool(reads) and not (runs or writes or _are_inference(outputs))
+            self._decisions.append(self._decide(op) if may else Decision.RECOMPUTE)
+            if self._decisions[-1]:
+                for t, s in zip(outputs, makes, strict=True):
+                    self._hold(t.detach(), s)
+
+    def _decide(self, op: Op) -> Decision:
+        try:
+            return self._policy(op)
+        except Exception as error:  # noqa: BLE001 - raised at the end
+            # Raised here, torch's binary operators would say that they know no such.
+            self._error = self._error or error
+            return Decision.RECOMPUTE
 
     def _hold(self, tensor: Tensor, number: int) -> None:
         if number not in self._kept and _is_plain(tensor):
-            self._kept[number] = tensor.detach()
+            self._kept[number] = tensor
 
     def end(self) -> None:
-        """Do nothing: the record is made once the graph was asked."""
+        """Raise what the policy raised, if it did."""
+        if self._error is not None:
+            raise self._error
 
     @override
     def __enter__(self) -> Any:
         _RECORDERS.active.append(self)
+        self._memory = _Memory(self)
+        self._memory.__enter__()
         return super().__enter__()
 
     @override
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         _RECORDERS.active.remove(self)
         super().__exit__(exc_type, exc_val, exc_tb)
+        self._memory.__exit__(exc_type, exc_val, exc_tb)
+        del self._memory  # which refers to this
+
+    def known(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor's storage, if it has one."""
+        return self._numbers.get(key_of(base_tensor(tensor)))
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give the value of a tensor a name."""
-        tensor = base_tensor(tensor)
-        number = self._numbers.get(key_of(tensor))
-        if number is not None:
-            self._names.setdefault(number, set()).add(name)
-            self._hold(tensor, number)
+        number = self.known(tensor)
+        if number is None:
+            return
+        self._names.setdefault(number, set()).add(name)
+        for i, outputs in enumerate(self._outputs):
+            _, reads, makes, *_ = self._steps[i]
+            if number in makes and number not in reads:
+                for ref, s in zip(outputs, makes, strict=True):
+                    if (t := ref()) is not None:
+                        with undisturbed():
+                            self._hold(t.detach(), s)
+                return
 
     # --- What the graph saved ---
 
@@ -165,17 +218,19 @@ class Recorder(LeanDispatchMode):
             for _, roots in found:
                 roots.update(saved)
 
-    def _saved(self, outs: Iterable[Any]) -> Iterator[int]:
-        """Yield the storages that the backward of some outputs reads."""
-        for node in _nodes(outs):
-            kind = type(node).__name__
-            if kind in _SILENT:
-                yield from self._changed() if kind == "CopySlices" else self._made
-                continue
-            for t in _tensors_at(node):
-                number = self._numbers.get(key_of(base_tensor(t)))
-                if number is not None:
-                    yield number
+    def _saved(self, outs: Iterable[Any]) -> set[int]:
+        """Return the storages that the backward of some outputs reads."""
+        return {s for node in nodes_of(outs) for s in self._saved_at(node)}
+
+    def _saved_at(self, node: Any) -> Iterator[int]:
+        kind = type(node).__name__
+        if kind in _SILENT:
+            yield from self._changed() if kind == "CopySlices" else self._made
+            return
+        for t in tensors_at(node):
+            number = self.known(t)
+            if number is not None:
+                yield number
 
     def _changed(self) -> Iterator[int]:
         """Yield what is read by operations that change something in place."""
@@ -187,23 +242,42 @@ class Recorder(LeanDispatchMode):
 
     def record(self, outs: Sequence[Any]) -> Record:
         """Return the record."""
-        names = self._names
-        steps: list[Step] = []
-        named: set[int] = set()
-        for op, reads, makes, *rest in self._steps:
-            here = {s for s in makes if s in names and s not in (*reads, *named)}
-            if here:
-                named |= here
-                called = frozenset().union(*(names[s] for s in here))
-                op = Op(op.func, op.args, op.kwargs, op.outputs, called, op.source)
-            steps.append(Step(op, reads, makes, *rest))
+        steps = [
+            Step(self._named(op, reads, makes), reads, makes, *rest)
+            for op, reads, makes, *rest in self._steps
+        ]
+        if any(step.draws for step in steps):
+            # They may draw as well, from a stream that nobody knows of.
+            steps = [
+                dataclasses.replace(s, draws=True) if _is_of_others(s.op.func) else s
+                for s in steps
+            ]
         roots = [frozenset(roots) for roots in self._roots]
-        ends = [self._numbers.get(key_of(base_tensor(o))) for o in outs]
+        ends = [self.known(o) for o in outs]
         return Record(tuple(steps), self.inputs, tuple(roots), tuple(ends))
+
+    def _named(self, op: Op, reads: Iterable[int], makes: Iterable[int]) -> Op:
+        names = [self._names.get(s, ()) for s in {*makes}.difference(reads)]
+        if not any(names):
+            return op
+        return dataclasses.replace(op, names=frozenset().union(*names))
+
+    def decisions(self, record: Record) -> list[Decision]:
+        """Return what the policy says of each operation, by its names too."""
+        if self._policy is None:
+            return [Decision.RECOMPUTE] * len(record.steps)
+        found = [
+            self._policy(step.op) if step.op.names else decision
+            for step, decision in zip(record.steps, self._decisions, strict=True)
+        ]
+        return [
+            Decision.RECOMPUTE if self.taken.intersection(step.makes) else decision
+            for step, decision in zip(record.steps, found, strict=True)
+        ]
 
     def residual(self, value: Value, number: int) -> Tensor:
         """Return what was made with a storage, of which some view was held."""
-        held = self._kept[number]
+        held = self._kept[number].detach()
         if _value(held) == value or type(held) is Absent:
             return held
         return viewed(held, value.shape, value.stride, value.offset)
@@ -211,6 +285,33 @@ class Recorder(LeanDispatchMode):
     def has(self, numbers: Iterable[int]) -> bool:
         """Say whether these storages were held."""
         return self._kept.keys() >= {*numbers}
+
+
+class _Memory(TorchFunctionMode):
+    """Notes which storages Python takes the memory of, to read or to write."""
+
+    is_remats_check = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        if func in _TAKES_MEMORY and args and isinstance(args[0], Tensor):
+            number = self._recorder.known(args[0])
+            if number is not None:
+                self._recorder.taken.add(number)
+        return func(*args, **(kwargs or {}))
+
+
+_TAKES_MEMORY = {
+    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr),
+    *(Tensor.storage, Tensor.untyped_storage, Tensor.tolist),
+}
 
 
 _MANY = 16  # outputs, for each of which the graph is walked
@@ -239,9 +340,8 @@ def _is_plain(tensor: Tensor) -> bool:
     return plain and tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def _is_lazy(tensor: Tensor) -> bool:
-    """Say whether operations on a tensor depend on more than its metadata."""
-    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+def _are_inference(outputs: Iterable[Tensor]) -> bool:
+    return any(t.is_inference() for t in outputs)
 
 
 def _has_no_storage(tensor: Tensor) -> bool:
@@ -317,11 +417,15 @@ def _blind(func: Any, count: int) -> tuple[int, ...]:
     return (0,) if func is torch.ops.aten.bernoulli.p else ()
 
 
-def _is_read_by_python(func: Any) -> bool:
+def is_read_by_python(func: Any) -> bool:
     if not isinstance(func, OpOverload):
         return True
     exchanged = func.overloadpacket.__name__ in _EXCHANGES_STORAGE
     return exchanged or not _READ_BY_PYTHON.isdisjoint(func.tags)
+
+
+def _is_of_others(func: Any) -> bool:
+    return not (isinstance(func, OpOverload) and func.namespace in _OF_TORCH)
 
 
 class _Moved:
@@ -331,8 +435,8 @@ class _Moved:
 
     def __init__(self, func: Any) -> None:
         self._func = func
-        ours = isinstance(func, OpOverload) and func.namespace in _OF_TORCH
-        self._before = None if ours else global_streams().read()
+        others = _is_of_others(func)
+        self._before = global_streams().read() if others else None
 
     def draws(self) -> bool:
         """Say whether the operation draws."""
@@ -341,7 +445,7 @@ class _Moved:
         return self._before != global_streams().read()
 
 
-def _nodes(outs: Iterable[Any]) -> Iterator[Any]:
+def nodes_of(outs: Iterable[Any]) -> Iterator[Any]:
     """Yield the nodes of the graphs of outputs, and of what those saved."""
     roots = {o.grad_fn for o in outs if o is not None and o.requires_grad}
     todo = [node for node in roots if node is not None]
@@ -352,14 +456,14 @@ def _nodes(outs: Iterable[Any]) -> Iterator[Any]:
             continue
         yield here
         # What was saved has a graph, which is another once it was changed in place.
-        more = [t.grad_fn for t in _tensors_at(here) if t.requires_grad]
+        more = [t.grad_fn for t in tensors_at(here) if t.requires_grad]
         for node in (*(node for node, _ in here.next_functions), *more):
             if node is not None and node not in seen:
                 seen.add(node)
                 todo.append(node)
 
 
-def _tensors_at(node: Any) -> list[Tensor]:
+def tensors_at(node: Any) -> list[Tensor]:
     """Return the tensors that a node saved, or that its Function keeps on its ctx."""
     found = tensors_of(saved_by(node))
     if isinstance(node, torch.autograd.function.FunctionCtx):

@@ -188,8 +188,29 @@ def overload_of(operator: Any) -> Any:
 # Deleted by: a public fake tensor that needs no mode.
 tensor_without_data: Callable[..., Any] = Tensor._make_wrapper_subclass
 
+# Deleted by: subclasses without data whose address cannot be taken.
+refuse_data_ptr: Callable[[Tensor], None] = vars(torch._C)[
+    "_set_throw_on_mutable_data_ptr"
+]
+
+
+# Deleted by: a public `Tensor.is_zerotensor`.
+def is_lazy(tensor: Tensor) -> bool:
+    """Say whether what operations do with a tensor depends on more than metadata."""
+    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+
+
+# Deleted by: a public `OpOverload.is_view`.
+def is_view_op(func: Any) -> bool:
+    """Say whether an operation only looks at a storage in another way."""
+    return getattr(func, "is_view", False)
+
+
 # Deleted by: a public way for a subclass to have no `__torch_function__`.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+# Deleted by: a public way to keep TorchFunctionModes out.
+no_torch_functions = torch._C.DisableTorchFunction
 
 
 # Deleted by: a dispatch mode that can be left by those inside of it.
