@@ -13,7 +13,15 @@ from remat._errors import (
     RecomputeError as RecomputeError,
     RematError as RematError,
 )
+from remat._explain import compare as compare, explain as explain
 from remat._names import checkpoint_name as checkpoint_name
+from remat._reports import (
+    ComparedPolicy as ComparedPolicy,
+    Comparison as Comparison,
+    ExplainedInput as ExplainedInput,
+    ExplainedOp as ExplainedOp,
+    Explanation as Explanation,
+)
 from remat._residuals import (
     Residual as Residual,
     print_saved_residuals as print_saved_residuals,

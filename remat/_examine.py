@@ -45,6 +45,7 @@ class Leaf:
         dtype: its dtype.
         shape: its shape.
         nbytes: its bytes, of whatever storage it is a view of.
+        needs: whether it is differentiated.
         stays: why it is kept even if it is not needed; "" if it is not.
     """
 
@@ -52,6 +53,7 @@ class Leaf:
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
+    needs: bool
     stays: str
 
 
@@ -175,7 +177,7 @@ class _Examining(Primal):
 
     def _leaf(self, i: int, tensor: Tensor) -> Leaf:
         nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
-        meta = tensor.dtype, tuple(tensor.shape), nbytes
+        meta = tensor.dtype, tuple(tensor.shape), nbytes, self.facts.needs[i]
         return Leaf(self.name_of(i), *meta, _stays(_as_real(tensor)))
 
 

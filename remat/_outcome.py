@@ -83,6 +83,7 @@ def _moves(decision: Decision, outputs: Sequence[Value]) -> bool:
 def _dropped(leaves: Sequence[Leaf], made: Plan, prune: Prune) -> list[int]:
     """Return the leaves that are dropped, if they are worth it."""
     unneeded = (i for i in range(len(leaves)) if i not in made.needed)
-    found = [i for i in unneeded if not leaves[i].stays]
+    free = (i for i in unneeded if not (i in made.linked and leaves[i].needs))
+    found = [i for i in free if not leaves[i].stays]
     nbytes = sum(leaves[i].nbytes for i in found)
     return found if prune is True or nbytes >= WORTH_DROPPING else []

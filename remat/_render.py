@@ -1,0 +1,229 @@
+"""Reports as text, HTML and plots: tables of strings in, pictures out.
+
+Invariant: nothing is computed here, so that every form of a report says the same.
+Rejected: `rich` and `matplotlib` at the top. They are optional, and slow to import for
+who prints nothing.
+"""
+
+import importlib
+import importlib.util
+import io
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import torch
+
+
+# Of what becomes of a value. From matplotlib's `tab10`, which the colour-blind can
+# tell apart, and the nearest of a terminal's.
+COLOURS = {
+    "saved": ("#1f77b4", "blue"),
+    "offloaded": ("#9467bd", "magenta"),
+    "recomputed": ("#ff7f0e", "yellow"),
+    "dead": ("#c7c7c7", "bright_black"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table to be shown.
+
+    Attributes:
+        title: above it.
+        columns: their names. Those that start with "#" are of numbers.
+        rows: their cells.
+        kinds: of each row, one of `COLOURS` or "".
+        notes: lines below it.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    kinds: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def headers(self) -> list[tuple[str, bool]]:
+        """The name of each column, and whether it is of numbers."""
+        return [(c.removeprefix("#"), c.startswith("#")) for c in self.columns]
+
+
+def short(dtype: torch.dtype, shape: Iterable[int]) -> str:
+    """Write a dtype and a shape as JAX does.
+
+    Example:
+        >>> short(torch.float32, (2, 3)), short(torch.int64, ())
+        ('f32[2,3]', 'i64[]')
+    """
+    name = str(dtype).removeprefix("torch.")
+    for long, letter in _LETTERS.items():
+        if name.removeprefix(long).isdigit():
+            name = letter + name.removeprefix(long)
+    return f"{name}[{','.join(map(str, shape))}]"
+
+
+_LETTERS = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
+
+
+# --- Text ---
+
+
+def text(table: Table) -> str:
+    """Write a table for a terminal: by rich where it is installed, plainly if not."""
+    return plain(table) if importlib.util.find_spec("rich") is None else _rich(table)
+
+
+def plain(table: Table) -> str:
+    """Write a table in columns, without lines around them.
+
+    Example:
+        >>> columns, row = ("op", "#bytes"), ("sin", "12")
+        >>> print(plain(Table("ops", columns, (row,), ("",), ("1 op",))))
+        ops
+        op   bytes
+        sin     12
+        1 op
+    """
+    headers = table.headers
+    rows = [[name for name, _ in headers], *table.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [">" if number else "<" for _, number in headers]
+    forms = [f"{{:{a}{w}}}" for a, w in zip(aligned, widths, strict=True)]
+    lines = ["  ".join(forms).format(*row).rstrip() for row in rows]
+    return "\n".join([table.title, *lines, *table.notes])
+
+
+def _rich(table: Table) -> str:
+    width = max(100, shutil.get_terminal_size((120, 24)).columns)
+    file = io.StringIO()
+    rich: Any = importlib.import_module("rich.console")
+    console = rich.Console(file=file, width=width, color_system=None)
+    console.print(rich_table(table))
+    lines = (line.rstrip() for line in file.getvalue().splitlines())
+    return "\n".join(lines)
+
+
+def rich_table(table: Table) -> Any:
+    """Return a table as rich shows it, in colours where there are some."""
+    rich: Any = importlib.import_module("rich.table")
+    shown = rich.Table(
+        title=_unmarked(table.title),
+        caption=_unmarked("\n".join(table.notes)),
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name, number in table.headers:
+        side = "right" if number else "left"
+        shown.add_column(name, justify=side, overflow="fold")
+    for row, kind in zip(table.rows, table.kinds, strict=True):
+        style = COLOURS[kind][1] if kind else None
+        shown.add_row(*map(_unmarked, row), style=style)
+    return shown
+
+
+def _unmarked(string: str) -> Any:
+    """Return text that rich shows as it is: in it, [2,3] would be markup."""
+    return importlib.import_module("rich.text").Text(string)
+
+
+# --- HTML ---
+
+
+def html(table: Table) -> str:
+    """Write a table as HTML.
+
+    Example:
+        >>> html(Table("a < b", ("op",), (("sin",),), ("saved",)))[:40]
+        '<table><caption>a &lt; b</caption><thead'
+    """
+    headers = table.headers
+    head = "".join(f"<th>{escape(name)}</th>" for name, _ in headers)
+    sides = ["right" if number else "left" for _, number in headers]
+    rows = zip(table.rows, table.kinds, strict=True)
+    body = "".join(_html_row(row, sides, kind) for row, kind in rows)
+    notes = "".join(f"<p>{escape(note)}</p>" for note in table.notes)
+    return (
+        f"<table><caption>{escape(table.title)}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+    )
+
+
+def _html_row(row: Sequence[str], sides: Sequence[str], kind: str) -> str:
+    bar = f"border-left: 4px solid {COLOURS[kind][0]}" if kind else ""
+    cells = "".join(
+        f'<td style="text-align: {side}">{escape(cell)}</td>'
+        for cell, side in zip(row, sides, strict=True)
+    )
+    return f'<tr style="{bar}">{cells}</tr>'
+
+
+# --- Plots ---
+
+
+def bars(
+    labels: Sequence[str],
+    sizes: Sequence[int],
+    kinds: Sequence[str],
+    title: str,
+    ax: Any = None,
+) -> Any:
+    """Draw a horizontal bar of bytes for each label, coloured by kind; return the axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    ax = ax or _new_axes((8, 1.5 + 0.25 * len(labels)))
+    for kind, (colour, _) in COLOURS.items():
+        at = [i for i, k in enumerate(kinds) if k == kind]
+        if at:
+            ax.barh(at, [sizes[i] for i in at], color=colour, label=kind)
+    ax.set_yticks(range(len(labels)), labels)
+    ax.invert_yaxis()
+    ax.set_xlabel("bytes")
+    ax.set_title(title, loc="left")
+    if labels:
+        ax.legend()
+    return ax
+
+
+def tradeoff(
+    labels: Sequence[str],
+    sizes: Sequence[int],
+    costs: Sequence[int],
+    title: str,
+    ax: Any = None,
+) -> Any:
+    """Draw a labelled point for each pair of bytes and FLOPs, joined by bytes.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    ax = ax or _new_axes((8, 5))
+    ordered = sorted(zip(sizes, costs, strict=True))
+    ax.plot(*zip(*ordered, strict=True), color="#c7c7c7", zorder=0)
+    for label, size, cost in zip(labels, sizes, costs, strict=True):
+        ax.scatter([size], [cost], label=label)
+        ax.annotate(label, (size, cost), xytext=(4, 4), textcoords="offset points")
+    ax.set_xlabel("saved bytes")
+    ax.set_ylabel("recomputed FLOPs")
+    ax.set_title(title, loc="left")
+    return ax
+
+
+def _new_axes(size: tuple[float, float]) -> Any:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(_NO_MATPLOTLIB)
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    return pyplot.subplots(figsize=size, layout="constrained")[1]
+
+
+_NO_MATPLOTLIB = (
+    "remat: plot() draws with matplotlib, which is not installed. "
+    "Run: pip install 'remat[viz]'"
+)
