@@ -77,7 +77,7 @@ class Recorder(LeanDispatchMode):
         self._made: set[int] = set()
         self._steps: list[tuple[Any, ...]] = []
         self._decisions: list[Decision] = []
-        self._outputs: list[list[weakref.ref[Tensor]]] = []
+        self._outputs: list[list[weakref.ref[Tensor] | Tensor]] = []
         self._error: Exception | None = None
         self._names: dict[int, set[str]] = {}
         self._kept: dict[int, Tensor] = {}
@@ -143,7 +143,9 @@ class Recorder(LeanDispatchMode):
         self._steps.append((op, reads, makes, writes, draws, blind, runs, form))
         if self._policy is not None:
             # Those that get a name are asked about again, and held then if still there.
-            self._outputs.append([*map(weakref.ref, outputs)])
+            several = len(outputs) > 1  # of which one is named, and others needed
+            hold = Tensor.detach if several else weakref.ref
+            self._outputs.append([*map(hold, outputs)])
             may = bool(reads) and not (runs or writes or _are_inference(outputs))
             self._decisions.append(self._decide(op) if may else Decision.RECOMPUTE)
             if self._decisions[-1]:
@@ -195,7 +197,8 @@ class Recorder(LeanDispatchMode):
             _, reads, makes, *_ = self._steps[i]
             if number in makes and number not in reads:
                 for ref, s in zip(outputs, makes, strict=True):
-                    if (t := ref()) is not None:
+                    t = ref() if isinstance(ref, weakref.ref) else ref
+                    if t is not None:
                         with undisturbed():
                             self._hold(t.detach(), s)
                 return
@@ -331,7 +334,13 @@ def _reference(tensor: Any) -> Any:
         return tensor.storage_of
     if _has_no_storage(tensor):
         return tensor
-    return StorageRef(tensor.untyped_storage())
+    return StorageRef(_storage_of(tensor))
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    # A recorder around this one would take it for the user's reading memory.
+    with no_torch_functions():
+        return tensor.untyped_storage()
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -352,7 +361,7 @@ def _value(tensor: Tensor) -> Value:
     meta = (tuple(tensor.shape), tensor.dtype, tensor.device)
     if not _is_plain(tensor) or type(tensor) is Absent:
         return Value(*meta)
-    nbytes = tensor.untyped_storage().nbytes()
+    nbytes = _storage_of(tensor).nbytes()
     return Value(*meta, tuple(tensor.stride()), int(tensor.storage_offset()), nbytes)
 
 
