@@ -69,8 +69,10 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
     Each storage is listed once, in the order: constants, arguments, captured tensors,
     the rest as it was made. The bytes of all add up to what the graph of the outputs
     holds; the outputs themselves are listed only if the backward reads them, and a leaf
-    that only receives a gradient is not. Of a call of `remat`, the states of the random
-    streams to be set back are listed too.
+    that only receives a gradient is not. Of a call of `remat`, what its policy keeps is
+    listed, offloaded or not, and so are the states of the random streams to be set
+    back. A first call keeps all inputs; with pruning, those after the first backward
+    drop what it did not read, and the report, which is such a call, does as well.
 
     Compiled functions run eagerly here, and what they save then is listed. So it is for
     the few functions of torch that take another path under a dispatch mode, `ctc_loss`
@@ -330,7 +332,7 @@ def _saved_by_call(node: Any, count: int) -> list[Any]:
 
 def _kept_by(recipe: Recipe) -> Iterator[tuple[Op, Decision]]:
     """Yield for each residual of a call what made it, and where it may be kept."""
-    scripts = recipe._scripts
+    scripts = recipe.scripts
     for i, _ in scripts.full.plan.residuals:
         yield scripts.record.steps[i].op, scripts.decisions[i]
 

@@ -21,7 +21,13 @@ from typing_extensions import override
 
 from remat import _tree
 from remat._code import user_line
-from remat._compat import OpOverload, StorageRef, base_tensor, preserved_version
+from remat._compat import (
+    OpOverload,
+    StorageRef,
+    base_tensor,
+    preserved_version,
+    storage_id,
+)
 from remat._errors import CaptureError
 from remat._replay import Absent
 
@@ -156,12 +162,15 @@ class Recorder(TorchDispatchMode):
         return result
 
     def name(self, tensor: Tensor, name: str) -> None:
-        """Have what an operation made called by a name, which its maker gave it."""
-        for entry in self.know(base_tensor(tensor), CONSTANT, "from a constant"):
-            if entry.rank == MADE and name not in entry.names:
-                entry.names = (*entry.names, name)
-                entry.origin = origin_of(None, entry.names)
-                entry.source = user_line()
+        """Have what an operation made called by a name."""
+        for part in parts(base_tensor(tensor)):
+            # By number: who records a call notes it if its memory is asked for.
+            entry = self.entries.get(storage_id(part))
+            if entry is None or entry.rank != MADE or name in entry.names:
+                continue
+            entry.names = (*entry.names, name)
+            entry.origin = origin_of(None, entry.names)
+            entry.source = user_line()
 
     def has_met(self, tensor: Tensor) -> bool:
         """Say whether all storages of a tensor are known."""

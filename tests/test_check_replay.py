@@ -509,7 +509,9 @@ def test_the_values_compared_are_dropped_and_nothing_is_left():
 def examples(page):
     """Examples of a page that print, with what the page says that they print."""
     text = (Path(__file__).parent.parent / "docs" / "api" / page).read_text()
-    pair = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.M | re.S)
+    pair = re.compile(
+        r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    )
     return [match.groups() for match in pair.finditer(text)]
 
 
