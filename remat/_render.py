@@ -207,13 +207,30 @@ def tradeoff(
     ax = ax or _new_axes((8, 5))
     ordered = sorted(zip(sizes, costs, strict=True))
     ax.plot(*zip(*ordered, strict=True), color="#c7c7c7", zorder=0)
-    for label, size, cost in zip(labels, sizes, costs, strict=True):
+    points = [*zip(sizes, costs, strict=True)]
+    for i, (label, (size, cost)) in enumerate(zip(labels, points, strict=True)):
         ax.scatter([size], [cost], label=label)
-        ax.annotate(label, (size, cost), xytext=(4, 4), textcoords="offset points")
+        left = 2 * size <= max(sizes) + min(sizes)
+        line = sum(_is_near(points[i], other, points) for other in points[:i])
+        ax.annotate(
+            label,
+            (size, cost),
+            xytext=(4 if left else -4, 4 + 12 * line),
+            textcoords="offset points",
+            ha="left" if left else "right",
+        )
     ax.set_xlabel("saved bytes")
     ax.set_ylabel("recomputed FLOPs")
     ax.set_title(title, loc="left")
     return ax
+
+
+def _is_near(
+    one: Sequence[int], other: Sequence[int], points: Sequence[Sequence[int]]
+) -> bool:
+    """Say whether the labels of two points would lie on each other."""
+    axes = zip(zip(*points, strict=True), one, other, strict=True)
+    return all(8 * abs(a - b) <= max(all_) - min(all_) for all_, a, b in axes)
 
 
 def _new_axes(size: tuple[float, float]) -> Any:

@@ -875,6 +875,9 @@ def test_what_is_kept_elsewhere_is_counted_apart():
     assert report.offloaded_bytes == 2 * x[0].nbytes
     assert report.saved_bytes + report.offloaded_bytes == saved.saved_bytes
     assert "32,768 offloaded" in str(report)
+    found = saved_residuals(ckpt(blk, policy=policy), *x)
+    away = [r for r in found if r.place]
+    assert (total(away), total(found)) == (report.offloaded_bytes, saved.saved_bytes)
     assert compare(blk, *x, policies=[policy]).rows[2].offloaded_bytes == 2**15
 
 
@@ -985,6 +988,7 @@ def test_as_points(pyplot):
     points = [tuple(dots.get_offsets()[0]) for dots in axes.collections]
     assert points == [(r.saved_bytes, r.recomputed_flops) for r in compared.rows]
     assert [text.get_text() for text in axes.texts] == [r.name for r in compared.rows]
+    assert len({text.xyann for text in axes.texts[2:]}) == 3  # though at one point
     ours = pyplot.figure().add_subplot()
     assert compared.plot(ours) is ours
 
