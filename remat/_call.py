@@ -133,8 +133,9 @@ class Call(Program):
         """
         if self._positions is None:
             return code_of(self._fn), len(self._origins)
-        values = [(type(v), v) if is_static(v) else None for v in self._values]
-        return self._treedef, *values, *self._code
+        values = [_static(v) if is_static(v) else None for v in self._values]
+        # By its hash: a treedef holds the keys of dictionaries, which may be anything.
+        return hash(self._treedef), *values, *self._code
 
     @property
     @override
@@ -170,7 +171,7 @@ class Call(Program):
             values[k] = leaves[i]
         if not self._nodes:
             return self._apply(self._fn, self._treedef, values, self._modes)
-        built, run = build(self._nodes, leaves)
+        built, run = build(self._nodes, leaves, first=first)
         fn = built.pop(-1, self._fn)
         modes = [built.pop(~k, mode) for k, mode in enumerate(self._modes, 1)]
         for k, value in built.items():
@@ -213,3 +214,8 @@ def _with_own_cache(fn: Fn) -> Fn:
             swap_parametrization_cache(before)
 
     return run
+
+
+def _static(value: Any) -> Any:
+    """Return what stands for a constant in a signature: a number may be annealed."""
+    return float if type(value) is float else (type(value), value)

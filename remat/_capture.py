@@ -12,6 +12,7 @@ Rejected: differentiating the user's own tensors, whose gradient hooks would run
 import enum
 import functools
 import itertools
+import operator
 import sys
 import threading
 import types
@@ -35,20 +36,20 @@ from remat import _tree
 from remat._code import CONSTANT, code_of, global_names, is_library
 from remat._errors import CaptureError
 from remat._objects import attributes, by_class, defines
+from remat._outlines import OutlinedNode, Tree, find_tree, learn
 from remat._rebuild import (
     Composite,
     FunctionNode,
     MethodNode,
-    Node,
     ObjectNode,
     PartialNode,
     SetNode,
     SubclassNode,
-    TensorNode,
     TreeNode,
     WrapperNode,
 )
-from remat._sources import Sources, is_scripted, is_stream
+from remat._replicas import ModuleNode, Node, TensorNode
+from remat._sources import Sources, has_own_code, is_scripted, is_stream
 
 
 # The position of an argument, `None` for the function, or a chain of `(parent, text)`.
@@ -64,6 +65,7 @@ _INERT = frozenset(
 )
 
 
+_requires_grad = operator.attrgetter("requires_grad")
 _CONTAINERS = frozenset({OrderedDict, dict, list, set, tuple})
 _STANDARD_CONTAINERS = frozenset({*_CONTAINERS, Counter, defaultdict, deque})
 
@@ -100,12 +102,27 @@ def holds_tensors(value: Any) -> bool:
 class Search:
     """One walk over what a call refers to."""
 
-    __slots__ = ("_compiled", "_index", "_memo", "_sources", "found", "signature")
+    __slots__ = (
+        "_code",
+        "_compiled",
+        "_index",
+        "_memo",
+        "_modules",
+        "_nodes",
+        "_outlined",
+        "_sources",
+        "found",
+    )
 
     def __init__(self) -> None:
         self.found = Found()
-        # The code found, in order: of functions, types and modes of what else is met.
-        self.signature: list[Any] = []
+        # The code found, in order: of functions, and types of what else is rebuilt.
+        self._code: list[Any] = []
+        # Types and modes of modules: apart, for those of a model are added at once.
+        self._modules: list[Any] = []
+        # Those walked under one module, and those that were not.
+        self._nodes: list[ModuleNode] | None = None
+        self._outlined: list[OutlinedNode] = []
         self._sources = Sources()
         self._compiled = False
         self._index: dict[int, int] = {}
@@ -127,6 +144,11 @@ class Search:
         """Whether something found is compiled code, of torch.compile or TorchScript."""
         return self._sources.compiled
 
+    @property
+    def signature(self) -> list[Any]:
+        """What code was found, see `Call.signature`."""
+        return [*self._modules, *self._code]
+
     def visit(self, value: Any, path: Path) -> Node | None:
         """Return how to rebuild `value`; `None` if no tensor is reached through it."""
         kind = type(value)
@@ -141,12 +163,15 @@ class Search:
             self.found.origins.append(path)
         return index
 
-    def _tensor(self, value: Tensor, path: Path, registered: bool = False) -> Node:
+    def _index_of(self, value: Tensor, path: Path, registered: bool) -> int:
         known = len(self.found.tensors)
         index = self.tensor(value, path)
         if index == known and not value.requires_grad:
             self.found.buffers[index] = registered
-        return TensorNode.of(index)
+        return index
+
+    def _tensor(self, value: Tensor, path: Path) -> Node:
+        return TensorNode.of(self._index_of(value, path, registered=False))
 
     def _inert(self, value: Any, path: Path) -> None:
         del value, path
@@ -157,11 +182,13 @@ class Search:
 
     def _composite(self, node: Composite, parts: _Parts, path: Path) -> Node | None:
         """Visit the `(key, value, text)` parts of a value, unless that was done."""
+        if self._outlined:
+            self._note_branches()
         value = node.value
         if id(value) in self._memo:
             return self._memo[id(value)][1]
         self._memo[id(value)] = (value, node)
-        self.signature.append(type(value))
+        self._code.append(type(value))
         for key, part, text in parts:
             child = self.visit(part, (path, text))
             if child is not None:
@@ -173,7 +200,7 @@ class Search:
     def _function(self, fn: types.FunctionType, path: Path) -> Node | None:
         installed = is_library(fn.__globals__)
         self._sources.of_function(fn)
-        self.signature.append(code_of(fn))
+        self._code.append(code_of(fn))
         if installed and not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
             return None
         outer = self._compiled
@@ -229,56 +256,106 @@ class Search:
         return self._composite(MethodNode(value), parts, path)
 
     def _wrapper(self, value: Any, path: Path) -> Node | None:
+        self._code.append(value.__remat_options__)
         parts = [("fn", value.__wrapped__, "")]
         return self._composite(WrapperNode(value), parts, path)
 
     def _module(self, module: nn.Module, path: Path) -> Node | None:
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(_SCRIPTED.format(name=module.original_name))
+        if self._outlined:
+            self._note_branches()
         if id(module) in self._memo:
             return self._memo[id(module)][1]
-        self._sources.of_class(type(module))
-        self.signature += type(module), module.training
-        node = ObjectNode(module)
-        registries = node.registries
+        if self._nodes is not None:
+            return self._walk_module(module, path)
+        found = find_tree(module)
+        known = None if found is None else self._tree_of_modules(*found, path)
+        if known is not None:
+            return known
+        nodes: list[ModuleNode] = []
+        self._nodes, first = nodes, len(self.found.tensors)
+        try:
+            node = self._walk_module(module, path)
+        finally:
+            self._nodes = None
+        learn(module, nodes, first)
+        return node
+
+    def _tree_of_modules(
+        self, tree: Tree, tensors: list[Tensor], path: Path
+    ) -> Node | None:
+        """Add a tree that was searched before, unless some of it was found here too."""
+        outline, modules, entries = tree
+        if self._memo and not self._memo.keys().isdisjoint(map(id, modules)):
+            return None
+        found, first = self.found, len(self.found.tensors)
+        index = dict(zip(map(id, tensors), itertools.count(first), strict=False))
+        index |= self._index
+        if len(index) < first + len(tensors):
+            return None
+        for k, name, text in outline.walked:
+            if self.visit(entries[k][name], (path, text)) is not None:
+                return None
+        self._index = index
+        found.tensors += tensors
+        found.origins += zip(itertools.repeat(path), outline.texts, strict=False)
+        flags = [*map(_requires_grad, tensors)]
+        if False in flags:
+            pairs = zip(flags, outline.registered, strict=True)
+            found.buffers |= {i: b for i, (f, b) in enumerate(pairs, first) if not f}
+        self._modules += outline.signature
+        for kind in outline.classes:
+            self._sources.of_class(kind)
+        node = OutlinedNode(tree, first)
+        self._outlined.append(node)
+        return node
+
+    def _note_branches(self) -> None:
+        """Note the modules of trees added at once: something else may refer to them."""
+        for node in self._outlined:
+            branches = {id(m): (m, n) for m, n in node.branches()}
+            self._memo.update(branches)
+        self._outlined.clear()
+
+    def _walk_module(self, module: nn.Module, path: Path) -> Node:
+        kind = type(module)
+        known = _module_kind(kind)
+        if known.is_scripted:
+            name: Any = module.original_name
+            raise CaptureError(_SCRIPTED.format(name=name))
+        if known.has_own_code:
+            self._sources.of_class(kind)
+        node = ModuleNode(module)
         self._memo[id(module)] = (module, node)
-        for name, value in node.entries.items():
-            kind = type(value)
-            # Most of a module's attributes are flags and empty dicts of hooks.
-            if kind in _INERT or (kind in _CONTAINERS and not value):
-                continue
-            if name not in registries:
-                self._entry(node, (None, name), value, path)
-        for name, items in registries.items():
-            if name == "_modules":
-                for key, child in items.items():
-                    self._entry(node, (name, key), child, path)
-            elif items:
-                self._registered(node, name, items, path)
-        settled = node.settle()
-        self._memo[id(module)] = (module, settled)
-        return settled
+        assert self._nodes is not None
+        self._nodes.append(node)
+        self._modules += kind, node.entries.get("training")
+        for name in known.visited(node.entries):
+            child = self.visit(node.entries[name], (path, f".{name}"))
+            if child is not None:
+                node.children[name] = child
+        parameters, buffers, _ = node.registries
+        if parameters:
+            node.parameters = self._registered(parameters, path, is_buffer=False)
+        if buffers:
+            node.buffers = self._registered(buffers, path, is_buffer=True)
+        for name, value in node.modules.items():
+            child = self.visit(value, (path, f".{name}"))
+            if child is not None:
+                node.submodules.append((name, child))
+        return node
 
     def _registered(
-        self, node: Composite, registry: str, entries: dict[str, Any], path: Path
-    ) -> None:
+        self, entries: dict[str, Any], path: Path, is_buffer: bool
+    ) -> dict[str, int | None]:
+        indices: dict[str, int | None] = {}
         for name, value in entries.items():
-            if is_lazy(value):
+            if type(value) is not nn.Parameter and is_lazy(value):
                 where = "".join(_texts((path, f".{name}"))).lstrip(".")
                 raise CaptureError(_LAZY.format(name=where))
+            indices[name] = None
             if value is not None:
-                is_buffer = registry == "_buffers"
-                child = self._tensor(value, (path, f".{name}"), is_buffer)
-                node.children[registry, name] = child
-
-    def _entry(
-        self, node: Composite, key: tuple[str | None, str], value: Any, path: Path
-    ) -> None:
-        if type(value) in _INERT:
-            return
-        child = self.visit(value, (path, f".{key[1]}"))
-        if child is not None:
-            node.children[key] = child
+                indices[name] = self._index_of(value, (path, f".{name}"), is_buffer)
+        return indices
 
     def _object(self, value: Any, path: Path) -> Node | None:
         kind = type(value)
@@ -294,8 +371,53 @@ class Search:
         node = ObjectNode(value)
         if not node.entries or issubclass(type(value), (tuple, deque)):
             self._sources.walk(value)
-        parts = (((None, k), v, f".{k}") for k, v in node.entries.items())
+        parts = ((k, v, f".{k}") for k, v in node.entries.items())
         return self._composite(node, parts, path)
+
+
+class _ModuleKind:
+    """What is known of a class of modules.
+
+    Attributes:
+        is_scripted: whether they are TorchScript's.
+        has_own_code: whether it is not a package's.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self.is_scripted = issubclass(kind, torch.jit.ScriptModule)
+        self.has_own_code = has_own_code(kind)
+        # How the attributes of its instances were last, most often those of all.
+        self._kinds: list[type] = []
+        self._empty = slice(0)
+        self._visited: list[int] = []
+
+    def visited(self, entries: dict[str, Any]) -> list[str]:
+        """Return the attributes to walk: most are flags and empty dicts of hooks."""
+        values = [*entries.values()]
+        if [*map(type, values)] != self._kinds or any(values[self._empty]):
+            self._learn(values)
+        if not self._visited:
+            return []
+        names = [*entries]
+        return [names[k] for k in self._visited]
+
+    def _learn(self, values: list[Any]) -> None:
+        self._kinds = kinds = [*map(type, values)]
+        known = [kind in _INERT or kind in _CONTAINERS for kind in kinds]
+        is_empty = [k and not v for k, v in zip(known, values, strict=True)]
+        # The longest run of nothing that starts with the first empty container.
+        starts = [k for k, kind in enumerate(kinds) if kind in _CONTAINERS]
+        start = next((k for k in starts if is_empty[k]), len(values))
+        end = is_empty.index(False, start) if False in is_empty[start:] else len(values)
+        self._empty = slice(start, end)
+        self._visited = [
+            k
+            for k, kind in enumerate(kinds)
+            if kind not in _INERT and not start <= k < end
+        ]
+
+
+_module_kind = by_class(_ModuleKind)
 
 
 def _texts(path: Path) -> list[str]:

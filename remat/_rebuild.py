@@ -9,13 +9,12 @@ another thread would then read a stand-in for `module.weight`, lock or no lock.
 """
 
 import copy
-import functools
 import operator
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from remat import _tree
@@ -28,46 +27,27 @@ from remat._objects import (
     replica_of,
     set_attributes,
 )
-
-
-class Run:
-    """What building for one run has made, with what it was made from."""
-
-    __slots__ = (
-        "built",
-        "cells",
-        "copies",
-        "registries",
-        "replicas",
-        "scopes",
-        "tensors",
-    )
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-        self.built: dict[int, Any] = {}
-        self.cells: list[tuple[Any, Any, Any]] = []
-        self.scopes: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
-        self.copies: list[tuple[Any, Any, Any, list[Any]]] = []
-        self.registries: list[tuple[dict[str, Any], ...]] = []
-        self.replicas: list[tuple[Any, Any, dict[str, Any]]] = []
+from remat._replicas import Node, Run, note_modules, pass_on_modules
 
 
 def build(
-    nodes: Mapping[int, "Node"],
-    tensors: Sequence[Tensor],
+    nodes: Mapping[int, Node], tensors: Sequence[Tensor], *, first: bool
 ) -> tuple[dict[int, Any], Run]:
     """Rebuild searched values.
 
     Args:
         nodes: what `Search.visit` returned, under any keys.
         tensors: stand in for `Found.tensors`.
+        first: whether `pass_on` is to follow.
 
     Returns:
         The values, and the run that `pass_on` takes.
     """
-    run = Run(tensors)
-    return {key: node.build(run) for key, node in nodes.items()}, run
+    run = Run(tensors, first=first)
+    built = {key: node.build(run) for key, node in nodes.items()}
+    if run.modules:
+        note_modules(run)
+    return built, run
 
 
 def pass_on(run: Run) -> None:
@@ -77,9 +57,7 @@ def pass_on(run: Run) -> None:
         CaptureError: it changed a container within a container that holds tensors.
     """
     _pass_on_variables(run)
-    for registry, ours, before in run.registries:
-        if ours:
-            registry.update(differing(ours, before))
+    pass_on_modules(run)
     for original, replica, before in run.replicas:
         assigned = changed(replica, before)
         if assigned:
@@ -119,36 +97,6 @@ _CHANGED = (
 
 
 # --- How to rebuild each kind of value ---
-
-
-class Node:
-    """How to rebuild one value."""
-
-    __slots__ = ()
-
-    def build(self, run: Run) -> Any:
-        """Return the value around the run's tensors."""
-        raise NotImplementedError
-
-
-class TensorNode(Node):
-    """A tensor, by its index among those found."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    @staticmethod
-    @functools.lru_cache(maxsize=4096)
-    def of(index: int) -> "TensorNode":
-        """Return the node of a tensor; there is one for each index."""
-        return TensorNode(index)
-
-    @override
-    def build(self, run: Run) -> Any:
-        """Return the run's tensor."""
-        return run.tensors[self.index]
 
 
 class Composite(Node):
@@ -347,21 +295,16 @@ class SubclassNode(Composite):
 
 
 class ObjectNode(Composite):
-    """A module or an object, its children keyed `(registry or None, name)`.
+    """An object, its children keyed by attribute.
 
-    Its attributes are those of the moment of the search: a module may be in another
-    mode since.
+    Its attributes are those of the moment of the search.
     """
 
-    __slots__ = ("entries", "registries")
+    __slots__ = ("entries",)
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self.entries = attributes(value)
-        self.frozen = issubclass(type(value), nn.Module)
-        self.registries: dict[str, dict[str, Any]] = {}
-        if self.frozen:
-            self.registries = {k: self.entries[k].copy() for k in _REGISTRIES}
 
     @override
     def _build(self, run: Run) -> Any:
@@ -369,17 +312,8 @@ class ObjectNode(Composite):
         # Before the children are built: one of them may refer to this very object.
         run.built[id(self)] = replica
         entries = self.entries.copy()
-        for registry, items in self.registries.items():
-            entries[registry] = items.copy()
-        for (registry, name), child in self.children.items():
-            target = entries if registry is None else entries[registry]
-            target[name] = child.build(run)
+        for name, child in self.children.items():
+            entries[name] = child.build(run)
         set_attributes(replica, entries)
-        for registry in self.registries:
-            ours = entries[registry]
-            run.registries.append((self.entries[registry], ours, ours.copy()))
         run.replicas.append((self.value, replica, entries))
         return replica
-
-
-_REGISTRIES = ("_parameters", "_buffers", "_modules")

@@ -73,6 +73,11 @@ def _own_bases(cls: type) -> tuple[int, ...]:
     return tuple(i for i, base in enumerate(cls.__mro__) if not _is_of_library(base))
 
 
+def has_own_code(cls: type) -> bool:
+    """Say whether some of a class's code is no package's."""
+    return bool(_own_bases(cls))
+
+
 def _is_of_library(cls: type) -> bool:
     module: Any = sys.modules.get(str(cls.__module__))
     if module is builtins:

@@ -1,0 +1,371 @@
+"""What the last search of a module found, in so far as it is still so.
+
+Most models are trees of modules that hold parameters, buffers, flags and empty dicts of
+hooks, and most calls find them as the call before did. Then nothing is walked: one
+comparison says that each module holds the same objects.
+
+Invariant: an outline is used only where a search would find the same tensors in the
+same order by the same names; tensors are read anew each time. It keeps nothing of the
+user's alive but constants: what else may die is known by weak references, and the
+outline goes with it, for its address may be used again.
+Rejected: an outline kept in the module, which copies and pickles of it would hold.
+"""
+
+import functools
+import gc
+import operator
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import chain, compress
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from remat._code import CONSTANT
+from remat._objects import identities, slots_of
+from remat._replicas import (
+    REGISTRIES,
+    Module,
+    ModuleNode,
+    Node,
+    Run,
+    note,
+    set_dict,
+)
+from remat._sources import has_own_code
+
+
+_dict_of = operator.attrgetter("__dict__")
+_registries_of = operator.itemgetter(*REGISTRIES)
+_HELD = frozenset({*CONSTANT, bytes, range, types.CodeType})
+_WATCHED = frozenset({OrderedDict, set})
+_HEAP_TYPE = 1 << 9  # CPython: made by a class statement
+
+
+class Part(NamedTuple):
+    """One module of a tree: indices of tensors and modules in it, by name."""
+
+    parameters: dict[str, int | None]
+    buffers: dict[str, int | None]
+    modules: dict[str, int]
+
+
+class Tree(NamedTuple):
+    """A tree of modules as it is in a call.
+
+    Attributes:
+        outline: its outline.
+        modules: the user's own.
+        entries: what each holds.
+    """
+
+    outline: "Outline"
+    modules: list[nn.Module]
+    entries: list[dict[str, Any]]
+
+
+class Outline:
+    """A tree of modules, without its tensors.
+
+    Args:
+        nodes: of its modules, in the order of the search.
+        first: the index of its first tensor in that search.
+
+    Attributes:
+        parts: its modules.
+        texts: how each tensor is written from the root.
+        registered: which tensors are buffers.
+        signature: types and modes of the modules.
+        classes: those of the modules whose code is not a package's.
+        walked: the attributes to be walked in any case: module, name, and how they are
+            written from the root.
+    """
+
+    __slots__ = (
+        "_alive",
+        "_empty",
+        "_filled",
+        "_held",
+        "_identities",
+        "_lengths",
+        "_modules",
+        "_names",
+        "_present",
+        "_types",
+        "_vacant",
+        "_with_modules",
+        "_with_tensors",
+        "classes",
+        "parts",
+        "registered",
+        "signature",
+        "texts",
+        "walked",
+    )
+
+    def __init__(self, nodes: Sequence[ModuleNode], first: int) -> None:
+        place = {id(node): k for k, node in enumerate(nodes)}
+        self.parts = [_part(node, place, first) for node in nodes]
+        places = dict(_places(self.parts, 0, ""))
+        self.texts, self.registered = _described(self.parts, places)
+        modes = [(type(n.value), n.entries.get("training")) for n in nodes]
+        self.signature = [*chain.from_iterable(modes)]
+        kinds = [*map(type, [node.value for node in nodes])]
+        self.classes = [kind for kind in dict.fromkeys(kinds) if has_own_code(kind)]
+        self._look([node.value for node in nodes])
+        self.walked = [
+            (k, name, f"{places[k]}.{name}")
+            for k, node in enumerate(nodes)
+            for name, value in node.entries.items()
+            if not _is_settled(value)
+        ]
+
+    def _look(self, modules: list[nn.Module]) -> None:
+        dicts = [*map(_dict_of, modules)]
+        registries = [*chain.from_iterable(map(_registries_of, dicts))]
+        self._filled = [len(registry) > 0 for registry in registries]
+        self._vacant = [not filled for filled in self._filled]
+        self._with_modules = [f and k % 3 == 2 for k, f in enumerate(self._filled)]
+        self._with_tensors = [f and k % 3 != 2 for k, f in enumerate(self._filled)]
+        filled = [*compress(registries, self._filled)]
+        self._names = [*chain.from_iterable(filled)]
+        self._lengths = [*map(len, chain(dicts, filled))]
+        values = gc.get_referents(*dicts, *compress(registries, self._with_modules))
+        self._identities = identities(values)
+        self._empty = [type(v) in _WATCHED and not v for v in values]
+        tensors = self._tensors(registries)
+        self._types = [*map(type, tensors)]
+        self._present = [t is not None for t in tensors]
+        self._alive = alive = [True]
+
+        def forget(_: object) -> None:
+            alive.clear()
+
+        self._modules = [weakref.ref(m, forget) for m in modules]
+        watched = [weakref.ref(v, forget) for v in compress(values, self._empty)]
+        constants = [v for v in values if _is_settled(v) and type(v) not in _WATCHED]
+        self._held = [*watched, *constants]
+
+    def match(self) -> tuple[Tree, list[Tensor]] | None:
+        """Return the tree and its tensors as they are now, unless it is another."""
+        if not self._alive:
+            return None
+        try:
+            return self._match()
+        except (AttributeError, KeyError, TypeError):  # somebody replaced a registry
+            return None
+
+    def _match(self) -> tuple[Tree, list[Tensor]] | None:
+        modules: list[Any] = [ref() for ref in self._modules]
+        dicts = [*map(_dict_of, modules)]
+        registries = [*chain.from_iterable(map(_registries_of, dicts))]
+        filled = [*compress(registries, self._filled)]
+        values = gc.get_referents(*dicts, *compress(registries, self._with_modules))
+        if (
+            any(compress(registries, self._vacant))
+            or [*map(len, chain(dicts, filled))] != self._lengths
+            or identities(values) != self._identities
+            or any(compress(values, self._empty))
+            or [*chain.from_iterable(filled)] != self._names
+        ):
+            return None
+        tensors = self._tensors(registries)
+        if not all(map(operator.is_, map(type, tensors), self._types)):
+            return None
+        if False in self._present:
+            tensors = [*compress(tensors, self._present)]
+        return Tree(self, modules, [*map(dict.copy, dicts)]), tensors
+
+    def _tensors(self, registries: list[dict[str, Any]]) -> list[Any]:
+        with_tensors = compress(registries, self._with_tensors)
+        return [*chain.from_iterable(map(dict.values, with_tensors))]
+
+
+def _part(node: ModuleNode, place: dict[int, int], first: int) -> Part:
+    parameters, buffers = (
+        {n: None if i is None else i - first for n, i in registry.items()}
+        for registry in (node.parameters, node.buffers)
+    )
+    modules = {name: place[id(child)] for name, child in node.submodules}
+    return Part(parameters, buffers, modules)
+
+
+def _places(parts: list[Part], k: int, text: str) -> Iterator[tuple[int, str]]:
+    """Yield modules, and how they are written from the root."""
+    yield k, text
+    for name, child in parts[k].modules.items():
+        yield from _places(parts, child, f"{text}.{name}")
+
+
+def _described(
+    parts: list[Part], places: dict[int, str]
+) -> tuple[list[str], list[bool]]:
+    """Return how each tensor is written, and whether it is a buffer."""
+    texts: list[str] = []
+    registered: list[bool] = []
+    for k, part in enumerate(parts):
+        for registry in part.parameters, part.buffers:
+            names = [name for name, i in registry.items() if i is not None]
+            texts += [f"{places[k]}.{name}" for name in names]
+            registered += [registry is part.buffers] * len(names)
+    return texts, registered
+
+
+def _is_settled(value: Any) -> bool:
+    """Say whether the identity of a value, and its being empty, says what it holds."""
+    kind = type(value)
+    if kind is tuple:
+        return _HELD.issuperset(map(type, value))
+    return kind in _HELD or (kind in _WATCHED and not value)
+
+
+def is_regular(nodes: Sequence[ModuleNode], first: int) -> bool:
+    """Say whether an outline can describe what a search found under a module."""
+    indices: list[int] = []
+    for node in nodes:
+        both = chain(node.parameters.values(), node.buffers.values())
+        indices += (i for i in both if i is not None)
+        if node.children or len(node.submodules) != len(node.modules):
+            return False
+    place = {id(node) for node in nodes}
+    below = [id(child) for node in nodes for _, child in node.submodules]
+    return (
+        indices == [*range(first, first + len(indices))]
+        and len(below) == len({*below}) == len(nodes) - 1
+        and place.issuperset(below)
+        and all(_is_plain(type(node.value)) for node in nodes)
+    )
+
+
+def _is_plain(kind: type) -> bool:
+    """Say whether instances are made of a `__dict__` alone, which may be asked for."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    asked = any("__getattribute__" in cls.__dict__ for cls in own)
+    heap = all(cls.__flags__ & _HEAP_TYPE for cls in kind.__mro__[:-1])
+    return heap and not asked and not slots_of(kind)
+
+
+# --- What is known of the modules that were searched ---
+
+
+class _Known:
+    __slots__ = ("misses", "outline", "root")
+
+    def __init__(self, root: "weakref.ref[nn.Module]") -> None:
+        self.root = root
+        self.outline: Outline | None = None
+        self.misses = 0
+
+
+_KNOWN: dict[int, _Known] = {}
+
+
+def _forget(key: int, _: object) -> None:
+    _KNOWN.pop(key, None)
+
+
+def find_tree(root: nn.Module) -> tuple[Tree, list[Tensor]] | None:
+    """Return the tree under a module and its tensors, if it is as it was last."""
+    known = _KNOWN.get(id(root))
+    if known is None or known.outline is None:
+        return None
+    found = known.outline.match()
+    if found is not None:
+        known.misses = 0
+    return found
+
+
+def learn(root: nn.Module, nodes: Sequence[ModuleNode], first: int) -> None:
+    """Remember what a search found under a module."""
+    key = id(root)
+    known = _KNOWN.get(key)
+    if known is None or known.root() is not root:
+        known = _KNOWN[key] = _Known(weakref.ref(root, functools.partial(_forget, key)))
+    known.misses += 1
+    # One that changes with each call is looked at ever more rarely.
+    if not known.misses & (known.misses - 1):
+        regular = is_regular(nodes, first)
+        known.outline = Outline(nodes, first) if regular else None
+
+
+# --- How to rebuild it ---
+
+
+class OutlinedNode(Module):
+    """A tree of modules whose tensors begin at some index."""
+
+    __slots__ = ("_first", "_tree")
+
+    def __init__(self, tree: Tree, first: int) -> None:
+        self._tree, self._first = tree, first
+
+    @override
+    def build(self, run: Run) -> Any:
+        """Return a replica of the root."""
+        return self.replicas(run)[0]
+
+    def replicas(self, run: Run) -> list[Any]:
+        """Return replicas of all modules, the same ones each time in a run."""
+        replicas = run.built.get(id(self))
+        if replicas is not None:
+            return replicas
+        modules = self._tree.modules
+        replicas = [*map(object.__new__, map(type, modules))]
+        run.built[id(self)] = replicas
+        for k, replica in enumerate(replicas):
+            entries = self.contents(run, k)
+            set_dict(replica, entries)
+            if run.first:
+                note(run, self, k, replica, entries)
+        return replicas
+
+    def branches(self) -> Iterator[tuple[nn.Module, Node]]:
+        """Yield each module, and how to rebuild it alone."""
+        modules = self._tree.modules
+        yield modules[0], self
+        for k in range(1, len(modules)):
+            yield modules[k], BranchNode(self, k)
+
+    @override
+    def contents(self, run: Run, k: int) -> dict[str, Any]:
+        """Return what a replica has for attributes."""
+        outline, _, entries = self._tree
+        parameters, buffers, modules = outline.parts[k]
+        tensors, first, replicas = run.tensors, self._first, run.built[id(self)]
+        held = entries[k].copy()
+        held["_parameters"] = ours = _nothing()
+        for name, i in parameters.items():
+            ours[name] = None if i is None else tensors[first + i]
+        held["_buffers"] = ours = _nothing()
+        for name, i in buffers.items():
+            ours[name] = None if i is None else tensors[first + i]
+        held["_modules"] = ours = _nothing()
+        for name, i in modules.items():
+            ours[name] = replicas[i]
+        return held
+
+    @override
+    def original(self, k: int) -> tuple[nn.Module, tuple[dict[str, Any], ...]]:
+        """Return the user's own module and its registries."""
+        return self._tree.modules[k], _registries_of(self._tree.entries[k])
+
+
+def _nothing() -> dict[str, Any]:
+    return {}
+
+
+class BranchNode(Node):
+    """A module within an outlined tree."""
+
+    __slots__ = ("_k", "_tree")
+
+    def __init__(self, tree: OutlinedNode, k: int) -> None:
+        self._tree, self._k = tree, k
+
+    @override
+    def build(self, run: Run) -> Any:
+        """Return its replica."""
+        return self._tree.replicas(run)[self._k]
