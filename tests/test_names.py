@@ -1,0 +1,454 @@
+"""`checkpoint_name`: what it returns, and which values a policy finds by the names."""
+
+import threading
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import optree
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, hessian, jacrev, vmap
+
+from remat import checkpoint_name, remat, saved_residuals
+from remat._recipe import TRACES
+from remat.policies import (
+    nothing_saveable,
+    save_any_names_but_these,
+    save_names_matching,
+    save_only_these_names,
+)
+from remat.testing import assert_same, count_ops
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    """No record is there that another test made."""
+    TRACES.clear()
+
+
+def points(*shape):
+    size = torch.Size(shape).numel()
+    return torch.linspace(0.2, 1.3, size, dtype=torch.double).reshape(shape)
+
+
+X = points(2, 6)
+save = save_only_these_names
+
+
+def named(fn, *args, policy=None):
+    """The names and shapes of what a call keeps besides its arguments."""
+    fn = remat(fn, policy=policy or save("name"))
+    found = []
+    for _ in range(2):
+        rest = [r for r in saved_residuals(fn, *args) if "argument" not in r.origin]
+        found.append([(r.origin, r.shape) for r in rest])
+    assert found[0] == found[1], "the first call keeps what later ones do"
+    return found[0]
+
+
+def assert_equal_and_recomputed(fn, x, policy, **recomputed):
+    """What runs in the backward beyond what runs in that of the plain function."""
+
+    def run(fn):
+        leaf = x.clone().requires_grad_()
+        out = fn(leaf).sum()
+        with count_ops() as ops:
+            (result,) = torch.autograd.grad(out, leaf)
+        return result, ops
+
+    expected, plain = run(fn)
+    rematerialized = remat(fn, policy=policy, prune=True)
+    for _ in range(3):
+        actual, ops = run(rematerialized)
+        assert_same(actual, expected)
+        assert {name: ops[name] - plain[name] for name in recomputed} == recomputed
+
+
+# --- What it returns ---
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@optree.dataclasses.dataclass(namespace="remat")
+class State:
+    value: torch.Tensor
+
+
+PYTREES = {
+    "tensor": X,
+    "dict": {"a": X, "b": [X.sin(), None]},
+    "namedtuple": Pair(X, 3),
+    "empty": {},
+    "none": None,
+    "number": 2.5,
+    "string": "text",
+    "parameter": nn.Parameter(X),
+    "integers": torch.arange(3),
+}
+
+
+@pytest.mark.parametrize("kind", PYTREES)
+def test_it_is_the_identity(kind):
+    """The very objects, inside a call and outside."""
+    tree, seen = PYTREES[kind], []
+
+    def fn(x):
+        seen.append(checkpoint_name(tree, "name"))
+        return x.sin()
+
+    assert checkpoint_name(tree, "name") is tree
+    run = remat(fn, policy=save("name"))
+    run(X.clone().requires_grad_()).sum().backward()
+    assert type(seen[0]) is type(tree)
+    assert_same(seen[0], tree)
+
+
+def test_it_runs_no_operation_and_changes_no_gradient():
+    def plain(x):
+        return x.sin().exp()
+
+    def fn(x):
+        return checkpoint_name(checkpoint_name(x, "x").sin(), "y").exp()
+
+    leaf = X.clone().requires_grad_()
+    with count_ops() as ops:
+        out = fn(leaf)
+        (actual,) = torch.autograd.grad(out.sum(), leaf)
+    with count_ops() as expected:
+        (wanted,) = torch.autograd.grad(plain(leaf).sum(), leaf)
+    assert ops == expected
+    assert_same(actual, wanted)
+
+
+@pytest.mark.parametrize("name", [None, 3, ["name"], b"name", X], ids=type)
+def test_a_name_is_a_string(name):
+    with pytest.raises(
+        TypeError, match=r"(?s)checkpoint_name takes a string; got .*, a "
+    ):
+        checkpoint_name(X, name)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "layers.0/attn[out]", "ü", "name"])
+def test_any_string_is_a_name(name):
+    found = named(lambda x: checkpoint_name(x.exp(), name).sin(), X, policy=save(name))
+    assert found == [(f"named {name!r}", (2, 6))]
+
+
+# --- Which value is named ---
+
+
+def test_the_result_need_not_be_used():
+    """In JAX, who goes on with `y` itself has it recomputed."""
+
+    def fn(x):
+        y = x.sin()
+        checkpoint_name(y, "name")
+        return y.sin()
+
+    assert named(fn, X) == [("named 'name'", (2, 6))]
+    assert_equal_and_recomputed(fn, X, save("name"), sin=0)
+
+
+VIEWS = {
+    "view": lambda y: y.view(3, 4),
+    "transpose": lambda y: y.view(3, 4).transpose(0, 1),
+    "part": lambda y: y[:, 1:3],
+    "expand": lambda y: y[None].expand(5, -1, -1),
+    "detach": lambda y: y.detach(),
+    "alias": lambda y: y.view_as(y),
+    "reshape": lambda y: y.reshape(-1),
+    "diagonal": lambda y: y.diagonal(),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_name_of_a_view_is_one_of_the_whole_value(kind):
+    def fn(x):
+        y = x.exp()
+        z = checkpoint_name(VIEWS[kind](y), "name")
+        return y.sin().sum() + z.sin().sum()
+
+    assert named(fn, X) == [("named 'name'", (2, 6))]
+    assert_equal_and_recomputed(fn, X, save("name"), exp=0)
+
+
+def test_a_name_of_a_product_that_was_split_and_moved():
+    """As of the queries of attention."""
+
+    def fn(x):
+        q = (x @ x.mT).view(2, 2, 1).transpose(0, 1)
+        return checkpoint_name(q, "name").exp().sin()
+
+    assert named(fn, X) == [("named 'name'", (2, 2))]
+    assert_equal_and_recomputed(fn, X, save("name"), mm=0, exp=1)
+
+
+def test_a_name_of_a_copy_is_one_of_the_copy():
+    def fn(x):
+        y = (x @ x.mT).mT.contiguous()
+        return checkpoint_name(y, "name").exp().sin()
+
+    assert named(fn, X) == [("named 'name'", (2, 2))]
+    assert_equal_and_recomputed(fn, X, save("name"), mm=0, clone=0)
+
+
+def test_a_name_of_an_input_does_nothing():
+    def fn(x):
+        return checkpoint_name(x, "name").sin().sin()
+
+    assert named(fn, X) == []
+    assert_equal_and_recomputed(fn, X, save("name"), sin=1)
+
+
+def test_a_name_of_what_no_call_made_does_nothing():
+    outside = X.exp()
+
+    def fn(x):
+        return (checkpoint_name(outside, "name") * x).sin()
+
+    assert named(fn, X) == [] or all("captured" in o for o, _ in named(fn, X))
+    assert_equal_and_recomputed(fn, X, save("name"), mul=1)
+
+
+def test_a_value_that_the_backward_does_not_read_is_not_kept():
+    """Item 0.5 of the survey of JAX."""
+
+    def fn(x):
+        return checkpoint_name(x + 1, "name") * 2.0
+
+    assert named(fn, X) == []
+
+
+def test_a_value_that_is_changed_afterwards_is_not_kept():
+    def fn(x):
+        y = checkpoint_name(-x, "name")
+        y.mul_(2)
+        return y.sin()
+
+    assert named(fn, X) == []
+    assert_equal_and_recomputed(fn, X, save("name"), neg=1, mul_=1)
+
+
+def test_a_value_that_was_changed_before_it_was_named():
+    """Several operations made it: none of them alone can be handed over."""
+
+    def fn(x):
+        y = -x
+        y.mul_(2)
+        return checkpoint_name(y, "name").sin()
+
+    assert named(fn, X) == []
+    assert_equal_and_recomputed(fn, X, save("name"), neg=1, mul_=1)
+
+
+def test_one_value_may_have_several_names():
+    def fn(x):
+        y = checkpoint_name(checkpoint_name(x.exp(), "name"), "other")
+        return checkpoint_name(y.view(-1), "third").sin()
+
+    for name in ("name", "other", "third"):
+        TRACES.clear()
+        ((origin, shape),) = named(fn, X, policy=save(name))
+        assert name in origin
+        assert shape == (2, 6)
+    TRACES.clear()
+    assert named(fn, X, policy=save_any_names_but_these("name", "other", "third")) == []
+    TRACES.clear()
+    assert len(named(fn, X, policy=save_any_names_but_these("name", "other"))) == 1
+
+
+def test_several_values_may_have_one_name():
+    def fn(x):
+        y = checkpoint_name(x.exp(), "name")
+        return checkpoint_name(y.exp(), "name").exp()
+
+    assert named(fn, X) == 2 * [("named 'name'", (2, 6))]
+
+
+def test_of_several_outputs_one_is_named_and_those_read_are_kept():
+    def fn(x):
+        values, indices = x.topk(2)
+        return checkpoint_name(values, "name").sin() * indices
+
+    assert_equal_and_recomputed(fn, X, save("name"), topk=0)
+
+
+def test_the_result_of_attention_is_named_and_what_its_backward_reads_is_kept():
+    """The kernel returns more than one tensor, and Python sees one."""
+
+    def fn(x):
+        q = x.view(1, 1, 4, 3)
+        out = nn.functional.scaled_dot_product_attention(q, q, q)
+        return checkpoint_name(out.transpose(1, 2).flatten(2), "name").sin()
+
+    def run(fn):
+        leaf = X.clone().requires_grad_()
+        with count_ops() as forward:
+            out = fn(leaf).sum()
+        with count_ops() as backward:
+            (result,) = torch.autograd.grad(out, leaf)
+        kernels = [name for name in forward if "attention" in name]
+        return result, kernels, [name for name in kernels if backward[name]]
+
+    expected, kernels, _ = run(fn)
+    assert kernels
+    for policy, again in ((save("name"), []), (None, kernels)):
+        rematerialized = remat(fn, policy=policy, prune=True)
+        for call in range(3):
+            actual, _, recomputed = run(rematerialized)
+            assert_same(actual, expected)
+            # The first call has let go of the rest before it hears the name.
+            assert recomputed == again or call == 0
+
+
+def test_the_tensors_of_any_pytree_are_named():
+    def fn(x):
+        tree = {"a": x.sin(), "b": [x.cos(), None, 3], "c": Pair(x.exp(), "text")}
+        checkpoint_name(tree, "name")
+        checkpoint_name(State(x.tanh()), "name")
+        return (tree["a"] * tree["b"][0] * tree["c"].left).sin()
+
+    assert named(fn, X) == 3 * [("named 'name'", (2, 6))]
+
+
+# --- Where the name is given ---
+
+
+def test_a_policy_of_an_outer_call_sees_names_given_in_an_inner_one():
+    @partial(remat, prune=True)
+    def inner(x):
+        return checkpoint_name(x.exp(), "name").sin()
+
+    def fn(x):
+        return inner(x).sin()
+
+    assert named(fn, X) == [("named 'name'", (2, 6))]
+    # As a plain call it recomputes the inner call; with the name saved, nothing.
+    assert_equal_and_recomputed(fn, X, save("name"), exp=-1)
+
+
+def test_a_name_from_outside_means_nothing_to_an_inner_call():
+    def inner(y):
+        return y.sin().sin()
+
+    def fn(x):
+        y = checkpoint_name(x.exp(), "name")
+        return remat(inner, policy=save("name"))(y)
+
+    found = [r.origin for r in saved_residuals(fn, X)]
+    assert found[-1].startswith("named 'name'") or "exp" in found[-1]
+    assert_equal_and_recomputed(fn, X, None, exp=1)
+
+
+def test_a_name_given_outside_any_call_is_a_label():
+    def fn(x):
+        return checkpoint_name(x.exp(), "name").sin()
+
+    assert [r.origin for r in saved_residuals(fn, X)] == ["named 'name'"]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 8, dtype=torch.double)
+        self.down = nn.Linear(8, 6, dtype=torch.double)
+
+    def forward(self, x):
+        return self.down(checkpoint_name(self.up(x).relu(), "hidden")) + x
+
+
+def test_a_name_given_in_a_module():
+    block = Block()
+    ((origin, shape),) = [
+        (r.origin, r.shape)
+        for r in saved_residuals(remat(block, policy=save("hidden")), X)
+        if "named" in r.origin
+    ]
+    assert (origin, shape) == ("named 'hidden'", (2, 8))
+
+
+def test_threads_name_their_own_values():
+    """A name given in one thread is none of a value in another."""
+    barrier = threading.Barrier(2)
+
+    def fn(name, x):
+        y = x.exp()
+        barrier.wait(10)
+        checkpoint_name(y, name)
+        barrier.wait(10)
+        return y.sin()
+
+    def kept(name):
+        run = remat(partial(fn, name), policy=save("mine"), prune=True)
+        leaf = X.clone().requires_grad_()
+        with count_ops() as ops:
+            run(leaf).sum().backward()
+        return ops["exp"], leaf.grad
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(kept, ["mine", "yours"])
+    assert (one[0], other[0]) == (1, 2)
+    assert_same(one[1], other[1])
+
+
+# --- Under transforms ---
+
+
+def loss(x):
+    return checkpoint_name(x.exp(), "name").sin().sum()
+
+
+TRANSFORMS = {
+    "grad": (lambda fn: grad(fn)(X), 1),
+    "vmap_grad": (lambda fn: vmap(grad(fn))(X), 1),
+    "grad_vmap": (lambda fn: grad(lambda x: vmap(fn)(x).sum())(X), 1),
+    "jacrev": (lambda fn: jacrev(lambda x: fn(x)[None])(X[0]), 1),
+    "jacrev_jacrev": (lambda fn: jacrev(jacrev(fn))(X[0]), 2),
+    "hessian": (lambda fn: hessian(fn)(X[0]), 2),
+}
+
+
+@pytest.mark.parametrize("how", TRANSFORMS)
+def test_names_are_found_under_transforms(how):
+    """With the name saved, nothing is run again that plain code does not run."""
+    transform, order = TRANSFORMS[how]
+    expected = transform(loss)
+    runs = {}
+    for policy in (save("name"), save_names_matching("n.*"), nothing_saveable):
+        fn = remat(loss, policy=policy, prune=True)
+        for _ in range(3):
+            with count_ops() as ops:
+                actual = transform(fn)
+            assert_same(actual, expected, reassociated=True)
+        runs[policy] = ops["exp"]
+    with count_ops() as plain:
+        transform(loss)
+    saved, matched, nothing = runs.values()
+    assert saved == matched
+    assert nothing >= saved
+    if order == 1:
+        assert nothing > saved == plain["exp"]
+
+
+def test_naming_a_value_that_vmap_batches_names_the_batch():
+    fn = remat(loss, policy=save("name"))
+    found = [
+        (r.origin, r.shape)
+        for r in saved_residuals(lambda x: vmap(fn)(x), X)
+        if "argument" not in r.origin
+    ]
+    assert found == [("named 'name'", (2, 6))]
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_code_ignores_names(fullgraph):
+    compiled = torch.compile(
+        remat(loss, policy=save("name")), backend="aot_eager", fullgraph=fullgraph
+    )
+    leaf = X.clone().requires_grad_()
+    (actual,) = torch.autograd.grad(compiled(leaf), leaf)
+    assert_same(actual, grad(loss)(X))
+    torch.compiler.reset()
