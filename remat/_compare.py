@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from remat._code import CONSTANT, user_line
 from remat._compat import LeanDispatchMode, StorageRef, eager_only, undisturbed
-from remat._replay import DETACH, tensors_of
+from remat._replay import IGNORED, tensors_of
 from remat._storages import parts, written_by
 
 
@@ -82,7 +82,7 @@ class _Follow(LeanDispatchMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if func in _NOT_OF_THE_FUNCTION:
+        if func in IGNORED:
             return func(*args, **kwargs)
         step = Step(func, _constants_of((args, kwargs)), user_line())
         self.begins(step)
@@ -247,10 +247,6 @@ _NONDETERMINISTIC = (
 
 
 # --- Arguments ---
-
-
-# Of autograd, and a question that torch asks of a subclass.
-_NOT_OF_THE_FUNCTION = {DETACH, torch.ops.prim.device.default}
 
 
 def _constants_of(tree: Any) -> Any:

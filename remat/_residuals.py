@@ -26,6 +26,7 @@ from torch.autograd import graph
 from remat import _tree
 from remat._call import Call
 from remat._capture import Search
+from remat._compare import has_values
 from remat._compat import (
     AccumulateGrad,
     current_layer,
@@ -246,14 +247,14 @@ class _Notes:
         """Note what was made here and is kept elsewhere."""
         for value, kept in zip(residuals, _kept_by(recipe), strict=True):
             op, decision = kept
+            origin = origin_of(op.func, sorted(op.names))
             for t in tensors_in(value):
-                if self._recorder.has_met(t):
-                    continue
-                for entry in self._note(
-                    t, reader, origin_of(op.func, sorted(op.names))
-                ):
-                    entry.rank, entry.source = MADE, op.source
-                    entry.place = _PLACES.get(decision, "")
+                is_new = not self._recorder.has_met(t)
+                for entry in self._note(t, reader, origin):
+                    if is_new:
+                        entry.rank, entry.source = MADE, op.source
+                    if is_new or _would_move(t, decision):
+                        entry.place = _PLACES.get(decision, "")
 
     def _note_state(self, stream: Any, state: Any, reader: str) -> None:
         """Note the state of a stream to be set back."""
@@ -335,6 +336,12 @@ def _kept_by(recipe: Recipe) -> Iterator[tuple[Op, Decision]]:
     scripts = recipe.scripts
     for i, _ in scripts.full.plan.residuals:
         yield scripts.record.steps[i].op, scripts.decisions[i]
+
+
+def _would_move(tensor: Tensor, decision: Decision) -> bool:
+    """Say whether a tensor stays only for having no values that could be moved."""
+    there = tensor.device.type == "cpu" and decision is PLACES["pinned_host"]
+    return not (has_values(tensor) or there)
 
 
 _PLACES = {decision: place.replace("_", " ") for place, decision in PLACES.items()}

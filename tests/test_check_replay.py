@@ -186,6 +186,17 @@ def test_calls_within_a_call_and_gradients_within_it():
     assert check_replay(ckpt(f), make(4, 4, seed=1)).operations > 30
 
 
+def test_compiled_functions_run_eagerly():
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: dropout(x.sin(), 0.5).sin(), backend="eager")
+    x = make(100, seed=1)
+    compiled(x)
+    with count_ops() as ops:
+        assert check_replay(lambda x: compiled(x) * 2.0, x).operations >= 5
+    assert ops["sin"] == 4
+    torch.compiler.reset()
+
+
 def test_no_floating_arguments_and_no_arguments():
     assert check_replay(lambda i: i * 2, torch.arange(3)).operations == 1
     weight = make(3, seed=1).requires_grad_()

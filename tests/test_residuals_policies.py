@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import make
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import dropout
 from torch.utils._pytree import tree_leaves
@@ -483,6 +484,17 @@ def test_what_is_offloaded_to_disk_says_so(capsys):
     *lines, last = capsys.readouterr().out.splitlines()
     assert ", offloaded to disk: 32,768 bytes, read by remat(network)" in lines[-1]
     assert last.endswith(" residuals, 32,768 of them offloaded")
+
+
+@pytest.mark.parametrize("to", ["disk", "pinned_host"])
+def test_what_has_no_values_is_listed_as_it_would_be_moved(to):
+    fn = remat(network, policy=policies.dots_saveable.but_offload(to=to), prune=True)
+    real = saved_residuals(fn, *inputs())
+    with FakeTensorMode() as mode:
+        assert saved_residuals(fn, *map(mode.from_tensor, inputs())) == real
+    meta = saved_residuals(fn, *[t.to("meta").requires_grad_() for t in inputs()])
+    assert [r.nbytes for r in meta] == [r.nbytes for r in real]
+    assert [r.place for r in meta if r.place] == [to.replace("_", " ")]
 
 
 def test_what_is_on_the_host_already_is_not_offloaded_there():
