@@ -6,10 +6,11 @@ backward, where other calls surround it, or none.
 """
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from remat.policies import Policy
 
@@ -25,6 +26,31 @@ class Options:
     policy: Policy | None = None
     prune: Prune = "auto"
     rng: Rng = "replay"
+    _joined: dict[Any, Policy] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from others in a signature, without holding a policy."""
+        return reference(self.policy), self.prune, self.rng
+
+    def joined(self) -> Policy | None:
+        """Return the policy, joined with that of the calls around."""
+        policy, outer = self.policy, _AROUND.policy
+        if outer is None or policy is None:
+            return policy or outer
+        key = weakref.ref(outer)
+        found = self._joined.get(key)
+        if found is None:
+            # The same each time: what is known of a call is known by its policy.
+            found = self._joined[key] = policy | outer
+        return found
+
+
+def reference(policy: Policy | None) -> Any:
+    """Return what equals for equal policies, and lets the functions in them go."""
+    return None if policy is None else weakref.ref(policy)
 
 
 DEFAULT = Options(prune=False)
@@ -37,14 +63,6 @@ class _Around(threading.local):
 
 
 _AROUND = _Around()
-
-
-def joined(policy: Policy | None) -> Policy | None:
-    """Return a policy joined with that of the calls around."""
-    outer = _AROUND.policy
-    if outer is None or policy is None:
-        return policy or outer
-    return policy | outer
 
 
 @contextmanager

@@ -40,7 +40,8 @@ class Step:
         reads: the storages of its tensor arguments, in order.
         makes: the storages of its outputs, in order.
         writes: the storages that it changes in place.
-        draws: whether it moves a random stream, as nobody else would.
+        draws: whether it moves a random stream.
+        may_draw: whether it would with other arguments.
         blind: the outputs that do not depend on the values of its arguments.
         runs: whether it runs in any case: Python reads what it gives, or nobody knows.
         result: what it returned, with a `Slot` or `Passed` for each tensor.
@@ -51,6 +52,7 @@ class Step:
     makes: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     draws: bool = False
+    may_draw: bool = False
     blind: tuple[int, ...] = ()
     runs: bool = False
     result: Any = _FIRST

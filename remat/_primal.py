@@ -36,7 +36,7 @@ from remat._compat import (
     without_hooks,
 )
 from remat._errors import CaptureError, MutationError, RecomputeError
-from remat._options import DEFAULT, Options, joined, within
+from remat._options import DEFAULT, Options, reference, within
 from remat._program import Program, detached
 from remat._recipe import Tracing, is_small, trace_of
 from remat._replay import Absent, Replay
@@ -78,7 +78,7 @@ class Primal(Call):
     ) -> None:
         super().__init__(fn, label, args, kwargs, options.rng)
         self._prune = options.prune
-        self._policy = joined(options.policy)
+        self._policy = options.joined()
 
     @override
     def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
@@ -122,7 +122,7 @@ class Primal(Call):
             return None
         if policy is None and prune == "auto" and is_small(leaves):
             return None
-        options = (policy, prune, *self.facts.needs, self._ambient.key)
+        options = reference(policy), prune, *self.facts.needs, self._ambient.key
         trace = trace_of((*program.signature, *options), leaves)
         return Tracing(trace, policy, prune, leaves, inner)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from remat._code import user_line
 from remat._compat import (
     LeanDispatchMode,
     base_tensor,
@@ -253,6 +254,9 @@ class Keep(_Follow):
         if i >= len(self._funcs) or self._funcs[i] is not func:
             self._next, self.fits = i, func in IGNORED
         elif i in self._places:
+            step = self.script.record.steps[i]
+            if step.may_draw:
+                self.fits = _same_constants(step.op, args, kwargs, _same)
             outputs = tensors_of(result)
             for k in self._places[i]:
                 t = DETACH(outputs[k])
@@ -548,7 +552,7 @@ def described(steps: Sequence[Step], i: int, func: Any) -> str:
     """Describe the first operation that is not as recorded, with those before."""
     before = [_line(step.op) for step in steps[max(0, i - 2) : i]]
     then = [_line(step.op) for step in steps[i : i + 3]] or ["nothing more"]
-    now = str(func) if func is not None else "nothing more"
+    now = f"{func}  # {user_line()}" if func is not None else "nothing more"
     return "\n".join(
         [
             "  forward:",

@@ -105,7 +105,7 @@ class Recorder(LeanDispatchMode):
             return func(*args, **kwargs)
         # What we ask of tensors here is no business of TorchFunctionModes.
         with no_torch_functions():
-            moved = _Moved(func)
+            moved = _Moved(func, args, kwargs)
             described = self._described(func, args, kwargs)
             result = func(*args, **kwargs)
             self._note(func, args, kwargs, result, moved.draws(), described)
@@ -140,7 +140,10 @@ class Recorder(LeanDispatchMode):
         self._made.update(range(known, len(self._numbers)))
         op = dataclasses.replace(op, outputs=tuple(map(_value, outputs)))
         blind = _blind(func, len(outputs))
-        self._steps.append((op, reads, makes, writes, draws, blind, runs, form))
+        may_draw = _DRAWS in getattr(func, "tags", ())
+        self._steps.append(
+            (op, reads, makes, writes, draws, may_draw, blind, runs, form)
+        )
         if self._policy is not None:
             # Those that get a name are asked about again, and held then if still there.
             several = len(outputs) > 1  # of which one is named, and others needed
@@ -359,9 +362,9 @@ def _has_no_storage(tensor: Tensor) -> bool:
 
 def _value(tensor: Tensor) -> Value:
     meta = (tuple(tensor.shape), tensor.dtype, tensor.device)
-    if not _is_plain(tensor) or type(tensor) is Absent:
+    if not _is_plain(tensor):
         return Value(*meta)
-    nbytes = _storage_of(tensor).nbytes()
+    nbytes = 0 if type(tensor) is Absent else _storage_of(tensor).nbytes()
     return Value(*meta, tuple(tensor.stride()), int(tensor.storage_offset()), nbytes)
 
 
@@ -438,20 +441,31 @@ def _is_of_others(func: Any) -> bool:
 
 
 class _Moved:
-    """Notices a draw from a stream on the CPU, by an operation of the user's."""
+    """Notices a draw: by the tag, or from a stream on the CPU where there is none."""
 
-    __slots__ = ("_before", "_func")
+    __slots__ = ("_before", "_tagged")
 
-    def __init__(self, func: Any) -> None:
-        self._func = func
-        others = _is_of_others(func)
-        self._before = global_streams().read() if others else None
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        tagged = _DRAWS in getattr(func, "tags", ())
+        self._tagged = tagged and _dropout(func, args, kwargs) != 0.0
+        unknown = not self._tagged and _is_of_others(func)
+        self._before = global_streams().read() if unknown else None
 
     def draws(self) -> bool:
-        """Say whether the operation draws."""
-        if self._before is None or _DRAWS in getattr(self._func, "tags", ()):
-            return _DRAWS in self._func.tags
-        return self._before != global_streams().read()
+        """Say whether the operation drew."""
+        moved = self._before is not None and self._before != global_streams().read()
+        return self._tagged or moved
+
+
+def _dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return how much an operation of attention drops; None if it is none."""
+    for k, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[k] if k < len(args) else None
+            return kwargs.get(
+                "dropout_p", argument.default_value if given is None else given
+            )
+    return None
 
 
 def nodes_of(outs: Iterable[Any]) -> Iterator[Any]:
