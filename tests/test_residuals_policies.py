@@ -125,6 +125,7 @@ def test_the_total_is_what_the_graph_keeps_alive(policy, prune, when):
     if when == "cold":
         TRACES.clear()  # the report was a first call, and so is what is measured
     assert of_tensors(found) == measured(fn, args) > 0
+    assert {r.readers for r in found} == {("remat(network)",)}
     dropped = "from the argument bias" not in [r.origin for r in found]
     assert dropped == (when == "warm" and fn_prunes(policy, prune))
 
@@ -197,6 +198,7 @@ def test_a_module_to_the_byte(policy):
         r for r in saved_residuals(call, *fresh(args)) if "captured" not in r.origin
     ]
     assert of_tensors(found) == measured(call, args) > 0
+    assert {r.readers for r in found} == {("remat(partial)",)}
 
 
 @pytest.mark.parametrize("prune", [True, False], ids=str)
