@@ -66,7 +66,7 @@ def _version_of(tensor: Tensor) -> int | None:
 class Primal(Call):
     """One call of a user's function, as the program that is differentiated."""
 
-    __slots__ = ("_ambient", "_policy", "_prune", "_versions")
+    __slots__ = ("_ambient", "_classes", "_policy", "_prune", "_versions")
 
     def __init__(
         self,
@@ -100,6 +100,9 @@ class Primal(Call):
     def _recompute(self, out: Out, leaves: Sequence[Tensor], mode: Any) -> Outputs:
         with self._as_before(leaves, mode):
             fresh = self._fresh_buffers(leaves)
+            if self._classes and current_layer() is None:
+                # Saved tensors come back as plain ones.
+                fresh = [*map(_as_class, fresh, self._classes)]
             result = self._followed(fresh, mode, first=False)
         return out.split_again(result, fresh)
 
@@ -122,6 +125,8 @@ class Primal(Call):
             return None
         if policy is None and prune == "auto" and is_small(leaves):
             return None
+        if self._classes and not all(map(_may_be_absent, leaves)):
+            return None
         options = reference(policy), prune, *self.facts.needs, self._ambient.key
         trace = trace_of((*program.signature, *options), leaves)
         return Tracing(trace, policy, prune, leaves, inner)
@@ -139,6 +144,8 @@ class Primal(Call):
             if t.requires_grad:
                 on_backward(t, escape)
         self._versions = _versions(leaves)
+        kinds = [*map(type, leaves)]
+        self._classes = () if _ADDRESSED.issuperset(kinds) else kinds
         facts.untracked = None in self._versions
         copies = shield(inner, facts.needs, self._buffers)
         tracing = self._tracing(program, leaves, inner)
@@ -336,6 +343,17 @@ _RECOMPUTE = Primal._recompute.__code__
 
 # Others may warn when asked for an address.
 _ADDRESSED = frozenset({Tensor, nn.Parameter})
+
+
+def _may_be_absent(leaf: Tensor) -> bool:
+    """Say whether a leaf is of no class that sees what is done with it."""
+    return type(leaf) in (*_ADDRESSED, Absent) or hasattr(leaf, "fake_mode")
+
+
+def _as_class(tensor: Tensor, kind: type) -> Tensor:
+    if type(tensor) is not Tensor or not issubclass(kind, Tensor):
+        return tensor
+    return tensor if kind is Absent else tensor.as_subclass(kind)
 
 
 def _data_is_shared(leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> bool:
