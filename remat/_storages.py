@@ -212,6 +212,8 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
     if is_traceable_wrapper_subclass(tensor):
         wrapper: Any = tensor
         inner = [getattr(tensor, name) for name in wrapper.__tensor_flatten__()[0]]
+    elif tensor.is_nested:
+        inner = [tensor.values(), *(getattr(tensor, name)() for name in _OF_NESTED)]
     elif tensor.layout is torch.strided:
         yield tensor
         return
@@ -224,6 +226,11 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
         yield from parts(part)
 
 
+_OF_NESTED = (
+    "_nested_tensor_size",
+    "_nested_tensor_strides",
+    "_nested_tensor_storage_offsets",
+)
 _BY_ROW = ("crow_indices", "col_indices", "values")
 _BY_COLUMN = ("ccol_indices", "row_indices", "values")
 _SPARSE = {

@@ -172,6 +172,15 @@ def test_other_layouts_and_dtypes():
     assert check_replay(f, make(4, 4, seed=1)).values > 12
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors():
+    def f(x):
+        ragged = torch.nested.as_nested_tensor([x[0], x[1][:3]])
+        return torch.nested.to_padded_tensor((ragged * 2.0).sin(), 0.0)
+
+    assert check_replay(f, make(2, 5, 8, seed=1)).nbytes > 3 * 64 * 8
+
+
 def test_calls_within_a_call_and_gradients_within_it():
     @ckpt(policy=policies.save_only_these_names("y"), prune=True)
     def inner(x):

@@ -493,6 +493,19 @@ def test_the_tensors_in_a_subclass_are_listed_each():
     assert origins(ckpt(lambda t: t.sin()), t) == ["from the argument t"] * 2
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_values_and_the_sizes_of_nested_tensors_are_listed():
+    (x,) = leaves((2, 5, 8))
+
+    def f(x):
+        ragged = torch.nested.as_nested_tensor([x[0], x[1][:3]])
+        return torch.nested.to_padded_tensor(ragged.sin(), 0.0)
+
+    found = assert_exact(f, x)
+    values = [r for r in found if r.dtype is torch.double]
+    assert [r.nbytes for r in values if r.shape == (64,)] == [512] * 2
+
+
 def test_what_a_captured_function_captures_has_a_path():
     table = {"scale": torch.ones(4)}
 
