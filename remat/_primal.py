@@ -33,6 +33,7 @@ from remat._compat import (
     is_graph_held,
     on_backward,
     set_grad_enabled,
+    torch_functions,
     without_hooks,
 )
 from remat._errors import CaptureError, MutationError, RecomputeError
@@ -103,7 +104,10 @@ class Primal(Call):
             if self._classes and current_layer() is None:
                 # Saved tensors come back as plain ones.
                 fresh = [*map(_as_class, fresh, self._classes)]
-            result = self._followed(fresh, mode, first=False)
+                with torch_functions():
+                    result = self._followed(fresh, mode, first=False)
+            else:
+                result = self._followed(fresh, mode, first=False)
         return out.split_again(result, fresh)
 
     def _followed(self, leaves: Sequence[Tensor], mode: Any, *, first: bool) -> Any:

@@ -88,6 +88,7 @@ from remat._compat._state import (
     show_to_traced_modes as show_to_traced_modes,
     swap_parametrization_cache as swap_parametrization_cache,
     tensor_without_data as tensor_without_data,
+    torch_functions as torch_functions,
     under_function_modes as under_function_modes,
     undisturbed as undisturbed,
     viewed as viewed,

@@ -209,6 +209,10 @@ def is_view_op(func: Any) -> bool:
 # Deleted by: a public way for a subclass to have no `__torch_function__`.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
+# Deleted by: `torch.autograd.grad` not switching torch functions off for a backward,
+# where a tensor passed to it is of a class that has one.
+torch_functions: Any = vars(torch._C)["_EnableTorchFunction"]
+
 # Deleted by: a public way to keep TorchFunctionModes out.
 no_torch_functions = torch._C.DisableTorchFunction
 
