@@ -5,6 +5,7 @@ own. Rejected: a program for each module of a model. What a function reaches is 
 of inputs, whatever holds it.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from typing_extensions import override
 from remat._capture import Path, Search
 from remat._code import code_of, is_constant, is_self_contained, is_static
 from remat._compat import (
+    dual_level_active,
     function_mode_count,
     function_modes,
     is_device_mode,
@@ -22,6 +24,7 @@ from remat._compat import (
     under_function_modes,
 )
 from remat._draws import without_draws
+from remat._outlines import OutlinedNode
 from remat._program import Program
 from remat._rebuild import Node, build, is_same, pass_on
 from remat._structure import Out, apply, argument_name, flatten_arguments
@@ -29,6 +32,10 @@ from remat._types import Fn
 
 
 _NO_BUFFERS: Mapping[int, bool] = {}
+
+
+_is_leaf = operator.attrgetter("is_leaf")
+_backward_hooks = operator.attrgetter("_backward_hooks")
 
 
 class Call(Program):
@@ -44,12 +51,14 @@ class Call(Program):
         "_code",
         "_contained",
         "_fn",
+        "_is_on_own",
         "_label",
         "_leaves",
         "_modes",
         "_nodes",
         "_origins",
         "_out",
+        "_own",
         "_positions",
         "_rng",
         "_streams",
@@ -70,6 +79,8 @@ class Call(Program):
         self._fn, self._label, self._rng = fn, label, rng
         self._positions: list[tuple[int, int]] | None = None
         self._nodes: dict[int, Node] = {}
+        self._own: int | None = None
+        self._is_on_own = False
         self._modes = function_modes() if function_mode_count() else ()
         self._streams: Sequence[Any] = ()
         self._always = self.compiled = False
@@ -121,6 +132,9 @@ class Call(Program):
         code = search.signature if roots else [code_of(self._fn), *search.signature]
         self._code, self.compiled = code, search.compiled
         self._buffers = found.buffers
+        if self._nodes.keys() == {-1} and not (found.buffers or self._modes):
+            node = self._nodes[-1]
+            self._own = node.first if type(node) is OutlinedNode else None
 
     @property
     @override
@@ -142,6 +156,22 @@ class Call(Program):
     def is_forward(self) -> bool:
         """Whether the next run is the first."""
         return self._out is None
+
+    def own_from(self, leaves: Sequence[Tensor]) -> int:
+        """Return from which leaf on the first run may be on the user's own tensors.
+
+        They are then the parameters of a module that holds nothing else, and the module
+        itself is called: a plain call, after which there is nothing to hand on. Those
+        with gradient hooks are kept apart, for whoever differentiates inside runs them.
+        """
+        first = self._own
+        if first is None or dual_level_active() or is_parametrization_cached():
+            return len(leaves)
+        own = leaves[first:]
+        if False in map(_is_leaf, own) or any(map(_backward_hooks, own)):
+            return len(leaves)
+        self._is_on_own = True
+        return first
 
     def take_leaves(self) -> list[Tensor]:
         """Return the tensors of the call, and forget them."""
@@ -170,6 +200,8 @@ class Call(Program):
         for k, i in self._positions:
             values[k] = leaves[i]
         if not self._nodes:
+            return self._apply(self._fn, self._treedef, values, self._modes)
+        if first and self._is_on_own:
             return self._apply(self._fn, self._treedef, values, self._modes)
         built, run = build(self._nodes, leaves, first=first)
         fn = built.pop(-1, self._fn)

@@ -180,6 +180,10 @@ class Search:
         del path
         self._sources.walk(value)
 
+    def _builtin(self, value: Any, path: Path) -> None:
+        self._code.append(value.__name__)
+        self._source(value, path)
+
     def _composite(self, node: Composite, parts: _Parts, path: Path) -> Node | None:
         """Visit the `(key, value, text)` parts of a value, unless that was done."""
         if self._outlined:
@@ -188,7 +192,7 @@ class Search:
         if id(value) in self._memo:
             return self._memo[id(value)][1]
         self._memo[id(value)] = (value, node)
-        self._code.append(type(value))
+        self._code.append(weakref.ref(type(value)))
         for key, part, text in parts:
             child = self.visit(part, (path, text))
             if child is not None:
@@ -256,7 +260,7 @@ class Search:
         return self._composite(MethodNode(value), parts, path)
 
     def _wrapper(self, value: Any, path: Path) -> Node | None:
-        self._code.append(value.__remat_options__)
+        self._code.append(value.__remat_options__.key)
         parts = [("fn", value.__wrapped__, "")]
         return self._composite(WrapperNode(value), parts, path)
 
@@ -328,7 +332,7 @@ class Search:
         self._memo[id(module)] = (module, node)
         assert self._nodes is not None
         self._nodes.append(node)
-        self._modules += kind, node.entries.get("training")
+        self._modules += node.mode()
         for name in known.visited(node.entries):
             child = self.visit(node.entries[name], (path, f".{name}"))
             if child is not None:
@@ -440,7 +444,7 @@ _VISITS: dict[type, _Visit] = {
     types.FunctionType: Search._function,
     types.MethodType: Search._method,
     types.SimpleNamespace: Search._namespace,
-    types.BuiltinFunctionType: Search._source,
+    types.BuiltinFunctionType: Search._builtin,
     types.ModuleType: Search._source,
     weakref.ref: Search._source,
     **dict.fromkeys((set, frozenset), Search._set),

@@ -111,7 +111,7 @@ class Outline:
         self.parts = [_part(node, place, first) for node in nodes]
         places = dict(_places(self.parts, 0, ""))
         self.texts, self.registered = _described(self.parts, places)
-        modes = [(type(n.value), n.entries.get("training")) for n in nodes]
+        modes = [node.mode() for node in nodes]
         self.signature = [*chain.from_iterable(modes)]
         kinds = [*map(type, [node.value for node in nodes])]
         self.classes = [kind for kind in dict.fromkeys(kinds) if has_own_code(kind)]
@@ -285,8 +285,9 @@ def learn(root: nn.Module, nodes: Sequence[ModuleNode], first: int) -> None:
     if known is None or known.root() is not root:
         known = _KNOWN[key] = _Known(weakref.ref(root, functools.partial(_forget, key)))
     known.misses += 1
-    # One that changes with each call is looked at ever more rarely.
-    if not known.misses & (known.misses - 1):
+    # One seen for the first time may be the last: a replica. And one that changes with
+    # each call is looked at ever more rarely.
+    if known.misses > 1 and not known.misses & (known.misses - 1):
         regular = is_regular(nodes, first)
         known.outline = Outline(nodes, first) if regular else None
 
@@ -295,12 +296,16 @@ def learn(root: nn.Module, nodes: Sequence[ModuleNode], first: int) -> None:
 
 
 class OutlinedNode(Module):
-    """A tree of modules whose tensors begin at some index."""
+    """A tree of modules.
 
-    __slots__ = ("_first", "_tree")
+    Attributes:
+        first: the index of its first tensor; the others follow.
+    """
+
+    __slots__ = ("_tree", "first")
 
     def __init__(self, tree: Tree, first: int) -> None:
-        self._tree, self._first = tree, first
+        self._tree, self.first = tree, first
 
     @override
     def build(self, run: Run) -> Any:
@@ -334,7 +339,7 @@ class OutlinedNode(Module):
         """Return what a replica has for attributes."""
         outline, _, entries = self._tree
         parameters, buffers, modules = outline.parts[k]
-        tensors, first, replicas = run.tensors, self._first, run.built[id(self)]
+        tensors, first, replicas = run.tensors, self.first, run.built[id(self)]
         held = entries[k].copy()
         held["_parameters"] = ours = _nothing()
         for name, i in parameters.items():

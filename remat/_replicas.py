@@ -11,6 +11,7 @@ Rejected: replicas kept for the next call. Whoever got hold of one would see it 
 
 import functools
 import operator
+import weakref
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -143,6 +144,10 @@ class ModuleNode(Module):
         self.buffers: dict[str, int | None] = {}
         self.modules = self.registries[2].copy()
         self.submodules: list[tuple[str, Node]] = []
+
+    def mode(self) -> tuple[object, object]:
+        """Return what stands for the module in a signature."""
+        return weakref.ref(type(self.value)), self.entries.get("training")
 
     @override
     def build(self, run: Run) -> Any:

@@ -907,6 +907,7 @@ def _helper(x):
     return closes_over(X)(x)
 
 
+KEPT = remat(sine, rng="error")
 OTHER_CODE = {
     "function": (call_of, (sine, X), (cosine, X)),
     "arity": (call_of, (sine, X), (sine, X, X)),
@@ -923,6 +924,8 @@ OTHER_CODE = {
     "layer": (call_of, (Layers(nn.Tanh()), X), (Layers(nn.ReLU()), X)),
     "depth": (call_of, (Layers(nn.Tanh()), X), (Layers(nn.Tanh(), nn.Tanh()), X)),
     "global": (call_of, (with_global(), X), (_helper, X)),
+    "builtin": (call_of, (closes_over(torch.sin), X), (closes_over(torch.cos), X)),
+    "options": (call_of, (closes_over(remat(sine)), X), (closes_over(KEPT), X)),
 }
 
 
@@ -950,7 +953,11 @@ def without_collection():
 def test_a_signature_holds_nothing_of_the_users():
     with without_collection():
         x, w, module = torch.ones(3), torch.ones(3), of_width(2)
-        held = Holder(w)
+
+        class Local(Holder):
+            """Made in a notebook's cell, say."""
+
+        held = Local(w)
         fn = closes_over(w)
         refs = [weakref.ref(v) for v in (x, w, module, held, fn)]
         signatures = [
@@ -959,7 +966,9 @@ def test_a_signature_holds_nothing_of_the_users():
             signature_of(held, [x]),
             signature_of(module, x),
         ]
-        del x, w, module, held, fn
+        refs.append(weakref.ref(Local))
+        del x, w, module, held, fn, Local
+        gc.collect()  # a class is in a cycle
         assert [r() for r in refs] == [None] * len(refs)
     assert len({*signatures}) == 4
 
