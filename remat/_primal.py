@@ -209,10 +209,12 @@ class Primal(Call):
         self, outs: Sequence[Any], inner: list[Tensor]
     ) -> tuple[Sequence[int], bool]:
         needs = self.facts.needs
-        alone = self._contained and self.facts.exact and needs.count(True) == 1
-        if alone and None not in [o.grad_fn for o in outs if o.requires_grad]:
-            # Nothing else can be reached, and it costs a tenth of a small call to look.
-            return [needs.index(True)], False
+        if self._contained and self.facts.exact:
+            made = [o.grad_fn for o in outs if o.requires_grad]
+            if None not in made:
+                # Nothing else can be reached, and it costs a tenth of a call to look.
+                # The backward finds out which of them are.
+                return [i for i, need in enumerate(needs) if need], True
         return self._labelled(reached_leaves, outs, inner)
 
     def _labelled(self, check: Fn, *args: Any) -> Any:

@@ -170,7 +170,7 @@ _is_contiguous = operator.methodcaller("is_contiguous")
 
 
 _numel = operator.methodcaller("numel")
-_SMALL = 2**12  # elements
+_SMALL = 2**15  # elements
 
 
 def is_small(leaves: Sequence[Tensor]) -> bool:

@@ -11,7 +11,7 @@ and who reads it gets a number.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -156,18 +156,19 @@ def like(tensor: Tensor, shared: Shared | None = None) -> Absent:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors among an operation's arguments or results, in order."""
-    return [*_tensors_of(tree)]
+    found: list[Tensor] = []
+    _collect((tree,), found)
+    return found
 
 
-def _tensors_of(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for part in tree:
-            yield from _tensors_of(part)
-    elif isinstance(tree, dict):
-        for part in tree.values():
-            yield from _tensors_of(part)
+def _collect(trees: Any, found: list[Tensor]) -> None:
+    for part in trees:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, (list, tuple)):
+            _collect(part, found)
+        elif isinstance(part, dict):
+            _collect(part.values(), found)
 
 
 class Script:
@@ -181,10 +182,11 @@ class Script:
     Attributes:
         funcs: the operations.
         fates: what becomes of each.
+        expected: of those left out, what is compared.
         places: of those kept, which residual stands for which output.
     """
 
-    __slots__ = ("fates", "funcs", "places", "plan", "record")
+    __slots__ = ("expected", "fates", "funcs", "places", "plan", "record")
 
     def __init__(
         self, record: Record, plan: Plan, order: Sequence[tuple[int, int]] = ()
@@ -192,6 +194,11 @@ class Script:
         self.record, self.plan = record, plan
         self.funcs = [step.op.func for step in record.steps]
         self.fates = [*plan.fates]
+        self.expected = {
+            i: Expected(record.steps[i].op)
+            for i, fate in enumerate(plan.fates)
+            if fate is Fate.DEAD
+        }
         self.places: dict[int, dict[int, int]] = {}
         needed = {*plan.residuals}
         for place, (i, k) in enumerate(order or plan.residuals):
@@ -305,7 +312,8 @@ class Verify(Keep):
             reads = zip(inputs, step.reads, strict=True)
             self.fits = all(numbers.get(key(t), s) == s for t, s in reads)
             if self.script.fates[i] is Fate.DEAD and self.fits:
-                self.fits = fits_metadata(step.op, args, kwargs, inputs)
+                expected = self.script.expected[i]
+                self.fits = fits_metadata(expected, args, kwargs, inputs)
             numbers.update(zip(map(key, outputs), step.makes, strict=True))
         return result
 
@@ -349,7 +357,7 @@ class Replay(_Follow):
             return self._result(step, step.result, (), self.script.places[i])
         if fate is Fate.BLIND:
             return self._on_no_values(step, args, kwargs or {})
-        return self._left_out(step, args, kwargs)
+        return self._left_out(i, step, args, kwargs)
 
     def _on_no_values(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Run an operation for what does not depend on values, a draw say."""
@@ -361,10 +369,10 @@ class Replay(_Follow):
         inputs = tensors_of((args, kwargs))
         return _filled(step.result, outputs, inputs)
 
-    def _left_out(self, step: Step, args: Any, kwargs: Any) -> Any:
+    def _left_out(self, i: int, step: Step, args: Any, kwargs: Any) -> Any:
         """Return what stands for the result of an operation that does not run."""
         inputs = tensors_of((args, kwargs or {}))
-        if not fits_metadata(step.op, args, kwargs, inputs):
+        if not fits_metadata(self.script.expected[i], args, kwargs, inputs):
             raise self._differs(step.op.func)
         if step.writes:
             numbers = zip(step.reads, inputs, strict=True)
@@ -376,6 +384,8 @@ class Replay(_Follow):
     def _result(
         self, step: Step, form: Any, inputs: Sequence[Tensor], places: dict[int, int]
     ) -> Any:
+        if form.__class__ is Slot and not places:  # most of them
+            return absent(step.op.outputs[0], self._shared(step.makes[0]))
         outputs = [
             DETACH(self._take(places[k]))
             if k in places
@@ -503,13 +513,27 @@ def _present(tree: Any) -> Any:
     return tree
 
 
-def fits_metadata(op: Op, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> bool:
+def fits_metadata(
+    step: "Expected", args: Any, kwargs: Any, inputs: Sequence[Tensor]
+) -> bool:
     """Say whether the metadata of the results is as recorded, by the arguments."""
-    then = op.inputs
+    op, then = step.op, step.inputs
     if len(then) != len(inputs) or not all(map(_has_metadata, inputs, then)):
         return False
-    same = _same_type if torch.Tag.pointwise in op.func.tags else _same
-    return _same_constants(op, args, kwargs, same)
+    return not step.has_constants or _same_constants(op, args, kwargs, step.same)
+
+
+class Expected:
+    """What is compared of an operation that is left out."""
+
+    __slots__ = ("has_constants", "inputs", "op", "same")
+
+    def __init__(self, op: Op) -> None:
+        self.op, self.inputs = op, op.inputs
+        alone = all(isinstance(arg, Value) for arg in op.args)
+        self.has_constants = bool(op.kwargs) or not alone
+        pointwise = torch.Tag.pointwise in op.func.tags
+        self.same = _same_type if pointwise else _same
 
 
 def _has_metadata(tensor: Tensor, value: Value) -> bool:
