@@ -307,7 +307,7 @@ class Search:
             pairs = zip(flags, outline.registered, strict=True)
             found.buffers |= {i: b for i, (f, b) in enumerate(pairs, first) if not f}
         self._modules += outline.signature
-        for kind in outline.classes:
+        for kind in outline.open_classes():
             self._sources.of_class(kind)
         node = OutlinedNode(tree, first)
         self._outlined.append(node)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from typing_extensions import override
 
+from remat._closed import ClosedCode
 from remat._code import CONSTANT
 from remat._objects import identities, slots_of
 from remat._replicas import (
@@ -79,13 +80,14 @@ class Outline:
         texts: how each tensor is written from the root.
         registered: which tensors are buffers.
         signature: types and modes of the modules.
-        classes: those of the modules whose code is not a package's.
         walked: the attributes to be walked in any case: module, name, and how they are
             written from the root.
     """
 
     __slots__ = (
         "_alive",
+        "_classes",
+        "_code",
         "_empty",
         "_filled",
         "_held",
@@ -98,7 +100,6 @@ class Outline:
         "_vacant",
         "_with_modules",
         "_with_tensors",
-        "classes",
         "parts",
         "registered",
         "signature",
@@ -113,8 +114,9 @@ class Outline:
         self.texts, self.registered = _described(self.parts, places)
         modes = [node.mode() for node in nodes]
         self.signature = [*chain.from_iterable(modes)]
-        kinds = [*map(type, [node.value for node in nodes])]
-        self.classes = [kind for kind in dict.fromkeys(kinds) if has_own_code(kind)]
+        kinds = dict.fromkeys(type(node.value) for node in nodes)
+        self._classes = [weakref.ref(kind) for kind in kinds if has_own_code(kind)]
+        self._code = ClosedCode.of([kind for kind in kinds if has_own_code(kind)])
         self._look([node.value for node in nodes])
         self.walked = [
             (k, name, f"{places[k]}.{name}")
@@ -148,6 +150,14 @@ class Outline:
         watched = [weakref.ref(v, forget) for v in compress(values, self._empty)]
         constants = [v for v in values if _is_settled(v) and type(v) not in _WATCHED]
         self._held = [*watched, *constants]
+
+    def open_classes(self) -> list[type]:
+        """Return those classes of the modules whose code may lead to a stream."""
+        if self._code is not None and self._code.is_as_it_was():
+            return []
+        self._code = None
+        kinds = [ref() for ref in self._classes]
+        return [kind for kind in kinds if kind is not None]
 
     def match(self) -> tuple[Tree, list[Tensor]] | None:
         """Return the tree and its tensors as they are now, unless it is another."""

@@ -9,6 +9,7 @@ differently there, so a recomputation would be another function.
 import contextlib
 import functools
 import gc
+import itertools
 import operator
 import sys
 from collections.abc import Sequence
@@ -143,10 +144,13 @@ class Primal(Call):
         facts = self.facts
         self._ambient = Ambient(self._streams, self._always)
         escape = Escape(self._label)
-        inner = detached(leaves, facts.needs)
+        own = self.own_from(leaves) if facts.exact else len(leaves)
+        inner = detached(leaves[:own], facts.needs[:own])
         for t in inner:
             if t.requires_grad:
                 on_backward(t, escape)
+        inner += leaves[own:]
+        places = _places(leaves[own:])
         self._versions = _versions(leaves)
         kinds = [*map(type, leaves)]
         self._classes = () if _ADDRESSED.issuperset(kinds) else kinds
@@ -173,7 +177,9 @@ class Primal(Call):
         if tracing is not None:
             results += self._trace(tracing, outs)
         del outs, mode, tracing  # which hold what the graph does
-        self._check_leaks(leaves, inner)
+        self._check_leaks(leaves[:own], inner[:own])
+        if places:
+            self._check_own(leaves, own, places)
         for above in facts.above:
             facts.used = sorted({*facts.used, *above.used})
             for j in above.differentiable:
@@ -200,7 +206,7 @@ class Primal(Call):
         except RuntimeError as error:
             if "a leaf Variable that requires grad" not in str(error):
                 raise
-            self._out = None
+            self._out, self._is_on_own = None, False
             name = self._find_changed(program, inner)
             message = _IN_PLACE.format(name=name, label=self._label)
             raise MutationError(message) from error
@@ -266,6 +272,18 @@ class Primal(Call):
         gc.collect()
         if is_graph_held(inner):
             raise CaptureError(_LEAKED.format(label=self._label))
+
+    def _check_own(
+        self, leaves: Sequence[Tensor], own: int, places: Sequence[int | None]
+    ) -> None:
+        """Refuse new data of a parameter; leave its new hooks to the recomputation."""
+        now = _places(leaves[own:])
+        if now != places:
+            moved = map(operator.ne, now, places)
+            raise self._error(_IN_PLACE, next(compress(itertools.count(own), moved)))
+        for t in leaves[own:]:
+            if t._backward_hooks is not None:
+                t._backward_hooks = None
 
     def _error(self, message: str, index: int) -> MutationError:
         name = self.name_of(index)
@@ -360,6 +378,14 @@ def _as_class(tensor: Tensor, kind: type) -> Tensor:
     if type(tensor) is not Tensor or not issubclass(kind, Tensor):
         return tensor
     return tensor if kind is Absent else tensor.as_subclass(kind)
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Return where tensors are in memory, if all of them have a place."""
+    try:
+        return [*map(_data_ptr, tensors)]
+    except RuntimeError:
+        return [None] * len(tensors)
 
 
 def _data_is_shared(leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> bool:

@@ -471,8 +471,12 @@ def _is_of_level(leaves: Sequence[Tensor]) -> bool:
 
 
 def _is_of_memory(error: Exception) -> bool:
-    """Say whether torch found no memory where a value is absent."""
-    return isinstance(error, RuntimeError) and "data pointer" in str(error)
+    """Say whether torch refused to read what is absent, or found no memory there."""
+    text = str(error)
+    return "Absent" in text or any(words in text for words in _REFUSALS)
+
+
+_REFUSALS = ("data pointer", "tensor subclass", "non-wrapper subclass")
 
 
 _READ = "  something read the value of what was left out. {error}"

@@ -266,8 +266,8 @@ class Keep(_Follow):
                 self.fits = _same_constants(step.op, args, kwargs, _same)
             outputs = tensors_of(result)
             for k in self._places[i]:
-                t = DETACH(outputs[k])
-                self._kept.append((t, t._version))
+                # Itself, not an alias: below autograd that would count its own changes.
+                self._kept.append((outputs[k], outputs[k]._version))
         return result
 
     @override
@@ -280,7 +280,7 @@ class Keep(_Follow):
         complete = self._next == len(self._funcs)
         if not (self.fits and complete and unchanged):
             return None
-        return [t for t, _ in self._kept]
+        return [t.detach() for t, _ in self._kept]
 
 
 class Verify(Keep):

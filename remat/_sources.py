@@ -68,14 +68,14 @@ def is_scripted(kind: type) -> bool:
 
 
 @by_class
-def _own_bases(cls: type) -> tuple[int, ...]:
+def own_bases(cls: type) -> tuple[int, ...]:
     """Return which classes in the order of resolution are no package's."""
     return tuple(i for i, base in enumerate(cls.__mro__) if not _is_of_library(base))
 
 
 def has_own_code(cls: type) -> bool:
     """Say whether some of a class's code is no package's."""
-    return bool(_own_bases(cls))
+    return bool(own_bases(cls))
 
 
 def _is_of_library(cls: type) -> bool:
@@ -125,18 +125,18 @@ class Sources:
             fn: the function.
             deeply: whether to walk its variables, defaults and globals too.
         """
-        code = _open_code(fn)
+        code = open_code(fn)
         if code.handles_states or fn.__name__ in STATES:
             self.handles_states = True
         if fn.__dict__:
             self.compiled = self.compiled or _COMPILED in fn.__dict__
             self.walk_all(fn.__dict__.values())
-        if deeply and (code.names or code.closed or _has_defaults(fn)):
+        if deeply and (code.names or code.closed or has_defaults(fn)):
             self.walk_all(_parts_of_function(fn, code.names))
 
     def of_class(self, cls: type) -> None:
         """Walk what a class holds and what the code of its methods refers to."""
-        own = _own_bases(cls)
+        own = own_bases(cls)
         if not own or id(cls) in self._seen:
             return
         self._seen[id(cls)] = cls
@@ -208,7 +208,7 @@ class Sources:
         return gc.get_referents(value)
 
 
-def _has_defaults(fn: types.FunctionType) -> bool:
+def has_defaults(fn: types.FunctionType) -> bool:
     """Say whether a function has defaults that are no plain values."""
     defaults = fn.__defaults__
     plain = defaults is None or _PLAIN.issuperset(map(type, defaults))
@@ -248,7 +248,8 @@ _CODES: dict[int, _OpenCode] = {}
 _CODES_SIZE = 4096
 
 
-def _open_code(fn: types.FunctionType) -> _OpenCode:
+def open_code(fn: types.FunctionType) -> _OpenCode:
+    """Return what of a function's code may lead to a stream."""
     known = _CODES.get(id(fn.__code__))
     if known is not None:
         present = map(fn.__globals__.get, known.settled)

@@ -33,7 +33,6 @@ from remat._compat import (
     no_torch_functions,
     saved_by,
     storage_id,
-    undisturbed,
     viewed,
 )
 from remat._op import Op, Value
@@ -77,7 +76,7 @@ class Recorder(LeanDispatchMode):
         self._made: set[int] = set()
         self._steps: list[tuple[Any, ...]] = []
         self._decisions: list[Decision] = []
-        self._outputs: list[list[weakref.ref[Tensor] | Tensor]] = []
+        self._outputs: list[Sequence[weakref.ref[Tensor] | Tensor]] = []
         self._error: Exception | None = None
         self._names: dict[int, set[str]] = {}
         self._kept: dict[int, Tensor] = {}
@@ -147,13 +146,12 @@ class Recorder(LeanDispatchMode):
         if self._policy is not None:
             # Those that get a name are asked about again, and held then if still there.
             several = len(outputs) > 1  # of which one is named, and others needed
-            hold = Tensor.detach if several else weakref.ref
-            self._outputs.append([*map(hold, outputs)])
+            self._outputs.append(outputs if several else [*map(weakref.ref, outputs)])
             may = bool(reads) and not (runs or writes or _are_inference(outputs))
             self._decisions.append(self._decide(op) if may else Decision.RECOMPUTE)
             if self._decisions[-1]:
                 for t, s in zip(outputs, makes, strict=True):
-                    self._hold(t.detach(), s)
+                    self._hold(t, s)
 
     def _decide(self, op: Op) -> Decision:
         try:
@@ -202,8 +200,7 @@ class Recorder(LeanDispatchMode):
                 for ref, s in zip(outputs, makes, strict=True):
                     t = ref() if isinstance(ref, weakref.ref) else ref
                     if t is not None:
-                        with undisturbed():
-                            self._hold(t.detach(), s)
+                        self._hold(t, s)
                 return
 
     # --- What the graph saved ---
@@ -349,7 +346,8 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
 def _is_plain(tensor: Tensor) -> bool:
     fake = hasattr(tensor, "fake_mode")
     plain = type(tensor) in _PLAIN or fake
-    return plain and tensor.layout is torch.strided and not tensor.is_quantized
+    plain = plain and tensor.layout is torch.strided
+    return plain and not (tensor.is_quantized or tensor.is_nested)
 
 
 def _are_inference(outputs: Iterable[Tensor]) -> bool:
@@ -361,6 +359,8 @@ def _has_no_storage(tensor: Tensor) -> bool:
 
 
 def _value(tensor: Tensor) -> Value:
+    if tensor.is_nested:
+        return Value((), tensor.dtype, tensor.device)
     meta = (tuple(tensor.shape), tensor.dtype, tensor.device)
     if not _is_plain(tensor):
         return Value(*meta)
@@ -489,6 +489,8 @@ def nodes_of(outs: Iterable[Any]) -> Iterator[Any]:
 def tensors_at(node: Any) -> list[Tensor]:
     """Return the tensors that a node saved, or that its Function keeps on its ctx."""
     found = tensors_of(saved_by(node))
+    if hasattr(node, "program"):
+        return found  # a call of ours, which holds no tensors
     if isinstance(node, torch.autograd.function.FunctionCtx):
         search = Search()
         for leaf in _tree.flatten([*vars(node).values()])[0]:
