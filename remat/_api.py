@@ -58,11 +58,17 @@ def remat(
 
     Between the forward and the backward only the inputs of a call stay alive: the
     tensors in its arguments, and those that `fn` reaches through closures, defaults,
-    globals, bound objects and modules. The backward runs `fn` again on the same
+    globals, bound objects and modules; and of what it computes, that which a policy
+    lets be kept, if the backward reads it. The backward runs `fn` again on the same
     tensors, in the same random, autocast and device state, and differentiates that. A
     backward is itself such a call, so the same holds under `torch.func` transforms and
     for higher derivatives. With nothing to differentiate, calling the result is calling
-    `fn`.
+    `fn`, and no policy is asked.
+
+    The first call of a kind records what `fn` does. Later recomputations leave out the
+    operations that the backward does not read, and, once that has worked, calls do not
+    keep inputs that none reads. A record only ever saves work: where it does not fit a
+    call, `fn` is run as it is.
 
     Use it as `remat(fn)`, `@remat` or `@remat(...)`, on functions, methods, partials,
     callable objects and modules. A module is called, not wrapped: keep the module
@@ -71,9 +77,14 @@ def remat(
     Args:
         fn: the function. Its arguments and results are pytrees; leaves that are no
             tensors pass through.
-        policy: which values may be stored. Only `None`, for none, in this release.
-        prune: whether a recomputation leaves out what the backward does not need. It
-            does nothing yet; results never depend on it.
+        policy: which results may be kept: one of `remat.policies`, or what
+            `remat.policies.as_policy` takes, a function of an operation say. `None`
+            keeps none. Within another call the policies of both count. Under forward
+            mode nothing is kept.
+        prune: whether a recomputation leaves out what the backward does not read.
+            `True` for always, `False` for never, `"auto"` where that saves more than
+            following the record costs, by its FLOPs and bytes; with a policy, which is
+            followed anyhow, that is always. Results never depend on it.
         rng: `"replay"` restores the global random streams for a recomputation;
             `"error"` refuses a `fn` that draws from them.
 
@@ -82,8 +93,7 @@ def remat(
         `__wrapped__`.
 
     Raises:
-        NotImplementedError: for a policy.
-        TypeError: `fn` is not callable.
+        TypeError: `fn` is not callable, or the policy is none.
         ValueError: an option has no such value.
         RematError: on a call, where `fn` does what cannot be recomputed.
 
@@ -92,16 +102,21 @@ def remat(
     automatic differentiation" (1992).
 
     Example:
+        >>> from remat import policies
         >>> from remat.testing import count_ops
-        >>> def f(x):
-        ...     return x.sin().sin().sum()
-        >>> x = torch.ones(3)
-        >>> with count_ops() as plain:
-        ...     df = torch.func.grad(f)(x)
-        >>> with count_ops() as ops:
-        ...     assert torch.equal(torch.func.grad(remat(f))(x), df)
-        >>> plain["sin"], ops["sin"]
-        (2, 4)
+        >>> def f(w, x):
+        ...     return torch.tanh(w @ torch.tanh(w @ x)).sum()
+        >>> w, x = torch.ones(2, 2) / 4, torch.ones(2, 2)
+        >>> def tanhs_and_products(f):
+        ...     with count_ops() as ops:
+        ...         torch.func.grad(f, argnums=(0, 1))(w, x)
+        ...     return ops["tanh"], ops["mm"]
+        >>> tanhs_and_products(f)
+        (2, 6)
+        >>> tanhs_and_products(remat(f, prune=True))
+        (4, 8)
+        >>> tanhs_and_products(remat(f, policy=policies.dots_saveable))
+        (4, 6)
     """
     options = Options(_checked(policy, prune, rng), prune, rng)
     where = "compiled code" if torch.compiler.is_compiling() else _caller()

@@ -19,12 +19,14 @@ API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 FUNCTIONS = {
     *("remat", "checkpoint"),
     *("saved_residuals", "print_saved_residuals", "Residual"),
+    *("checkpoint_name", "explain", "compare"),
+    *("Explanation", "ExplainedOp", "ExplainedInput", "Comparison", "ComparedPolicy"),
 }
 ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),
     *("RandomnessError", "KeyReuseError", "OffloadError"),
 }
-NAMESPACES = {"random", "testing"}
+NAMESPACES = {"policies", "random", "testing"}
 
 
 def documented(page_text):
@@ -116,7 +118,7 @@ def test_importing_needs_no_optional_dependency():
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
 
 
-@pytest.mark.parametrize("policy", ["dots_saveable", lambda op: True])
-def test_a_policy_is_refused_until_policies_exist(policy):
-    with pytest.raises(NotImplementedError, match="policy"):
+@pytest.mark.parametrize("policy", ["dots_saveable", 1.5, torch.sin(torch.ones(2))])
+def test_what_is_no_policy_is_refused_when_wrapped(policy):
+    with pytest.raises(TypeError, match="polic"):
         remat.remat(torch.sin, policy=policy)
