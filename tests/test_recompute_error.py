@@ -1,0 +1,283 @@
+"""`RecomputeError`: a function that does something else in the recomputation.
+
+Where the forward was seen, in the first call under `prune=True` and under a policy, the
+error shows both sequences of operations around the first difference, and the lines of
+the user's that ran them. Without it, and where shapes and gradients tell nothing, it is
+a documented limit.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import leaves_of, scalar
+from pruning_helpers import X, of_backward
+
+from remat import RecomputeError, RematError, policies, remat
+from remat._recipe import TRACES
+from remat.testing import assert_same, count_ops
+
+
+HERE = Path(__file__).name
+everything = policies.everything_saveable
+WAYS = {
+    "prune": {"prune": True},
+    "policy": {"policy": everything},
+    "dots": {"policy": policies.dots_saveable, "prune": True},
+    "not pruned": {"policy": everything, "prune": False},
+}
+STATE = {"runs": 0}
+
+
+@pytest.fixture(autouse=True)
+def _first_calls():
+    TRACES.clear()
+    STATE["runs"] = 0
+
+
+def runs():
+    """How often the function ran before: the state that it should not depend on."""
+    STATE["runs"] += 1
+    return STATE["runs"] - 1
+
+
+def swapped(x):
+    h = x.sin()
+    h = h.exp() if runs() == 0 else h.tanh()
+    return h * 2
+
+
+def with_more(x):
+    h = x.sin()
+    if runs():
+        h = h.tanh()
+    return h.exp()
+
+
+def with_fewer(x):
+    h = x.sin()
+    if not runs():
+        h = h.tanh()
+    return h.exp()
+
+
+def longer(x):
+    h = x.sin().exp()
+    return h.tanh() if runs() else h
+
+
+def shorter(x):
+    h = x.sin().exp()
+    return h if runs() else h.tanh()
+
+
+# By what they do: the operations around the difference, and what differs.
+CHANGES = {
+    swapped: (["sin", "exp", "mul"], ["sin", "tanh"]),
+    with_more: (["sin", "exp"], ["sin", "tanh"]),
+    with_fewer: (["sin", "tanh", "exp"], ["sin", "exp"]),
+    longer: (["sin", "exp", "nothing more"], ["sin", "exp", "tanh"]),
+    shorter: (["sin", "exp", "tanh"], ["sin", "exp", "nothing more"]),
+}
+
+
+def error_of(fn, **options):
+    (x,) = leaves_of(X)
+    loss = scalar(remat(fn, **options)(x))
+    with pytest.raises(RecomputeError, match="forward:") as caught:
+        torch.autograd.grad(loss, x)
+    return caught.value
+
+
+def sequences(text):
+    """The names of the operations that the two halves of a message list."""
+    before, after = text.split("recomputation:\n")
+    listed = before.split("forward:\n")[1]
+    return [
+        [
+            line.split("#")[0].strip().removeprefix("aten.").split(".")[0]
+            for line in half.splitlines()
+            if line.startswith("    ")
+        ]
+        for half in (listed, after)
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fn", CHANGES, ids=lambda fn: fn.__name__)
+def test_both_sequences_are_shown(fn, way):
+    then, now = CHANGES[fn]
+    got = sequences(str(error_of(fn, **WAYS[way])))
+    assert got[0][: len(then)] == then
+    assert got[1] == now
+
+
+@pytest.mark.parametrize("fn", CHANGES, ids=lambda fn: fn.__name__)
+def test_each_operation_of_the_forward_has_its_line(fn):
+    text = str(error_of(fn, prune=True))
+    listed = text.split("forward:\n")[1].split("  recomputation:")[0]
+    lines = [line for line in listed.splitlines() if "nothing more" not in line]
+    for line in lines:
+        assert re.search(rf"# .*{HERE}:\d+, in {fn.__name__}$", line)
+    first = fn.__code__.co_firstlineno
+    numbers = [int(re.search(r":(\d+),", line)[1]) for line in lines]
+    assert all(first < n < first + 8 for n in numbers)
+
+
+def test_the_operation_of_the_recomputation_has_its_line_too():
+    """It is where the user has to look."""
+    text = str(error_of(swapped, prune=True))
+    now = text.split("recomputation:\n")[1].splitlines()[-1]
+    assert re.match(r"    aten\.tanh\.default  # .*:\d+, in swapped$", now)
+
+
+def test_what_to_do_and_where_it_was():
+    error = error_of(swapped, prune=True)
+    assert isinstance(error, RematError)
+    assert str(error).startswith("remat: the recomputation ran other operations than")
+    assert "pass that state as an argument" in str(error)
+    line = error_of.__code__.co_firstlineno + 2
+    where = f"(rematerialized at {__file__}:{line})"
+    assert error.__notes__ == [f"remat: raised while recomputing `swapped` {where}."]
+
+
+def test_the_operations_before_the_difference_are_few():
+    def fn(x):
+        for _ in range(20):
+            x = x.sin()
+        x = x.tanh() if runs() else x.exp()
+        for _ in range(20):
+            x = x.cos()
+        return x
+
+    then, now = sequences(str(error_of(fn, prune=True)))
+    assert then == ["sin", "sin", "exp", "cos", "cos"]
+    assert now == ["sin", "sin", "tanh"]
+
+
+def test_an_operation_of_the_users_in_a_helper_shows_the_helper():
+    def helper(x):
+        return x.tanh() if runs() else x.exp()
+
+    def fn(x):
+        return helper(x.sin()) * 2
+
+    text = str(error_of(fn, prune=True))
+    assert re.search(rf"aten\.exp\.default  # .*{HERE}:\d+, in helper", text)
+    assert re.search(rf"aten\.sin\.default  # .*{HERE}:\d+, in fn", text)
+
+
+def test_a_layer_of_torch_shows_the_line_that_calls_it():
+    def fn(x):
+        x = torch.nn.functional.layer_norm(x, (4,))
+        return x.tanh() if runs() else x.exp()
+
+    text = str(error_of(fn, prune=True))
+    assert re.search(rf"aten\.native_layer_norm\.default  # .*{HERE}:\d+, in fn", text)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_shape_is_an_error(way):
+    def fn(x):
+        h = x.sin().exp()
+        return h.sum(0) if runs() else h.sum(1)[:3]
+
+    (x,) = leaves_of(X)
+    loss = scalar(remat(fn, **WAYS[way])(x))
+    # The operations are the same, with other arguments.
+    message = r"returned \[.*Size\(\[4\]\).*where the forward returned .*Size\(\[3\]\)"
+    with pytest.raises(RecomputeError, match=message):
+        torch.autograd.grad(loss, x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("then", [True, False])
+def test_a_result_that_requires_grad_in_one_of_both_only(way, then):
+    def fn(x):
+        h = x.sin().exp()
+        return h.detach() if bool(runs()) == then else h, x * 2
+
+    (x,) = leaves_of(X)
+    loss = scalar(remat(fn, **WAYS[way])(x))
+    with pytest.raises(RecomputeError, match="outputs that require grad"):
+        torch.autograd.grad(loss, x)
+
+
+def test_under_func_grad():
+    ours = remat(swapped, prune=True)
+    with pytest.raises(RecomputeError, match=r"forward:\n.*sin.*\n.*exp"):
+        torch.func.grad(lambda x: scalar(ours(x)))(X)
+
+
+def test_nested_it_names_the_outer_function():
+    """Whose recomputation runs the forward of the inner one again, differently."""
+    inner = remat(swapped, prune=True)
+
+    def fn(x):
+        return inner(x * 3).cos()
+
+    error = error_of(fn, prune=True)
+    assert any("recomputing `test_nested" in note for note in error.__notes__)
+    assert sequences(str(error)) == [
+        ["mul", "sin", "exp", "mul", "cos"],
+        ["mul", "sin", "tanh"],
+    ]
+
+
+def test_later_calls_are_not_the_worse_for_it():
+    ours = remat(swapped, policy=everything)
+    for _ in range(3):
+        STATE["runs"] = 0
+        (x,) = leaves_of(X)
+        loss = scalar(ours(x))
+        with pytest.raises(RecomputeError, match="forward:"):
+            torch.autograd.grad(loss, x)
+    STATE["runs"] = 5
+    with count_ops() as ops:
+        got = of_backward(ours, (X,))
+    STATE["runs"] = 5
+    assert_same(got, of_backward(swapped, (X,)))
+    assert ops["tanh"] <= 2
+
+
+def test_the_second_backward_over_a_call_raises_again():
+    (x,) = leaves_of(X)
+    loss = scalar(remat(swapped, prune=True)(x))
+    for _ in range(2):
+        with pytest.raises(RecomputeError, match="forward:"):
+            torch.autograd.grad(loss, x, retain_graph=True)
+
+
+def test_a_function_that_is_the_same_again_raises_nothing():
+    """After a misfit the function runs as it is: in full, and right if it fits."""
+    state = {"reads": 0}
+
+    def fn(x):
+        h = x.detach().sin()
+        return (x * float(h.numpy().sum())).exp()
+
+    ours = remat(fn, prune=True)
+    assert_same(of_backward(ours, (X,)), of_backward(fn, (X,)))
+    assert state == {"reads": 0}
+
+
+def test_dropped_inputs():
+    """They cannot be had again, so whatever does not fit is an error that says so."""
+    flag = {"on": False}
+
+    def fn(x, w):
+        return w.sin() + (x.exp() if flag["on"] else x * 2)
+
+    ours = remat(fn, prune=True)
+    for _ in range(3):
+        of_backward(ours, (X, X * 2))
+    x, w = leaves_of(X, X * 2)
+    loss = scalar(ours(x * 1, w * 1))
+    flag["on"] = True
+    with pytest.raises(RecomputeError, match="inputs were not kept") as caught:
+        torch.autograd.grad(loss, (x, w))
+    assert "Pass prune=False" in str(caught.value)
+    then, now = sequences(str(caught.value))
+    assert then[:2] == ["sin", "mul"]
+    assert now == ["sin", "exp"]
