@@ -31,7 +31,7 @@ from remat._recipe import Trace, Tracing, is_droppable, is_small
 from remat._rules import Batch
 from remat._storages import parts
 from remat._streams import Stream
-from remat._trace import Recorder, nodes_of, tensors_at
+from remat._trace import Recorder, nodes_of
 from remat._transform import record
 from remat._types import Fn
 
@@ -238,9 +238,9 @@ class _Noting(Recorder):
     @override
     def ask(self, outs: Sequence[Any]) -> None:
         super().ask(outs)
-        for node in nodes_of(outs):
+        for node, tensors in nodes_of(outs):
             reader = _reader(node)
-            for tensor in tensors_at(node):
+            for tensor in tensors:
                 number = self.number(base_tensor(tensor))
                 self.readers.setdefault(number, {})[reader] = None
 

@@ -146,9 +146,10 @@ class Primal(Call):
         escape = Escape(self._label)
         own = self.own_from(leaves) if facts.exact else len(leaves)
         inner = detached(leaves[:own], facts.needs[:own])
-        for t in inner:
-            if t.requires_grad:
-                on_backward(t, escape)
+        if not (self._contained and facts.exact):
+            for t in inner:
+                if t.requires_grad:
+                    on_backward(t, escape)
         inner += leaves[own:]
         places = _places(leaves[own:])
         self._versions = _versions(leaves)

@@ -24,6 +24,7 @@ from remat._compat import (
     base_tensor,
     eager_only,
     is_view_op,
+    kernel_of,
     no_torch_function,
     refuse_data_ptr,
     storage_id,
@@ -181,18 +182,20 @@ class Script:
 
     Attributes:
         funcs: the operations.
+        kernels: what each calls.
         fates: what becomes of each.
         expected: of those left out, what is compared.
         places: of those kept, which residual stands for which output.
     """
 
-    __slots__ = ("expected", "fates", "funcs", "places", "plan", "record")
+    __slots__ = ("expected", "fates", "funcs", "kernels", "places", "plan", "record")
 
     def __init__(
         self, record: Record, plan: Plan, order: Sequence[tuple[int, int]] = ()
     ) -> None:
         self.record, self.plan = record, plan
         self.funcs = [step.op.func for step in record.steps]
+        self.kernels = [*map(kernel_of, self.funcs)]
         self.fates = [*plan.fates]
         self.expected = {
             i: Expected(record.steps[i].op)
@@ -214,7 +217,7 @@ class _Follow(LeanDispatchMode):
     def __init__(self, script: Script) -> None:
         super().__init__()
         self.script = script
-        self._funcs = script.funcs
+        self._funcs, self._kernels = script.funcs, script.kernels
         self._next = 0
 
     def ask(self, outs: Sequence[Any]) -> None:
@@ -253,14 +256,15 @@ class Keep(_Follow):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        if func is DETACH or not self.fits:
-            return result
         i = self._next
+        follows = i < len(self._funcs) and self._funcs[i] is func and self.fits
+        run = self._kernels[i] if follows else func
+        result = run(*args, **kwargs) if kwargs else run(*args)
+        if not follows:
+            self.fits = self.fits and func in IGNORED
+            return result
         self._next = i + 1
-        if i >= len(self._funcs) or self._funcs[i] is not func:
-            self._next, self.fits = i, func in IGNORED
-        elif i in self._places:
+        if i in self._places:
             step = self.script.record.steps[i]
             if step.may_draw:
                 self.fits = _same_constants(step.op, args, kwargs, _same)
@@ -350,7 +354,8 @@ class Replay(_Follow):
             return func(*args)
         fate = self._fates[i]
         if fate is Fate.RUN:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            kernel = self._kernels[i]
+            return kernel(*args, **kwargs) if kwargs else kernel(*args)
         step = self.script.record.steps[i]
         if fate is Fate.KEEP:
             self._check_wiring(step, args, kwargs)

@@ -41,8 +41,11 @@ def apply(fn: Fn, treedef: _tree.Treedef | None, leaves: Sequence[Leaf]) -> Any:
         return fn(*leaves)
     args, kwargs = _tree.unflatten(treedef, leaves)
     result = fn(*args, **kwargs)
-    now, now_treedef = _tree.flatten((args, kwargs))
-    if now_treedef != treedef or not all(map(operator.is_, now, leaves)):
+    try:
+        now = _tree.flatten_up_to(treedef, (args, kwargs))
+    except ValueError:
+        raise CaptureError(_CHANGED_ARGUMENT) from None
+    if not all(map(operator.is_, now, leaves)):
         raise CaptureError(_CHANGED_ARGUMENT)
     return result
 

@@ -134,7 +134,7 @@ class Recorder(LeanDispatchMode):
             or not (outputs or writes)
             or not all(map(_is_plain, (*inputs, *outputs)))
             or any(map(is_lazy, outputs))
-            or not self._made.union(self.inputs).issuperset(writes)
+            or not all(s in self._made or s in self.inputs for s in writes)
         )
         self._made.update(range(known, len(self._numbers)))
         op = dataclasses.replace(op, outputs=tuple(map(_value, outputs)))
@@ -223,17 +223,14 @@ class Recorder(LeanDispatchMode):
 
     def _saved(self, outs: Iterable[Any]) -> set[int]:
         """Return the storages that the backward of some outputs reads."""
-        return {s for node in nodes_of(outs) for s in self._saved_at(node)}
-
-    def _saved_at(self, node: Any) -> Iterator[int]:
-        kind = type(node).__name__
-        if kind in _SILENT:
-            yield from self._changed() if kind == "CopySlices" else self._made
-            return
-        for t in tensors_at(node):
-            number = self.known(t)
-            if number is not None:
-                yield number
+        found: set[int] = set()
+        for node, tensors in nodes_of(outs):
+            kind = type(node).__name__
+            if kind in _SILENT:
+                found.update(self._changed() if kind == "CopySlices" else self._made)
+            else:
+                found.update(s for s in map(self.known, tensors) if s is not None)
+        return found
 
     def _changed(self) -> Iterator[int]:
         """Yield what is read by operations that change something in place."""
@@ -468,8 +465,8 @@ def _dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return None
 
 
-def nodes_of(outs: Iterable[Any]) -> Iterator[Any]:
-    """Yield the nodes of the graphs of outputs, and of what those saved."""
+def nodes_of(outs: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
+    """Yield the nodes of the graphs of outputs and of what those saved, and that."""
     roots = {o.grad_fn for o in outs if o is not None and o.requires_grad}
     todo = [node for node in roots if node is not None]
     seen = {*todo}
@@ -477,9 +474,10 @@ def nodes_of(outs: Iterable[Any]) -> Iterator[Any]:
         here = todo.pop()
         if type(here) is AccumulateGrad:
             continue
-        yield here
+        tensors = tensors_at(here)
+        yield here, tensors
         # What was saved has a graph, which is another once it was changed in place.
-        more = [t.grad_fn for t in tensors_at(here) if t.requires_grad]
+        more = [t.grad_fn for t in tensors if t.requires_grad]
         for node in (*(node for node, _ in here.next_functions), *more):
             if node is not None and node not in seen:
                 seen.add(node)

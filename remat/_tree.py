@@ -41,15 +41,25 @@ def flatten(tree: Any) -> tuple[list[Leaf], Treedef]:
         {'b': [1, None], 'a': 2}
     """
     leaves, treedef = optree.tree_flatten(tree, namespace=_NAMESPACE)
-    for leaf in leaves:
-        if type(leaf) not in _PLAIN and _adopt(type(leaf)):
-            return flatten(tree)
+    if not _PLAIN.issuperset(map(type, leaves)):
+        for leaf in leaves:
+            if type(leaf) not in _PLAIN and _adopt(type(leaf)):
+                return flatten(tree)
     return leaves, treedef
 
 
 def unflatten(treedef: Treedef, leaves: Iterable[Leaf]) -> Any:
     """Rebuild the pytree that `flatten` took apart, around `leaves`."""
     return optree.tree_unflatten(treedef, leaves)
+
+
+def flatten_up_to(treedef: Treedef, tree: Any) -> list[Any]:
+    """Return the parts of a tree where a treedef has leaves.
+
+    Raises:
+        ValueError: it is built otherwise.
+    """
+    return treedef.flatten_up_to(tree)
 
 
 def paths(treedef: Treedef) -> list[str]:

@@ -78,6 +78,7 @@ from remat._compat._state import (
     is_parametrization_cached as is_parametrization_cached,
     is_unwatched as is_unwatched,
     is_view_op as is_view_op,
+    kernel_of as kernel_of,
     must_inline as must_inline,
     native_random as native_random,
     no_torch_function as no_torch_function,

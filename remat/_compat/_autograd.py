@@ -233,11 +233,15 @@ def _raw_of(node: Any) -> Iterator[tuple[str, Sequence[Any]]]:
     if isinstance(node, torch._C._FunctionBase):
         yield "saved_tensors", node._raw_saved_tensors or ()
         return
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            raw = getattr(node, name)
-            raws = raw if isinstance(raw, (list, tuple)) else [raw]
-            yield name.removeprefix("_raw"), raws
+    for name in _names_of_raw(type(node)):
+        raw = getattr(node, name)
+        raws = raw if isinstance(raw, (list, tuple)) else [raw]
+        yield name.removeprefix("_raw"), raws
+
+
+@functools.cache
+def _names_of_raw(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _unpacked(node: Any, name: str, raws: Sequence[Any]) -> list[Any]:
