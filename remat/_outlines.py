@@ -17,9 +17,9 @@ import operator
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -46,12 +46,38 @@ _WATCHED = frozenset({OrderedDict, set})
 _HEAP_TYPE = 1 << 9  # CPython: made by a class statement
 
 
-class Part(NamedTuple):
-    """One module of a tree: indices of tensors and modules in it, by name."""
+_Indices: TypeAlias = tuple[tuple[str, int], ...]
 
-    parameters: dict[str, int | None]
-    buffers: dict[str, int | None]
-    modules: dict[str, int]
+
+class Part(NamedTuple):
+    """One module of a tree: its tensors and modules by name and index in the tree.
+
+    A parameter or buffer that is `None` has the index -1.
+    """
+
+    parameters: _Indices
+    buffers: _Indices
+    modules: _Indices
+
+    def around(
+        self, entries: dict[str, Any], tensors: Sequence[Any], modules: Sequence[Any]
+    ) -> dict[str, Any]:
+        """Return what the module holds, around other tensors and modules."""
+        # Loops: as comprehensions, these would cost as much as all the rest.
+        held = entries.copy()
+        ours: dict[str, Any] = {}
+        for name, i in self.parameters:
+            ours[name] = tensors[i]
+        held["_parameters"] = ours
+        ours = {}
+        for name, i in self.buffers:
+            ours[name] = tensors[i]
+        held["_buffers"] = ours
+        ours = {}
+        for name, i in self.modules:
+            ours[name] = modules[i]
+        held["_modules"] = ours
+        return held
 
 
 class Tree(NamedTuple):
@@ -96,6 +122,7 @@ class Outline:
         "_modules",
         "_names",
         "_present",
+        "_registries_of",
         "_types",
         "_vacant",
         "_with_modules",
@@ -135,7 +162,9 @@ class Outline:
         filled = [*compress(registries, self._filled)]
         self._names = [*chain.from_iterable(filled)]
         self._lengths = [*map(len, chain(dicts, filled))]
-        values = gc.get_referents(*dicts, *compress(registries, self._with_modules))
+        values = gc.get_referents(*dicts)
+        self._registries_of = _getter(registries, values)
+        values += gc.get_referents(*compress(registries, self._with_modules))
         self._identities = identities(values)
         self._empty = [type(v) in _WATCHED and not v for v in values]
         tensors = self._tensors(registries)
@@ -165,15 +194,16 @@ class Outline:
             return None
         try:
             return self._match()
-        except (AttributeError, KeyError, TypeError):  # somebody replaced a registry
+        except (AttributeError, IndexError, TypeError):  # somebody replaced a registry
             return None
 
     def _match(self) -> tuple[Tree, list[Tensor]] | None:
         modules: list[Any] = [ref() for ref in self._modules]
         dicts = [*map(_dict_of, modules)]
-        registries = [*chain.from_iterable(map(_registries_of, dicts))]
+        values = gc.get_referents(*dicts)
+        registries: Sequence[Any] = self._registries_of(values)
         filled = [*compress(registries, self._filled)]
-        values = gc.get_referents(*dicts, *compress(registries, self._with_modules))
+        values += gc.get_referents(*compress(registries, self._with_modules))
         if (
             any(compress(registries, self._vacant))
             or [*map(len, chain(dicts, filled))] != self._lengths
@@ -189,24 +219,32 @@ class Outline:
             tensors = [*compress(tensors, self._present)]
         return Tree(self, modules, [*map(dict.copy, dicts)]), tensors
 
-    def _tensors(self, registries: list[dict[str, Any]]) -> list[Any]:
+    def _tensors(self, registries: Sequence[dict[str, Any]]) -> list[Any]:
         with_tensors = compress(registries, self._with_tensors)
         return [*chain.from_iterable(map(dict.values, with_tensors))]
 
 
+def _getter(
+    parts: Sequence[object], values: Sequence[object]
+) -> Callable[[Sequence[object]], Sequence[object]]:
+    """Return what takes `parts` out of `values` by position."""
+    places = {id(value): k for k, value in enumerate(values)}
+    return operator.itemgetter(*[places[id(part)] for part in parts])
+
+
 def _part(node: ModuleNode, place: dict[int, int], first: int) -> Part:
     parameters, buffers = (
-        {n: None if i is None else i - first for n, i in registry.items()}
+        tuple((n, -1 if i is None else i - first) for n, i in registry.items())
         for registry in (node.parameters, node.buffers)
     )
-    modules = {name: place[id(child)] for name, child in node.submodules}
+    modules = tuple((name, place[id(child)]) for name, child in node.submodules)
     return Part(parameters, buffers, modules)
 
 
 def _places(parts: list[Part], k: int, text: str) -> Iterator[tuple[int, str]]:
     """Yield modules, and how they are written from the root."""
     yield k, text
-    for name, child in parts[k].modules.items():
+    for name, child in parts[k].modules:
         yield from _places(parts, child, f"{text}.{name}")
 
 
@@ -218,7 +256,7 @@ def _described(
     registered: list[bool] = []
     for k, part in enumerate(parts):
         for registry in part.parameters, part.buffers:
-            names = [name for name, i in registry.items() if i is not None]
+            names = [name for name, i in registry if i >= 0]
             texts += [f"{places[k]}.{name}" for name in names]
             registered += [registry is part.buffers] * len(names)
     return texts, registered
@@ -327,15 +365,20 @@ class OutlinedNode(Module):
         replicas = run.built.get(id(self))
         if replicas is not None:
             return replicas
-        modules = self._tree.modules
+        outline, modules, entries = self._tree
         replicas = [*map(object.__new__, map(type, modules))]
         run.built[id(self)] = replicas
-        for k, replica in enumerate(replicas):
-            entries = self.contents(run, k)
-            set_dict(replica, entries)
+        tensors = self._tensors(run)
+        for k, part in enumerate(outline.parts):
+            held = part.around(entries[k], tensors, replicas)
+            set_dict(replicas[k], held)
             if run.first:
-                note(run, self, k, replica, entries)
+                note(run, self, k, replicas[k], held)
         return replicas
+
+    def _tensors(self, run: Run) -> list[Any]:
+        end = self.first + len(self._tree.outline.texts)
+        return [*run.tensors[self.first : end], None]
 
     def branches(self) -> Iterator[tuple[nn.Module, Node]]:
         """Yield each module, and how to rebuild it alone."""
@@ -348,28 +391,13 @@ class OutlinedNode(Module):
     def contents(self, run: Run, k: int) -> dict[str, Any]:
         """Return what a replica has for attributes."""
         outline, _, entries = self._tree
-        parameters, buffers, modules = outline.parts[k]
-        tensors, first, replicas = run.tensors, self.first, run.built[id(self)]
-        held = entries[k].copy()
-        held["_parameters"] = ours = _nothing()
-        for name, i in parameters.items():
-            ours[name] = None if i is None else tensors[first + i]
-        held["_buffers"] = ours = _nothing()
-        for name, i in buffers.items():
-            ours[name] = None if i is None else tensors[first + i]
-        held["_modules"] = ours = _nothing()
-        for name, i in modules.items():
-            ours[name] = replicas[i]
-        return held
+        replicas = self.replicas(run)
+        return outline.parts[k].around(entries[k], self._tensors(run), replicas)
 
     @override
     def original(self, k: int) -> tuple[nn.Module, tuple[dict[str, Any], ...]]:
         """Return the user's own module and its registries."""
         return self._tree.modules[k], _registries_of(self._tree.entries[k])
-
-
-def _nothing() -> dict[str, Any]:
-    return {}
 
 
 class BranchNode(Node):

@@ -10,6 +10,7 @@ Rejected: replicas kept for the next call. Whoever got hold of one would see it 
 """
 
 import functools
+import gc
 import operator
 import weakref
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ class Run:
         "modules",
         "replicas",
         "scopes",
+        "slotted",
         "tensors",
     )
 
@@ -53,6 +55,7 @@ class Run:
         self.copies: list[tuple[Any, Any, Any, list[Any]]] = []
         self.replicas: list[tuple[Any, Any, dict[str, Any]]] = []
         self.modules: list[tuple[Module, int, nn.Module, Any]] = []
+        self.slotted: list[nn.Module] = []
         self.before = b""
 
 
@@ -205,6 +208,8 @@ def note(
 ) -> None:
     """Remember a replica for `pass_on_modules`."""
     run.modules.append((node, k, replica, _registries_of(entries)))
+    if slots_of(type(replica)):
+        run.slotted.append(replica)
 
 
 def note_modules(run: Run) -> None:
@@ -232,9 +237,11 @@ def _state(run: Run) -> bytes:
 
     What they held when they were built is kept alive by what they were built from.
     """
-    dicts: list[dict[str, Any]] = []
-    for _, _, replica, registries in run.modules:
-        odd = slots_of(type(replica))
-        dicts += attributes(replica) if odd else _dict_of(replica), *registries
-    names, values = chain.from_iterable(dicts), map(dict.values, dicts)
-    return identities(chain(names, chain.from_iterable(values)))
+    replicas = [replica for _, _, replica, _ in run.modules]
+    dicts = [*map(_dict_of, replicas)]
+    for _, _, _, registries in run.modules:
+        dicts += registries
+    dicts += [attributes(replica) for replica in run.slotted]
+    values = gc.get_referents(*dicts)
+    values += chain.from_iterable(dicts)
+    return identities(values)

@@ -423,3 +423,109 @@ def test_copies_and_pickles_hold_nothing_of_it():
     assert set(vars(module)) == plain
     assert set(vars(copy.deepcopy(module))) == plain
     assert set(vars(pickle.loads(pickle.dumps(module)))) == plain
+
+
+# --- The code of its classes -----------------------------------------------------
+
+SOURCE = None
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.linear(x).sin() * noise(x)
+
+
+def noise(x):
+    return 1.0 if SOURCE is None else torch.rand(x.shape, generator=SOURCE)
+
+
+def drawing(x):
+    return torch.rand(x.shape, generator=GENERATOR)
+
+
+def draw_in_forward(self, x):
+    return self.linear(x).sin() * torch.rand(x.shape, generator=GENERATOR)
+
+
+GENERATOR = torch.Generator()
+
+
+def rebind_global(monkeypatch):
+    monkeypatch.setitem(globals(), "SOURCE", GENERATOR)
+
+
+def rebind_function(monkeypatch):
+    monkeypatch.setitem(globals(), "noise", drawing)
+
+
+def rebind_method(monkeypatch):
+    monkeypatch.setattr(Noisy, "forward", draw_in_forward)
+
+
+def rebind_code(monkeypatch):
+    monkeypatch.setattr(noise, "__code__", drawing.__code__)
+
+
+@pytest.mark.parametrize(
+    "change", [rebind_global, rebind_function, rebind_method, rebind_code]
+)
+def test_streams_that_code_comes_to_reach_are_replayed(change, monkeypatch):
+    module, x = Noisy(), torch.randn(2, 3)
+    assert used(module)
+    outline = _outlines._KNOWN[id(module)].outline
+    assert outline.open_classes() == []
+    assert_same(gradients(remat(module), module, x), gradients(module, module, x))
+    change(monkeypatch)
+    results = []
+    for fn in module, remat(module):
+        GENERATOR.manual_seed(1)
+        results.append(gradients(fn, module, x))
+    assert_same(*results)
+    assert outline.open_classes() == [Noisy]
+
+
+def test_code_that_draws_is_looked_at_each_time(monkeypatch):
+    rebind_global(monkeypatch)
+    module, x = Noisy(), torch.randn(2, 3)
+    assert used(module)
+    assert _outlines._KNOWN[id(module)].outline.open_classes() == [Noisy]
+    GENERATOR.manual_seed(1)
+    expected = gradients(module, module, x)
+    GENERATOR.manual_seed(1)
+    assert_same(gradients(remat(module), module, x), expected)
+
+
+def test_a_class_is_freed():
+    class Local(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.linear(x) * noise(x)
+
+    module = Local()
+    assert used(module)
+    ref = weakref.ref(Local)
+    del Local, module
+    gc.collect()
+    assert ref() is None
+
+
+def test_the_class_of_a_module_that_lives_lets_others_go(monkeypatch):
+    class Other:
+        """What a global refers to for a while."""
+
+    monkeypatch.setitem(globals(), "noise", Other)
+    module = Noisy()
+    assert used(module)
+    ref = weakref.ref(Other)
+    monkeypatch.undo()
+    del Other
+    gc.collect()
+    assert ref() is None
+    assert used(module)
