@@ -9,7 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from remat._capture import Path, Search
@@ -18,16 +18,17 @@ from remat._compat import (
     dual_level_active,
     function_mode_count,
     function_modes,
+    is_autocast_active,
     is_device_mode,
     is_parametrization_cached,
     swap_parametrization_cache,
     under_function_modes,
 )
 from remat._draws import without_draws
-from remat._outlines import OutlinedNode
 from remat._program import Program
 from remat._rebuild import Node, build, is_same, pass_on
 from remat._structure import Out, apply, argument_name, flatten_arguments
+from remat._trees import OutlinedNode
 from remat._types import Fn
 
 
@@ -165,10 +166,14 @@ class Call(Program):
         with gradient hooks are kept apart, for whoever differentiates inside runs them.
         """
         first = self._own
-        if first is None or dual_level_active() or is_parametrization_cached():
+        # Autocast's cache may hold casts of the user's own, and has none of stand-ins.
+        elsewhere = is_parametrization_cached() or is_autocast_active()
+        if first is None or dual_level_active() or elsewhere:
             return len(leaves)
         own = leaves[first:]
         if False in map(_is_leaf, own) or any(map(_backward_hooks, own)):
+            return len(leaves)
+        if not {nn.Parameter}.issuperset(map(type, own)):  # fake ones have no address
             return len(leaves)
         self._is_on_own = True
         return first

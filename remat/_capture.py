@@ -14,29 +14,27 @@ import functools
 import itertools
 import operator
 import sys
-import threading
 import types
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import (
     AsyncGenerator,
     Callable,
     Coroutine,
     Generator,
     Iterable,
-    Iterator,
 )
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from remat import _tree
-from remat._code import CONSTANT, code_of, global_names, is_library
+from remat._code import code_of, is_library
 from remat._errors import CaptureError
+from remat._kinds import INERT, STANDARD_CONTAINERS, module_kind
 from remat._objects import attributes, by_class, defines
-from remat._outlines import OutlinedNode, Tree, find_tree, learn
+from remat._outlines import Outline, find_tree, learn
 from remat._rebuild import (
     Composite,
     FunctionNode,
@@ -49,25 +47,14 @@ from remat._rebuild import (
     WrapperNode,
 )
 from remat._replicas import ModuleNode, Node, TensorNode
-from remat._sources import Sources, has_own_code, is_scripted, is_stream
+from remat._sources import Sources, is_scripted, is_stream
+from remat._trees import OutlinedNode, Tree
 
 
 # The position of an argument, `None` for the function, or a chain of `(parent, text)`.
 Path: TypeAlias = tuple[Any, str] | int | None
 _Parts: TypeAlias = Iterable[tuple[Any, Any, str]]
-_INERT = frozenset(
-    {
-        *(bool, bytes, complex, float, int, str, range, slice, type(None), type(...)),
-        *(property, staticmethod, classmethod, types.CodeType, threading.Thread),
-        *(types.MethodDescriptorType, types.WrapperDescriptorType),
-        *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
-    }
-)
-
-
 _requires_grad = operator.attrgetter("requires_grad")
-_CONTAINERS = frozenset({OrderedDict, dict, list, set, tuple})
-_STANDARD_CONTAINERS = frozenset({*_CONTAINERS, Counter, defaultdict, deque})
 
 
 class Found:
@@ -90,7 +77,7 @@ class Found:
 
 def holds_tensors(value: Any) -> bool:
     """Say whether an object that is no pytree holds tensors, or will make them."""
-    if type(value) in _INERT:
+    if type(value) in INERT:
         return False
     if isinstance(value, (Generator, Coroutine, AsyncGenerator)):
         return True
@@ -152,7 +139,7 @@ class Search:
     def visit(self, value: Any, path: Path) -> Node | None:
         """Return how to rebuild `value`; `None` if no tensor is reached through it."""
         kind = type(value)
-        return None if kind in _INERT else _visit_of(kind)(self, value, path)
+        return None if kind in INERT else _visit_of(kind)(self, value, path)
 
     def tensor(self, value: Tensor, path: Path) -> int:
         """Return the index of `value` among the tensors found."""
@@ -211,27 +198,25 @@ class Search:
         # Compiled code looks its own parts up in the globals it was compiled with.
         self._compiled = outer or hasattr(fn, "_torchdynamo_orig_callable")
         with_globals = not (self._compiled or installed)
-        constants = _constants(fn) if with_globals else {}
-        node = FunctionNode(fn, constants, frozen=not installed)
-        parts = _function_parts(node, with_globals=with_globals)
-        settled = self._composite(node, parts, path)
+        node = FunctionNode(fn, with_globals=with_globals, frozen=not installed)
+        settled = self._composite(node, node.parts(), path)
         self._compiled = outer
         return settled
 
     def _tree(self, value: Any, path: Path) -> Node | None:
         kind = type(value)
-        if kind in _STANDARD_CONTAINERS:
+        if kind in STANDARD_CONTAINERS:
             if kind is defaultdict:
                 self._source(value.default_factory, path)
             if not value:
                 return None
             items = value.values() if issubclass(kind, dict) else value
-            if _INERT.issuperset(map(type, items)):
+            if INERT.issuperset(map(type, items)):
                 return None  # a long list of numbers or words, in one go
         else:
             self._sources.walk_all(attributes(value).values())
         leaves, treedef = _tree.flatten(value)
-        if all(type(leaf) in _INERT for leaf in leaves):
+        if all(type(leaf) in INERT for leaf in leaves):
             return None
         if len(leaves) == 1 and leaves[0] is value:
             return self._subclass(value, path)
@@ -285,10 +270,10 @@ class Search:
         return node
 
     def _tree_of_modules(
-        self, tree: Tree, tensors: list[Tensor], path: Path
+        self, outline: Outline, tree: Tree, tensors: list[Tensor], path: Path
     ) -> Node | None:
         """Add a tree that was searched before, unless some of it was found here too."""
-        outline, modules, entries = tree
+        _, _, modules, entries = tree
         if self._memo and not self._memo.keys().isdisjoint(map(id, modules)):
             return None
         found, first = self.found, len(self.found.tensors)
@@ -322,7 +307,7 @@ class Search:
 
     def _walk_module(self, module: nn.Module, path: Path) -> Node:
         kind = type(module)
-        known = _module_kind(kind)
+        known = module_kind(kind)
         if known.is_scripted:
             name: Any = module.original_name
             raise CaptureError(_SCRIPTED.format(name=name))
@@ -379,51 +364,6 @@ class Search:
         return self._composite(node, parts, path)
 
 
-class _ModuleKind:
-    """What is known of a class of modules.
-
-    Attributes:
-        is_scripted: whether they are TorchScript's.
-        has_own_code: whether it is not a package's.
-    """
-
-    def __init__(self, kind: type) -> None:
-        self.is_scripted = issubclass(kind, torch.jit.ScriptModule)
-        self.has_own_code = has_own_code(kind)
-        # How the attributes of its instances were last, most often those of all.
-        self._kinds: list[type] = []
-        self._empty = slice(0)
-        self._visited: list[int] = []
-
-    def visited(self, entries: dict[str, Any]) -> list[str]:
-        """Return the attributes to walk: most are flags and empty dicts of hooks."""
-        values = [*entries.values()]
-        if [*map(type, values)] != self._kinds or any(values[self._empty]):
-            self._learn(values)
-        if not self._visited:
-            return []
-        names = [*entries]
-        return [names[k] for k in self._visited]
-
-    def _learn(self, values: list[Any]) -> None:
-        self._kinds = kinds = [*map(type, values)]
-        known = [kind in _INERT or kind in _CONTAINERS for kind in kinds]
-        is_empty = [k and not v for k, v in zip(known, values, strict=True)]
-        # The longest run of nothing that starts with the first empty container.
-        starts = [k for k, kind in enumerate(kinds) if kind in _CONTAINERS]
-        start = next((k for k in starts if is_empty[k]), len(values))
-        end = is_empty.index(False, start) if False in is_empty[start:] else len(values)
-        self._empty = slice(start, end)
-        self._visited = [
-            k
-            for k, kind in enumerate(kinds)
-            if kind not in _INERT and not start <= k < end
-        ]
-
-
-_module_kind = by_class(_ModuleKind)
-
-
 def _texts(path: Path) -> list[str]:
     return [*_texts(path[0]), path[1]] if isinstance(path, tuple) else []
 
@@ -472,24 +412,3 @@ def _visit_of(kind: type) -> _Visit:
     if str(kind.__module__).startswith(_OPERATORS):
         return Search._inert
     return Search._tree if _tree.is_node(kind) else Search._object
-
-
-def _constants(fn: types.FunctionType) -> dict[str, Any]:
-    """Return the global constants, which a notebook's loop may rebind."""
-    scope = fn.__globals__
-    names = global_names(fn.__code__).loaded
-    return {n: scope[n] for n in names if n in scope and type(scope[n]) in CONSTANT}
-
-
-def _function_parts(
-    node: FunctionNode, *, with_globals: bool
-) -> Iterator[tuple[Any, Any, str]]:
-    fn: types.FunctionType = node.value
-    for i, name, content in node.variables():
-        yield ("cell", i), content, name
-    for where in ("__defaults__", "__kwdefaults__"):
-        if getattr(fn, where):
-            yield (where, ""), getattr(fn, where), f"{fn.__name__}.{where}"
-    if with_globals:
-        for name in global_names(fn.__code__).loaded:
-            yield ("global", name), fn.__globals__.get(name), name

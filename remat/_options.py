@@ -9,10 +9,11 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from remat.policies import Policy
+from remat.policies._policy import Union
 
 
 Rng = Literal["replay", "error"]
@@ -26,9 +27,6 @@ class Options:
     policy: Policy | None = None
     prune: Prune = "auto"
     rng: Rng = "replay"
-    _joined: dict[Any, Policy] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -40,36 +38,43 @@ class Options:
         policy, outer = self.policy, _AROUND.policy
         if outer is None or policy is None:
             return policy or outer
-        key = weakref.ref(outer)
-        found = self._joined.get(key)
-        if found is None:
-            # The same each time: what is known of a call is known by its policy.
-            found = self._joined[key] = policy | outer
-        return found
+        return policy | outer
 
 
 def reference(policy: Policy | None) -> Any:
     """Return what equals for equal policies, and lets the functions in them go."""
-    return None if policy is None else weakref.ref(policy)
+    if policy is None or policy.is_data:
+        return policy
+    if isinstance(policy, Union):  # of calls within one another, made for each
+        return reference(policy.left), reference(policy.right)
+    return weakref.ref(policy)
 
 
 DEFAULT = Options(prune=False)
 
 
 class _Around(threading.local):
-    """The policy of the calls that this thread is in."""
+    """The calls that this thread is in: their policy, and how many are followed."""
 
     policy: Policy | None = None
+    followed: int = 0
 
 
 _AROUND = _Around()
 
 
 @contextmanager
-def within(policy: Policy | None) -> Iterator[None]:
-    """Run the body as part of a call with a policy, in which others are already."""
+def within(policy: Policy | None, *, followed: bool) -> Iterator[None]:
+    """Run the body as part of a call with a policy, followed by a mode or not."""
     before, _AROUND.policy = _AROUND.policy, policy
+    _AROUND.followed += followed
     try:
         yield
     finally:
         _AROUND.policy = before
+        _AROUND.followed -= followed
+
+
+def is_followed() -> bool:
+    """Say whether a mode of ours follows what this thread does."""
+    return _AROUND.followed > 0

@@ -19,79 +19,22 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, compress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
-from typing_extensions import override
 
 from remat._closed import ClosedCode
 from remat._code import CONSTANT
 from remat._objects import identities, slots_of
-from remat._replicas import (
-    REGISTRIES,
-    Module,
-    ModuleNode,
-    Node,
-    Run,
-    note,
-    set_dict,
-)
+from remat._replicas import ModuleNode, registries_of
 from remat._sources import has_own_code
+from remat._trees import Part, Tree
 
 
 _dict_of = operator.attrgetter("__dict__")
-_registries_of = operator.itemgetter(*REGISTRIES)
 _HELD = frozenset({*CONSTANT, bytes, range, types.CodeType})
 _WATCHED = frozenset({OrderedDict, set})
 _HEAP_TYPE = 1 << 9  # CPython: made by a class statement
-
-
-_Indices: TypeAlias = tuple[tuple[str, int], ...]
-
-
-class Part(NamedTuple):
-    """One module of a tree: its tensors and modules by name and index in the tree.
-
-    A parameter or buffer that is `None` has the index -1.
-    """
-
-    parameters: _Indices
-    buffers: _Indices
-    modules: _Indices
-
-    def around(
-        self, entries: dict[str, Any], tensors: Sequence[Any], modules: Sequence[Any]
-    ) -> dict[str, Any]:
-        """Return what the module holds, around other tensors and modules."""
-        # Loops: as comprehensions, these would cost as much as all the rest.
-        held = entries.copy()
-        ours: dict[str, Any] = {}
-        for name, i in self.parameters:
-            ours[name] = tensors[i]
-        held["_parameters"] = ours
-        ours = {}
-        for name, i in self.buffers:
-            ours[name] = tensors[i]
-        held["_buffers"] = ours
-        ours = {}
-        for name, i in self.modules:
-            ours[name] = modules[i]
-        held["_modules"] = ours
-        return held
-
-
-class Tree(NamedTuple):
-    """A tree of modules as it is in a call.
-
-    Attributes:
-        outline: its outline.
-        modules: the user's own.
-        entries: what each holds.
-    """
-
-    outline: "Outline"
-    modules: list[nn.Module]
-    entries: list[dict[str, Any]]
 
 
 class Outline:
@@ -154,7 +97,7 @@ class Outline:
 
     def _look(self, modules: list[nn.Module]) -> None:
         dicts = [*map(_dict_of, modules)]
-        registries = [*chain.from_iterable(map(_registries_of, dicts))]
+        registries = [*chain.from_iterable(map(registries_of, dicts))]
         self._filled = [len(registry) > 0 for registry in registries]
         self._vacant = [not filled for filled in self._filled]
         self._with_modules = [f and k % 3 == 2 for k, f in enumerate(self._filled)]
@@ -217,7 +160,8 @@ class Outline:
             return None
         if False in self._present:
             tensors = [*compress(tensors, self._present)]
-        return Tree(self, modules, [*map(dict.copy, dicts)]), tensors
+        entries = [*map(dict.copy, dicts)]
+        return Tree(self.parts, len(self.texts), modules, entries), tensors
 
     def _tensors(self, registries: Sequence[dict[str, Any]]) -> list[Any]:
         with_tensors = compress(registries, self._with_tensors)
@@ -315,15 +259,16 @@ def _forget(key: int, _: object) -> None:
     _KNOWN.pop(key, None)
 
 
-def find_tree(root: nn.Module) -> tuple[Tree, list[Tensor]] | None:
-    """Return the tree under a module and its tensors, if it is as it was last."""
+def find_tree(root: nn.Module) -> tuple[Outline, Tree, list[Tensor]] | None:
+    """Return what is known of the tree under a module, if it is as it was last."""
     known = _KNOWN.get(id(root))
     if known is None or known.outline is None:
         return None
     found = known.outline.match()
-    if found is not None:
-        known.misses = 0
-    return found
+    if found is None:
+        return None
+    known.misses = 0
+    return known.outline, *found
 
 
 def learn(root: nn.Module, nodes: Sequence[ModuleNode], first: int) -> None:
@@ -338,77 +283,3 @@ def learn(root: nn.Module, nodes: Sequence[ModuleNode], first: int) -> None:
     if known.misses > 1 and not known.misses & (known.misses - 1):
         regular = is_regular(nodes, first)
         known.outline = Outline(nodes, first) if regular else None
-
-
-# --- How to rebuild it ---
-
-
-class OutlinedNode(Module):
-    """A tree of modules.
-
-    Attributes:
-        first: the index of its first tensor; the others follow.
-    """
-
-    __slots__ = ("_tree", "first")
-
-    def __init__(self, tree: Tree, first: int) -> None:
-        self._tree, self.first = tree, first
-
-    @override
-    def build(self, run: Run) -> Any:
-        """Return a replica of the root."""
-        return self.replicas(run)[0]
-
-    def replicas(self, run: Run) -> list[Any]:
-        """Return replicas of all modules, the same ones each time in a run."""
-        replicas = run.built.get(id(self))
-        if replicas is not None:
-            return replicas
-        outline, modules, entries = self._tree
-        replicas = [*map(object.__new__, map(type, modules))]
-        run.built[id(self)] = replicas
-        tensors = self._tensors(run)
-        for k, part in enumerate(outline.parts):
-            held = part.around(entries[k], tensors, replicas)
-            set_dict(replicas[k], held)
-            if run.first:
-                note(run, self, k, replicas[k], held)
-        return replicas
-
-    def _tensors(self, run: Run) -> list[Any]:
-        end = self.first + len(self._tree.outline.texts)
-        return [*run.tensors[self.first : end], None]
-
-    def branches(self) -> Iterator[tuple[nn.Module, Node]]:
-        """Yield each module, and how to rebuild it alone."""
-        modules = self._tree.modules
-        yield modules[0], self
-        for k in range(1, len(modules)):
-            yield modules[k], BranchNode(self, k)
-
-    @override
-    def contents(self, run: Run, k: int) -> dict[str, Any]:
-        """Return what a replica has for attributes."""
-        outline, _, entries = self._tree
-        replicas = self.replicas(run)
-        return outline.parts[k].around(entries[k], self._tensors(run), replicas)
-
-    @override
-    def original(self, k: int) -> tuple[nn.Module, tuple[dict[str, Any], ...]]:
-        """Return the user's own module and its registries."""
-        return self._tree.modules[k], _registries_of(self._tree.entries[k])
-
-
-class BranchNode(Node):
-    """A module within an outlined tree."""
-
-    __slots__ = ("_k", "_tree")
-
-    def __init__(self, tree: OutlinedNode, k: int) -> None:
-        self._tree, self._k = tree, k
-
-    @override
-    def build(self, run: Run) -> Any:
-        """Return its replica."""
-        return self._tree.replicas(run)[self._k]

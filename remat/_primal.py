@@ -38,7 +38,7 @@ from remat._compat import (
     without_hooks,
 )
 from remat._errors import CaptureError, MutationError, RecomputeError
-from remat._options import DEFAULT, Options, reference, within
+from remat._options import DEFAULT, Options, is_followed, reference, within
 from remat._program import Program, detached
 from remat._recipe import Tracing, is_small, trace_of
 from remat._replay import Absent, Replay
@@ -115,7 +115,8 @@ class Primal(Call):
         """Run the function, followed by a mode, if there is one."""
         if mode is None and self._policy is None:
             return self.run_around(leaves, first=first)
-        with within(self._policy), mode or contextlib.nullcontext():
+        around = within(self._policy, followed=mode is not None)
+        with around, mode or contextlib.nullcontext():
             result = self.run_around(leaves, first=first)
         if mode is not None:
             mode.end()
@@ -267,7 +268,8 @@ class Primal(Call):
                 if need and _data_moved(leaves[i], inner[i]):
                     raise self._error(_IN_PLACE, i)
         # At the base, `Escape` refuses it when and if it is differentiated.
-        if self.facts.exact or not is_graph_held(inner):
+        # A mode around this holds results for its call, which looks itself.
+        if self.facts.exact or is_followed() or not is_graph_held(inner):
             return
         torch.clear_autocast_cache()  # it may be of an autocast that is off by now
         gc.collect()

@@ -11,14 +11,14 @@ another thread would then read a stand-in for `module.weight`, lock or no lock.
 import copy
 import operator
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
 from remat import _tree
-from remat._code import global_names
+from remat._code import CONSTANT, global_names
 from remat._errors import CaptureError
 from remat._objects import (
     attributes,
@@ -216,18 +216,31 @@ class FunctionNode(Composite):
     rebind them since.
     """
 
-    __slots__ = ("_constants", "_contents")
+    __slots__ = ("_constants", "_contents", "_with_globals")
 
     def __init__(
-        self, fn: types.FunctionType, constants: dict[str, Any], *, frozen: bool
+        self, fn: types.FunctionType, *, with_globals: bool, frozen: bool
     ) -> None:
         super().__init__(fn)
-        self._constants = constants
+        self._with_globals = with_globals
+        self._constants = constants = _constants(fn) if with_globals else {}
         self._contents = [*map(_contents, fn.__closure__ or ())]
         names = fn.__code__.co_freevars
         # `__class__` stands in every method that calls super().
         closed = frozen and any(name != "__class__" for name in names)
         self.frozen = closed or bool(constants)
+
+    def parts(self) -> Iterator[tuple[Any, Any, str]]:
+        """Yield key, value and text of what it may reach."""
+        fn: types.FunctionType = self.value
+        for i, name, content in self.variables():
+            yield ("cell", i), content, name
+        for where in ("__defaults__", "__kwdefaults__"):
+            if getattr(fn, where):
+                yield (where, ""), getattr(fn, where), f"{fn.__name__}.{where}"
+        if self._with_globals:
+            for name in global_names(fn.__code__).loaded:
+                yield ("global", name), fn.__globals__.get(name), name
 
     def variables(self) -> list[tuple[int, str, Any]]:
         """Return position, name and content of the variables that are assigned."""
@@ -267,6 +280,13 @@ class FunctionNode(Composite):
         if has_globals:
             run.scopes.append((fn, scope, dict(scope)))
         return new
+
+
+def _constants(fn: types.FunctionType) -> dict[str, Any]:
+    """Return the global constants, which a notebook's loop may rebind."""
+    scope = fn.__globals__
+    names = global_names(fn.__code__).loaded
+    return {n: scope[n] for n in names if n in scope and type(scope[n]) in CONSTANT}
 
 
 _EMPTY = object()

@@ -256,7 +256,7 @@ class Tracing:
         residuals: list[Tensor] | None = []
         if mode is not None:
             residuals = mode.residuals()
-        if residuals is None:
+        if residuals is None or len(outs) != len(scripts.record.roots):
             self.trace.strike()
             return None, []
         dropped: list[int] = []
@@ -265,6 +265,7 @@ class Tracing:
         count = len(self._leaves)
         seen = mode is not None
         recipe = Recipe(self.trace, scripts, count, self._metas(dropped), seen)
+        recipe.constants = mode.constants if mode is not None else {}
         return recipe, recipe.put_away(residuals)
 
     def _metas(self, dropped: Iterable[int]) -> dict[int, Absent]:
@@ -328,6 +329,7 @@ class Recipe:
     Attributes:
         dropped: the leaves that were not kept, and what stands for them.
         scripts: the plans.
+        constants: of the operations whose results are kept.
     """
 
     __slots__ = (
@@ -336,6 +338,7 @@ class Recipe:
         "_seen",
         "_trace",
         "_versions",
+        "constants",
         "dropped",
         "scripts",
     )
@@ -351,6 +354,7 @@ class Recipe:
         self._trace, self.scripts, self._count = trace, scripts, count
         self.dropped, self._seen = dropped, seen
         self._origins: list[Origin] | None = None
+        self.constants: dict[int, Any] = {}
 
     @property
     def places(self) -> list[Decision]:
@@ -396,7 +400,7 @@ class Recipe:
         ]
         script = self.scripts.of(given)
         residuals = [*ours]
-        replay = Replay(script, residuals, self._taker(residuals))
+        replay = Replay(script, residuals, self._taker(residuals), self.constants)
         replay.start(leaves)
         whole = not _is_of_level(leaves)
         try:

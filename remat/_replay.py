@@ -243,12 +243,14 @@ class Keep(_Follow):
 
     Attributes:
         fits: whether the plan is of this forward.
+        constants: of the operations whose results are kept.
     """
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
         self._places = script.places
         self._kept: list[tuple[Tensor, int]] = []
+        self.constants: dict[int, Any] = {}
         self.fits = True
 
     @override
@@ -268,6 +270,7 @@ class Keep(_Follow):
             step = self.script.record.steps[i]
             if step.may_draw:
                 self.fits = _same_constants(step.op, args, kwargs, _same)
+            self.constants[i] = _constants(args, kwargs)
             outputs = tensors_of(result)
             for k in self._places[i]:
                 # Itself, not an alias: below autograd that would count its own changes.
@@ -329,10 +332,14 @@ class Replay(_Follow):
         script: to follow.
         residuals: what was kept, or stands for it elsewhere.
         take: gives one of them back, by its place.
+        constants: that the operations had whose results were kept.
     """
 
-    def __init__(self, script: Script, residuals: Sequence[Tensor], take: Any) -> None:
+    def __init__(
+        self, script: Script, residuals: Sequence[Tensor], take: Any, constants: Any
+    ) -> None:
         super().__init__(script)
+        self._constants = constants
         self._fates, self._residuals, self._take = script.fates, residuals, take
         self._absent: dict[int, Shared] = {}
         self._known: dict[int, int] = {}
@@ -358,7 +365,7 @@ class Replay(_Follow):
             return kernel(*args, **kwargs) if kwargs else kernel(*args)
         step = self.script.record.steps[i]
         if fate is Fate.KEEP:
-            self._check_wiring(step, args, kwargs)
+            self._check_wiring(i, step, args, kwargs)
             return self._result(step, step.result, (), self.script.places[i])
         if fate is Fate.BLIND:
             return self._on_no_values(step, args, kwargs or {})
@@ -399,11 +406,13 @@ class Replay(_Follow):
         ]
         return _filled(form, outputs, inputs)
 
-    def _check_wiring(self, step: Step, args: Any, kwargs: Any) -> None:
-        """Check that what goes into an operation comes from where it did.
+    def _check_wiring(self, i: int, step: Step, args: Any, kwargs: Any) -> None:
+        """Check that what goes into an operation is what did.
 
-        As far as that is known: of leaves, and of what was kept or is absent.
+        As far as that is known: constants, leaves, and what was kept or is absent.
         """
+        if self._constants.get(i) not in (None, _constants(args, kwargs)):
+            raise self._differs(step.op.func)
         for t, s in zip(tensors_of((args, kwargs or {})), step.reads, strict=False):
             if type(t) is Absent:
                 shared = t.storage_of
@@ -526,6 +535,12 @@ def fits_metadata(
     if len(then) != len(inputs) or not all(map(_has_metadata, inputs, then)):
         return False
     return not step.has_constants or _same_constants(op, args, kwargs, step.same)
+
+
+def _constants(args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that are no tensors."""
+    given = [*args, *(kwargs or {}).values()]
+    return [repr(arg) for arg in given if not tensors_of(arg)]
 
 
 class Expected:

@@ -90,7 +90,7 @@ class TensorNode(Node):
 
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
-_registries_of = operator.itemgetter(*REGISTRIES)
+registries_of = operator.itemgetter(*REGISTRIES)
 _dict_of = nn.Module.__dict__["__dict__"].__get__
 set_dict = nn.Module.__dict__["__dict__"].__set__
 
@@ -207,7 +207,7 @@ def note(
     run: Run, node: Module, k: int, replica: nn.Module, entries: dict[str, Any]
 ) -> None:
     """Remember a replica for `pass_on_modules`."""
-    run.modules.append((node, k, replica, _registries_of(entries)))
+    run.modules.append((node, k, replica, registries_of(entries)))
     if slots_of(type(replica)):
         run.slotted.append(replica)
 

@@ -79,6 +79,11 @@ class Policy(ABC):
         """Whether it may offload; False is a promise."""
         return any(part.offloads for part in self._parts())
 
+    @property
+    def is_data(self) -> bool:
+        """Whether it holds no function of the user's, which may hold anything."""
+        return all(part.is_data for part in self._parts())
+
     def _parts(self) -> list["Policy"]:
         return [value for value in vars(self).values() if isinstance(value, Policy)]
 
@@ -316,6 +321,12 @@ class Function(Policy):
     def offloads(self) -> bool:
         """True: it cannot be known before the function is asked."""
         return True
+
+    @property
+    @override
+    def is_data(self) -> bool:
+        """False."""
+        return False
 
     def __repr__(self) -> str:
         return f"as_policy({printed(self.fn)})"
