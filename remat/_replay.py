@@ -355,10 +355,7 @@ class Replay(_Follow):
         i = self._next
         self._next = i + 1
         if i >= len(self._funcs) or self._funcs[i] is not func:
-            if func not in IGNORED:
-                raise self._differs(func)
-            self._next = i
-            return func(*args)
+            return self._unexpected(i, func, args, kwargs or {})
         fate = self._fates[i]
         if fate is Fate.RUN:
             kernel = self._kernels[i]
@@ -370,6 +367,25 @@ class Replay(_Follow):
         if fate is Fate.BLIND:
             return self._on_no_values(step, args, kwargs or {})
         return self._left_out(i, step, args, kwargs)
+
+    def _unexpected(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operation that was not recorded, if it may be."""
+        if func in IGNORED:
+            self._next = i
+            return func(*args)
+        # After a view was changed in place, autograd makes it again of its base: of a
+        # subclass by the operation that made it, of others by one that is not seen.
+        written = 0 < i <= len(self._funcs) and self.script.record.steps[i - 1].writes
+        if not (written and is_view_op(func) and args and type(args[0]) is Absent):
+            raise self._differs(func)
+        self._next = i
+        base = args[0]
+        meta = torch.empty_strided(
+            base.shape, base.stride(), dtype=base.dtype, device="meta"
+        )
+        view = func(meta, *args[1:], **kwargs)
+        value = Value(view.shape, view.dtype, base.device, view.stride())
+        return absent(value, base.storage_of)
 
     def _on_no_values(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Run an operation for what does not depend on values, a draw say."""
