@@ -201,6 +201,8 @@ class Recorder(LeanDispatchMode):
                     t = ref() if isinstance(ref, weakref.ref) else ref
                     if t is not None:
                         self._hold(t, s)
+                # Of what is gone the view that is named is left.
+                self._hold(base_tensor(tensor), number)
                 return
 
     # --- What the graph saved ---
