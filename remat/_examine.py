@@ -22,7 +22,6 @@ from typing_extensions import override
 from remat import _storages
 from remat._compat import base_tensor, current_layer, dual_level_active
 from remat._inputs import Inputs
-from remat._op import Op
 from remat._options import Options
 from remat._plan import Fate, Record
 from remat._primal import Primal
@@ -230,9 +229,15 @@ class _Noting(Recorder):
 
     @override
     def _note(
-        self, func: Any, args: Any, kwargs: Any, result: Any, draws: bool, op: Op
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        draws: bool,
+        described: Any,
     ) -> None:
-        super()._note(func, args, kwargs, result, draws, op)
+        super()._note(func, args, kwargs, result, draws, described)
         self.calls.append(_calls()[self._outside :])
 
     @override

@@ -105,22 +105,23 @@ class Recorder(LeanDispatchMode):
         # What we ask of tensors here is no business of TorchFunctionModes.
         with no_torch_functions():
             moved = _Moved(func, args, kwargs)
-            described = self._described(func, args, kwargs)
+            # Before it runs, which may change the arguments.
+            described = (
+                tuple(map(_described, args)),
+                tuple((name, _described(v)) for name, v in kwargs.items()),
+            )
             result = func(*args, **kwargs)
             self._note(func, args, kwargs, result, moved.draws(), described)
         return result
 
-    def _described(self, func: Any, args: Any, kwargs: Any) -> Op:
-        """Describe an operation before it runs, which may change the arguments."""
-        return Op(
-            func,
-            tuple(map(_described, args)),
-            tuple((name, _described(v)) for name, v in kwargs.items()),
-            source=user_line(),
-        )
-
     def _note(
-        self, func: Any, args: Any, kwargs: Any, result: Any, draws: bool, op: Op
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        draws: bool,
+        described: tuple[Any, Any],
     ) -> None:
         inputs = tensors_of((args, kwargs))
         reads = tuple(map(self.number, inputs))
@@ -137,7 +138,8 @@ class Recorder(LeanDispatchMode):
             or not all(s in self._made or s in self.inputs for s in writes)
         )
         self._made.update(range(known, len(self._numbers)))
-        op = dataclasses.replace(op, outputs=tuple(map(_value, outputs)))
+        values = tuple(map(_value, outputs))
+        op = Op(func, *described, values, source=user_line())
         blind = _blind(func, len(outputs))
         may_draw = _DRAWS in getattr(func, "tags", ())
         self._steps.append(
@@ -343,8 +345,7 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    fake = hasattr(tensor, "fake_mode")
-    plain = type(tensor) in _PLAIN or fake
+    plain = type(tensor) in _PLAIN or hasattr(tensor, "fake_mode")
     plain = plain and tensor.layout is torch.strided
     return plain and not (tensor.is_quantized or tensor.is_nested)
 
