@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
-from remat._capture import Path, Search
+from remat._capture import Search
 from remat._code import code_of, is_constant, is_self_contained, is_static
 from remat._compat import (
     dual_level_active,
@@ -27,7 +27,7 @@ from remat._compat import (
 from remat._draws import without_draws
 from remat._program import Program
 from remat._rebuild import Node, build, is_same, pass_on
-from remat._structure import Out, apply, argument_name, flatten_arguments
+from remat._structure import Out, Path, apply, argument_name, flatten_arguments
 from remat._trees import OutlinedNode
 from remat._types import Fn
 

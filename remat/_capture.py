@@ -48,31 +48,12 @@ from remat._rebuild import (
 )
 from remat._replicas import ModuleNode, Node, TensorNode
 from remat._sources import Sources, is_scripted, is_stream
+from remat._structure import Found, Path
 from remat._trees import OutlinedNode, Tree
 
 
-# The position of an argument, `None` for the function, or a chain of `(parent, text)`.
-Path: TypeAlias = tuple[Any, str] | int | None
 _Parts: TypeAlias = Iterable[tuple[Any, Any, str]]
 _requires_grad = operator.attrgetter("requires_grad")
-
-
-class Found:
-    """The tensors that one call refers to.
-
-    Attributes:
-        tensors: each once, those passed first.
-        origins: the path of each.
-        buffers: the tensors that the function may update in place, as it would without
-            remat: index, and whether it is a module's registered buffer.
-    """
-
-    __slots__ = ("buffers", "origins", "tensors")
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.origins: list[Path] = []
-        self.buffers: dict[int, bool] = {}
 
 
 def holds_tensors(value: Any) -> bool:

@@ -9,13 +9,35 @@ import inspect
 import operator
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from remat import _tree
 from remat._errors import CaptureError, RecomputeError
 from remat._types import Fn, Leaf, Outputs
+
+
+# The position of an argument, `None` for the function, or a chain of `(parent, text)`.
+Path: TypeAlias = tuple[Any, str] | int | None
+
+
+class Found:
+    """The tensors that one call refers to.
+
+    Attributes:
+        tensors: each once, those passed first.
+        origins: the path of each.
+        buffers: the tensors that the function may update in place, as it would without
+            remat: index, and whether it is a module's registered buffer.
+    """
+
+    __slots__ = ("buffers", "origins", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.origins: list[Path] = []
+        self.buffers: dict[int, bool] = {}
 
 
 def flatten_arguments(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from remat import _outlines, remat
+from remat import _outlines, _trees, remat
 from remat._capture import Search
 from remat.testing import assert_same, count_ops
 
@@ -64,12 +64,12 @@ def used(module):
     """Call until the outline is learnt; say whether it is used."""
     for _ in range(3):
         found(module)
-    return type(found(module)[0]) is _outlines.OutlinedNode
+    return type(found(module)[0]) is _trees.OutlinedNode
 
 
 def test_a_tree_that_was_searched_twice_is_not_searched_again():
     module = Outer()
-    kinds = [type(found(module)[0]) is _outlines.OutlinedNode for _ in range(4)]
+    kinds = [type(found(module)[0]) is _trees.OutlinedNode for _ in range(4)]
     assert kinds == [False, False, True, True]
 
 
@@ -79,7 +79,7 @@ def test_what_is_found_is_the_same():
     _, walked = found(module)
     assert used(module)
     node, outlined = found(module)
-    assert type(node) is _outlines.OutlinedNode
+    assert type(node) is _trees.OutlinedNode
     a, b = walked.found, outlined.found
     assert [*map(id, a.tensors)] == [*map(id, b.tensors)]
     assert a.buffers == b.buffers
@@ -365,7 +365,7 @@ def test_other_trees_are_walked(change):
     change(module, x)
     for _ in range(3):
         assert_same(gradients(remat(module), module, x), gradients(module, module, x))
-    assert type(found(module)[0]) is not _outlines.OutlinedNode
+    assert type(found(module)[0]) is not _trees.OutlinedNode
 
 
 # --- What it holds ---------------------------------------------------------------
