@@ -91,22 +91,28 @@ class Trace:
     Attributes:
         scripts: the plans; None if there is to be a new record.
         reason: why there are none, and will not be.
-        proven: whether a replay has succeeded.
+        outputs: those that can be differentiated.
+        proven: those that a replay has succeeded for.
         names: those that the policy mentions.
     """
 
-    __slots__ = ("names", "proven", "reason", "scripts", "strikes")
+    __slots__ = ("names", "outputs", "proven", "reason", "scripts", "strikes")
 
     def __init__(self) -> None:
         self.scripts: Scripts | None = None
         self.reason = ""
-        self.proven = False
+        self.outputs: frozenset[int] = frozenset()
+        self.proven: set[int] = set()
         self.names: frozenset[str] = frozenset()
         self.strikes = 0
 
+    def is_proven(self) -> bool:
+        """Say whether nothing is read but what was recorded, whatever is given."""
+        return bool(self.proven) and self.proven >= self.outputs
+
     def strike(self) -> None:
         """Give a record up that did not fit."""
-        self.scripts, self.proven = None, False
+        self.scripts, self.proven = None, set()
         self.strikes += 1
         if self.strikes > _STRIKES:
             self.reason = f"{_STRIKES} records did not fit the calls after them"
@@ -117,7 +123,7 @@ class Trace:
         if len(learned) > _LESSONS:
             self.reason = "the function reads too much other than by operations"
         if self.scripts is not None:
-            self.proven = False
+            self.proven = set()
             self.scripts = Scripts(
                 scripts.record, scripts.decisions, prune=scripts.prune, learned=learned
             )
@@ -224,7 +230,7 @@ class Tracing:
             return
         if scripts is None:
             self.mode = Recorder(inner, policy)
-        elif trace.proven and self._droppable(scripts.full.plan):
+        elif trace.is_proven() and self._droppable(scripts.full.plan):
             self.mode = Verify(scripts.full, inner, key_of)
         elif scripts.full.places:
             self.mode = Keep(scripts.full)
@@ -283,7 +289,8 @@ class Tracing:
             trace.reason = reason_against(record, scripts.full.plan)
             if trace.reason:
                 return None, []
-        trace.scripts = scripts
+        trace.scripts, trace.proven = scripts, set()
+        trace.outputs = frozenset(j for j, o in enumerate(outs) if o.requires_grad)
         trace.names = frozenset() if policy is None else policy.names
         scripts = _with_what_was_held(scripts, recorder)
         outputs = [
@@ -415,7 +422,10 @@ class Recipe:
             if current_layer() is None and not torch.is_grad_enabled():
                 replay.note_escaped()
             if not replay.trouble:
-                self._trace.proven = self._trace.proven or whole
+                trace = self._trace
+                # Another record may have taken its place since.
+                if whole and trace.scripts is self.scripts:
+                    self._trace.proven.update(given)
                 self._trace.warn_of_names()
                 return grads
             self._note(replay, None)
