@@ -135,6 +135,7 @@ class Primal(Call):
             return None
         options = reference(policy), prune, *self.facts.needs, self._ambient.key
         trace = trace_of((*program.signature, *options), leaves)
+        trace = trace.of(getattr(self._fn, "__self__", self._fn))
         return Tracing(trace, policy, prune, leaves, inner)
 
     # --- The forward ---

@@ -17,9 +17,10 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat._compat import base_tensor, current_layer, is_lazy
 from remat._cost import reason_against
@@ -94,9 +95,19 @@ class Trace:
         outputs: those that can be differentiated.
         proven: those that a replay has succeeded for.
         names: those that the policy mentions.
+        followed: whether there is a policy.
     """
 
-    __slots__ = ("names", "outputs", "proven", "reason", "scripts", "strikes")
+    __slots__ = (
+        "_parts",
+        "followed",
+        "names",
+        "outputs",
+        "proven",
+        "reason",
+        "scripts",
+        "strikes",
+    )
 
     def __init__(self) -> None:
         self.scripts: Scripts | None = None
@@ -105,6 +116,19 @@ class Trace:
         self.proven: set[int] = set()
         self.names: frozenset[str] = frozenset()
         self.strikes = 0
+        self.followed = False
+        self._parts: WeakKeyDictionary[Any, Trace] | None = None
+
+    def of(self, owner: Any) -> "Trace":
+        """Return the trace of one module, once modules of this signature differ.
+
+        In a constant, say, that is no argument: a shift, or a dilation.
+        """
+        if not self.strikes or not isinstance(owner, nn.Module):
+            return self
+        if self._parts is None:
+            self._parts = WeakKeyDictionary()
+        return self._parts.setdefault(owner, Trace())
 
     def is_proven(self) -> bool:
         """Say whether nothing is read but what was recorded, whatever is given."""
@@ -114,8 +138,10 @@ class Trace:
         """Give a record up that did not fit."""
         self.scripts, self.proven = None, set()
         self.strikes += 1
-        if self.strikes > _STRIKES:
+        if self.strikes > _STRIKES and self._parts is None:
             self.reason = f"{_STRIKES} records did not fit the calls after them"
+            if self.followed:
+                warnings.warn(_GIVEN_UP.format(reason=self.reason), stacklevel=2)
 
     def learn(self, scripts: Scripts, numbers: Iterable[int]) -> None:
         """Plan again, for something read storages that were thought not needed."""
@@ -136,6 +162,10 @@ class Trace:
             warnings.warn(_UNKNOWN.format(names=names), stacklevel=2)
 
 
+_GIVEN_UP = (
+    "remat: a policy is not followed any more: {reason}, since they depend on more "
+    "than arguments, code and the modes of modules. Pass what changes as an argument."
+)
 _UNKNOWN = (
     "remat: the policy names {names}, but no checkpoint_name in this program has given "
     "such a name to a value. Nothing is saved for it."
@@ -292,6 +322,7 @@ class Tracing:
         trace.scripts, trace.proven = scripts, set()
         trace.outputs = frozenset(j for j, o in enumerate(outs) if o.requires_grad)
         trace.names = frozenset() if policy is None else policy.names
+        trace.followed = policy is not None
         scripts = _with_what_was_held(scripts, recorder)
         outputs = [
             (record.steps[i].op.outputs[k], record.steps[i].makes[k])
