@@ -421,13 +421,13 @@ def sometimes_noise(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_operation_of_the_users_that_draws_in_some_calls_only(policy):
-    sign = [1.0]
+    sign = torch.ones(3)
 
     def fn(x):
-        sometimes_noise(torch.full((3,), sign[0]))
+        sometimes_noise(sign)
         return dead_end((x * torch.rand(4, 4, dtype=x.dtype)).exp())
 
     def start(call):
-        sign[0] = 1.0 if call % 3 == 2 else -1.0
+        sign.fill_(1.0 if call % 3 == 2 else -1.0)
 
     assert_exact(fn, X, policy=POLICIES[policy], before=start, pruned=None, calls=7)

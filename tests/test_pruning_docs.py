@@ -1,0 +1,204 @@
+"""What docs/pruning.md says in words, in the order of that page.
+
+Most of it is tested at length elsewhere: promises in test_pruning_safety.py and its
+neighbors, inputs in test_pruning_inputs.py, errors in test_recompute_error.py, what is
+held in test_traces.py.
+"""
+
+import pytest
+import torch
+from helpers import leaves_of, scalar
+from pruning_helpers import W, X, last_trace, of_backward, total
+from torch import Tensor
+
+from remat import RecomputeError, remat
+from remat._recipe import TRACES
+from remat.testing import assert_same, count_ops
+
+
+@pytest.fixture(autouse=True)
+def _first_calls():
+    TRACES.clear()
+
+
+def dead_end(h):
+    return h.sin() * 2 + 1
+
+
+def work(fn, *args):
+    with count_ops() as ops:
+        of_backward(fn, args)
+    return total(ops)
+
+
+# --- What is promised ---
+
+
+def test_a_draw_that_nothing_needs_is_drawn_all_the_same():
+    def fn(x):
+        torch.nn.functional.dropout(x)
+        return dead_end((x * torch.rand(4, 4, dtype=x.dtype)).exp())
+
+    ours = remat(fn, prune=True)
+    of_backward(ours, (X,))
+    with count_ops() as ops:
+        of_backward(ours, (X,))
+    assert ops["bernoulli_"] == 2
+    assert ops["div_"] == 1, "but what is made of it is not made again"
+
+
+def test_the_records_of_the_last_512_kinds_are_held():
+    assert TRACES._size == 512
+
+
+# --- When it is off ---
+
+
+class OfTheUser(Tensor):
+    """A tensor class of the user's."""
+
+
+@pytest.mark.parametrize("case", ["compiled", "class", "small"])
+def test_where_it_is_off_the_recomputation_is_full(case):
+    x, fn, prune = X, lambda x: dead_end((x * 2).exp()), True
+    if case == "compiled":
+        compiled = torch.compile(torch.sin, backend="eager")
+        fn = lambda x: dead_end((x * 2).exp()) if x is None else compiled(x).sin()
+    if case == "class":
+        x = X.as_subclass(OfTheUser)
+    if case == "small":
+        prune = "auto"
+    ours, full = remat(fn, prune=prune), remat(fn, prune=False)
+    for _ in range(3):
+        assert work(ours, x) == work(full, x)
+    assert not any(t.scripts for t in TRACES._traces.values())
+
+
+def test_forward_mode_is_not_recorded():
+    ours = remat(lambda x: dead_end(x.exp()), prune=True)
+    got = torch.func.jvp(ours, (X,), (W,))
+    assert_same(got, torch.func.jvp(lambda x: dead_end(x.exp()), (X,), (W,)))
+    assert not any(t.scripts for t in TRACES._traces.values())
+    with count_ops() as ops:
+        torch.func.jvp(torch.func.grad(lambda x: scalar(ours(x))), (X,), (W,))
+    assert ops["exp"] >= 2
+
+
+# --- What a function that differs gets ---
+
+
+def test_state_that_changes_unseen_gives_the_function_of_the_backward():
+    state = {"on": True}
+
+    def fn(x):
+        return dead_end(x.exp() if state["on"] else x.tanh())
+
+    def gradient(wrapped):
+        state["on"] = True
+        (x,) = leaves_of(X)
+        loss = scalar(wrapped(x))
+        state["on"] = False
+        return torch.autograd.grad(loss, x)[0]
+
+    ours = remat(fn, prune=True)
+    for _ in range(2):
+        state["on"] = True
+        of_backward(ours, (X,))
+    assert_same(gradient(ours), gradient(remat(fn, prune=False)))
+
+
+# --- Limits ---
+
+
+def test_what_ran_before_a_recomputation_was_given_up_runs_again():
+    ran, hooks = [], []
+
+    def fn(x):
+        ran.append(None)
+        h, other = x.sin(), x * 3
+        (y := x * 1.0).register_hook(lambda g: g * other.detach())
+        (z := y * 2).register_hook(hooks.append)
+        return h.exp() + z
+
+    ours = remat(fn, prune=True)
+    counts = []
+    for _ in range(3):
+        ran.clear(), hooks.clear()
+        of_backward(ours, (X,))
+        counts.append((len(ran), len(hooks)))
+    assert counts[0][0] == 3, "forward, the replay given up, in full"
+    assert counts[1:] == [(2, 1)] * 2
+
+
+CALLS: list = []
+
+
+@torch.library.custom_op("pruning_docs::counted", mutates_args=())
+def counted(x: Tensor) -> Tensor:
+    CALLS.append(None)
+    return x * 2
+
+
+@torch.library.custom_op("pruning_docs::counted_", mutates_args=())
+def counted_without_result(x: Tensor) -> None:
+    CALLS.append(None)
+
+
+@pytest.mark.parametrize("op", [counted, counted_without_result], ids=["one", "none"])
+def test_side_effects_of_an_operator_that_is_left_out(op):
+    def fn(x):
+        op(x.detach())
+        return dead_end((x * 2).exp())
+
+    ours = remat(fn, prune=True)
+    for _ in range(3):
+        CALLS.clear()
+        assert_same(of_backward(ours, (X,)), of_backward(fn, (X,)))
+    # Once more for the plain call.
+    assert len(CALLS) == (2 if op is counted else 3)
+
+
+def test_the_class_of_what_is_left_out():
+    seen = []
+
+    def fn(x, w):
+        h = x * 2
+        seen.append((isinstance(h, Tensor), type(h) is Tensor))
+        return h + w.sin()
+
+    ours = remat(fn, prune=True)
+    of_backward(ours, (X, W))
+    assert seen == [(True, True), (True, False)]
+
+
+def test_a_read_now_and_then_is_an_error_once():
+    state = {"on": False}
+
+    def fn(x, w):
+        factor = float(x.detach().numpy()[0, 0]) if state["on"] else 1.5
+        return (w * factor).sin() + x
+
+    def gradients(fn):
+        x, w = leaves_of(X, W)
+        return torch.autograd.grad(scalar(fn(x * 1, w * 1)), (x, w))
+
+    ours = remat(fn, prune=True)
+    for _ in range(3):
+        gradients(ours)
+    state["on"] = True
+    with pytest.raises(RecomputeError, match="inputs were not kept"):
+        gradients(ours)
+    for _ in range(3):
+        assert_same(gradients(ours), gradients(fn))
+    assert not last_trace().reason
+
+
+def test_an_outer_call_that_was_recorded_first():
+    """What the inner call lets go of later is recomputed by the outer one."""
+    inner = remat(lambda h: 2 * h + 1, prune=True)
+    ours = remat(lambda x: inner(x.sin()) * 3, prune=True)
+    for _ in range(3):
+        of_backward(ours, (X,))
+    with count_ops() as ops:
+        of_backward(ours, (X,))
+    assert ops["sin"] == 3, "forward, recomputed, and that of the loss"
