@@ -141,6 +141,8 @@ class Jvp(Program):
     def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
         """Recompute the program and push the tangents forward through it."""
         del mode
+        if not self._of.facts.differentiable:
+            return ()  # its results are inputs as they are
         primals, tangents = leaves[: self._arity], leaves[self._arity :]
         if base_dual_level_active():
             return self._push_dual(primals, tangents)
