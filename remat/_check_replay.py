@@ -33,7 +33,7 @@ from remat._errors import RecomputeError
 from remat._options import DEFAULT
 from remat._primal import Primal
 from remat._program import Facts, Program, detached, has_derivatives
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat._types import Fn
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from remat._absent import IGNORED, tensors_of
 from remat._code import CONSTANT, user_line
 from remat._compat import LeanDispatchMode, StorageRef, eager_only, undisturbed
-from remat._replay import IGNORED, tensors_of
 from remat._storages import parts, written_by
 
 

@@ -21,16 +21,18 @@ from typing_extensions import override
 
 from remat import _storages
 from remat._compat import base_tensor, current_layer, dual_level_active
+from remat._graph import nodes_of
 from remat._inputs import Inputs
 from remat._options import Options
 from remat._plan import Fate, Record
 from remat._primal import Primal
 from remat._program import Program
-from remat._recipe import Trace, Tracing, is_droppable, is_small
+from remat._recipe import Tracing, is_droppable
 from remat._rules import Batch
 from remat._storages import parts
 from remat._streams import Stream
-from remat._trace import Recorder, nodes_of
+from remat._trace import Recorder
+from remat._traces import Trace, is_small
 from remat._transform import record
 from remat._types import Fn
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from remat._absent import Absent
 from remat._ambient import Ambient
 from remat._buffers import shield, update, written
 from remat._call import Call
@@ -40,10 +41,11 @@ from remat._compat import (
 from remat._errors import CaptureError, MutationError, RecomputeError
 from remat._options import DEFAULT, Options, is_followed, reference, within
 from remat._program import Program, detached
-from remat._recipe import Tracing, is_small, trace_of
-from remat._replay import Absent, Replay
+from remat._recipe import Tracing
+from remat._replay import Replay
 from remat._structure import Out
 from remat._trace import Recorder
+from remat._traces import is_small, trace_of
 from remat._types import Fn, Outputs
 
 

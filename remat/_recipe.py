@@ -1,228 +1,32 @@
-"""How calls are recomputed: what those of one signature share, and what one call adds.
+"""How one call is recomputed.
 
-A `Trace` is shared: the record of one call, and the plans made of it. `Tracing` is what
-one forward does with it: record it, follow it, or nothing. A `Recipe` is what that
-leaves for the backward of that call.
+`Tracing` is what one forward does with the trace of its signature (`_traces`): record
+it, follow it, or nothing. A `Recipe` is what that leaves for the backward of the call.
 
 Invariant: a trace is only an optimization. A replay that does not fit is given up, and
-the function runs as it is; inputs are dropped only where a replay of this trace has
+the function runs as it is; inputs are dropped only where replays of this trace have
 succeeded, and the forward at hand was seen to do the same.
-Rejected: to prove that a record fits before it is used. The signature is compared, but
-whatever else a function reads may differ; what is absent cannot be read by mistake.
+Rejected: one plan for all calls of a module. What is given differs, and so what is
+read.
 """
 
 import operator
-import threading
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from remat._absent import Absent, like
 from remat._compat import base_tensor, current_layer, is_lazy
 from remat._cost import reason_against
 from remat._errors import MutationError, RecomputeError
 from remat._offload import Fetched, Origin, in_file, in_host_memory, origin_of
-from remat._plan import Plan, Record, plan
-from remat._replay import (
-    Absent,
-    Check,
-    Keep,
-    Replay,
-    Script,
-    Verify,
-    like,
-)
-from remat._trace import Recorder, key_of, names_given
+from remat._plan import Plan
+from remat._replay import Check, Keep, Replay, Verify
+from remat._trace import Recorder, key_of
+from remat._traces import Scripts, Trace
 from remat.policies import Decision, Policy
-
-
-_STRIKES = 3  # records that did not fit, before no more is made
-_LESSONS = 16  # values read that no operation reads, before they are given up
-
-
-class Scripts:
-    """The plans of one record.
-
-    Args:
-        record: of a forward.
-        decisions: what the policy says of each operation.
-        prune: whether to leave out what is not needed.
-        learned: storages that are needed besides.
-    """
-
-    __slots__ = ("_narrowed", "decisions", "full", "learned", "prune", "record")
-    full: Script
-
-    def __init__(
-        self,
-        record: Record,
-        decisions: Sequence[Decision],
-        *,
-        prune: bool,
-        learned: Iterable[int] = (),
-    ) -> None:
-        self.record, self.decisions, self.prune = record, decisions, prune
-        self.learned = frozenset(learned)
-        saveable = [i for i, decision in enumerate(decisions) if decision]
-        made = plan(record, saveable, learned=self.learned, prune=prune)
-        self.full = Script(record, made)
-        self._narrowed: dict[tuple[int, ...], Script] = {}
-
-    def of(self, given: Sequence[int]) -> Script:
-        """Return the script for the outputs that have cotangents."""
-        if not self.prune or len(given) == len(self.record.roots):
-            return self.full
-        key = tuple(given)
-        script = self._narrowed.get(key)
-        if script is None:
-            kept = self.full.plan.kept
-            made = plan(self.record, kept, given, learned=self.learned)
-            script = Script(self.record, made, self.full.plan.residuals)
-            self._narrowed[key] = script
-        return script
-
-
-class Trace:
-    """What calls of one signature share.
-
-    Attributes:
-        scripts: the plans; None if there is to be a new record.
-        reason: why there are none, and will not be.
-        outputs: those that can be differentiated.
-        proven: those that a replay has succeeded for.
-        names: those that the policy mentions.
-        followed: whether there is a policy.
-    """
-
-    __slots__ = (
-        "_parts",
-        "followed",
-        "names",
-        "outputs",
-        "proven",
-        "reason",
-        "scripts",
-        "strikes",
-    )
-
-    def __init__(self) -> None:
-        self.scripts: Scripts | None = None
-        self.reason = ""
-        self.outputs: frozenset[int] = frozenset()
-        self.proven: set[int] = set()
-        self.names: frozenset[str] = frozenset()
-        self.strikes = 0
-        self.followed = False
-        self._parts: WeakKeyDictionary[Any, Trace] | None = None
-
-    def of(self, owner: Any) -> "Trace":
-        """Return the trace of one module, once modules of this signature differ.
-
-        In a constant, say, that is no argument: a shift, or a dilation.
-        """
-        if not self.strikes or not isinstance(owner, nn.Module):
-            return self
-        if self._parts is None:
-            self._parts = WeakKeyDictionary()
-        return self._parts.setdefault(owner, Trace())
-
-    def is_proven(self) -> bool:
-        """Say whether nothing is read but what was recorded, whatever is given."""
-        return bool(self.proven) and self.proven >= self.outputs
-
-    def strike(self) -> None:
-        """Give a record up that did not fit."""
-        self.scripts, self.proven = None, set()
-        self.strikes += 1
-        if self.strikes > _STRIKES and self._parts is None:
-            self.reason = f"{_STRIKES} records did not fit the calls after them"
-            if self.followed:
-                warnings.warn(_GIVEN_UP.format(reason=self.reason), stacklevel=2)
-
-    def learn(self, scripts: Scripts, numbers: Iterable[int]) -> None:
-        """Plan again, for something read storages that were thought not needed."""
-        learned = scripts.learned.union(numbers)
-        if len(learned) > _LESSONS:
-            self.reason = "the function reads too much other than by operations"
-        if self.scripts is not None:
-            self.proven = set()
-            self.scripts = Scripts(
-                scripts.record, scripts.decisions, prune=scripts.prune, learned=learned
-            )
-
-    def warn_of_names(self) -> None:
-        """Warn, once, of names that the policy mentions and nothing was ever given."""
-        unknown, self.names = self.names - names_given(), frozenset()
-        if unknown:
-            names = ", ".join(map(repr, sorted(unknown)))
-            warnings.warn(_UNKNOWN.format(names=names), stacklevel=2)
-
-
-_GIVEN_UP = (
-    "remat: a policy is not followed any more: {reason}, since they depend on more "
-    "than arguments, code and the modes of modules. Pass what changes as an argument."
-)
-_UNKNOWN = (
-    "remat: the policy names {names}, but no checkpoint_name in this program has given "
-    "such a name to a value. Nothing is saved for it."
-)
-
-
-class _Traces:
-    """The traces by signature; the least recently used go first."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._lock = size, threading.Lock()
-        self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
-
-    def __getitem__(self, key: Hashable) -> Trace:
-        with self._lock:
-            trace = self._traces.get(key)
-            if trace is None:
-                trace = self._traces[key] = Trace()
-                if len(self._traces) > self._size:
-                    self._traces.popitem(last=False)
-            else:
-                self._traces.move_to_end(key)
-            return trace
-
-    def __len__(self) -> int:
-        return len(self._traces)
-
-    def clear(self) -> None:
-        """Forget all."""
-        with self._lock:
-            self._traces.clear()
-
-
-TRACES = _Traces(512)
-_meta = operator.attrgetter("shape", "dtype", "device")
-_stride = operator.methodcaller("stride")
-_is_contiguous = operator.methodcaller("is_contiguous")
-
-
-_numel = operator.methodcaller("numel")
-_SMALL = 2**15  # elements
-
-
-def is_small(leaves: Sequence[Tensor]) -> bool:
-    """Say whether "auto" does not even look: too little is there to be worth it."""
-    return sum(map(_numel, leaves)) < _SMALL
-
-
-def trace_of(signature: Hashable, leaves: Sequence[Tensor]) -> Trace:
-    """Return what is shared by the calls of a signature, on such leaves."""
-    metas = [*map(_meta, leaves)]
-    try:
-        if not all(map(_is_contiguous, leaves)):
-            metas += map(_stride, leaves)
-    except RuntimeError:  # of sparse tensors
-        metas += [(t.layout, type(t)) for t in leaves]
-    return TRACES[signature, tuple(metas)]
 
 
 class Tracing:

@@ -1,13 +1,12 @@
 """Runs a function again under a plan: what is kept is handed in, what is dead left out.
 
 `Keep` runs in the forward and collects what the plan keeps, `Replay` in the backward.
-An operation that is dead returns an `Absent`: a tensor of the right shape that has no
-value, and that nobody can read.
+An operation that is dead returns what is absent (`_absent`), which nobody can read.
 
 Invariant: what a replay gives was computed, or kept by this very call. A plan that does
 not fit the call at hand shows: as another operation, or as a read of what is absent.
-Rejected: a buffer of NaN to stand for what is absent. It costs memory and as much time,
-and who reads it gets a number.
+Rejected: running the recorded operations without the function. Hooks, custom Functions
+and the control flow of this call are in no record.
 """
 
 import sys
@@ -18,158 +17,37 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from remat._code import user_line
+from remat._absent import (
+    DETACH,
+    IGNORED,
+    Absent,
+    MismatchError,
+    Shared,
+    Trouble,
+    absent,
+    like,
+    tensors_of,
+)
 from remat._compat import (
     LeanDispatchMode,
     base_tensor,
     eager_only,
     is_view_op,
     kernel_of,
-    no_torch_function,
-    refuse_data_ptr,
     storage_id,
-    tensor_without_data,
 )
 from remat._errors import RecomputeError
-from remat._op import Op, Value
-from remat._plan import Fate, Passed, Plan, Record, Slot, Step
-
-
-# Autograd detaches what it saves of a result: not an operation of the function.
-DETACH = torch.ops.aten.detach.default
-# Nor is what fake tensors are asked for.
-IGNORED = frozenset(
-    {DETACH, torch.ops.prim.device.default, torch.ops.prim.layout.default}
+from remat._match import (
+    Expected,
+    constants_of,
+    described,
+    filled,
+    fits_metadata,
+    has_same_constants,
+    present,
 )
-
-
-class MissingError(RuntimeError):
-    """Something read a value that was left out.
-
-    Attributes:
-        shared: what stands for the storage read.
-    """
-
-    def __init__(self, shared: "Shared", reader: Any) -> None:
-        super().__init__(_READ.format(reader=reader))
-        self.shared = shared
-        # The user's code may catch it.
-        shared.trouble.missed.append(shared.number)
-
-
-_READ = (
-    "remat: {reader} reads a value that the recomputation left out, since no "
-    "operation recorded in the forward reads it. Pass prune=False to recompute all."
-)
-
-
-class MismatchError(RuntimeError):
-    """A replay came by another operation than was recorded."""
-
-
-class Trouble:
-    """What a replay came by that the plan did not expect.
-
-    Attributes:
-        missed: the storages that were read and are not there.
-        differs: how the operations differ.
-    """
-
-    __slots__ = ("differs", "missed")
-
-    def __init__(self) -> None:
-        self.missed: list[int] = []
-        self.differs = ""
-
-    def __bool__(self) -> bool:
-        return bool(self.missed or self.differs)
-
-
-class Shared:
-    """Stands for a storage that is not there; whoever shares it has the same."""
-
-    __slots__ = ("number", "trouble")
-
-    def __init__(self, number: int, trouble: Trouble) -> None:
-        self.number, self.trouble = number, trouble
-
-
-_NOWHERE = Shared(-1, Trouble())
-
-
-class Absent(Tensor):
-    """A tensor without a value.
-
-    Attributes:
-        storage_of: what stands for its storage.
-    """
-
-    storage_of: "Shared"
-    __torch_function__ = no_torch_function
-
-    @classmethod
-    @override
-    @eager_only
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        absent = [t for t in tensors_of((args, kwargs)) if type(t) is Absent]
-        if func is DETACH:
-            return like(absent[0])
-        raise MissingError(absent[0].storage_of, func)
-
-
-def _refuse(tensor: Absent, *_: Any, **__: Any) -> Any:
-    raise MissingError(tensor.storage_of, "Python")
-
-
-# They read memory without an operation, and would find none.
-for _name in ("data_ptr", "numpy", "storage", "tolist", "untyped_storage"):
-    setattr(Absent, _name, _refuse)
-for _name in ("__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__"):
-    setattr(Absent, _name, _refuse)
-
-
-def absent(value: Value, shared: Shared) -> Absent:
-    """Return a tensor of the metadata given, without a value."""
-    new: Absent = tensor_without_data(
-        Absent,
-        value.shape,
-        value.stride,
-        value.offset,
-        None,
-        value.dtype,
-        torch.strided,
-        value.device,
-    )
-    new.storage_of = shared
-    refuse_data_ptr(new)
-    return new
-
-
-def like(tensor: Tensor, shared: Shared | None = None) -> Absent:
-    """Return an absent tensor like one that is there or is not."""
-    meta = (tuple(tensor.shape), tensor.dtype, tensor.device)
-    value = Value(*meta, tuple(tensor.stride()), int(tensor.storage_offset()))
-    return absent(value, shared or getattr(tensor, "storage_of", _NOWHERE))
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors among an operation's arguments or results, in order."""
-    found: list[Tensor] = []
-    _collect((tree,), found)
-    return found
-
-
-def _collect(trees: Any, found: list[Tensor]) -> None:
-    for part in trees:
-        if isinstance(part, Tensor):
-            found.append(part)
-        elif isinstance(part, (list, tuple)):
-            _collect(part, found)
-        elif isinstance(part, dict):
-            _collect(part.values(), found)
+from remat._op import Value
+from remat._plan import Fate, Plan, Record, Slot, Step
 
 
 class Script:
@@ -269,8 +147,8 @@ class Keep(_Follow):
         if i in self._places:
             step = self.script.record.steps[i]
             if step.may_draw:
-                self.fits = _same_constants(step.op, args, kwargs, _same)
-            self.constants[i] = _constants(args, kwargs)
+                self.fits = has_same_constants(step.op, args, kwargs)
+            self.constants[i] = constants_of(args, kwargs)
             outputs = tensors_of(result)
             for k in self._places[i]:
                 # Itself, not an alias: below autograd that would count its own changes.
@@ -343,6 +221,7 @@ class Replay(_Follow):
         self._fates, self._residuals, self._take = script.fates, residuals, take
         self._absent: dict[int, Shared] = {}
         self._known: dict[int, int] = {}
+        self._written = False  # something that is absent
         self.trouble = Trouble()
 
     @override
@@ -353,9 +232,11 @@ class Replay(_Follow):
         if func is DETACH:
             return func(*args)
         i = self._next
+        if self._written and self._is_made_again(i, func, args, kwargs):
+            return self._made_again(func, args, kwargs)
         self._next = i + 1
         if i >= len(self._funcs) or self._funcs[i] is not func:
-            return self._unexpected(i, func, args, kwargs or {})
+            return self._unexpected(i, func, args)
         fate = self._fates[i]
         if fate is Fate.RUN:
             kernel = self._kernels[i]
@@ -368,34 +249,47 @@ class Replay(_Follow):
             return self._on_no_values(step, args, kwargs or {})
         return self._left_out(i, step, args, kwargs)
 
-    def _unexpected(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operation that was not recorded, if it may be."""
-        if func in IGNORED:
-            self._next = i
-            return func(*args)
-        # After a view was changed in place, autograd makes it again of its base: of a
-        # subclass by the operation that made it, of others by one that is not seen.
-        written = 0 < i <= len(self._funcs) and self.script.record.steps[i - 1].writes
-        if not (written and is_view_op(func) and args and type(args[0]) is Absent):
+    def _unexpected(self, i: int, func: Any, args: Any) -> Any:
+        """Return the result of an operation that is none of the function's."""
+        if func not in IGNORED:
             raise self._differs(func)
         self._next = i
+        return func(*args)
+
+    def _is_made_again(self, i: int, func: Any, args: Any, kwargs: Any) -> bool:
+        """Say whether a view is made by autograd, and not by the function.
+
+        After a view was changed in place, autograd makes it again of its base: of a
+        subclass by the operation that made it, of others by one that is not seen.
+        """
+        if not (args and type(args[0]) is Absent and is_view_op(func)):
+            return False
+        if i >= len(self._funcs) or self._funcs[i] is not func:
+            return True
+        step, expected = self.script.record.steps[i], self.script.expected.get(i)
+        same = step.reads[0] == args[0].storage_of.number and expected is not None
+        return not (same and fits_metadata(expected, args, kwargs, tensors_of(args)))
+
+    def _made_again(self, func: Any, args: Any, kwargs: Any) -> Any:
         base = args[0]
-        meta = torch.empty_strided(
-            base.shape, base.stride(), dtype=base.dtype, device="meta"
-        )
-        view = func(meta, *args[1:], **kwargs)
-        value = Value(view.shape, view.dtype, base.device, view.stride())
-        return absent(value, base.storage_of)
+        layout = base.shape, base.stride()
+        meta = torch.empty_strided(*layout, dtype=base.dtype, device="meta")
+        made = func(meta, *args[1:], **(kwargs or {}))
+        views = [
+            absent(Value(v.shape, v.dtype, base.device, v.stride()), base.storage_of)
+            for v in tensors_of(made)
+        ]
+        return views[0] if isinstance(made, Tensor) else views
 
     def _on_no_values(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Run an operation for what does not depend on values, a draw say."""
-        result = step.op.func(*_present(args), **_present(kwargs))
+        result = step.op.func(*present(args), **present(kwargs))
         outputs = tensors_of(result)
         for k, s in enumerate(step.makes):
             if k not in step.blind or s in step.reads:
                 outputs[k] = absent(step.op.outputs[k], self._shared(s))
         inputs = tensors_of((args, kwargs))
-        return _filled(step.result, outputs, inputs)
+        return filled(step.result, outputs, inputs)
 
     def _left_out(self, i: int, step: Step, args: Any, kwargs: Any) -> Any:
         """Return what stands for the result of an operation that does not run."""
@@ -407,6 +301,7 @@ class Replay(_Follow):
             targets = [t for s, t in numbers if s in step.writes]
             if not all(type(t) is Absent for t in targets):
                 raise self._differs(step.op.func)
+            self._written = True
         return self._result(step, step.result, inputs, {})
 
     def _result(
@@ -420,14 +315,14 @@ class Replay(_Follow):
             else absent(step.op.outputs[k], self._shared(s))
             for k, s in enumerate(step.makes)
         ]
-        return _filled(form, outputs, inputs)
+        return filled(form, outputs, inputs)
 
     def _check_wiring(self, i: int, step: Step, args: Any, kwargs: Any) -> None:
         """Check that what goes into an operation is what did.
 
         As far as that is known: constants, leaves, and what was kept or is absent.
         """
-        if self._constants.get(i) not in (None, _constants(args, kwargs)):
+        if self._constants.get(i) not in (None, constants_of(args, kwargs)):
             raise self._differs(step.op.func)
         for t, s in zip(tensors_of((args, kwargs or {})), step.reads, strict=False):
             if type(t) is Absent:
@@ -518,110 +413,3 @@ _DIFFERENT = (
     "must compute the same thing twice: if it depends on outside state that changed, "
     "pass that state as an argument.\n"
 )
-
-
-def _filled(form: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
-    """Return what an operation returns, by its form."""
-    if isinstance(form, Slot):
-        return outputs[form]
-    if isinstance(form, Passed):
-        return inputs[form]
-    if isinstance(form, (list, tuple)):
-        return type(form)(_filled(part, outputs, inputs) for part in form)
-    return form
-
-
-def _present(tree: Any) -> Any:
-    """Put tensors of any values in place of those that are absent."""
-    if type(tree) is Absent:
-        meta = tree.shape, tree.stride()
-        return torch.empty_strided(*meta, dtype=tree.dtype, device=tree.device)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map(_present, tree))
-    if isinstance(tree, dict):
-        return {name: _present(part) for name, part in tree.items()}
-    return tree
-
-
-def fits_metadata(
-    step: "Expected", args: Any, kwargs: Any, inputs: Sequence[Tensor]
-) -> bool:
-    """Say whether the metadata of the results is as recorded, by the arguments."""
-    op, then = step.op, step.inputs
-    if len(then) != len(inputs) or not all(map(_has_metadata, inputs, then)):
-        return False
-    return not step.has_constants or _same_constants(op, args, kwargs, step.same)
-
-
-def _constants(args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that are no tensors."""
-    given = [*args, *(kwargs or {}).values()]
-    return [repr(arg) for arg in given if not tensors_of(arg)]
-
-
-class Expected:
-    """What is compared of an operation that is left out."""
-
-    __slots__ = ("has_constants", "inputs", "op", "same")
-
-    def __init__(self, op: Op) -> None:
-        self.op, self.inputs = op, op.inputs
-        alone = all(isinstance(arg, Value) for arg in op.args)
-        self.has_constants = bool(op.kwargs) or not alone
-        pointwise = torch.Tag.pointwise in op.func.tags
-        self.same = _same_type if pointwise else _same
-
-
-def _has_metadata(tensor: Tensor, value: Value) -> bool:
-    return (
-        tensor.shape == value.shape
-        and tensor.dtype == value.dtype
-        and (tensor.stride() == value.stride or not value.stride)
-        and tensor.device == value.device
-    )
-
-
-def _same_constants(op: Op, args: Sequence[Any], kwargs: Any, same: Any) -> bool:
-    """Say whether the arguments that are no tensors are as recorded."""
-    if len(args) != len(op.args) or len(kwargs or ()) != len(op.kwargs):
-        return False
-    pairs = zip(args, op.args, strict=True)
-    if not all(same(now, then) for now, then in pairs):
-        return False
-    if not kwargs:
-        return True
-    return all(name in kwargs and same(kwargs[name], v) for name, v in op.kwargs)
-
-
-def _same_type(now: Any, then: Any) -> bool:
-    """Compare arguments of an operation on single elements, such as a factor."""
-    return type(now) is type(then) or _same(now, then)
-
-
-def _same(now: Any, then: Any) -> bool:
-    if isinstance(then, Value):
-        return isinstance(now, Tensor)
-    if isinstance(then, tuple) and isinstance(now, (list, tuple)):
-        return len(now) == len(then) and all(map(_same, now, then))
-    if isinstance(then, type):
-        return type(now) is then
-    return type(now) is type(then) and (now == then or now != now)
-
-
-def described(steps: Sequence[Step], i: int, func: Any) -> str:
-    """Describe the first operation that is not as recorded, with those before."""
-    before = [_line(step.op) for step in steps[max(0, i - 2) : i]]
-    then = [_line(step.op) for step in steps[i : i + 3]] or ["nothing more"]
-    now = f"{func}  # {user_line()}" if func is not None else "nothing more"
-    return "\n".join(
-        [
-            "  forward:",
-            *(f"    {line}" for line in (*before, *then)),
-            "  recomputation:",
-            *(f"    {line}" for line in (*before, now)),
-        ]
-    )
-
-
-def _line(op: Op) -> str:
-    return f"{op.func}" + (f"  # {op.source}" if op.source else "")

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import (
 from typing_extensions import override
 
 from remat import _tree
+from remat._absent import Absent
 from remat._code import user_line
 from remat._compat import (
     OpOverload,
@@ -29,7 +30,6 @@ from remat._compat import (
     storage_id,
 )
 from remat._errors import CaptureError
-from remat._replay import Absent
 
 
 CONSTANT, ARGUMENT, CAPTURED, MADE = range(4)

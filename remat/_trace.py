@@ -3,8 +3,8 @@
 Invariant: a record holds no tensor, and recording changes no value. It is only ever an
 optimization: what it gets wrong shows in the replay (`_replay`), as an error or as an
 operation that is not the one expected.
-Rejected: saved-tensor hooks, to learn what autograd saves. torch.func refuses to run
-under them, and they do not say for which outputs a value is saved.
+Rejected: recording on fake tensors, a second run. The user's code may look at values,
+and some operations choose another kernel.
 """
 
 import dataclasses
@@ -19,37 +19,32 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from remat import _tree
-from remat._capture import Search
+from remat._absent import IGNORED, Absent, tensors_of
 from remat._code import CONSTANT, user_line
 from remat._compat import (
-    AccumulateGrad,
     LeanDispatchMode,
-    OpOverload,
     StorageRef,
     base_tensor,
     eager_only,
     is_lazy,
     no_torch_functions,
-    saved_by,
     storage_id,
     viewed,
 )
+from remat._effects import (
+    DRAWS,
+    Moved,
+    blind_outputs,
+    is_of_others,
+    is_read_by_python,
+    written_by,
+)
+from remat._graph import nodes_of
 from remat._op import Op, Value
 from remat._plan import Passed, Record, Slot, Step
-from remat._replay import IGNORED, Absent, tensors_of
-from remat._streams import global_streams
 from remat.policies import Decision
 
 
-_DRAWS = torch.Tag.nondeterministic_seeded
-_READ_BY_PYTHON = {
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.inplace_view,
-}
-_OF_TORCH = {"aten", "prim", "prims", "profiler"}
-_EXCHANGES_STORAGE = {"set_", "resize_", "_resize_output_", "resize_as_"}
 _PLAIN = {Tensor, nn.Parameter, Absent}
 
 
@@ -104,7 +99,7 @@ class Recorder(LeanDispatchMode):
             return func(*args, **kwargs)
         # What we ask of tensors here is no business of TorchFunctionModes.
         with no_torch_functions():
-            moved = _Moved(func, args, kwargs)
+            moved = Moved(func, args, kwargs)
             # Before it runs, which may change the arguments.
             described = (
                 tuple(map(_described, args)),
@@ -140,8 +135,8 @@ class Recorder(LeanDispatchMode):
         self._made.update(range(known, len(self._numbers)))
         values = tuple(map(_value, outputs))
         op = Op(func, *described, values, source=user_line())
-        blind = _blind(func, len(outputs))
-        may_draw = _DRAWS in getattr(func, "tags", ())
+        blind = blind_outputs(func, len(outputs))
+        may_draw = DRAWS in getattr(func, "tags", ())
         self._steps.append(
             (op, reads, makes, writes, draws, may_draw, blind, runs, form)
         )
@@ -253,7 +248,7 @@ class Recorder(LeanDispatchMode):
         if any(step.draws for step in steps):
             # They may draw as well, from a stream that nobody knows of.
             steps = [
-                dataclasses.replace(s, draws=True) if _is_of_others(s.op.func) else s
+                dataclasses.replace(s, draws=True) if is_of_others(s.op.func) else s
                 for s in steps
             ]
         roots = [frozenset(roots) for roots in self._roots]
@@ -386,118 +381,6 @@ def _form(result: Any, passed: dict[int, int], outputs: list[Tensor]) -> Any:
     if isinstance(result, (list, tuple)):
         return type(result)(_form(part, passed, outputs) for part in result)
     return result
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation writes to, by its schema."""
-    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
-        return []
-    found: list[Tensor] = []
-    for k, argument in enumerate(func._schema.arguments):
-        info = argument.alias_info
-        if info is not None and info.is_write:
-            value = args[k] if k < len(args) else kwargs.get(argument.name)
-            found += tensors_of(value)
-    return found
-
-
-_LIKE = {
-    *("empty_like", "full_like", "ones_like", "zeros_like"),
-    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
-    *("rand_like", "randn_like", "randint_like"),
-}
-_DRAWS_IN_PLACE = {
-    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
-    *("normal_", "random_", "uniform_"),
-}
-
-
-def _blind(func: Any, count: int) -> tuple[int, ...]:
-    """Return the outputs of an operation that do not depend on its arguments' values.
-
-    How often it draws does not either.
-    """
-    name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
-    if not isinstance(func, OpOverload) or func.namespace != "aten":
-        return ()
-    if name in _LIKE:
-        return (*range(count),)
-    if name in _DRAWS_IN_PLACE and func._overloadname != "Tensor":
-        return (*range(count),)
-    if name == "native_dropout":
-        return (1,)
-    return (0,) if func is torch.ops.aten.bernoulli.p else ()
-
-
-def is_read_by_python(func: Any) -> bool:
-    if not isinstance(func, OpOverload):
-        return True
-    exchanged = func.overloadpacket.__name__ in _EXCHANGES_STORAGE
-    return exchanged or not _READ_BY_PYTHON.isdisjoint(func.tags)
-
-
-def _is_of_others(func: Any) -> bool:
-    return not (isinstance(func, OpOverload) and func.namespace in _OF_TORCH)
-
-
-class _Moved:
-    """Notices a draw: by the tag, or from a stream on the CPU where there is none."""
-
-    __slots__ = ("_before", "_tagged")
-
-    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        tagged = _DRAWS in getattr(func, "tags", ())
-        self._tagged = tagged and _dropout(func, args, kwargs) != 0.0
-        unknown = not self._tagged and _is_of_others(func)
-        self._before = global_streams().read() if unknown else None
-
-    def draws(self) -> bool:
-        """Say whether the operation drew."""
-        moved = self._before is not None and self._before != global_streams().read()
-        return self._tagged or moved
-
-
-def _dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return how much an operation of attention drops; None if it is none."""
-    for k, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[k] if k < len(args) else None
-            return kwargs.get(
-                "dropout_p", argument.default_value if given is None else given
-            )
-    return None
-
-
-def nodes_of(outs: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
-    """Yield the nodes of the graphs of outputs and of what those saved, and that."""
-    roots = {o.grad_fn for o in outs if o is not None and o.requires_grad}
-    todo = [node for node in roots if node is not None]
-    seen = {*todo}
-    while todo:
-        here = todo.pop()
-        if type(here) is AccumulateGrad:
-            continue
-        tensors = tensors_at(here)
-        yield here, tensors
-        # What was saved has a graph, which is another once it was changed in place.
-        more = [t.grad_fn for t in tensors if t.requires_grad]
-        for node in (*(node for node, _ in here.next_functions), *more):
-            if node is not None and node not in seen:
-                seen.add(node)
-                todo.append(node)
-
-
-def tensors_at(node: Any) -> list[Tensor]:
-    """Return the tensors that a node saved, or that its Function keeps on its ctx."""
-    found = tensors_of(saved_by(node))
-    if hasattr(node, "program"):
-        return found  # a call of ours, which holds no tensors
-    if isinstance(node, torch.autograd.function.FunctionCtx):
-        search = Search()
-        for leaf in _tree.flatten([*vars(node).values()])[0]:
-            search.visit(leaf, None)
-        found += search.found.tensors
-    return found
 
 
 # --- Names ---

@@ -32,7 +32,7 @@ from remat import (
     remat as ckpt,
     saved_residuals,
 )
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.testing import count_ops, live_bytes, peak_bytes
 
 

@@ -14,7 +14,7 @@ from helpers import W, X, leaves_of
 from torch.func import grad, jacrev, vjp, vmap
 
 from remat import remat, saved_residuals
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.policies import dots_saveable, everything_saveable, nothing_saveable
 from remat.testing import assert_same, count_ops
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import grad, hessian, jacrev, vmap
 
 from remat import checkpoint_name, remat, saved_residuals
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.policies import (
     nothing_saveable,
     save_any_names_but_these,
@@ -192,6 +192,17 @@ def test_a_name_of_a_copy_is_one_of_the_copy():
         return checkpoint_name(y, "name").exp().sin()
 
     assert named(fn, X) == [("named 'name'", (2, 2))]
+    assert_equal_and_recomputed(fn, X, save("name"), mm=0, clone=0)
+
+
+def test_a_name_of_a_view_of_a_copy_that_nobody_else_holds():
+    """As attention ends: the heads are moved beside one another, which copies."""
+
+    def fn(x):
+        heads = (x @ x.mT @ x).view(2, 3, 2).transpose(0, 1)
+        return checkpoint_name(heads.flatten(1), "name").exp().sin()
+
+    assert named(fn, X) == [("named 'name'", (3, 2, 2))]
     assert_equal_and_recomputed(fn, X, save("name"), mm=0, clone=0)
 
 

@@ -34,7 +34,7 @@ from torch.func import (
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import checkpoint_name, remat
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.policies import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
@@ -355,6 +355,39 @@ def test_nested_under_two_policies(inner, outer):
         for _ in range(2):
             actual, _ = measured(transform, fn)
             assert_same(actual, expected, reassociated=True)
+
+
+HELPERS = {"mm": lambda a, b: a @ b}
+
+
+def test_nested_calls_whose_helpers_are_in_a_container():
+    """What they leave behind is looked for after the forward; records hold nothing."""
+    inner = remat(lambda w, x: HELPERS["mm"](w, x).sin(), prune=True)
+
+    def fn(w, x):
+        return w.cos() + inner(w, x.sin())
+
+    for how, transform in FIRST_ORDER.items():
+        expected, _ = measured(transform, fn)
+        for policy in ("dots", "everything", "None"):
+            wrapped = remat(fn, policy=POLICIES[policy], prune=True)
+            actual, _ = measured(transform, wrapped)
+            assert_same(actual, expected, reassociated=True), how
+
+
+@pytest.mark.parametrize("policy", ["None", "everything"])
+def test_a_change_through_a_view_of_what_nobody_needs(policy):
+    """Autograd makes such a view again, by an operation that the forward has not."""
+
+    def fn(w, x):
+        unused = w.clone()
+        unused[:2].mul_(2)
+        unused[1] = x[1].sin()
+        return x.exp(), unused.detach()
+
+    for transform in FIRST_ORDER.values():
+        assert_same_thrice(transform, fn, POLICIES[policy], reassociated=False)
+    assert all(trace.strikes == 0 for trace in TRACES._traces.values())
 
 
 def mixed_grad(loss, w, x):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from remat import _offload, _recipe, checkpoint_name, remat, saved_residuals
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.policies import (
     Decision,
     as_policy,

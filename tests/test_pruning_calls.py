@@ -23,7 +23,7 @@ from torch.autograd.graph import (
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from remat import remat
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.testing import assert_same
 
 

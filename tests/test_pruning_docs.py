@@ -12,7 +12,7 @@ from pruning_helpers import W, X, last_trace, of_backward, total
 from torch import Tensor
 
 from remat import RecomputeError, remat
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import remat.random as keyed
 from remat import remat
-from remat._recipe import TRACES
+from remat._traces import TRACES
 
 
 @pytest.fixture(autouse=True)

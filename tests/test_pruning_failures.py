@@ -20,7 +20,7 @@ from pruning_helpers import (
 from torch.nn.functional import dropout
 
 from remat import MutationError, policies, remat
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
 
 

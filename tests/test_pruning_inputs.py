@@ -15,7 +15,7 @@ from pruning_helpers import W, X, last_trace
 from torch import Tensor, nn
 
 from remat import MutationError, RecomputeError, policies, remat
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.testing import assert_same, count_ops, live_bytes
 
 

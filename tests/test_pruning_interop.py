@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from remat import RecomputeError, policies, remat
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.testing import assert_same
 
 

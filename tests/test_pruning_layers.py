@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import parametrize
 
 from remat import checkpoint_name, policies, remat
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from remat import policies, remat
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
 
 

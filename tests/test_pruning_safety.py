@@ -23,7 +23,7 @@ from pruning_helpers import (
 )
 from torch import Tensor
 
-from remat._recipe import TRACES
+from remat._traces import TRACES
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from pruning_helpers import (
 from torch import nn
 
 from remat import policies, remat
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
 
 

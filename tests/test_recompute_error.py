@@ -15,7 +15,7 @@ from helpers import leaves_of, scalar
 from pruning_helpers import X, of_backward
 
 from remat import RecomputeError, RematError, policies, remat
-from remat._recipe import TRACES
+from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
 
 

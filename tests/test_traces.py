@@ -16,7 +16,7 @@ from pruning_helpers import W, X, last_trace, of_backward, traces
 from torch import nn
 
 from remat import RecomputeError, checkpoint_name, policies, remat
-from remat._recipe import TRACES, Trace
+from remat._traces import TRACES, Trace
 from remat.testing import assert_same, count_ops
 
 

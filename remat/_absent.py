@@ -1,0 +1,158 @@
+"""Tensors without a value: what a recomputation puts in place of what it leaves out.
+
+Invariant: nobody reads one. Who tries gets a `MissingError`, or torch's refusal, and
+the replay that left the value out learns of it, also where the user's code catches it.
+Rejected: a buffer of NaN to stand for what is absent. It costs memory and as much time,
+and who reads it gets a number.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from remat._compat import (
+    eager_only,
+    no_torch_function,
+    refuse_data_ptr,
+    tensor_without_data,
+)
+from remat._op import Value
+
+
+# Autograd detaches what it saves of a result: not an operation of the function.
+DETACH = torch.ops.aten.detach.default
+# Nor is what fake tensors are asked for.
+IGNORED = frozenset(
+    {DETACH, torch.ops.prim.device.default, torch.ops.prim.layout.default}
+)
+
+
+class MissingError(RuntimeError):
+    """Something read a value that was left out.
+
+    Attributes:
+        shared: what stands for the storage read.
+    """
+
+    def __init__(self, shared: "Shared", reader: Any) -> None:
+        super().__init__(_READ.format(reader=reader))
+        self.shared = shared
+        # The user's code may catch it.
+        shared.trouble.missed.append(shared.number)
+
+
+_READ = (
+    "remat: {reader} reads a value that the recomputation left out, since no "
+    "operation recorded in the forward reads it. Pass prune=False to recompute all."
+)
+
+
+class MismatchError(RuntimeError):
+    """A replay came by another operation than was recorded."""
+
+
+class Trouble:
+    """What a replay came by that the plan did not expect.
+
+    Attributes:
+        missed: the storages that were read and are not there.
+        differs: how the operations differ.
+    """
+
+    __slots__ = ("differs", "missed")
+
+    def __init__(self) -> None:
+        self.missed: list[int] = []
+        self.differs = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.missed or self.differs)
+
+
+class Shared:
+    """Stands for a storage that is not there; whoever shares it has the same."""
+
+    __slots__ = ("number", "trouble")
+
+    def __init__(self, number: int, trouble: Trouble) -> None:
+        self.number, self.trouble = number, trouble
+
+
+_NOWHERE = Shared(-1, Trouble())
+
+
+class Absent(Tensor):
+    """A tensor without a value.
+
+    Attributes:
+        storage_of: what stands for its storage.
+    """
+
+    storage_of: "Shared"
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        absent = [t for t in tensors_of((args, kwargs)) if type(t) is Absent]
+        if func is DETACH:
+            return like(absent[0])
+        raise MissingError(absent[0].storage_of, func)
+
+
+def _refuse(tensor: Absent, *_: Any, **__: Any) -> Any:
+    raise MissingError(tensor.storage_of, "Python")
+
+
+# They read memory without an operation, and would find none.
+for _name in ("data_ptr", "numpy", "storage", "tolist", "untyped_storage"):
+    setattr(Absent, _name, _refuse)
+for _name in ("__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__"):
+    setattr(Absent, _name, _refuse)
+
+
+def absent(value: Value, shared: Shared) -> Absent:
+    """Return a tensor of the metadata given, without a value."""
+    new: Absent = tensor_without_data(
+        Absent,
+        value.shape,
+        value.stride,
+        value.offset,
+        None,
+        value.dtype,
+        torch.strided,
+        value.device,
+    )
+    new.storage_of = shared
+    refuse_data_ptr(new)
+    return new
+
+
+def like(tensor: Tensor, shared: Shared | None = None) -> Absent:
+    """Return an absent tensor like one that is there or is not."""
+    meta = (tuple(tensor.shape), tensor.dtype, tensor.device)
+    value = Value(*meta, tuple(tensor.stride()), int(tensor.storage_offset()))
+    return absent(value, shared or getattr(tensor, "storage_of", _NOWHERE))
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors among an operation's arguments or results, in order."""
+    found: list[Tensor] = []
+    _collect((tree,), found)
+    return found
+
+
+def _collect(trees: Any, found: list[Tensor]) -> None:
+    for part in trees:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, (list, tuple)):
+            _collect(part, found)
+        elif isinstance(part, dict):
+            _collect(part.values(), found)

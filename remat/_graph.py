@@ -1,0 +1,49 @@
+"""The graph of an output: its nodes, and what they saved.
+
+Invariant: nothing is unpacked that a hook packed, and no node is changed.
+Rejected: saved-tensor hooks, to learn what autograd saves. torch.func refuses to run
+under them, and they do not say for which outputs a value is saved.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _tree
+from remat._absent import tensors_of
+from remat._capture import Search
+from remat._compat import AccumulateGrad, saved_by
+
+
+def nodes_of(outs: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
+    """Yield the nodes of the graphs of outputs and of what those saved, and that."""
+    roots = {o.grad_fn for o in outs if o is not None and o.requires_grad}
+    todo = [node for node in roots if node is not None]
+    seen = {*todo}
+    while todo:
+        here = todo.pop()
+        if type(here) is AccumulateGrad:
+            continue
+        tensors = tensors_at(here)
+        yield here, tensors
+        # What was saved has a graph, which is another once it was changed in place.
+        more = [t.grad_fn for t in tensors if t.requires_grad]
+        for node in (*(node for node, _ in here.next_functions), *more):
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo.append(node)
+
+
+def tensors_at(node: Any) -> list[Tensor]:
+    """Return the tensors that a node saved, or that its Function keeps on its ctx."""
+    found = tensors_of(saved_by(node))
+    if hasattr(node, "program"):
+        return found  # a call of ours, which holds no tensors
+    if isinstance(node, torch.autograd.function.FunctionCtx):
+        search = Search()
+        for leaf in _tree.flatten([*vars(node).values()])[0]:
+            search.visit(leaf, None)
+        found += search.found.tensors
+    return found

@@ -1,0 +1,130 @@
+"""Compares an operation with the one recorded, and puts together what it returns.
+
+Invariant: an operation that is left out has the metadata it had, for it is a function
+of that of its arguments and of the constants among them; so that is what is compared.
+Rejected: comparing the constants of operations on single elements, such as a factor
+that is annealed. They change no metadata.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat._absent import Absent, tensors_of
+from remat._code import user_line
+from remat._op import Op, Value
+from remat._plan import Passed, Slot, Step
+
+
+def filled(form: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+    """Return what an operation returns, by its form."""
+    if isinstance(form, Slot):
+        return outputs[form]
+    if isinstance(form, Passed):
+        return inputs[form]
+    if isinstance(form, (list, tuple)):
+        return type(form)(filled(part, outputs, inputs) for part in form)
+    return form
+
+
+def present(tree: Any) -> Any:
+    """Put tensors of any values in place of those that are absent."""
+    if type(tree) is Absent:
+        meta = tree.shape, tree.stride()
+        return torch.empty_strided(*meta, dtype=tree.dtype, device=tree.device)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map(present, tree))
+    if isinstance(tree, dict):
+        return {name: present(part) for name, part in tree.items()}
+    return tree
+
+
+def fits_metadata(
+    step: "Expected", args: Any, kwargs: Any, inputs: Sequence[Tensor]
+) -> bool:
+    """Say whether the metadata of the results is as recorded, by the arguments."""
+    op, then = step.op, step.inputs
+    if len(then) != len(inputs) or not all(map(_has_metadata, inputs, then)):
+        return False
+    return not step.has_constants or _same_constants(op, args, kwargs, step.same)
+
+
+def constants_of(args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that are no tensors."""
+    given = [*args, *(kwargs or {}).values()]
+    return [repr(arg) for arg in given if not tensors_of(arg)]
+
+
+class Expected:
+    """What is compared of an operation that is left out."""
+
+    __slots__ = ("has_constants", "inputs", "op", "same")
+
+    def __init__(self, op: Op) -> None:
+        self.op, self.inputs = op, op.inputs
+        alone = all(isinstance(arg, Value) for arg in op.args)
+        self.has_constants = bool(op.kwargs) or not alone
+        pointwise = torch.Tag.pointwise in op.func.tags
+        self.same = _same_type if pointwise else _same
+
+
+def _has_metadata(tensor: Tensor, value: Value) -> bool:
+    return (
+        tensor.shape == value.shape
+        and tensor.dtype == value.dtype
+        and (tensor.stride() == value.stride or not value.stride)
+        and tensor.device == value.device
+    )
+
+
+def _same_constants(op: Op, args: Sequence[Any], kwargs: Any, same: Any) -> bool:
+    """Say whether the arguments that are no tensors are as recorded."""
+    if len(args) != len(op.args) or len(kwargs or ()) != len(op.kwargs):
+        return False
+    pairs = zip(args, op.args, strict=True)
+    if not all(same(now, then) for now, then in pairs):
+        return False
+    if not kwargs:
+        return True
+    return all(name in kwargs and same(kwargs[name], v) for name, v in op.kwargs)
+
+
+def _same_type(now: Any, then: Any) -> bool:
+    """Compare arguments of an operation on single elements, such as a factor."""
+    return type(now) is type(then) or _same(now, then)
+
+
+def _same(now: Any, then: Any) -> bool:
+    if isinstance(then, Value):
+        return isinstance(now, Tensor)
+    if isinstance(then, tuple) and isinstance(now, (list, tuple)):
+        return len(now) == len(then) and all(map(_same, now, then))
+    if isinstance(then, type):
+        return type(now) is then
+    return type(now) is type(then) and (now == then or now != now)
+
+
+def described(steps: Sequence[Step], i: int, func: Any) -> str:
+    """Describe the first operation that is not as recorded, with those before."""
+    before = [_line(step.op) for step in steps[max(0, i - 2) : i]]
+    then = [_line(step.op) for step in steps[i : i + 3]] or ["nothing more"]
+    now = f"{func}  # {user_line()}" if func is not None else "nothing more"
+    return "\n".join(
+        [
+            "  forward:",
+            *(f"    {line}" for line in (*before, *then)),
+            "  recomputation:",
+            *(f"    {line}" for line in (*before, now)),
+        ]
+    )
+
+
+def _line(op: Op) -> str:
+    return f"{op.func}" + (f"  # {op.source}" if op.source else "")
+
+
+def has_same_constants(op: Op, args: Sequence[Any], kwargs: Any) -> bool:
+    """Say whether the arguments that are no tensors are as recorded."""
+    return _same_constants(op, args, kwargs, _same)

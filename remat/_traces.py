@@ -1,0 +1,213 @@
+"""What calls of one signature share: a record, the plans made of it, what is learned.
+
+Invariant: what is remembered is bounded, and holds no tensor, module or function of the
+user's. Rejected: to prove that a record fits before it is used. The signature is
+compared, but whatever else a function reads may differ.
+"""
+
+import operator
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from remat._plan import Record, plan
+from remat._replay import Script
+from remat._trace import names_given
+from remat.policies import Decision
+
+
+_STRIKES = 3  # records that did not fit, before no more is made
+_MODULES = 128  # of one signature, that have traces of their own
+_LESSONS = 16  # values read that no operation reads, before they are given up
+
+
+class Scripts:
+    """The plans of one record.
+
+    Args:
+        record: of a forward.
+        decisions: what the policy says of each operation.
+        prune: whether to leave out what is not needed.
+        learned: storages that are needed besides.
+    """
+
+    __slots__ = ("_narrowed", "decisions", "full", "learned", "prune", "record")
+    full: Script
+
+    def __init__(
+        self,
+        record: Record,
+        decisions: Sequence[Decision],
+        *,
+        prune: bool,
+        learned: Iterable[int] = (),
+    ) -> None:
+        self.record, self.decisions, self.prune = record, decisions, prune
+        self.learned = frozenset(learned)
+        saveable = [i for i, decision in enumerate(decisions) if decision]
+        made = plan(record, saveable, learned=self.learned, prune=prune)
+        self.full = Script(record, made)
+        self._narrowed: dict[tuple[int, ...], Script] = {}
+
+    def of(self, given: Sequence[int]) -> Script:
+        """Return the script for the outputs that have cotangents."""
+        if not self.prune or len(given) == len(self.record.roots):
+            return self.full
+        key = tuple(given)
+        script = self._narrowed.get(key)
+        if script is None:
+            kept = self.full.plan.kept
+            made = plan(self.record, kept, given, learned=self.learned)
+            script = Script(self.record, made, self.full.plan.residuals)
+            self._narrowed[key] = script
+        return script
+
+
+class Trace:
+    """What calls of one signature share.
+
+    Attributes:
+        scripts: the plans; None if there is to be a new record.
+        reason: why there are none, and will not be.
+        outputs: those that can be differentiated.
+        proven: those that a replay has succeeded for.
+        names: those that the policy mentions.
+        followed: whether there is a policy.
+    """
+
+    __slots__ = (
+        "_parts",
+        "followed",
+        "names",
+        "outputs",
+        "proven",
+        "reason",
+        "scripts",
+        "strikes",
+    )
+
+    def __init__(self) -> None:
+        self.scripts: Scripts | None = None
+        self.reason = ""
+        self.outputs: frozenset[int] = frozenset()
+        self.proven: set[int] = set()
+        self.names: frozenset[str] = frozenset()
+        self.strikes = 0
+        self.followed = False
+        # By identity: a module need not hash.
+        self._parts: dict[int, tuple[weakref.ref[Any], Trace]] = {}
+
+    def of(self, owner: Any) -> "Trace":
+        """Return the trace of one module, once modules of this signature differ.
+
+        In a constant, say, that is no argument: a shift, or a dilation.
+        """
+        if not self.strikes or not isinstance(owner, nn.Module):
+            return self
+        parts = self._parts
+        if id(owner) in parts and parts[id(owner)][0]() is owner:
+            return parts[id(owner)][1]
+        if len(parts) >= _MODULES:
+            return self
+        part = Trace()
+        parts[id(owner)] = weakref.ref(owner), part
+        return part
+
+    def is_proven(self) -> bool:
+        """Say whether nothing is read but what was recorded, whatever is given."""
+        return bool(self.proven) and self.proven >= self.outputs
+
+    def strike(self) -> None:
+        """Give a record up that did not fit."""
+        self.scripts, self.proven = None, set()
+        self.strikes += 1
+        if self.strikes > _STRIKES and len(self._parts) in (0, _MODULES):
+            self.reason = f"{_STRIKES} records did not fit the calls after them"
+            if self.followed:
+                warnings.warn(_GIVEN_UP.format(reason=self.reason), stacklevel=2)
+
+    def learn(self, scripts: Scripts, numbers: Iterable[int]) -> None:
+        """Plan again, for something read storages that were thought not needed."""
+        learned = scripts.learned.union(numbers)
+        if len(learned) > _LESSONS:
+            self.reason = "the function reads too much other than by operations"
+        if self.scripts is not None:
+            self.proven = set()
+            self.scripts = Scripts(
+                scripts.record, scripts.decisions, prune=scripts.prune, learned=learned
+            )
+
+    def warn_of_names(self) -> None:
+        """Warn, once, of names that the policy mentions and nothing was ever given."""
+        unknown, self.names = self.names - names_given(), frozenset()
+        if unknown:
+            names = ", ".join(map(repr, sorted(unknown)))
+            warnings.warn(_UNKNOWN.format(names=names), stacklevel=2)
+
+
+_GIVEN_UP = (
+    "remat: a policy is not followed any more: {reason}, since they depend on more "
+    "than arguments, code and the modes of modules. Pass what changes as an argument."
+)
+_UNKNOWN = (
+    "remat: the policy names {names}, but no checkpoint_name in this program has given "
+    "such a name to a value. Nothing is saved for it."
+)
+
+
+class _Traces:
+    """The traces by signature; the least recently used go first."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._lock = size, threading.Lock()
+        self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
+
+    def __getitem__(self, key: Hashable) -> Trace:
+        with self._lock:
+            trace = self._traces.get(key)
+            if trace is None:
+                trace = self._traces[key] = Trace()
+                if len(self._traces) > self._size:
+                    self._traces.popitem(last=False)
+            else:
+                self._traces.move_to_end(key)
+            return trace
+
+    def __len__(self) -> int:
+        return len(self._traces)
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._traces.clear()
+
+
+TRACES = _Traces(512)
+_meta = operator.attrgetter("shape", "dtype", "device")
+_stride = operator.methodcaller("stride")
+_is_contiguous = operator.methodcaller("is_contiguous")
+
+
+_numel = operator.methodcaller("numel")
+_SMALL = 2**15  # elements
+
+
+def is_small(leaves: Sequence[Tensor]) -> bool:
+    """Say whether "auto" does not even look: too little is there to be worth it."""
+    return sum(map(_numel, leaves)) < _SMALL
+
+
+def trace_of(signature: Hashable, leaves: Sequence[Tensor]) -> Trace:
+    """Return what is shared by the calls of a signature, on such leaves."""
+    metas = [*map(_meta, leaves)]
+    try:
+        if not all(map(_is_contiguous, leaves)):
+            metas += map(_stride, leaves)
+    except RuntimeError:  # of sparse tensors
+        metas += [(t.layout, type(t)) for t in leaves]
+    return TRACES[signature, tuple(metas)]
