@@ -383,7 +383,7 @@ def test_a_change_through_a_view_of_what_nobody_needs(policy):
         unused = w.clone()
         unused[:2].mul_(2)
         unused[1] = x[1].sin()
-        return x.exp(), unused.detach()
+        return (x * w).exp(), unused.detach()
 
     for transform in FIRST_ORDER.values():
         assert_same_thrice(transform, fn, POLICIES[policy], reassociated=False)
