@@ -32,6 +32,7 @@ from remat._trees import OutlinedNode
 from remat._types import Fn
 
 
+_TENSORS = frozenset({Tensor, nn.Parameter})
 _NO_BUFFERS: Mapping[int, bool] = {}
 
 
@@ -109,6 +110,8 @@ class Call(Program):
 
         The function itself stands at -1, the TorchFunctionModes it is called in below.
         """
+        if not roots and self._has_only_plain(values):
+            return
         search = Search()
         positions: list[tuple[int, int]] = []
         self._positions = positions
@@ -136,6 +139,21 @@ class Call(Program):
         if self._nodes.keys() == {-1} and not (found.buffers or self._modes):
             node = self._nodes[-1]
             self._own = node.first if type(node) is OutlinedNode else None
+
+    def _has_only_plain(self, values: list[Any]) -> bool:
+        """Note where each tensor goes, if the rest are constants and each is once."""
+        found = [(k, v) for k, v in enumerate(values) if type(v) in _TENSORS]
+        tensors = [v for _, v in found]
+        others = [v for v in values if type(v) not in _TENSORS]
+        if not all(map(is_constant, others)) or len({*map(id, tensors)}) < len(found):
+            return False
+        where = [k for k, _ in found]
+        self._origins, self._positions = where, [(k, i) for i, k in enumerate(where)]
+        for k in where:
+            values[k] = None
+        self._values, self._leaves = values, tensors
+        self._code = (code_of(self._fn),)
+        return True
 
     @property
     @override

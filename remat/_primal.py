@@ -149,16 +149,11 @@ class Primal(Call):
         self._ambient = Ambient(self._streams, self._always)
         escape = Escape(self._label)
         own = self.own_from(leaves) if facts.exact else len(leaves)
-        inner = detached(leaves[:own], facts.needs[:own])
-        if not (self._contained and facts.exact):
-            for t in inner:
-                if t.requires_grad:
-                    on_backward(t, escape)
-        inner += leaves[own:]
-        places = _places(leaves[own:])
+        inner = self._stand_ins(leaves, own, escape)
+        places = _places(leaves[own:]) if own < len(leaves) else ()
         self._versions = _versions(leaves)
-        kinds = [*map(type, leaves)]
-        self._classes = () if _ADDRESSED.issuperset(kinds) else kinds
+        plain = _ADDRESSED.issuperset(map(type, leaves))
+        self._classes = () if plain else [*map(type, leaves)]
         facts.untracked = None in self._versions
         copies = shield(inner, facts.needs, self._buffers)
         tracing = self._tracing(program, leaves, inner)
@@ -182,14 +177,30 @@ class Primal(Call):
         if tracing is not None:
             results += self._trace(tracing, outs)
         del outs, mode, tracing  # which hold what the graph does
-        self._check_leaks(leaves[:own], inner[:own])
         if places:
             self._check_own(leaves, own, places)
+            leaves, inner = leaves[:own], inner[:own]
+        self._check_leaks(leaves, inner)
         for above in facts.above:
             facts.used = sorted({*facts.used, *above.used})
             for j in above.differentiable:
                 facts.differentiable[j] = True
         return results
+
+    def _stand_ins(
+        self, leaves: Sequence[Tensor], own: int, escape: Escape
+    ) -> list[Tensor]:
+        """Return what the function runs on: from `own` on the leaves themselves."""
+        needs = self.facts.needs
+        if own == len(leaves):
+            inner = detached(leaves, needs)
+        else:
+            inner = detached(leaves[:own], needs[:own])
+        if not (self._contained and self.facts.exact):
+            for t in inner:
+                if t.requires_grad:
+                    on_backward(t, escape)
+        return inner if own == len(leaves) else [*inner, *leaves[own:]]
 
     def _trace(self, tracing: Tracing, outs: Sequence[Any]) -> list[Tensor]:
         """Note how the call is recomputed; return the tensors kept for it."""
@@ -202,7 +213,9 @@ class Primal(Call):
         return residuals
 
     def _first_run(self, program: Program, inner: list[Tensor], mode: Any) -> Outputs:
-        run = functools.partial(program.run, mode=mode)
+        run = program.run
+        if mode is not None:
+            run = functools.partial(run, mode=mode)
         try:
             if self.facts.exact or self._contained:
                 return run(*inner)

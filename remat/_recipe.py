@@ -288,12 +288,16 @@ class Recipe:
         if not whole:
             return leaves
         needed, recorded = replay.script.plan.needed, torch.is_grad_enabled()
+        # Once it is known that they are not read, only what is changed is left out.
+        proven = self._trace.is_proven() and self._trace.scripts is self.scripts
+        inputs, written = replay.script.record.inputs, replay.script.written
         return [
             t
             if i in needed
             or type(t) not in (Tensor, Absent)
             or is_lazy(t)
             or (recorded and t.requires_grad)
+            or (proven and type(t) is not Absent and inputs[i] not in written)
             else replay.absent_leaf(i, t)
             for i, t in enumerate(leaves)
         ]

@@ -63,10 +63,20 @@ class Script:
         kernels: what each calls.
         fates: what becomes of each.
         expected: of those left out, what is compared.
+        written: the storages that are changed in place.
         places: of those kept, which residual stands for which output.
     """
 
-    __slots__ = ("expected", "fates", "funcs", "kernels", "places", "plan", "record")
+    __slots__ = (
+        "expected",
+        "fates",
+        "funcs",
+        "kernels",
+        "places",
+        "plan",
+        "record",
+        "written",
+    )
 
     def __init__(
         self, record: Record, plan: Plan, order: Sequence[tuple[int, int]] = ()
@@ -75,6 +85,7 @@ class Script:
         self.funcs = [step.op.func for step in record.steps]
         self.kernels = [*map(kernel_of, self.funcs)]
         self.fates = [*plan.fates]
+        self.written = {s for step in record.steps for s in step.writes}
         self.expected = {
             i: Expected(record.steps[i].op)
             for i, fate in enumerate(plan.fates)
