@@ -7,11 +7,11 @@ held in test_traces.py.
 
 import pytest
 import torch
-from helpers import leaves_of, scalar
+from helpers import leaves_of, make, scalar
 from pruning_helpers import W, X, last_trace, of_backward, total
 from torch import Tensor
 
-from remat import RecomputeError, remat
+from remat import RecomputeError, checkpoint_name, policies, remat
 from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
 
@@ -49,6 +49,34 @@ def test_a_draw_that_nothing_needs_is_drawn_all_the_same():
 
 def test_the_records_of_the_last_512_kinds_are_held():
     assert TRACES._size == 512
+
+
+# --- What is let go ---
+
+
+def kept(ours, *args, used=slice(None)):
+    """How many tensors a call saves, whose results are then used."""
+    outs = ours(*(t * 1 for t in leaves_of(*args)))
+    saved = len(outs[0].grad_fn.saved_tensors)
+    torch.autograd.backward([o.sum() for o in outs[used]])
+    return saved
+
+
+def test_inputs_are_let_go_once_all_results_were_recomputed():
+    ours = remat(lambda x, w: (x * 2, w.sin()), prune=True)
+    assert [kept(ours, X, W, used=slice(1)) for _ in range(3)] == [2, 2, 2]
+    assert [kept(ours, X, W) for _ in range(2)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [(2**12, 2), (2**13, 1)], ids=["32K", "64K"]
+)
+def test_under_a_policy_alone_they_have_to_be_large(size, count):
+    policy = policies.save_only_these_names("pruning_docs")
+    checkpoint_name(X, "pruning_docs")
+    ours = remat(lambda x, w: (x * 2 + w.sin(),), policy=policy)
+    x, w = make(size, seed=1), make(size, seed=2)
+    assert [kept(ours, x, w) for _ in range(3)][-1] == count
 
 
 # --- When it is off ---

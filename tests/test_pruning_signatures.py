@@ -20,6 +20,10 @@ from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
 
 
+# Inputs that are lazily conjugated now and then are of one signature.
+pytestmark = pytest.mark.filterwarnings("ignore:remat. a policy is not followed")
+
+
 @pytest.fixture(autouse=True)
 def _first_calls():
     TRACES.clear()

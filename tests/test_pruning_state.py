@@ -23,6 +23,10 @@ from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
 
 
+# Functions that change that often lose their policy.
+pytestmark = pytest.mark.filterwarnings("ignore:remat. a policy is not followed")
+
+
 @pytest.fixture(autouse=True)
 def _first_calls():
     TRACES.clear()
