@@ -29,6 +29,14 @@ IGNORED = frozenset(
 )
 
 
+# They read the metadata of an argument, and not its values.
+LIKE = {
+    *("empty_like", "full_like", "ones_like", "zeros_like"),
+    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
+    *("rand_like", "randn_like", "randint_like"),
+}
+
+
 class MissingError(RuntimeError):
     """Something read a value that was left out.
 
@@ -103,6 +111,8 @@ class Absent(Tensor):
         absent = [t for t in tensors_of((args, kwargs)) if type(t) is Absent]
         if func is DETACH:
             return like(absent[0])
+        if func.overloadpacket.__name__ in LIKE:
+            return func(*present(args), **present(kwargs or {}))
         raise MissingError(absent[0].storage_of, func)
 
 
@@ -156,3 +166,15 @@ def _collect(trees: Any, found: list[Tensor]) -> None:
             _collect(part, found)
         elif isinstance(part, dict):
             _collect(part.values(), found)
+
+
+def present(tree: Any) -> Any:
+    """Put tensors of any values in place of those that are absent."""
+    if type(tree) is Absent:
+        meta = tree.shape, tree.stride()
+        return torch.empty_strided(*meta, dtype=tree.dtype, device=tree.device)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map(present, tree))
+    if isinstance(tree, dict):
+        return {name: present(part) for name, part in tree.items()}
+    return tree

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._absent import tensors_of
+from remat._absent import LIKE, tensors_of
 from remat._compat import OpOverload
 from remat._streams import global_streams
 
@@ -39,11 +39,6 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[T
     return found
 
 
-_LIKE = {
-    *("empty_like", "full_like", "ones_like", "zeros_like"),
-    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
-    *("rand_like", "randn_like", "randint_like"),
-}
 _DRAWS_IN_PLACE = {
     *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
     *("normal_", "random_", "uniform_"),
@@ -58,7 +53,7 @@ def blind_outputs(func: Any, count: int) -> tuple[int, ...]:
     name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return ()
-    if name in _LIKE:
+    if name in LIKE:
         return (*range(count),)
     if name in _DRAWS_IN_PLACE and func._overloadname != "Tensor":
         return (*range(count),)

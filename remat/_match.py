@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._absent import Absent, tensors_of
+from remat._absent import tensors_of
 from remat._code import user_line
 from remat._op import Op, Value
 from remat._plan import Passed, Slot, Step
@@ -27,18 +27,6 @@ def filled(form: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> An
     if isinstance(form, (list, tuple)):
         return type(form)(filled(part, outputs, inputs) for part in form)
     return form
-
-
-def present(tree: Any) -> Any:
-    """Put tensors of any values in place of those that are absent."""
-    if type(tree) is Absent:
-        meta = tree.shape, tree.stride()
-        return torch.empty_strided(*meta, dtype=tree.dtype, device=tree.device)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map(present, tree))
-    if isinstance(tree, dict):
-        return {name: present(part) for name, part in tree.items()}
-    return tree
 
 
 def fits_metadata(

@@ -134,6 +134,8 @@ class Tracing:
         ]
         residuals = [recorder.residual(*output) for output in outputs]
         recipe = Recipe(trace, scripts, len(self._leaves), {}, True)
+        kept = scripts.full.plan.kept
+        recipe.constants = {i: recorder.constants[i] for i in kept}
         return recipe, recipe.put_away(residuals)
 
 

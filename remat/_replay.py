@@ -26,6 +26,7 @@ from remat._absent import (
     Trouble,
     absent,
     like,
+    present,
     tensors_of,
 )
 from remat._compat import (
@@ -44,10 +45,12 @@ from remat._match import (
     filled,
     fits_metadata,
     has_same_constants,
-    present,
 )
 from remat._op import Value
 from remat._plan import Fate, Plan, Record, Slot, Step
+
+
+CLONE = torch.ops.aten.clone.default
 
 
 class Script:
@@ -247,7 +250,7 @@ class Replay(_Follow):
             return self._made_again(func, args, kwargs)
         self._next = i + 1
         if i >= len(self._funcs) or self._funcs[i] is not func:
-            return self._unexpected(i, func, args)
+            return self._unexpected(i, func, args, kwargs)
         fate = self._fates[i]
         if fate is Fate.RUN:
             kernel = self._kernels[i]
@@ -260,12 +263,24 @@ class Replay(_Follow):
             return self._on_no_values(step, args, kwargs or {})
         return self._left_out(i, step, args, kwargs)
 
-    def _unexpected(self, i: int, func: Any, args: Any) -> Any:
+    def _unexpected(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operation that is none of the function's."""
-        if func not in IGNORED:
-            raise self._differs(func)
         self._next = i
-        return func(*args)
+        if func in IGNORED:
+            return func(*args)
+        if args and type(args[0]) is Absent:
+            if is_view_op(func):
+                return self._made_again(func, args, kwargs)
+            if func is CLONE:
+                return like(args[0])
+        if func is CLONE:
+            return func(*args, **(kwargs or {}))
+        if self._funcs[i : i + 1] == [CLONE]:
+            # Which it is, depends on what is differentiated.
+            self._next = i + 1
+            return self.__torch_dispatch__(func, (), args, kwargs)
+        self._next = i + 1
+        raise self._differs(func)
 
     def _is_made_again(self, i: int, func: Any, args: Any, kwargs: Any) -> bool:
         """Say whether a view is made by autograd, and not by the function.
@@ -390,16 +405,21 @@ def _has_storage(tensor: Tensor) -> bool:
 _REFERENCES = 3  # to what stands for a storage, if no tensor holds it
 
 
+def _is_by_the_way(func: Any) -> bool:
+    return func is CLONE or func in IGNORED or is_view_op(func)
+
+
 class Check(_Follow):
     """Runs a function again as it is, which must do what it did in the forward.
 
-    Views are not compared: hooks on modules make some, as torch's FLOP counter does.
+    Views and copies are not compared. Hooks on modules make views, as torch's FLOP
+    counter does, and autograd copies what is changed in place and differentiated.
     """
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
         steps = script.record.steps
-        self._steps = [step for step in steps if not is_view_op(step.op.func)]
+        self._steps = [step for step in steps if not _is_by_the_way(step.op.func)]
         self._funcs = [step.op.func for step in self._steps]
 
     @override
@@ -407,7 +427,7 @@ class Check(_Follow):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func not in IGNORED and not is_view_op(func):
+        if not _is_by_the_way(func):
             i = self._next
             self._next = i + 1
             if i >= len(self._funcs) or self._funcs[i] is not func:

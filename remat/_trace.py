@@ -40,6 +40,7 @@ from remat._effects import (
     written_by,
 )
 from remat._graph import nodes_of
+from remat._match import constants_of
 from remat._op import Op, Value
 from remat._plan import Passed, Record, Slot, Step
 from remat.policies import Decision
@@ -58,6 +59,7 @@ class Recorder(LeanDispatchMode):
     Attributes:
         inputs: the number of each leaf.
         taken: the storages whose memory Python took, past operations.
+        constants: the arguments of each operation that are no tensors, for a policy.
     """
 
     supports_higher_order_operators = True
@@ -76,6 +78,7 @@ class Recorder(LeanDispatchMode):
         self._names: dict[int, set[str]] = {}
         self._kept: dict[int, Tensor] = {}
         self.taken: set[int] = set()
+        self.constants: list[list[Any]] = []
         self._roots: list[set[int]] = []
         self.inputs = tuple(self.number(base_tensor(t)) for t in leaves)
 
@@ -144,6 +147,7 @@ class Recorder(LeanDispatchMode):
             # Those that get a name are asked about again, and held then if still there.
             several = len(outputs) > 1  # of which one is named, and others needed
             self._outputs.append(outputs if several else [*map(weakref.ref, outputs)])
+            self.constants.append(constants_of(args, kwargs))
             may = bool(reads) and not (runs or writes or _are_inference(outputs))
             self._decisions.append(self._decide(op) if may else Decision.RECOMPUTE)
             if self._decisions[-1]:

@@ -40,6 +40,7 @@ from remat._compat import (
     saved_tensors,
     unwrap_dead,
     unwrap_for_grad,
+    viewed,
     with_autograd,
     without_tangent,
     wrap_for_grad,
@@ -226,7 +227,8 @@ def _as_views(
         if source is None:
             new[j] = o.clone()  # shares no memory any more, and so loses no gradient
         else:
-            new[j] = source.as_strided(o.size(), o.stride(), o.storage_offset())
+            # Past the modes that record, for it is none of the function's operations.
+            new[j] = viewed(source, o.size(), o.stride(), o.storage_offset())
     return new
 
 
