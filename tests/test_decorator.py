@@ -366,7 +366,7 @@ def test_what_cannot_be_pickled_cannot_be_pickled_rematerialized():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"policy": "dots"}, NotImplementedError, "policy='dots': only None so far"),
+        ({"policy": "dots"}, TypeError, "not a policy: .dots."),
         ({"prune": "yes"}, ValueError, "prune='yes': use 'auto', True or False"),
         ({"prune": None}, ValueError, "prune=None: use 'auto', True or False"),
         ({"rng": "ignore"}, ValueError, "rng='ignore': use 'replay' or 'error'"),
