@@ -95,6 +95,9 @@ def remat(
     Raises:
         TypeError: `fn` is not callable, or the policy is none.
         ValueError: an option has no such value.
+        RecomputeError: in a backward, where `fn` does something else than it did; also
+            where inputs were not kept that it reads now and did not before. There
+            `prune=False` keeps them.
         RematError: on a call, where `fn` does what cannot be recomputed.
 
     Source: JAX's `jax.checkpoint`; the exchange of time for memory is from Griewank,

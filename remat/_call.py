@@ -1,8 +1,10 @@
 """What a user's call is made of, and how it is run around other tensors.
 
 Invariant: the tensors of the call are taken out of it once, and every run is given its
-own. Rejected: a program for each module of a model. What a function reaches is one set
-of inputs, whatever holds it.
+own; but the first run of a module may be on the user's own parameters, for its graph is
+dropped and nobody differentiates it.
+Rejected: a program for each module of a model. What a function reaches is one set of
+inputs, whatever holds it.
 """
 
 import operator
