@@ -5,6 +5,7 @@ be a rematerialized program itself. It is called several times by one transform 
 by another, so that what one recorded is followed by the other.
 """
 
+import pytest
 import torch
 from helpers import Cubed, make
 from hypothesis import given, settings, strategies as st
@@ -20,6 +21,10 @@ from remat.policies import (
     save_only_these_names,
 )
 from remat.testing import assert_same
+
+
+# Programs of which no record fits give up their policy.
+pytestmark = pytest.mark.filterwarnings("ignore:.*a policy is not followed any more")
 
 
 # --- Programs ---

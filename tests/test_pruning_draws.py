@@ -20,6 +20,10 @@ from remat import remat
 from remat._traces import TRACES
 
 
+# What depends on the values drawn is in no record, and a policy is given up.
+pytestmark = pytest.mark.filterwarnings("ignore:.*a policy is not followed any more")
+
+
 @pytest.fixture(autouse=True)
 def _first_calls():
     TRACES.clear()

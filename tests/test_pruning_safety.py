@@ -26,6 +26,10 @@ from torch import Tensor
 from remat._traces import TRACES
 
 
+# Some of these read in another way each time, so that no record fits.
+pytestmark = pytest.mark.filterwarnings("ignore:.*a policy is not followed any more")
+
+
 @pytest.fixture(autouse=True)
 def _first_calls():
     """Every test starts with a first call."""
