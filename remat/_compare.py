@@ -17,7 +17,8 @@ from typing_extensions import override
 from remat._absent import IGNORED, tensors_of
 from remat._code import CONSTANT, user_line
 from remat._compat import LeanDispatchMode, StorageRef, eager_only, undisturbed
-from remat._storages import parts, written_by
+from remat._effects import written_by
+from remat._storages import parts
 
 
 # --- What an operation did ---

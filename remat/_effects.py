@@ -27,6 +27,14 @@ _EXCHANGES_STORAGE = {"set_", "resize_", "_resize_output_", "resize_as_"}
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation writes to."""
+    declared = declared_writes(func, args, kwargs)
+    return [*declared, *updated_statistics(func, args, kwargs)]
+
+
+def declared_writes(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Tensor]:
     """Return the tensors that an operation writes to, by its schema."""
     if not isinstance(func, OpOverload) or not func._schema.is_mutable:
         return []
@@ -34,9 +42,37 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[T
     for k, argument in enumerate(func._schema.arguments):
         info = argument.alias_info
         if info is not None and info.is_write:
-            value = args[k] if k < len(args) else kwargs.get(argument.name)
-            found += tensors_of(value)
+            found += tensors_of(_argument(func, k, args, kwargs))
     return found
+
+
+def updated_statistics(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """Return the running statistics that a batch norm updates, unsaid in its schema."""
+    if not isinstance(func, OpOverload) or func.overloadpacket not in _BATCH_NORMS:
+        return []
+    names = [argument.name for argument in func._schema.arguments]
+
+    def given(name: str) -> Any:
+        return _argument(func, names.index(name), args, kwargs)
+
+    updates = "training" not in names or given("training")
+    return tensors_of([*map(given, _STATISTICS)]) if updates else []
+
+
+_STATISTICS = ("running_mean", "running_var")
+_BATCH_NORMS = {
+    *(torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm),
+    *(torch.ops.aten.miopen_batch_norm, torch.ops.aten.batch_norm_update_stats),
+    *(torch.ops.aten.batch_norm_gather_stats,),
+    *(torch.ops.aten.batch_norm_gather_stats_with_counts,),
+}
+
+
+def _argument(func: Any, k: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return argument `k` of an operation; None if it was left out."""
+    return args[k] if k < len(args) else kwargs.get(func._schema.arguments[k].name)
 
 
 _DRAWS_IN_PLACE = {
@@ -63,6 +99,7 @@ def blind_outputs(func: Any, count: int) -> tuple[int, ...]:
 
 
 def is_read_by_python(func: Any) -> bool:
+    """Say whether Python sees what an operation gives, or nobody knows what it does."""
     if not isinstance(func, OpOverload):
         return True
     exchanged = func.overloadpacket.__name__ in _EXCHANGES_STORAGE
@@ -70,6 +107,7 @@ def is_read_by_python(func: Any) -> bool:
 
 
 def is_of_others(func: Any) -> bool:
+    """Say whether an operation is not of torch, so that its tags may not tell all."""
     return not (isinstance(func, OpOverload) and func.namespace in _OF_TORCH)
 
 
@@ -94,8 +132,6 @@ def _dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return how much an operation of attention drops; None if it is none."""
     for k, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[k] if k < len(args) else None
-            return kwargs.get(
-                "dropout_p", argument.default_value if given is None else given
-            )
+            given = _argument(func, k, args, kwargs)
+            return argument.default_value if given is None else given
     return None

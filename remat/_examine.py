@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from remat import _storages
 from remat._compat import base_tensor, current_layer, dual_level_active
 from remat._graph import nodes_of
 from remat._inputs import Inputs
@@ -29,7 +28,7 @@ from remat._primal import Primal
 from remat._program import Program
 from remat._recipe import Tracing, is_droppable
 from remat._rules import Batch
-from remat._storages import parts
+from remat._storages import Ledger, parts
 from remat._streams import Stream
 from remat._trace import Recorder
 from remat._traces import Trace, is_small
@@ -122,7 +121,7 @@ def _undone(fn: Fn, args: Any, kwargs: Any) -> Iterator[Inputs]:
         stack.enter_context(inputs.restored())
         torch.clear_autocast_cache()  # casts in it may be of another graph
         stack.callback(torch.clear_autocast_cache)
-        with _storages.Recorder(stack):
+        with Ledger(stack):
             yield inputs
 
 

@@ -8,6 +8,7 @@ who prints nothing.
 import importlib
 import importlib.util
 import io
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -59,13 +60,8 @@ def short(dtype: torch.dtype, shape: Iterable[int]) -> str:
         ('f32[2,3]', 'i64[]')
     """
     name = str(dtype).removeprefix("torch.")
-    for long, letter in _LETTERS.items():
-        if name.removeprefix(long).isdigit():
-            name = letter + name.removeprefix(long)
-    return f"{name}[{','.join(map(str, shape))}]"
-
-
-_LETTERS = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
+    letters = re.sub(r"^(b?f|u|i|c)(?:loat|int|nt|omplex)(?=\d)", r"\1", name)
+    return f"{letters}[{','.join(map(str, shape))}]"
 
 
 # --- Text ---

@@ -44,7 +44,7 @@ from remat._storages import (
     CONSTANT,
     MADE,
     Entry,
-    Recorder,
+    Ledger,
     Residual as Residual,
     counts,
     origin_of,
@@ -112,12 +112,12 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
         stack.enter_context(torch.enable_grad())
         inputs = Inputs(fn, args, kwargs)
         stack.enter_context(inputs.restored())
-        recorder = Recorder(stack)
+        ledger = Ledger(stack)
         for tensor, path in zip(inputs.tensors, inputs.origins, strict=True):
-            recorder.know(tensor, *inputs.described(path))
-        roots, start = _run(fn, inputs, recorder)
+            ledger.know(tensor, *inputs.described(path))
+        roots, start = _run(fn, inputs, ledger)
         torch.clear_autocast_cache()
-        notes = _Notes(recorder)
+        notes = _Notes(ledger)
         notes.ask(roots, start)
         return notes.residuals(roots, inputs)
 
@@ -167,11 +167,11 @@ _COMPILED = (
 # --- The run ---
 
 
-def _run(fn: Fn, inputs: Inputs, recorder: Recorder) -> tuple[list[Any], int]:
+def _run(fn: Fn, inputs: Inputs, ledger: Ledger) -> tuple[list[Any], int]:
     """Return the roots of the graph, and the number of its first node."""
     torch.clear_autocast_cache()  # casts in it may be of another graph
     first = torch.zeros((), requires_grad=True).view(())
-    with told_of_names(recorder), recorder:
+    with told_of_names(ledger), ledger:
         result = fn(*inputs.args, **inputs.kwargs)
     outs = [t for t in _reached(result) if t.requires_grad]
     roots = [node for node in dict.fromkeys(t.grad_fn for t in outs) if node]
@@ -190,10 +190,10 @@ def _reached(tree: Any) -> list[Tensor]:
 
 
 class _Notes:
-    """What the graph says of the storages that the recorder met."""
+    """What the graph says of the storages that the ledger met."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._saved: set[int] = set()
         self._states: list[Residual] = []
 
@@ -213,10 +213,10 @@ class _Notes:
                     self._note(t, reader, "from a constant")
             # Of these not all are held: a hook may refer to a global.
             for t in _reached((saved_by(node), unpack_hooks_of(node))):
-                self._recorder.know(t, CONSTANT, "from a constant")
+                self._ledger.know(t, CONSTANT, "from a constant")
 
     def _note(self, tensor: Tensor, reader: str, origin: str) -> list[Entry]:
-        entries = self._recorder.know(tensor, CONSTANT, origin)
+        entries = self._ledger.know(tensor, CONSTANT, origin)
         for entry in entries:
             entry.readers[reader] = None
             self._saved.add(entry.ref.address)
@@ -249,7 +249,7 @@ class _Notes:
             op, decision = kept
             origin = origin_of(op.func, sorted(op.names))
             for t in tensors_in(value):
-                is_new = not self._recorder.has_met(t)
+                is_new = not self._ledger.has_met(t)
                 for entry in self._note(t, reader, origin):
                     if is_new:
                         entry.rank, entry.source = MADE, op.source
@@ -273,7 +273,7 @@ class _Notes:
             roots: of the graph, held by nobody else; emptied here.
             inputs: may be held as they are, without a reference more to the storage.
         """
-        entries = self._recorder.entries.values()
+        entries = self._ledger.entries.values()
         sizes = {e.ref.address: e.nbytes() for e in entries}
         made = [e for e in entries if e.rank == MADE]
         if not self._saved.issuperset(_alive(made)):

@@ -5,7 +5,6 @@ end as it was. Rejected: tensors in place of storages. A view keeps all that it 
 view of, and the same bytes are kept once, by however many tensors.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,13 +22,14 @@ from remat import _tree
 from remat._absent import Absent
 from remat._code import user_line
 from remat._compat import (
-    OpOverload,
     StorageRef,
     base_tensor,
     preserved_version,
     storage_id,
 )
+from remat._effects import written_by
 from remat._errors import CaptureError
+from remat._render import short
 
 
 CONSTANT, ARGUMENT, CAPTURED, MADE = range(4)
@@ -66,16 +66,9 @@ class Residual:
         source = f" from {self.source}" if self.source else ""
         place = f", offloaded to {self.place}" if self.place else ""
         readers = f", read by {', '.join(self.readers)}" if self.readers else ""
-        sizes = ",".join(map(str, self.shape))
-        what = f"{_short(self.dtype)}[{sizes}]" if self.dtype else "state"
+        what = short(self.dtype, self.shape) if self.dtype else "state"
         origin = f"{self.origin}{source}{place}"
         return f"{what} {origin}: {self.nbytes:,} bytes{readers}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    """Write a dtype as JAX does."""
-    name = str(dtype).removeprefix("torch.")
-    return re.sub(r"^(b?f|u|i|c)(?:loat|int|nt|omplex)(?=\d)", r"\1", name)
 
 
 @dataclass(slots=True)
@@ -105,7 +98,7 @@ class Entry:
         return Residual(*meta, self.origin, self.source, readers, self.place)
 
 
-class Recorder(TorchDispatchMode):
+class Ledger(TorchDispatchMode):
     """Notes each storage met, and what puts back those that are written to.
 
     Args:
@@ -238,21 +231,6 @@ _SPARSE = {
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROW),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMN),
 }
-# Of batch norms, written to without a word in the schema.
-_STATISTICS = {"running_mean", "running_var"}
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation is about to write to."""
-    if not isinstance(func, OpOverload):
-        return []
-    found: list[Tensor] = []
-    for k, argument in enumerate(func._schema.arguments):
-        info = argument.alias_info
-        if argument.name in _STATISTICS or (info is not None and info.is_write):
-            value = args[k] if k < len(args) else kwargs.get(argument.name)
-            found += tensors_in(value)
-    return found
 
 
 def origin_of(func: Any, names: Sequence[str] = ()) -> str:

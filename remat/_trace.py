@@ -35,9 +35,10 @@ from remat._effects import (
     DRAWS,
     Moved,
     blind_outputs,
+    declared_writes,
     is_of_others,
     is_read_by_python,
-    written_by,
+    updated_statistics,
 )
 from remat._graph import nodes_of
 from remat._match import constants_of
@@ -72,6 +73,7 @@ class Recorder(LeanDispatchMode):
         self._held: list[Any] = []
         self._made: set[int] = set()
         self._steps: list[tuple[Any, ...]] = []
+        self._updates: list[tuple[int, ...]] = []  # of running statistics
         self._decisions: list[Decision] = []
         self._outputs: list[Sequence[weakref.ref[Tensor] | Tensor]] = []
         self._error: Exception | None = None
@@ -123,7 +125,9 @@ class Recorder(LeanDispatchMode):
     ) -> None:
         inputs = tensors_of((args, kwargs))
         reads = tuple(map(self.number, inputs))
-        writes = tuple(map(self.number, written_by(func, args, kwargs)))
+        writes = tuple(map(self.number, declared_writes(func, args, kwargs)))
+        updates = map(self.number, updated_statistics(func, args, kwargs))
+        self._updates.append(tuple(updates))
         known = len(self._numbers)
         outputs: list[Tensor] = []
         form = _form(result, {id(t): k for k, t in enumerate(inputs)}, outputs)
@@ -255,9 +259,26 @@ class Recorder(LeanDispatchMode):
                 dataclasses.replace(s, draws=True) if is_of_others(s.op.func) else s
                 for s in steps
             ]
+        steps = self._with_updates(steps)
         roots = [frozenset(roots) for roots in self._roots]
         ends = [self.known(o) for o in outs]
         return Record(tuple(steps), self.inputs, tuple(roots), tuple(ends))
+
+    def _with_updates(self, steps: Sequence[Step]) -> list[Step]:
+        """Have a batch norm write to the statistics that something reads afterwards.
+
+        To those that nothing reads it does not: a recomputation drops them, and the
+        results of what writes to memory that is not its own could not be kept.
+        """
+        read, found = {*self.taken}, list[Step]()
+        for step, updates in zip(steps[::-1], self._updates[::-1], strict=True):
+            if read.isdisjoint(updates):
+                read.update({*step.reads}.difference(updates))
+                found.append(step)
+            else:
+                read.update(step.reads)
+                found.append(dataclasses.replace(step, writes=step.writes + updates))
+        return found[::-1]
 
     def _named(self, op: Op, reads: Iterable[int], makes: Iterable[int]) -> Op:
         names = [self._names.get(s, ()) for s in {*makes}.difference(reads)]

@@ -187,6 +187,26 @@ def test_batch_norm_updates_its_buffers_once(policy):
     assert total(ops) < total(full)
 
 
+@pytest.mark.parametrize("prune", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("uses", ["a dead result", "its result"])
+def test_statistics_that_are_read_after_their_update_are_updated(uses, policy, prune):
+    def reader(norm):
+        def fn(x):
+            y = norm(norm(x))
+            return (y.pow(2) if uses == "its result" else x) * norm.running_mean.cos()
+
+        return fn
+
+    plain, norm = nn.BatchNorm1d(4).double(), nn.BatchNorm1d(4).double()
+    ours = remat(reader(norm), policy=POLICIES[policy], prune=prune)
+    for call in range(4):
+        x = make(3, 4, seed=call) + 3
+        want, got = (of_backward(fn, (x,)) for fn in (reader(plain), ours))
+        assert_same(got, want)
+        assert_same(norm.running_mean, plain.running_mean)
+
+
 # --- Names and lists of outputs ---
 
 
