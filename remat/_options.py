@@ -6,14 +6,12 @@ backward, where other calls surround it, or none.
 """
 
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from remat.policies import Policy
-from remat.policies._policy import Union
 
 
 Rng = Literal["replay", "error"]
@@ -42,12 +40,8 @@ class Options:
 
 
 def reference(policy: Policy | None) -> Any:
-    """Return what equals for equal policies, and lets the functions in them go."""
-    if policy is None or policy.is_data:
-        return policy
-    if isinstance(policy, Union):  # of calls within one another, made for each
-        return reference(policy.left), reference(policy.right)
-    return weakref.ref(policy)
+    """Return what tells a policy from others, without holding functions in it."""
+    return None if policy is None else policy.cache_key
 
 
 DEFAULT = Options(prune=False)

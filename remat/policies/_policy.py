@@ -22,6 +22,7 @@ Rejected: `~p` that leaves alone what p offloads, as the mirror of a chain would
 `~~p == p` for all p, but `q & ~p`, "q without p", would keep what p keeps.
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,15 @@ class Policy(ABC):
     @property
     def is_data(self) -> bool:
         """Whether it holds no function of the user's, which may hold anything."""
-        return all(part.is_data for part in self._parts())
+        for part in vars(self).values():  # on every call, so without `_parts`
+            if isinstance(part, Policy) and not part.is_data:
+                return False
+        return True
+
+    @property
+    def cache_key(self) -> Any:
+        """What is equal for equal policies, and lets the user's functions in it go."""
+        return self if self.is_data else weakref.ref(self)
 
     def _parts(self) -> list["Policy"]:
         return [value for value in vars(self).values() if isinstance(value, Policy)]
@@ -179,6 +188,12 @@ class Union(Pair):
     def decide(self, op: Op) -> Decision:
         """Return the nearer decision."""
         return self.left(op) | self.right(op)
+
+    @property
+    @override
+    def cache_key(self) -> Any:
+        """That of both: of nested calls it is made for each, and gone after it."""
+        return self if self.is_data else (self.left.cache_key, self.right.cache_key)
 
     def __repr__(self) -> str:
         return f"({self.left} | {self.right})"
