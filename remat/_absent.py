@@ -108,12 +108,12 @@ class Absent(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        absent = [t for t in tensors_of((args, kwargs)) if type(t) is Absent]
+        read = [t for t in tensors_of((args, kwargs)) if type(t) is Absent]
         if func is DETACH:
-            return like(absent[0])
+            return like(read[0])
         if func.overloadpacket.__name__ in LIKE:
             return func(*present(args), **present(kwargs or {}))
-        raise MissingError(absent[0].storage_of, func)
+        raise MissingError(read[0].storage_of, func)
 
 
 def _refuse(tensor: Absent, *_: Any, **__: Any) -> Any:

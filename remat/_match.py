@@ -6,7 +6,7 @@ Rejected: comparing the constants of operations on single elements, such as a fa
 that is annealed. They change no metadata.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def fits_metadata(
     op, then = step.op, step.inputs
     if len(then) != len(inputs) or not all(map(_has_metadata, inputs, then)):
         return False
-    return not step.has_constants or _same_constants(op, args, kwargs, step.same)
+    return not step.has_constants or has_same_constants(op, args, kwargs, step.same)
 
 
 def constants_of(args: Any, kwargs: Any) -> list[Any]:
@@ -67,18 +67,6 @@ def _has_metadata(tensor: Tensor, value: Value) -> bool:
     )
 
 
-def _same_constants(op: Op, args: Sequence[Any], kwargs: Any, same: Any) -> bool:
-    """Say whether the arguments that are no tensors are as recorded."""
-    if len(args) != len(op.args) or len(kwargs or ()) != len(op.kwargs):
-        return False
-    pairs = zip(args, op.args, strict=True)
-    if not all(same(now, then) for now, then in pairs):
-        return False
-    if not kwargs:
-        return True
-    return all(name in kwargs and same(kwargs[name], v) for name, v in op.kwargs)
-
-
 def _same_type(now: Any, then: Any) -> bool:
     """Compare arguments of an operation on single elements, such as a factor."""
     return type(now) is type(then) or _same(now, then)
@@ -91,7 +79,21 @@ def _same(now: Any, then: Any) -> bool:
         return len(now) == len(then) and all(map(_same, now, then))
     if isinstance(then, type):
         return type(now) is then
-    return type(now) is type(then) and (now == then or now != now)
+    return type(now) is type(then) and (now == then or (now != now and then != then))
+
+
+def has_same_constants(
+    op: Op, args: Sequence[Any], kwargs: Any, same: Callable[[Any, Any], bool] = _same
+) -> bool:
+    """Say whether the arguments that are no tensors are as recorded."""
+    if len(args) != len(op.args) or len(kwargs or ()) != len(op.kwargs):
+        return False
+    pairs = zip(args, op.args, strict=True)
+    if not all(same(now, then) for now, then in pairs):
+        return False
+    if not kwargs:
+        return True
+    return all(name in kwargs and same(kwargs[name], v) for name, v in op.kwargs)
 
 
 def described(steps: Sequence[Step], i: int, func: Any) -> str:
@@ -111,8 +113,3 @@ def described(steps: Sequence[Step], i: int, func: Any) -> str:
 
 def _line(op: Op) -> str:
     return f"{op.func}" + (f"  # {op.source}" if op.source else "")
-
-
-def has_same_constants(op: Op, args: Sequence[Any], kwargs: Any) -> bool:
-    """Say whether the arguments that are no tensors are as recorded."""
-    return _same_constants(op, args, kwargs, _same)

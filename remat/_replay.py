@@ -21,7 +21,6 @@ from remat._absent import (
     DETACH,
     IGNORED,
     Absent,
-    MismatchError,
     Shared,
     Trouble,
     absent,
@@ -30,16 +29,13 @@ from remat._absent import (
     tensors_of,
 )
 from remat._compat import (
-    LeanDispatchMode,
     base_tensor,
     eager_only,
     is_view_op,
-    kernel_of,
     storage_id,
 )
 from remat._errors import RecomputeError
 from remat._match import (
-    Expected,
     constants_of,
     described,
     filled,
@@ -47,90 +43,14 @@ from remat._match import (
     has_same_constants,
 )
 from remat._op import Value
-from remat._plan import Fate, Plan, Record, Slot, Step
+from remat._plan import Fate, Slot, Step
+from remat._script import Follow, Script
 
 
 CLONE = torch.ops.aten.clone.default
 
 
-class Script:
-    """A plan laid out for running, one entry for each operation.
-
-    Args:
-        record: of a forward.
-        plan: made of it.
-        order: of the residuals that there are, if there are more than the plan keeps.
-
-    Attributes:
-        funcs: the operations.
-        kernels: what each calls.
-        fates: what becomes of each.
-        expected: of those left out, what is compared.
-        written: the storages that are changed in place.
-        places: of those kept, which residual stands for which output.
-    """
-
-    __slots__ = (
-        "expected",
-        "fates",
-        "funcs",
-        "kernels",
-        "places",
-        "plan",
-        "record",
-        "written",
-    )
-
-    def __init__(
-        self, record: Record, plan: Plan, order: Sequence[tuple[int, int]] = ()
-    ) -> None:
-        self.record, self.plan = record, plan
-        self.funcs = [step.op.func for step in record.steps]
-        self.kernels = [*map(kernel_of, self.funcs)]
-        self.fates = [*plan.fates]
-        self.written = {s for step in record.steps for s in step.writes}
-        self.expected = {
-            i: Expected(record.steps[i].op)
-            for i, fate in enumerate(plan.fates)
-            if fate is Fate.DEAD
-        }
-        self.places: dict[int, dict[int, int]] = {}
-        needed = {*plan.residuals}
-        for place, (i, k) in enumerate(order or plan.residuals):
-            if (i, k) in needed:
-                self.places.setdefault(i, {})[k] = place
-
-
-class _Follow(LeanDispatchMode):
-    """Follows a script from operation to operation."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, script: Script) -> None:
-        super().__init__()
-        self.script = script
-        self._funcs, self._kernels = script.funcs, script.kernels
-        self._next = 0
-
-    def ask(self, outs: Sequence[Any]) -> None:
-        """Do nothing: what the graph saved is known."""
-
-    def end(self) -> None:
-        """Check that every operation recorded has come by.
-
-        Raises:
-            MismatchError: it has not.
-        """
-        if self._next < len(self._funcs):
-            self._next += 1
-            raise self._differs(None)
-
-    def _differs(self, func: Any) -> Exception:
-        """Return the error that another operation came by than was recorded."""
-        return MismatchError(described(self.script.record.steps, self._next - 1, func))
-
-
-class Keep(_Follow):
+class Keep(Follow):
     """Collects, in a forward, the results that a plan keeps.
 
     Attributes:
@@ -221,7 +141,7 @@ class Verify(Keep):
         return result
 
 
-class Replay(_Follow):
+class Replay(Follow):
     """Runs a function again, without what is dead and with what was kept.
 
     Args:
@@ -371,18 +291,17 @@ class Replay(_Follow):
 
     def start(self, leaves: Sequence[Tensor]) -> None:
         """Note which tensors are there from the start."""
-        steps = self.script.record.steps
-        numbers = self.script.record.inputs
         if not self._residuals:
             return
-        for t, s in zip(map(base_tensor, leaves), numbers, strict=True):
+        record = self.script.record
+        for t, s in zip(map(base_tensor, leaves), record.inputs, strict=True):
             if _has_storage(t):
                 self._known[storage_id(t)] = s
         for i, places in self.script.places.items():
             for k, place in places.items():
                 t = base_tensor(self._residuals[place])
                 if _has_storage(t):
-                    self._known[storage_id(t)] = steps[i].makes[k]
+                    self._known[storage_id(t)] = record.steps[i].makes[k]
 
     def _shared(self, number: int) -> Shared:
         shared = self._absent.get(number)
@@ -393,7 +312,7 @@ class Replay(_Follow):
     def note_escaped(self) -> None:
         """Note what is absent and outlives the replay: somebody may yet read it."""
         for shared in self._absent.values():
-            if sys.getrefcount(shared) > _REFERENCES:
+            if sys.getrefcount(shared) > _UNHELD:
                 self.trouble.missed.append(shared.number)
 
     def absent_leaf(self, i: int, leaf: Tensor) -> Absent:
@@ -406,14 +325,25 @@ def _has_storage(tensor: Tensor) -> bool:
     return plain and tensor.layout is torch.strided
 
 
-_REFERENCES = 3  # to what stands for a storage, if no tensor holds it
+def _references() -> int:
+    """Return how many `note_escaped` counts of what no tensor holds.
+
+    Of its own variables the interpreter counts more or fewer, by its version.
+    """
+    count = 0
+    for shared in {-1: Shared(-1, Trouble())}.values():
+        count = sys.getrefcount(shared)
+    return count
+
+
+_UNHELD = _references()
 
 
 def _is_by_the_way(func: Any) -> bool:
     return func is CLONE or func in IGNORED or is_view_op(func)
 
 
-class Check(_Follow):
+class Check(Follow):
     """Runs a function again as it is, which must do what it did in the forward.
 
     Views and copies are not compared. Hooks on modules make views, as torch's FLOP

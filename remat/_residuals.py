@@ -54,7 +54,7 @@ from remat._storages import (
 from remat._streams import Stream
 from remat._trace import told_of_names
 from remat._types import Fn
-from remat.policies._decision import PLACES, Decision
+from remat.policies import Decision
 
 
 def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
@@ -340,11 +340,11 @@ def _kept_by(recipe: Recipe) -> Iterator[tuple[Op, Decision]]:
 
 def _would_move(tensor: Tensor, decision: Decision) -> bool:
     """Say whether a tensor stays only for having no values that could be moved."""
-    there = tensor.device.type == "cpu" and decision is PLACES["pinned_host"]
+    there = tensor.device.type == "cpu" and decision is Decision.OFFLOAD
     return not (has_values(tensor) or there)
 
 
-_PLACES = {decision: place.replace("_", " ") for place, decision in PLACES.items()}
+_PLACES = {Decision.OFFLOAD: "pinned host", Decision.OFFLOAD_TO_DISK: "disk"}
 
 
 def _reader(node: Any, program: Any) -> str:

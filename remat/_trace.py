@@ -148,8 +148,9 @@ class Recorder(LeanDispatchMode):
             (op, reads, makes, writes, draws, may_draw, blind, runs, form)
         )
         if self._policy is not None:
-            # Those that get a name are asked about again, and held then if still there.
-            several = len(outputs) > 1  # of which one is named, and others needed
+            # For `name`, after which the policy is asked again. Of several outputs one
+            # may be named and others needed, which nobody else need hold by then.
+            several = len(outputs) > 1
             self._outputs.append(outputs if several else [*map(weakref.ref, outputs)])
             self.constants.append(constants_of(args, kwargs))
             may = bool(reads) and not (runs or writes or _are_inference(outputs))
@@ -206,7 +207,7 @@ class Recorder(LeanDispatchMode):
                     t = ref() if isinstance(ref, weakref.ref) else ref
                     if t is not None:
                         self._hold(t, s)
-                # Of what is gone the view that is named is left.
+                # The result itself may be gone, and only a view of it be left.
                 self._hold(base_tensor(tensor), number)
                 return
 

@@ -1,0 +1,91 @@
+"""A plan laid out for running, and the mode that follows it through a function.
+
+Invariant: what is looked up for each operation is a list index or one look in a dict.
+Rejected: to read it off the record and the plan each time, which the modes do for every
+operation of every call.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from remat._absent import MismatchError
+from remat._compat import LeanDispatchMode, kernel_of
+from remat._match import Expected, described
+from remat._plan import Fate, Plan, Record
+
+
+class Script:
+    """A plan laid out for running, one entry for each operation.
+
+    Args:
+        record: of a forward.
+        plan: made of it.
+        order: of the residuals that there are, if there are more than the plan keeps.
+
+    Attributes:
+        funcs: the operations.
+        kernels: what each calls.
+        fates: what becomes of each.
+        expected: of those left out, what is compared.
+        written: the storages that are changed in place.
+        places: of those kept, which residual stands for which output.
+    """
+
+    __slots__ = (
+        "expected",
+        "fates",
+        "funcs",
+        "kernels",
+        "places",
+        "plan",
+        "record",
+        "written",
+    )
+
+    def __init__(
+        self, record: Record, plan: Plan, order: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self.record, self.plan = record, plan
+        self.funcs = [step.op.func for step in record.steps]
+        self.kernels = [*map(kernel_of, self.funcs)]
+        self.fates = [*plan.fates]
+        self.written = {s for step in record.steps for s in step.writes}
+        self.expected = {
+            i: Expected(record.steps[i].op)
+            for i, fate in enumerate(plan.fates)
+            if fate is Fate.DEAD
+        }
+        self.places: dict[int, dict[int, int]] = {}
+        needed = {*plan.residuals}
+        for place, (i, k) in enumerate(order or plan.residuals):
+            if (i, k) in needed:
+                self.places.setdefault(i, {})[k] = place
+
+
+class Follow(LeanDispatchMode):
+    """Follows a script from operation to operation."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self.script = script
+        self._funcs, self._kernels = script.funcs, script.kernels
+        self._next = 0
+
+    def ask(self, outs: Sequence[Any]) -> None:
+        """Do nothing: what the graph saved is known."""
+
+    def end(self) -> None:
+        """Check that every operation recorded has come by.
+
+        Raises:
+            MismatchError: it has not.
+        """
+        if self._next < len(self._funcs):
+            self._next += 1
+            raise self._differs(None)
+
+    def _differs(self, func: Any) -> Exception:
+        """Return the error that another operation came by than was recorded."""
+        return MismatchError(described(self.script.record.steps, self._next - 1, func))
