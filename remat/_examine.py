@@ -229,16 +229,8 @@ class _Noting(Recorder):
         return number
 
     @override
-    def _note(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        result: Any,
-        draws: bool,
-        described: Any,
-    ) -> None:
-        super()._note(func, args, kwargs, result, draws, described)
+    def _note(self, *args: Any, **kwargs: Any) -> None:
+        super()._note(*args, **kwargs)
         self.calls.append(_calls()[self._outside :])
 
     @override

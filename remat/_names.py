@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from remat import _tree
-from remat._trace import give_name
+from remat._naming import give_name
 
 
 T = TypeVar("T")

@@ -36,6 +36,7 @@ from remat._compat import (
     unpack_hooks_of,
 )
 from remat._inputs import Inputs
+from remat._naming import told_of_names
 from remat._op import Op
 from remat._program import Program
 from remat._recipe import Recipe
@@ -52,7 +53,6 @@ from remat._storages import (
     tensors_in,
 )
 from remat._streams import Stream
-from remat._trace import told_of_names
 from remat._types import Fn
 from remat.policies import Decision
 

@@ -8,27 +8,22 @@ and some operations choose another kernel.
 """
 
 import dataclasses
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from remat._absent import IGNORED, Absent, tensors_of
-from remat._code import CONSTANT, user_line
+from remat._code import user_line
 from remat._compat import (
     LeanDispatchMode,
-    StorageRef,
     base_tensor,
     eager_only,
     is_lazy,
     no_torch_functions,
-    storage_id,
     viewed,
 )
 from remat._effects import (
@@ -42,12 +37,22 @@ from remat._effects import (
 )
 from remat._graph import nodes_of
 from remat._match import constants_of
+from remat._naming import (
+    names_given as names_given,
+    tell_no_more,
+    tell_of_names,
+)
 from remat._op import Op, Value
-from remat._plan import Passed, Record, Slot, Step
+from remat._plan import Record, Step
+from remat._values import (
+    described,
+    form_of,
+    is_plain,
+    key_of as key_of,
+    reference_to,
+    value_of,
+)
 from remat.policies import Decision
-
-
-_PLAIN = {Tensor, nn.Parameter, Absent}
 
 
 class Recorder(LeanDispatchMode):
@@ -90,7 +95,7 @@ class Recorder(LeanDispatchMode):
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._numbers)
-            self._held.append(_reference(tensor))
+            self._held.append(reference_to(tensor))
         return number
 
     @override
@@ -105,13 +110,9 @@ class Recorder(LeanDispatchMode):
         # What we ask of tensors here is no business of TorchFunctionModes.
         with no_torch_functions():
             moved = Moved(func, args, kwargs)
-            # Before it runs, which may change the arguments.
-            described = (
-                tuple(map(_described, args)),
-                tuple((name, _described(v)) for name, v in kwargs.items()),
-            )
+            call = described(args, kwargs)  # before it changes them
             result = func(*args, **kwargs)
-            self._note(func, args, kwargs, result, moved.draws(), described)
+            self._note(func, args, kwargs, call, result, moved.draws())
         return result
 
     def _note(
@@ -119,45 +120,56 @@ class Recorder(LeanDispatchMode):
         func: Any,
         args: Any,
         kwargs: Any,
+        call: tuple[Any, Any],
         result: Any,
         draws: bool,
-        described: tuple[Any, Any],
     ) -> None:
         inputs = tensors_of((args, kwargs))
         reads = tuple(map(self.number, inputs))
         writes = tuple(map(self.number, declared_writes(func, args, kwargs)))
-        updates = map(self.number, updated_statistics(func, args, kwargs))
-        self._updates.append(tuple(updates))
+        updates = tuple(map(self.number, updated_statistics(func, args, kwargs)))
         known = len(self._numbers)
         outputs: list[Tensor] = []
-        form = _form(result, {id(t): k for k, t in enumerate(inputs)}, outputs)
+        form = form_of(result, {id(t): k for k, t in enumerate(inputs)}, outputs)
         makes = tuple(map(self.number, outputs))
         runs = (
             is_read_by_python(func)
             or not (outputs or writes)
-            or not all(map(_is_plain, (*inputs, *outputs)))
+            or not all(map(is_plain, (*inputs, *outputs)))
             or any(map(is_lazy, outputs))
             or not all(s in self._made or s in self.inputs for s in writes)
         )
         self._made.update(range(known, len(self._numbers)))
-        values = tuple(map(_value, outputs))
-        op = Op(func, *described, values, source=user_line())
+        op = Op(func, *call, tuple(map(value_of, outputs)), source=user_line())
         blind = blind_outputs(func, len(outputs))
         may_draw = DRAWS in getattr(func, "tags", ())
         self._steps.append(
             (op, reads, makes, writes, draws, may_draw, blind, runs, form)
         )
+        self._updates.append(updates)
         if self._policy is not None:
-            # For `name`, after which the policy is asked again. Of several outputs one
-            # may be named and others needed, which nobody else need hold by then.
-            several = len(outputs) > 1
-            self._outputs.append(outputs if several else [*map(weakref.ref, outputs)])
             self.constants.append(constants_of(args, kwargs))
             may = bool(reads) and not (runs or writes or _are_inference(outputs))
-            self._decisions.append(self._decide(op) if may else Decision.RECOMPUTE)
-            if self._decisions[-1]:
-                for t, s in zip(outputs, makes, strict=True):
-                    self._hold(t, s)
+            self._ask_policy(op if may else None, outputs, makes)
+
+    def _ask_policy(
+        self, op: Op | None, outputs: list[Tensor], makes: Sequence[int]
+    ) -> None:
+        """Note what the policy says of an operation, and hold what it wants kept.
+
+        Args:
+            op: the operation; None if its results cannot be kept.
+            outputs: of it.
+            makes: the storages of those.
+        """
+        # For `name`, after which the policy is asked again. Of several outputs one may
+        # be named and others needed, which nobody else need hold by then.
+        several = len(outputs) > 1
+        self._outputs.append(outputs if several else [*map(weakref.ref, outputs)])
+        self._decisions.append(Decision.RECOMPUTE if op is None else self._decide(op))
+        if self._decisions[-1]:
+            for t, s in zip(outputs, makes, strict=True):
+                self._hold(t, s)
 
     def _decide(self, op: Op) -> Decision:
         try:
@@ -168,7 +180,7 @@ class Recorder(LeanDispatchMode):
             return Decision.RECOMPUTE
 
     def _hold(self, tensor: Tensor, number: int) -> None:
-        if number not in self._kept and _is_plain(tensor):
+        if number not in self._kept and is_plain(tensor):
             self._kept[number] = tensor
 
     def end(self) -> None:
@@ -178,14 +190,14 @@ class Recorder(LeanDispatchMode):
 
     @override
     def __enter__(self) -> Any:
-        _RECORDERS.active.append(self)
+        tell_of_names(self)
         self._memory = _Memory(self)
         self._memory.__enter__()
         return super().__enter__()
 
     @override
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        _RECORDERS.active.remove(self)
+        tell_no_more(self)
         super().__exit__(exc_type, exc_val, exc_tb)
         self._memory.__exit__(exc_type, exc_val, exc_tb)
         del self._memory  # which refers to this
@@ -303,7 +315,7 @@ class Recorder(LeanDispatchMode):
     def residual(self, value: Value, number: int) -> Tensor:
         """Return what was made with a storage, of which some view was held."""
         held = self._kept[number].detach()
-        if _value(held) == value or type(held) is Absent:
+        if value_of(held) == value or type(held) is Absent:
             return held
         return viewed(held, value.shape, value.stride, value.offset)
 
@@ -344,110 +356,5 @@ _MANY = 16  # outputs, for each of which the graph is walked
 _SILENT = {"CopySlices", "CppFunction"}
 
 
-def key_of(tensor: Any) -> int:
-    """Return what tells storages apart, among those that are held."""
-    if type(tensor) is Absent:
-        return id(tensor.storage_of)
-    return id(tensor) if _has_no_storage(tensor) else storage_id(tensor)
-
-
-def _reference(tensor: Any) -> Any:
-    if type(tensor) is Absent:
-        return tensor.storage_of
-    if _has_no_storage(tensor):
-        return tensor
-    return StorageRef(_storage_of(tensor))
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    # A recorder around this one would take it for the user's reading memory.
-    with no_torch_functions():
-        return tensor.untyped_storage()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    plain = type(tensor) in _PLAIN or hasattr(tensor, "fake_mode")
-    plain = plain and tensor.layout is torch.strided
-    return plain and not (tensor.is_quantized or tensor.is_nested)
-
-
 def _are_inference(outputs: Iterable[Tensor]) -> bool:
     return any(t.is_inference() for t in outputs)
-
-
-def _has_no_storage(tensor: Tensor) -> bool:
-    return not _is_plain(tensor)
-
-
-def _value(tensor: Tensor) -> Value:
-    if tensor.is_nested:
-        return Value((), tensor.dtype, tensor.device)
-    meta = (tuple(tensor.shape), tensor.dtype, tensor.device)
-    if not _is_plain(tensor):
-        return Value(*meta)
-    nbytes = 0 if type(tensor) is Absent else _storage_of(tensor).nbytes()
-    return Value(*meta, tuple(tensor.stride()), int(tensor.storage_offset()), nbytes)
-
-
-def _described(arg: Any) -> Any:
-    if isinstance(arg, Tensor):
-        return _value(arg)
-    if isinstance(arg, (list, tuple)):
-        return tuple(map(_described, arg))
-    # A generator is the user's, and not to be held.
-    return arg if type(arg) in CONSTANT else type(arg)
-
-
-def _form(result: Any, passed: dict[int, int], outputs: list[Tensor]) -> Any:
-    """Return what an operation returned without its tensors, which go to `outputs`."""
-    if isinstance(result, Tensor):
-        outputs.append(result)
-        k = passed.get(id(result))
-        return Slot(len(outputs) - 1) if k is None else Passed(k)
-    if isinstance(result, (list, tuple)):
-        return type(result)(_form(part, passed, outputs) for part in result)
-    return result
-
-
-# --- Names ---
-
-
-class Listener(Protocol):
-    """Who wants to know what values are called."""
-
-    def name(self, tensor: Tensor, name: str) -> None:
-        """Be told that the value of a tensor has a name."""
-
-
-class _Recorders(threading.local):
-    """The recorders, and other listeners, that are at work in this thread."""
-
-    def __init__(self) -> None:
-        self.active: list[Listener] = []
-
-
-_RECORDERS = _Recorders()
-_NAMES: set[str] = set()
-
-
-@contextmanager
-def told_of_names(listener: Listener) -> Iterator[None]:
-    """Tell a listener of the names given in the body, by this thread."""
-    _RECORDERS.active.append(listener)
-    try:
-        yield
-    finally:
-        _RECORDERS.active.remove(listener)
-
-
-def give_name(tensors: Iterable[Tensor], name: str) -> None:
-    """Tell the listeners at work in this thread of a name."""
-    _NAMES.add(name)
-    for listener in _RECORDERS.active:
-        for t in tensors:
-            listener.name(t, name)
-
-
-def names_given() -> frozenset[str]:
-    """Return every name that was ever given to a value."""
-    return frozenset(_NAMES)
