@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -23,8 +22,6 @@ from remat import _rules
 from remat._api import Rematerialized
 from remat._compare import CompareValues, KeepValues, has_values
 from remat._compat import (
-    current_layer,
-    dual_level_active,
     grad_mode,
     unwrap_dead,
     without_hooks,
@@ -33,6 +30,7 @@ from remat._errors import RecomputeError
 from remat._options import DEFAULT
 from remat._primal import Primal
 from remat._program import Facts, Program, detached, has_derivatives
+from remat._reporting import label_of, refuse_transforms
 from remat._traces import TRACES
 from remat._types import Fn
 
@@ -95,8 +93,9 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
         Traceback (most recent call last):
         remat._errors.RecomputeError: remat: recomputing `<lambda>` does something...
     """
-    _refuse_transforms()
-    options, label = DEFAULT, f"`{getattr(fn, '__qualname__', type(fn).__qualname__)}`"
+    instead = "the transformed function: check_replay(torch.func.grad(f), x)"
+    refuse_transforms("check_replay", instead)
+    options, label = DEFAULT, label_of(fn)
     if isinstance(fn, Rematerialized):
         fn, options, label = fn.__wrapped__, fn._options, fn._label
     forward = KeepValues()
@@ -121,17 +120,6 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     return Agreement(len(forward.steps), values, nbytes)
 
 
-def _refuse_transforms() -> None:
-    transformed = current_layer() is not None or dual_level_active()
-    if transformed or torch.compiler.is_compiling():
-        raise RuntimeError(_TRANSFORMED)
-
-
-_TRANSFORMED = (
-    "remat: check_replay was called under a transform of torch.func, forward-mode AD "
-    "or torch.compile. Call it outside, on the transformed function: "
-    "check_replay(torch.func.grad(f), x)."
-)
 _NO_VALUES = (
     "remat: check_replay compares values, and a meta or fake tensor has none. Pass "
     "tensors that are on a device."
@@ -154,6 +142,12 @@ class _Call(Primal):
         """Have the forward followed by our mode, and nothing kept."""
         del program, leaves
         return _Tracing(self.mode)
+
+    @override
+    def own_among(self, leaves: Sequence[Tensor]) -> Sequence[int]:
+        """Return none, for what autograd does not know of may be differentiated."""
+        del leaves
+        return ()
 
     def run_forward(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
         """Be the forward; return what a call would save."""

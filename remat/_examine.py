@@ -8,7 +8,6 @@ gradient or buffer is other than before. Rejected: a trace on fake tensors. Some
 operations choose another kernel there, and the user's code may look at values.
 """
 
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from remat._compat import base_tensor, current_layer, dual_level_active
+from remat._compat import base_tensor
 from remat._graph import nodes_of
 from remat._inputs import Inputs
 from remat._options import Options
@@ -27,9 +26,8 @@ from remat._plan import Fate, Record
 from remat._primal import Primal
 from remat._program import Program
 from remat._recipe import Tracing, is_droppable
-from remat._rules import Batch
+from remat._reporting import called, reader_of, stream_name
 from remat._storages import Ledger, parts
-from remat._streams import Stream
 from remat._trace import Recorder
 from remat._traces import Trace, is_small
 from remat._transform import record
@@ -95,15 +93,7 @@ class Examined:
 def examine(
     fn: Fn, label: str, args: Any, kwargs: Any, options: Options
 ) -> Examined | None:
-    """Run a call, and put everything back; None if nothing is to be differentiated.
-
-    Raises:
-        RuntimeError: called under a transform, forward-mode AD or torch.compile.
-    """
-    if current_layer() is not None or dual_level_active():
-        raise RuntimeError(_TRANSFORMED)
-    if torch.compiler.is_compiling():
-        raise RuntimeError(_COMPILED)
+    """Run a call, and put everything back; None if nothing is to be differentiated."""
     with _undone(fn, args, kwargs) as inputs:
         program = _Examining(fn, label, inputs.args, inputs.kwargs, options)
         leaves = program.take_leaves()
@@ -123,16 +113,6 @@ def _undone(fn: Fn, args: Any, kwargs: Any) -> Iterator[Inputs]:
         stack.callback(torch.clear_autocast_cache)
         with Ledger(stack):
             yield inputs
-
-
-_TRANSFORMED = (
-    "remat: explain was called under a transform of torch.func or forward-mode AD, "
-    "where a function has several backward passes. Call it outside, on the function."
-)
-_COMPILED = (
-    "remat: explain was called in a function that torch.compile traces. Call it "
-    "outside, on the function that is not compiled."
-)
 
 
 class _Examining(Primal):
@@ -172,7 +152,7 @@ class _Examining(Primal):
             given_up="" if usual is None else usual.reason,
             taken=frozenset(noting.taken),
             learned=frozenset(noting.taken).union(known.learned if known else ()),
-            streams=tuple(_name(stream) for stream, _ in self._ambient._moved),
+            streams=tuple(stream_name(stream) for stream, _ in self._ambient._moved),
         )
 
     def _leaf(self, i: int, tensor: Tensor) -> Leaf:
@@ -197,10 +177,6 @@ def _as_real(tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
         real.requires_grad_()
     return real if tensor.is_leaf else real.view(0)
-
-
-def _name(stream: Any) -> str:
-    return stream.name if isinstance(stream, Stream) else "a torch.Generator"
 
 
 class _Noting(Recorder):
@@ -237,27 +213,10 @@ class _Noting(Recorder):
     def ask(self, outs: Sequence[Any]) -> None:
         super().ask(outs)
         for node, tensors in nodes_of(outs):
-            reader = _reader(node)
+            reader = reader_of(node)
             for tensor in tensors:
                 number = self.number(base_tensor(tensor))
                 self.readers.setdefault(number, {})[reader] = None
-
-
-def _reader(node: Any) -> str:
-    """Name the operation that a node is the backward of."""
-    program = getattr(node, "program", None)
-    while isinstance(program, Batch):
-        program = program._of
-    if isinstance(program, Primal):
-        return f"remat({_called(program)})"
-    name = re.sub(r"Backward\d*$", "", type(node).__name__)
-    if isinstance(node, torch.autograd.function.FunctionCtx):
-        return name
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-
-
-def _called(call: Primal) -> str:
-    return call._label.split("`")[1]
 
 
 def is_run(fate: Fate) -> bool:
@@ -296,4 +255,4 @@ def _inner(
         for i, fate in zip(where, fates, strict=True):
             times[i] += is_run(fate)
     for i, inside in enumerate(calls):
-        yield times[i], _called(inside[-1]) if inside else ""
+        yield times[i], called(inside[-1]) if inside else ""

@@ -22,6 +22,7 @@ from remat._options import Options, Prune
 from remat._outcome import Outcome, outcome_of
 from remat._plan import Fate
 from remat._reasons import Reasons, is_view, name
+from remat._reporting import label_of, refuse_transforms
 from remat._reports import (
     ComparedPolicy,
     Comparison,
@@ -86,6 +87,7 @@ def explain(
         >>> found.saved_bytes, found.plain_bytes
         (12, 24)
     """
+    refuse_transforms("explain", "the function")
     inner, label, options = _unwrapped(fn, policy, prune)
     none = dataclasses.replace(options, policy=None)
     plainly = examine(inner, label, args, kwargs, none)
@@ -99,7 +101,7 @@ def _unwrapped(fn: Fn, policy: object, prune: Any) -> tuple[Fn, str, Options]:
     """Return the function that is recomputed, what to call it, and the options."""
     found = _remat_in(fn)
     if found is None:
-        own, inner, label = Options(), fn, f"`{_name_of(fn)}`"
+        own, inner, label = Options(), fn, label_of(fn)
     else:
         (inner, call) = found
         own, label = call._options, call._label
@@ -120,10 +122,6 @@ def _remat_in(fn: Any) -> tuple[Fn, Rematerialized[..., Any]] | None:
         if found is not None:
             return functools.partial(found[0], *fn.args, **fn.keywords), found[1]
     return None
-
-
-def _name_of(fn: Any) -> str:
-    return getattr(fn, "__qualname__", type(fn).__qualname__)
 
 
 def _again(
@@ -342,6 +340,7 @@ def compare(
         nothing_saveable 128 256
         dots_saveable 256 0
     """
+    refuse_transforms("compare", "the function")
     wanted = [None, *policies]
     each = [_unwrapped(fn, policy, prune) for policy in wanted]
     inner, label, options = each[0]

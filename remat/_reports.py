@@ -5,9 +5,12 @@ compare, and can be kept. Rejected: a report that is only text. Who wants a poli
 chosen by a program needs the numbers.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from typing_extensions import override
 
 from remat import _render
 from remat._op import Value
@@ -67,8 +70,25 @@ class ExplainedOp:
     is_view: bool
 
 
+class _Shown(ABC):
+    """What a table says, in a terminal, in a notebook and by rich."""
+
+    @abstractmethod
+    def _table(self) -> _render.Table:
+        """Return what is shown."""
+
+    def __str__(self) -> str:
+        return _render.text(self._table())
+
+    def _repr_html_(self) -> str:
+        return _render.html(self._table())
+
+    def __rich__(self) -> Any:
+        return _render.rich_table(self._table())
+
+
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(_Shown):
     """What `explain` returns: a value that prints as a table.
 
     Attributes:
@@ -137,6 +157,7 @@ class Explanation:
         sizes, fates = [op.nbytes for op in ops], [op.fate for op in ops]
         return _render.bars(labels, sizes, fates, self._table().title, ax)
 
+    @override
     def _table(self) -> _render.Table:
         rows = [*map(_input_row, self.inputs)]
         rows += [_op_row(op) for op in self.ops if not op.is_view]
@@ -163,15 +184,6 @@ class Explanation:
         if self.streams:
             yield f"kept besides: the state of {', '.join(self.streams)}"
         yield from (f"advice: {line}" for line in self.advice)
-
-    def __str__(self) -> str:
-        return _render.text(self._table())
-
-    def _repr_html_(self) -> str:
-        return _render.html(self._table())
-
-    def __rich__(self) -> Any:
-        return _render.rich_table(self._table())
 
 
 def _input_row(leaf: ExplainedInput) -> tuple[tuple[str, ...], str]:
@@ -210,7 +222,7 @@ class ComparedPolicy:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(_Shown):
     """What `compare` returns: a value that prints as a table.
 
     Attributes:
@@ -238,6 +250,7 @@ class Comparison:
         costs = [row.recomputed_flops for row in self.rows]
         return _render.tradeoff(names, sizes, costs, self._table().title, ax)
 
+    @override
     def _table(self) -> _render.Table:
         return _render.Table(
             title=f"policies for {self.label}",
@@ -245,15 +258,6 @@ class Comparison:
             rows=tuple(map(_compared_row, self.rows)),
             kinds=("",) * len(self.rows),
         )
-
-    def __str__(self) -> str:
-        return _render.text(self._table())
-
-    def _repr_html_(self) -> str:
-        return _render.html(self._table())
-
-    def __rich__(self) -> Any:
-        return _render.rich_table(self._table())
 
 
 def _compared_row(row: ComparedPolicy) -> tuple[str, ...]:

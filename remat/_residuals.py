@@ -12,7 +12,6 @@ JAX makes: it would report on the trace.
 """
 
 import gc
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -29,8 +28,6 @@ from remat._capture import Search
 from remat._compare import has_values
 from remat._compat import (
     AccumulateGrad,
-    current_layer,
-    dual_level_active,
     saved_by,
     sequence_number,
     unpack_hooks_of,
@@ -40,7 +37,7 @@ from remat._naming import told_of_names
 from remat._op import Op
 from remat._program import Program
 from remat._recipe import Recipe
-from remat._rules import Batch
+from remat._reporting import call_of, reader_of, refuse_transforms, stream_name
 from remat._storages import (
     CONSTANT,
     MADE,
@@ -52,7 +49,6 @@ from remat._storages import (
     parts,
     tensors_in,
 )
-from remat._streams import Stream
 from remat._types import Fn
 from remat.policies import Decision
 
@@ -106,7 +102,8 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
         >>> [r.origin for r in saved_residuals(remat(f), torch.ones(3))]
         ['from the argument x']
     """
-    _refuse_transforms()
+    instead = "the transformed function: saved_residuals(torch.func.grad(f), x)"
+    refuse_transforms("saved_residuals", instead)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -146,24 +143,6 @@ def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _refuse_transforms() -> None:
-    if current_layer() is not None or dual_level_active():
-        raise RuntimeError(_TRANSFORMED)
-    if torch.compiler.is_compiling():
-        raise RuntimeError(_COMPILED)
-
-
-_TRANSFORMED = (
-    "remat: saved_residuals was called under a transform of torch.func or forward-mode "
-    "AD, where tensors have several graphs. Call it outside, on the transformed "
-    "function: saved_residuals(torch.func.grad(f), x)."
-)
-_COMPILED = (
-    "remat: saved_residuals was called in a function that torch.compile traces. Call "
-    "it outside, on the function that is not compiled."
-)
-
-
 # --- The run ---
 
 
@@ -201,8 +180,8 @@ class _Notes:
         """Note for each node since `start` what it saved."""
         for node in sorted(_nodes(roots, start), key=sequence_number):
             program = getattr(node, "program", None)
-            reader = _reader(node, program)
-            call = _call_of(program)
+            reader = reader_of(node)
+            call = call_of(program)
             if call is not None:
                 self._note_call(node, call, reader)
             for t in tensors_in(saved_by(node)):
@@ -258,8 +237,7 @@ class _Notes:
 
     def _note_state(self, stream: Any, state: Any, reader: str) -> None:
         """Note the state of a stream to be set back."""
-        name = stream.name if isinstance(stream, Stream) else "a torch.Generator"
-        origin = f"state of the stream: {name}"
+        origin = f"state of the stream: {stream_name(stream)}"
         if isinstance(state, Tensor):
             self._note(state, reader, origin)
             return
@@ -319,12 +297,6 @@ def _nodes(roots: Sequence[Any], start: int) -> set[Any]:
     return seen
 
 
-def _call_of(program: Any) -> Call | None:
-    while isinstance(program, Batch):
-        program = program._of
-    return program if isinstance(program, Call) else None
-
-
 def _saved_by_call(node: Any, count: int) -> list[Any]:
     """Return what each tensor saved became; an older torch gives all as one tuple."""
     saved = saved_by(node)
@@ -345,17 +317,6 @@ def _would_move(tensor: Tensor, decision: Decision) -> bool:
 
 
 _PLACES = {Decision.OFFLOAD: "pinned host", Decision.OFFLOAD_TO_DISK: "disk"}
-
-
-def _reader(node: Any, program: Any) -> str:
-    """Name the operation that a node is the backward of."""
-    if isinstance(program, Program):
-        call = _call_of(program)
-        return "remat" if call is None else f"remat({call._label.split('`')[1]})"
-    name = re.sub(r"Backward\d*$", "", type(node).__name__)
-    if isinstance(node, torch.autograd.function.FunctionCtx):
-        return name
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def _size_of(state: Any) -> int:
