@@ -25,7 +25,7 @@ from remat._storages import parts
 
 
 @dataclass(slots=True)
-class Step:
+class Operation:
     """One operation.
 
     Attributes:
@@ -47,7 +47,7 @@ class Step:
         return f"{self.func}  # {self.source}"
 
 
-class _Follow(LeanDispatchMode):
+class _Watch(LeanDispatchMode):
     """Sees each operation, what goes into it and what comes out.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Follow(LeanDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Step] = []
+        self.steps: list[Operation] = []
         self.values = self.nbytes = 0
         self._numbers: dict[int, int] = {}
         self._held: list[StorageRef] = []  # so that no address is used again
@@ -68,11 +68,11 @@ class _Follow(LeanDispatchMode):
     def end(self) -> None:
         """Do nothing: what is missing is found by who compares."""
 
-    def at(self, step: Step, what: str, bits: list[Tensor]) -> None:
+    def at(self, step: Operation, what: str, bits: list[Tensor]) -> None:
         """Be shown a value of a step, as copies in the memory of the host."""
         raise NotImplementedError
 
-    def begins(self, step: Step) -> None:
+    def begins(self, step: Operation) -> None:
         """Be shown the next operation."""
         self.steps.append(step)
 
@@ -85,7 +85,7 @@ class _Follow(LeanDispatchMode):
         kwargs = kwargs or {}
         if func in IGNORED:
             return func(*args, **kwargs)
-        step = Step(func, _constants_of((args, kwargs)), user_line())
+        step = Operation(func, _constants_of((args, kwargs)), user_line())
         self.begins(step)
         inputs = tensors_of((args, kwargs))
         known = len(self._numbers)
@@ -98,7 +98,7 @@ class _Follow(LeanDispatchMode):
         return result
 
     def _look_at_results(
-        self, step: Step, outputs: Sequence[Tensor], written: Sequence[Tensor]
+        self, step: Operation, outputs: Sequence[Tensor], written: Sequence[Tensor]
     ) -> None:
         given = {id(t) for t in outputs}
         changed = {*map(self._number, written)}
@@ -121,22 +121,22 @@ class _Follow(LeanDispatchMode):
             return self._numbers.setdefault(ref.address, len(self._numbers))
         return -1
 
-    def _look(self, step: Step, what: str, tensor: Tensor) -> None:
+    def _look(self, step: Operation, what: str, tensor: Tensor) -> None:
         self.values += 1
         bits = [_on_host(part) for part in parts(tensor) if has_values(part)]
         self.nbytes += sum(t.nbytes for t in bits)
         self.at(step, what, bits)
 
 
-class KeepValues(_Follow):
+class KeepValues(_Watch):
     """Keeps the values of the forward."""
 
     @override
-    def at(self, step: Step, what: str, bits: list[Tensor]) -> None:
+    def at(self, step: Operation, what: str, bits: list[Tensor]) -> None:
         step.values.append((what, bits))
 
 
-class CompareValues(_Follow):
+class CompareValues(_Watch):
     """Compares with the values of the forward, up to the first that differs.
 
     Args:
@@ -146,7 +146,7 @@ class CompareValues(_Follow):
         difference: what differs first, if something does.
     """
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[Operation]) -> None:
         super().__init__()
         self._then = steps
         self._at = 0
@@ -154,7 +154,7 @@ class CompareValues(_Follow):
         self.difference: str | None = None
 
     @override
-    def begins(self, step: Step) -> None:
+    def begins(self, step: Operation) -> None:
         super().begins(step)
         if self.difference is not None:
             return
@@ -172,7 +172,7 @@ class CompareValues(_Follow):
             self.difference = f"has the arguments {now}, in the forward {before}."
 
     @override
-    def at(self, step: Step, what: str, bits: list[Tensor]) -> None:
+    def at(self, step: Operation, what: str, bits: list[Tensor]) -> None:
         if self.difference is not None:
             return
         then = self._then[self._at]
@@ -188,7 +188,7 @@ class CompareValues(_Follow):
         if found:
             self.difference = f"differs: {what} {found}.{self._why(step, then, what)}"
 
-    def _why(self, step: Step, then: Step, what: str) -> str:
+    def _why(self, step: Operation, then: Operation, what: str) -> str:
         if what.startswith("input"):
             return _OUTSIDE
         moved = [
@@ -225,7 +225,7 @@ class CompareValues(_Follow):
         return "\n".join(lines)
 
 
-def _around(title: str, steps: Sequence[Step], i: int) -> Iterator[str]:
+def _around(title: str, steps: Sequence[Operation], i: int) -> Iterator[str]:
     yield f"  {title} ({len(steps)} operations):"
     first = max(0, i - 2)
     for k, step in enumerate(steps[first : i + 3], first):

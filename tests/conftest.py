@@ -1,8 +1,10 @@
-"""What every test gets: a fixed torch seed and one thread."""
+"""What every test gets: a fixed torch seed, one thread, and no record of a call."""
 
 import hypothesis
 import pytest
 import torch
+
+from remat._traces import TRACES
 
 
 # Two workers share two cores; and sums do not depend on the number of threads.
@@ -22,3 +24,9 @@ hypothesis.settings.load_profile("remat")
 def _seed() -> None:
     # pytest-randomly seeds random and NumPy; torch needs its own.
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _first_calls() -> None:
+    # What a call does depends on those of its signature before it.
+    TRACES.clear()

@@ -32,13 +32,11 @@ from remat import (
     remat as ckpt,
     saved_residuals,
 )
-from remat._traces import TRACES
 from remat.testing import count_ops, live_bytes, peak_bytes
 
 
 @pytest.fixture(autouse=True)
-def _tests_share_nothing(monkeypatch):
-    TRACES.clear()
+def _wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
 
 

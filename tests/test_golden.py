@@ -14,7 +14,6 @@ from helpers import W, X, leaves_of
 from torch.func import grad, jacrev, vjp, vmap
 
 from remat import remat, saved_residuals
-from remat._traces import TRACES
 from remat.policies import dots_saveable, everything_saveable, nothing_saveable
 from remat.testing import assert_same, count_ops
 
@@ -22,12 +21,6 @@ from remat.testing import assert_same, count_ops
 pruned = partial(remat, prune=True)
 dots = partial(pruned, policy=dots_saveable)
 everything = partial(pruned, policy=everything_saveable)
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    """No record is there that another test made."""
-    TRACES.clear()
 
 
 # --- The programs ---

@@ -22,12 +22,6 @@ from remat.policies import (
 from remat.testing import assert_same, count_ops
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    """No record is there that another test made."""
-    TRACES.clear()
-
-
 def points(*shape):
     size = torch.Size(shape).numel()
     return torch.linspace(0.2, 1.3, size, dtype=torch.double).reshape(shape)

@@ -54,12 +54,6 @@ from remat.testing import assert_same, count_ops
 aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    """No record is there that another test made."""
-    TRACES.clear()
-
-
 # --- Policies, and functions of two 4x4 matrices that they have something to say of ---
 
 

@@ -47,12 +47,6 @@ aten = torch.ops.aten
 save_sin = save_ops(aten.sin)
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    """No record is there that another test made."""
-    TRACES.clear()
-
-
 def points(*shape, dtype=torch.double):
     size = torch.Size(shape).numel()
     return torch.linspace(0.2, 1.3, size, dtype=dtype).reshape(shape)

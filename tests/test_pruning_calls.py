@@ -12,6 +12,7 @@ from pruning_helpers import (
     W,
     X,
     assert_exact,
+    dead_end,
     of_backward,
 )
 from torch import nn
@@ -23,17 +24,7 @@ from torch.autograd.graph import (
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from remat import remat
-from remat._traces import TRACES
 from remat.testing import assert_same
-
-
-@pytest.fixture(autouse=True)
-def _first_calls():
-    TRACES.clear()
-
-
-def dead_end(h):
-    return h.sin() * 2 + 1
 
 
 HIDDEN: dict = {}

@@ -8,21 +8,12 @@ held in test_traces.py.
 import pytest
 import torch
 from helpers import leaves_of, make, scalar
-from pruning_helpers import W, X, last_trace, of_backward, total
+from pruning_helpers import W, X, dead_end, last_trace, of_backward, total
 from torch import Tensor
 
 from remat import RecomputeError, checkpoint_name, policies, remat
 from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
-
-
-@pytest.fixture(autouse=True)
-def _first_calls():
-    TRACES.clear()
-
-
-def dead_end(h):
-    return h.sin() * 2 + 1
 
 
 def work(fn, *args):

@@ -10,27 +10,17 @@ import random
 import numpy as np
 import pytest
 import torch
-from pruning_helpers import POLICIES, TRANSFORMS, W, X, assert_exact
+from pruning_helpers import POLICIES, TRANSFORMS, W, X, assert_exact, dead_end
 from torch import nn
 from torch.nn.functional import alpha_dropout, dropout, feature_alpha_dropout, rrelu
 from torch.utils.checkpoint import checkpoint
 
 import remat.random as keyed
 from remat import remat
-from remat._traces import TRACES
 
 
 # What depends on the values drawn is in no record, and a policy is given up.
 pytestmark = pytest.mark.filterwarnings("ignore:.*a policy is not followed any more")
-
-
-@pytest.fixture(autouse=True)
-def _first_calls():
-    TRACES.clear()
-
-
-def dead_end(h):
-    return h.sin() * 2 + 1
 
 
 def only_the_first(x, w):

@@ -10,27 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import leaves_of, make, scalar
-from pruning_helpers import (
-    POLICIES,
-    W,
-    X,
-    last_trace,
-    traces,
-)
+from pruning_helpers import POLICIES, W, X, dead_end, last_trace, traces
 from torch.nn.functional import dropout
 
 from remat import MutationError, policies, remat
 from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
-
-
-@pytest.fixture(autouse=True)
-def _first_calls():
-    TRACES.clear()
-
-
-def dead_end(h):
-    return h.sin() * 2 + 1
 
 
 everything = policies.everything_saveable

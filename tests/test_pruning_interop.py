@@ -10,32 +10,19 @@ from typing import ClassVar
 import pytest
 import torch
 from helpers import leaves_of, scalar
-from pruning_helpers import (
-    POLICIES,
-    W,
-    X,
-    assert_exact,
-    of_backward,
-    traces,
-)
+from pruning_helpers import POLICIES, W, X, assert_exact, dead_end, of_backward, traces
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from remat import RecomputeError, policies, remat
-from remat._traces import TRACES
 from remat.testing import assert_same
 
 
 @pytest.fixture(autouse=True)
-def _first_calls():
-    TRACES.clear()
+def _dynamo_starts_anew():
     torch._dynamo.reset()
-
-
-def dead_end(h):
-    return h.sin() * 2 + 1
 
 
 everything = policies.everything_saveable

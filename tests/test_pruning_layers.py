@@ -15,6 +15,7 @@ from pruning_helpers import (
     W,
     X,
     assert_exact,
+    dead_end,
     last_trace,
     of_backward,
     total,
@@ -25,20 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import parametrize
 
 from remat import checkpoint_name, policies, remat
-from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
-
-
-@pytest.fixture(autouse=True)
-def _first_calls():
-    TRACES.clear()
-
-
-def dead_end(h):
-    return h.sin() * 2 + 1
-
-
-HIDDEN: dict = {}
 
 
 # --- Composite operations, which decompose otherwise in other modes ---

@@ -35,11 +35,6 @@ XS, WS = make(2, SIZE, SIZE, seed=53), make(2, SIZE, SIZE, seed=54)
 V = make(SIZE, SIZE, seed=55)
 
 
-@pytest.fixture(autouse=True)
-def _first_calls():
-    TRACES.clear()
-
-
 # --- Transforms: each gives what is computed of a function of two matrices ---
 
 

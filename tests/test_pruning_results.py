@@ -13,6 +13,7 @@ from pruning_helpers import (
     W,
     X,
     assert_exact,
+    dead_end,
     last_trace,
     total,
 )
@@ -20,18 +21,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from remat import policies, remat
-from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
 
 
 @pytest.fixture(autouse=True)
-def _first_calls():
-    TRACES.clear()
+def _dynamo_starts_anew():
     torch._dynamo.reset()
-
-
-def dead_end(h):
-    return h.sin() * 2 + 1
 
 
 everything = policies.everything_saveable

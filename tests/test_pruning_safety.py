@@ -14,31 +14,12 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from pruning_helpers import (
-    POLICIES,
-    TRANSFORMS,
-    W,
-    X,
-    assert_exact,
-)
+from pruning_helpers import POLICIES, TRANSFORMS, W, X, assert_exact, dead_end
 from torch import Tensor
-
-from remat._traces import TRACES
 
 
 # Some of these read in another way each time, so that no record fits.
 pytestmark = pytest.mark.filterwarnings("ignore:.*a policy is not followed any more")
-
-
-@pytest.fixture(autouse=True)
-def _first_calls():
-    """Every test starts with a first call."""
-    TRACES.clear()
-
-
-def dead_end(h):
-    """Something that no backward reads."""
-    return h.sin() * 2 + 1
 
 
 # --- In place, and aliases ---

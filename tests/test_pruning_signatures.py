@@ -6,31 +6,15 @@ Shapes, strides, offsets, dtypes, lazy bits, which require grad, which share mem
 import pytest
 import torch
 from helpers import leaves_of, make, scalar
-from pruning_helpers import (
-    POLICIES,
-    W,
-    X,
-    of_backward,
-    traces,
-)
+from pruning_helpers import POLICIES, W, X, dead_end, of_backward, traces
 from torch import nn
 
 from remat import policies, remat
-from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
 
 
 # Inputs that are lazily conjugated now and then are of one signature.
 pytestmark = pytest.mark.filterwarnings("ignore:remat. a policy is not followed")
-
-
-@pytest.fixture(autouse=True)
-def _first_calls():
-    TRACES.clear()
-
-
-def dead_end(h):
-    return h.sin() * 2 + 1
 
 
 everything = policies.everything_saveable

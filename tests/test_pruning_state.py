@@ -14,6 +14,7 @@ from pruning_helpers import (
     W,
     X,
     assert_exact,
+    dead_end,
     of_backward,
 )
 from torch import nn
@@ -25,15 +26,6 @@ from remat.testing import assert_same, count_ops
 
 # Functions that change that often lose their policy.
 pytestmark = pytest.mark.filterwarnings("ignore:remat. a policy is not followed")
-
-
-@pytest.fixture(autouse=True)
-def _first_calls():
-    TRACES.clear()
-
-
-def dead_end(h):
-    return h.sin() * 2 + 1
 
 
 everything = policies.everything_saveable

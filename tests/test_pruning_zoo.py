@@ -16,11 +16,6 @@ from remat._traces import TRACES
 from remat.testing import assert_same
 
 
-@pytest.fixture(autouse=True)
-def _first_calls():
-    TRACES.clear()
-
-
 def backward(loss):
     w, x = leaves_of(W, X)
     return torch.autograd.grad(loss(w, x), (w, x))

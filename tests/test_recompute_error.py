@@ -15,7 +15,6 @@ from helpers import leaves_of, scalar
 from pruning_helpers import X, of_backward
 
 from remat import RecomputeError, RematError, policies, remat
-from remat._traces import TRACES
 from remat.testing import assert_same, count_ops
 
 
@@ -31,8 +30,7 @@ STATE = {"runs": 0}
 
 
 @pytest.fixture(autouse=True)
-def _first_calls():
-    TRACES.clear()
+def _no_runs():
     STATE["runs"] = 0
 
 

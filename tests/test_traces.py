@@ -12,21 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import leaves_of, make, scalar
-from pruning_helpers import W, X, last_trace, of_backward, traces
+from pruning_helpers import W, X, dead_end, last_trace, of_backward, traces
 from torch import nn
 
 from remat import RecomputeError, checkpoint_name, policies, remat
 from remat._traces import TRACES, Trace
 from remat.testing import assert_same, count_ops
-
-
-@pytest.fixture(autouse=True)
-def _first_calls():
-    TRACES.clear()
-
-
-def dead_end(h):
-    return h.sin() * 2 + 1
 
 
 def fn(x, w):
