@@ -233,15 +233,13 @@ pure = st.sampled_from([*OPS])
 anything = st.sampled_from([*OPS, *DRAWING, *DRAWING, *ASKING, *ASKING])
 
 
+def _given(operations, hows):
+    inner = st.none() | programs(operations, 3)
+    return given(programs(operations, 6), inner, policies, policies, prunes, hows)
+
+
 @settings(max_examples=40)
-@given(
-    programs(pure, 6),
-    st.none() | programs(pure, 3),
-    policies,
-    policies,
-    prunes,
-    all_hows,
-)
+@_given(pure, all_hows)
 def test_programs_of_pure_operations(program, inner, outside, inside, prune, hows):
     assert_equals_plain(program, inner, outside, inside, prune, hows)
     if inner is None:
@@ -249,13 +247,6 @@ def test_programs_of_pure_operations(program, inner, outside, inside, prune, how
 
 
 @settings(max_examples=40)
-@given(
-    programs(anything, 6),
-    st.none() | programs(anything, 3),
-    policies,
-    policies,
-    prunes,
-    some_hows,
-)
+@_given(anything, some_hows)
 def test_programs_that_draw_and_ask(program, inner, outside, inside, prune, hows):
     assert_equals_plain(program, inner, outside, inside, prune, hows)

@@ -307,11 +307,17 @@ def compiled(backend):
     return torch.compile(lambda h: dropout(h.sin()).exp() * 2, backend=backend)
 
 
-# Dynamo looks at the gradients of what it is given.
-LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def assert_equal(fn, policy, calls=4):
+    """Without the mode that counts: compiled code runs as such only where none is."""
+    ours = remat(fn, policy=POLICIES[policy], prune=True)
+    for call in range(calls):
+        results = []
+        for f in (fn, ours):
+            torch.manual_seed(call)
+            results.append(of_backward(f, (X,)))
+        assert_same(results[1], results[0])
 
 
-@LOOKS
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("policy", ["nothing", "everything"])
@@ -324,19 +330,11 @@ def test_compiled_code_inside(policy, backend, hidden):
         f = holder["f"][0] if hidden else inner
         return dead_end(f(x * 2))
 
-    # Without the mode that counts, for compiled code runs in no mode.
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
-    for call in range(4):
-        results = []
-        for f in (fn, ours):
-            torch.manual_seed(call)
-            results.append(of_backward(f, (X,)))
-        assert_same(results[1], results[0])
+    assert_equal(fn, policy)
     assert not any(t.scripts for t in traces())
 
 
-@LOOKS
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method:DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["nothing", "everything"])
 def test_compiled_code_of_inductor_inside(policy):
@@ -346,13 +344,7 @@ def test_compiled_code_of_inductor_inside(policy):
         dropout(x)
         return dead_end(inner(x * 2))
 
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
-    for call in range(3):
-        results = []
-        for f in (fn, ours):
-            torch.manual_seed(call)
-            results.append(of_backward(f, (X,)))
-        assert_same(results[1], results[0])
+    assert_equal(fn, policy, calls=3)
     assert not any(t.scripts for t in traces())
 
 
@@ -376,7 +368,6 @@ def of_globals(x):
     return dead_end(globals()["Holds" + "Compiled"].act(x * 2).exp())
 
 
-@LOOKS
 @pytest.mark.parametrize("policy", ["nothing", "everything"])
 @pytest.mark.parametrize(
     "fn",
@@ -384,13 +375,7 @@ def of_globals(x):
     ids=["object", "getattr", "globals"],
 )
 def test_compiled_code_in_hiding(fn, policy):
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
-    for call in range(4):
-        results = []
-        for f in (fn, ours):
-            torch.manual_seed(call)
-            results.append(of_backward(f, (X,)))
-        assert_same(results[1], results[0])
+    assert_equal(fn, policy)
 
 
 def scripted_helper(h):
@@ -398,7 +383,6 @@ def scripted_helper(h):
 
 
 @pytest.mark.parametrize("policy", ["nothing", "everything"])
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_scripted_code_inside(policy):
     scripted = torch.jit.script(scripted_helper)
     assert_exact(
