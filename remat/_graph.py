@@ -15,6 +15,7 @@ from remat import _tree
 from remat._absent import tensors_of
 from remat._capture import Search
 from remat._compat import AccumulateGrad, saved_by
+from remat._program import Program
 
 
 def nodes_of(outs: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
@@ -39,11 +40,16 @@ def nodes_of(outs: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
 def tensors_at(node: Any) -> list[Tensor]:
     """Return the tensors that a node saved, or that its Function keeps on its ctx."""
     found = tensors_of(saved_by(node))
-    if hasattr(node, "program"):
-        return found  # a call of ours, which holds no tensors
-    if isinstance(node, torch.autograd.function.FunctionCtx):
-        search = Search()
-        for leaf in _tree.flatten([*vars(node).values()])[0]:
-            search.visit(leaf, None)
-        found += search.found.tensors
+    is_function = isinstance(node, torch.autograd.function.FunctionCtx)
+    # A call of ours has saved all its tensors.
+    if is_function and not isinstance(getattr(node, "program", None), Program):
+        found += tensors_reached([*vars(node).values()])
     return found
+
+
+def tensors_reached(tree: Any) -> list[Tensor]:
+    """Return the tensors of a pytree, and those in objects that are its leaves."""
+    search = Search()
+    for leaf in _tree.flatten(tree)[0]:
+        search.visit(leaf, None)
+    return search.found.tensors

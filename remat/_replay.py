@@ -113,9 +113,6 @@ class Verify(Keep):
         self._key = key
         numbers = script.record.inputs
         self._numbers = {key(t): s for t, s in zip(leaves, numbers, strict=True)}
-        # A constant that nobody saw being made may be where another was that is gone.
-        steps = script.record.steps
-        self._made = {*numbers, *(s for x in steps for s in {*x.makes} - {*x.reads})}
 
     @override
     @eager_only
@@ -132,8 +129,8 @@ class Verify(Keep):
                 self.fits = False
                 return result
             reads = zip(inputs, step.reads, strict=True)
-            made = self._made
-            self.fits = all(numbers.get(key(t), s) == s for t, s in reads if s in made)
+            known = self.script.known
+            self.fits = all(numbers.get(key(t), s) == s for t, s in reads if s in known)
             if self.script.fates[i] is Fate.DEAD and self.fits:
                 expected = self.script.expected[i]
                 self.fits = fits_metadata(expected, args, kwargs, inputs)

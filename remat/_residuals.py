@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import graph
 
-from remat import _tree
 from remat._call import Call
-from remat._capture import Search
 from remat._compare import has_values
 from remat._compat import (
     AccumulateGrad,
@@ -32,10 +30,10 @@ from remat._compat import (
     sequence_number,
     unpack_hooks_of,
 )
+from remat._graph import tensors_at, tensors_reached
 from remat._inputs import Inputs
 from remat._naming import told_of_names
 from remat._op import Op
-from remat._program import Program
 from remat._recipe import Recipe
 from remat._reporting import call_of, reader_of, refuse_transforms, stream_name
 from remat._storages import (
@@ -152,17 +150,9 @@ def _run(fn: Fn, inputs: Inputs, ledger: Ledger) -> tuple[list[Any], int]:
     first = torch.zeros((), requires_grad=True).view(())
     with told_of_names(ledger), ledger:
         result = fn(*inputs.args, **inputs.kwargs)
-    outs = [t for t in _reached(result) if t.requires_grad]
+    outs = [t for t in tensors_reached(result) if t.requires_grad]
     roots = [node for node in dict.fromkeys(t.grad_fn for t in outs) if node]
     return roots, sequence_number(first.grad_fn)
-
-
-def _reached(tree: Any) -> list[Tensor]:
-    """Return the tensors of a pytree, and those in objects that are its leaves."""
-    search = Search()
-    for leaf in _tree.flatten(tree)[0]:
-        search.visit(leaf, None)
-    return search.found.tensors
 
 
 # --- The graph ---
@@ -179,19 +169,13 @@ class _Notes:
     def ask(self, roots: Sequence[Any], start: int) -> None:
         """Note for each node since `start` what it saved."""
         for node in sorted(_nodes(roots, start), key=sequence_number):
-            program = getattr(node, "program", None)
-            reader = reader_of(node)
-            call = call_of(program)
+            reader, call = reader_of(node), call_of(getattr(node, "program", None))
             if call is not None:
                 self._note_call(node, call, reader)
-            for t in tensors_in(saved_by(node)):
+            for t in tensors_at(node):
                 self._note(t, reader, "from a constant")
-            is_function = isinstance(node, torch.autograd.function.FunctionCtx)
-            if is_function and not isinstance(program, Program):
-                for t in _reached([*vars(node).values()]):
-                    self._note(t, reader, "from a constant")
             # Of these not all are held: a hook may refer to a global.
-            for t in _reached((saved_by(node), unpack_hooks_of(node))):
+            for t in tensors_reached((saved_by(node), unpack_hooks_of(node))):
                 self._ledger.know(t, CONSTANT, "from a constant")
 
     def _note(self, tensor: Tensor, reader: str, origin: str) -> list[Entry]:

@@ -28,6 +28,8 @@ class Script:
         fates: what becomes of each.
         expected: of those left out, what is compared.
         written: the storages that are changed in place.
+        known: those of inputs, and those that operations made. A constant that nobody
+            saw being made may be where another was that is gone.
         places: of those kept, which residual stands for which output.
     """
 
@@ -36,6 +38,7 @@ class Script:
         "fates",
         "funcs",
         "kernels",
+        "known",
         "places",
         "plan",
         "record",
@@ -50,6 +53,8 @@ class Script:
         self.kernels = [*map(kernel_of, self.funcs)]
         self.fates = [*plan.fates]
         self.written = {s for step in record.steps for s in step.writes}
+        made = (s for step in record.steps for s in {*step.makes} - {*step.reads})
+        self.known = {*record.inputs, *made}
         self.expected = {
             i: Expected(record.steps[i].op)
             for i, fate in enumerate(plan.fates)
