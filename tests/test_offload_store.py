@@ -648,8 +648,9 @@ SETTINGS = {
     "a dispatch mode": Zeros,
     "a function mode": Refuses,
     "fake tensors": FakeTensorMode,
+    # Back to None: setting what `get_default_device` returns would leave a mode.
     "a default device": lambda: restored(
-        torch.get_default_device, torch.set_default_device, "meta"
+        lambda: None, torch.set_default_device, "meta"
     ),
     "a default dtype": lambda: restored(
         torch.get_default_dtype, torch.set_default_dtype, torch.float64
