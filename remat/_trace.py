@@ -77,7 +77,7 @@ class Recorder(LeanDispatchMode):
         # Held weakly, so that no address is used again; for good where that cannot be.
         self._held: list[Any] = []
         self._made: set[int] = set()
-        self._steps: list[tuple[Any, ...]] = []
+        self._steps: list[Step] = []
         self._updates: list[tuple[int, ...]] = []  # of running statistics
         self._decisions: list[Decision] = []
         self._outputs: list[Sequence[weakref.ref[Tensor] | Tensor]] = []
@@ -132,25 +132,42 @@ class Recorder(LeanDispatchMode):
         outputs: list[Tensor] = []
         form = form_of(result, {id(t): k for k, t in enumerate(inputs)}, outputs)
         makes = tuple(map(self.number, outputs))
-        runs = (
+        runs = self._runs_anyway(func, inputs, outputs, writes)
+        self._made.update(range(known, len(self._numbers)))
+        op = Op(func, *call, tuple(map(value_of, outputs)), source=user_line())
+        step = Step(
+            op,
+            reads,
+            makes,
+            writes,
+            draws=draws,
+            may_draw=DRAWS in getattr(func, "tags", ()),
+            blind=blind_outputs(func, len(outputs)),
+            runs=runs,
+            result=form,
+        )
+        self._steps.append(step)
+        self._updates.append(updates)
+        if self._policy is not None:
+            self.constants.append(constants_of(args, kwargs))
+            may = bool(reads) and not (runs or writes or _are_inference(outputs))
+            self._ask_policy(op if may else None, outputs, makes)
+
+    def _runs_anyway(
+        self,
+        func: Any,
+        inputs: Iterable[Tensor],
+        outputs: Sequence[Tensor],
+        writes: Sequence[int],
+    ) -> bool:
+        """Say whether an operation does more than tensors tell, or nobody knows."""
+        return (
             is_read_by_python(func)
             or not (outputs or writes)
             or not all(map(is_plain, (*inputs, *outputs)))
             or any(map(is_lazy, outputs))
             or not all(s in self._made or s in self.inputs for s in writes)
         )
-        self._made.update(range(known, len(self._numbers)))
-        op = Op(func, *call, tuple(map(value_of, outputs)), source=user_line())
-        blind = blind_outputs(func, len(outputs))
-        may_draw = DRAWS in getattr(func, "tags", ())
-        self._steps.append(
-            (op, reads, makes, writes, draws, may_draw, blind, runs, form)
-        )
-        self._updates.append(updates)
-        if self._policy is not None:
-            self.constants.append(constants_of(args, kwargs))
-            may = bool(reads) and not (runs or writes or _are_inference(outputs))
-            self._ask_policy(op if may else None, outputs, makes)
 
     def _ask_policy(
         self, op: Op | None, outputs: list[Tensor], makes: Sequence[int]
@@ -213,9 +230,9 @@ class Recorder(LeanDispatchMode):
             return
         self._names.setdefault(number, set()).add(name)
         for i, outputs in enumerate(self._outputs):
-            _, reads, makes, *_ = self._steps[i]
-            if number in makes and number not in reads:
-                for ref, s in zip(outputs, makes, strict=True):
+            step = self._steps[i]
+            if number in step.makes and number not in step.reads:
+                for ref, s in zip(outputs, step.makes, strict=True):
                     t = ref() if isinstance(ref, weakref.ref) else ref
                     if t is not None:
                         self._hold(t, s)
@@ -254,18 +271,15 @@ class Recorder(LeanDispatchMode):
 
     def _changed(self) -> Iterator[int]:
         """Yield what is read by operations that change something in place."""
-        for _, reads, makes, writes, *_ in self._steps:
-            if writes:
-                yield from (*reads, *makes)
+        for step in self._steps:
+            if step.writes:
+                yield from (*step.reads, *step.makes)
 
     # --- The result ---
 
     def record(self, outs: Sequence[Any]) -> Record:
         """Return the record."""
-        steps = [
-            Step(self._named(op, reads, makes), reads, makes, *rest)
-            for op, reads, makes, *rest in self._steps
-        ]
+        steps = [*map(self._named, self._steps)]
         if any(step.draws for step in steps):
             # They may draw as well, from a stream that nobody knows of.
             steps = [
@@ -293,11 +307,12 @@ class Recorder(LeanDispatchMode):
                 found.append(dataclasses.replace(step, writes=step.writes + updates))
         return found[::-1]
 
-    def _named(self, op: Op, reads: Iterable[int], makes: Iterable[int]) -> Op:
-        names = [self._names.get(s, ()) for s in {*makes}.difference(reads)]
-        if not any(names):
-            return op
-        return dataclasses.replace(op, names=frozenset().union(*names))
+    def _named(self, step: Step) -> Step:
+        made = {*step.makes}.difference(step.reads)
+        names = frozenset[str]().union(*(self._names.get(s, ()) for s in made))
+        if not names:
+            return step
+        return dataclasses.replace(step, op=dataclasses.replace(step.op, names=names))
 
     def decisions(self, record: Record) -> list[Decision]:
         """Return what the policy says of each operation, by its names too."""
