@@ -96,8 +96,8 @@ def examine(
     """Run a call, and put everything back; None if nothing is to be differentiated."""
     with _undone(fn, args, kwargs) as inputs:
         program = _Examining(fn, label, inputs.args, inputs.kwargs, options)
-        leaves = program.take_leaves()
-        outs = record(program, leaves)
+        leaves, needs = program.take_leaves()
+        outs = record(program, leaves, needs)
         return None if outs is None else program.result(leaves, outs)
 
 
@@ -219,11 +219,6 @@ class _Noting(Recorder):
                 self.readers.setdefault(number, {})[reader] = None
 
 
-def is_run(fate: Fate) -> bool:
-    """Say whether an operation of that fate runs again."""
-    return fate not in (Fate.KEEP, Fate.DEAD)
-
-
 # --- Calls within ---
 
 
@@ -253,6 +248,6 @@ def _inner(
         if fates is None or len(fates) != len(where):
             fates = [Fate.RUN] * len(where)
         for i, fate in zip(where, fates, strict=True):
-            times[i] += is_run(fate)
+            times[i] += fate.is_run
     for i, inside in enumerate(calls):
         yield times[i], called(inside[-1]) if inside else ""

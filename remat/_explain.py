@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from remat._api import Rematerialized, remat
 from remat._cost import flops
-from remat._examine import Examined, Leaf, examine, is_run
+from remat._examine import Examined, Leaf, examine
 from remat._options import Options, Prune
 from remat._outcome import Outcome, outcome_of
 from remat._plan import Fate
-from remat._reasons import Reasons, is_view, name
+from remat._reasons import Reasons, name
 from remat._reporting import label_of, refuse_transforms
 from remat._reports import (
     ComparedPolicy,
@@ -219,13 +219,13 @@ def _operation(
         name=name(op),
         source=op.source,
         outputs=op.outputs,
-        nbytes=0 if is_view(step) else op.nbytes,
+        nbytes=0 if step.is_view else op.nbytes,
         flops=flops(op),
         fate=_word(fate, within=within, away=i in outcome.offloaded),
-        times=within + is_run(fate),
+        times=within + fate.is_run,
         kept=_bytes_of(found, kept),
         why=why,
-        is_view=is_view(step),
+        is_view=step.is_view,
     )
 
 
@@ -234,7 +234,7 @@ def _word(
 ) -> Literal["saved", "offloaded", "recomputed", "dead"]:
     if fate is Fate.KEEP:
         return "offloaded" if away else "saved"
-    return "recomputed" if within or is_run(fate) else "dead"
+    return "recomputed" if within or fate.is_run else "dead"
 
 
 def _bytes_of(found: Examined, storages: Iterable[int]) -> int:

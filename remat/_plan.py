@@ -59,8 +59,8 @@ class Step:
 
     @property
     def is_view(self) -> bool:
-        """Whether it only looks at a storage in another way."""
-        return not self.writes and {*self.makes} <= {*self.reads}
+        """Whether it gives nothing but other looks at storages that it reads."""
+        return bool(self.makes) and not self.writes and {*self.makes} <= {*self.reads}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,11 @@ class Fate(Enum):
     BLIND = "recomputed, on no values"
     KEEP = "saved"
     DEAD = "dead"
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the operation runs again."""
+        return self in {Fate.RUN, Fate.BLIND}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +156,13 @@ def plan(
         >>> plan(record, saveable=[0]).residuals
         ((0, 0),)
     """
-    walk = _Walk(record, saveable)
+    walk, steps = _Walk(record, saveable), record.steps
     walk.need(learned)
     for j in range(len(record.roots)) if outputs is None else outputs:
         walk.need(record.roots[j])
-    for i, step in enumerate(record.steps):
+    for i, step in enumerate(steps):
         if step.runs or step.draws:
             walk.run(i, blind=bool(step.blind) and not step.runs)
-    steps = record.steps
     fates = tuple(walk.fate(i, prune) for i in range(len(steps)))
     residuals = tuple(
         (i, k)
@@ -166,10 +170,10 @@ def plan(
         for k, s in enumerate(steps[i].makes)
         if s in walk.live or not prune
     )
-    leaves = enumerate(record.inputs)
+    leaves = [*enumerate(record.inputs)]
     needed = frozenset(i for i, s in leaves if s in walk.live or not prune)
     sources = walk.sources(i for i, _ in residuals)
-    linked = frozenset(i for i, s in enumerate(record.inputs) if s in sources)
+    linked = frozenset(i for i, s in leaves if s in sources)
     return Plan(fates, residuals, needed, frozenset(walk.live), linked)
 
 

@@ -33,14 +33,9 @@ def place(source: str) -> str:
     return source.split(", in ")[0].replace("\\", "/").rsplit("/", 1)[-1]
 
 
-def is_view(step: Step) -> bool:
-    """Say whether an operation gives nothing but views of what it reads."""
-    return step.is_view and bool(step.makes)
-
-
 def _reads(step: Step) -> bool:
     """Say whether an operation reads values, not only how they are laid out."""
-    return not is_view(step) and len(step.blind) < max(1, len(step.makes))
+    return not step.is_view and len(step.blind) < max(1, len(step.makes))
 
 
 class Reasons:
@@ -96,7 +91,7 @@ class Reasons:
             return "read other than by operations"
         fates = self._plan.fates
         users = [i for i in self._users_of(touched) if i > after]
-        running = [i for i in users if fates[i] not in (Fate.KEEP, Fate.DEAD)]
+        running = [i for i in users if fates[i].is_run]
         return f"read by {self._steps(running)}" if running else ""
 
     def _roots(self) -> frozenset[int]:
