@@ -47,7 +47,7 @@ class MissingError(RuntimeError):
     def __init__(self, shared: "Shared", reader: Any) -> None:
         super().__init__(_READ.format(reader=reader))
         self.shared = shared
-        # The user's code may catch it.
+        # Noted as well as raised, for the user's code may catch it.
         shared.trouble.missed.append(shared.number)
 
 

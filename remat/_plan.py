@@ -262,7 +262,8 @@ def _makers(record: Record) -> dict[int, list[int]]:
     makers = defaultdict(list)
     for i, step in enumerate(record.steps):
         pure = {*step.makes}.difference(step.reads)
-        # What is a view and makes something new runs for either.
+        # Nothing but views makes no storage; with something new among them, whoever
+        # needs any of the storages needs the operation.
         made = {*step.makes} if pure else set[int]()
         for s in made.union(step.writes):
             makers[s].append(i)

@@ -85,7 +85,8 @@ class Keep(Follow):
             self.constants[i] = constants_of(args, kwargs)
             outputs = tensors_of(result)
             for k in self._places[i]:
-                # Itself, not an alias: below autograd that would count its own changes.
+                # Not detached: below autograd what is detached has a version counter of
+                # its own, by which changes would go unnoticed.
                 self._kept.append((outputs[k], outputs[k]._version))
         return result
 
@@ -197,7 +198,8 @@ class Replay(Follow):
         if func is CLONE:
             return func(*args, **(kwargs or {}))
         if self._funcs[i : i + 1] == [CLONE]:
-            # Which it is, depends on what is differentiated.
+            # A copy that autograd made in the forward. Whether it makes one depends on
+            # what is differentiated, and here it did not.
             self._next = i + 1
             return self.__torch_dispatch__(func, (), args, kwargs)
         self._next = i + 1

@@ -240,7 +240,8 @@ class _Notes:
         made = [e for e in entries if e.rank == MADE]
         if not self._saved.issuperset(_alive(made)):
             gc.collect()  # what only garbage holds is not kept for a backward
-        # Held, so that their going does not count.
+        # Held meanwhile: the accumulators of leaves go with the graph, and would look
+        # as if it had saved the leaves.
         leaves = [t for t in inputs.run_on if t.is_leaf and t.requires_grad]
         edges = [*map(graph.get_gradient_edge, leaves)]
         before = counts(entries), inputs.references()

@@ -157,7 +157,7 @@ class Ledger(TorchDispatchMode):
     def name(self, tensor: Tensor, name: str) -> None:
         """Have what an operation made called by a name."""
         for part in parts(base_tensor(tensor)):
-            # By number: who records a call notes it if its memory is asked for.
+            # A recorder around would take `untyped_storage` for the user's reading it.
             entry = self.entries.get(storage_id(part))
             if entry is None or entry.rank != MADE or name in entry.names:
                 continue

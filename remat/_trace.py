@@ -192,7 +192,7 @@ class Recorder(LeanDispatchMode):
         try:
             return self._policy(op)
         except Exception as error:  # noqa: BLE001 - raised at the end
-            # Raised here, torch's binary operators would say that they know no such.
+            # Of a TypeError raised here, `a + b` would say that it takes no tensors.
             self._error = self._error or error
             return Decision.RECOMPUTE
 
