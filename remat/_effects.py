@@ -63,10 +63,12 @@ def updated_statistics(
 
 _STATISTICS = ("running_mean", "running_var")
 _BATCH_NORMS = {
-    *(torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm),
-    *(torch.ops.aten.miopen_batch_norm, torch.ops.aten.batch_norm_update_stats),
-    *(torch.ops.aten.batch_norm_gather_stats,),
-    *(torch.ops.aten.batch_norm_gather_stats_with_counts,),
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
+        *("batch_norm_update_stats", "batch_norm_gather_stats"),
+        "batch_norm_gather_stats_with_counts",
+    )
 }
 
 

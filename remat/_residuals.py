@@ -43,7 +43,7 @@ from remat._storages import (
     Ledger,
     Residual as Residual,
     counts,
-    origin_of,
+    origin_text,
     parts,
     tensors_in,
 )
@@ -210,7 +210,7 @@ class _Notes:
         """Note what was made here and is kept elsewhere."""
         for value, kept in zip(residuals, _kept_by(recipe), strict=True):
             op, decision = kept
-            origin = origin_of(op.func, sorted(op.names))
+            origin = origin_text(op.func, sorted(op.names))
             for t in tensors_in(value):
                 is_new = not self._ledger.has_met(t)
                 for entry in self._note(t, reader, origin):

@@ -144,7 +144,7 @@ class Ledger(TorchDispatchMode):
         for t in written:
             self._preserve(t)
         result = func(*args, **kwargs)
-        origin, source = origin_of(func), user_line()
+        origin, source = origin_text(func), user_line()
         for t in tensors_in(result):
             self.know(t, MADE, origin, source)
         for t in written:
@@ -162,7 +162,7 @@ class Ledger(TorchDispatchMode):
             if entry is None or entry.rank != MADE or name in entry.names:
                 continue
             entry.names = (*entry.names, name)
-            entry.origin = origin_of(None, entry.names)
+            entry.origin = origin_text(None, entry.names)
             entry.source = user_line()
 
     def has_met(self, tensor: Tensor) -> bool:
@@ -233,7 +233,7 @@ _SPARSE = {
 }
 
 
-def origin_of(func: Any, names: Sequence[str] = ()) -> str:
+def origin_text(func: Any, names: Sequence[str] = ()) -> str:
     """Write, as JAX does, where what an operation made comes from."""
     if names:
         return f"named {', '.join(map(repr, names))}"

@@ -45,7 +45,7 @@ from remat._naming import (
 from remat._op import Op, Value
 from remat._plan import Record, Step
 from remat._values import (
-    described,
+    as_data,
     form_of,
     is_plain,
     key_of as key_of,
@@ -110,7 +110,7 @@ class Recorder(LeanDispatchMode):
         # What we ask of tensors here is no business of TorchFunctionModes.
         with no_torch_functions():
             moved = Moved(func, args, kwargs)
-            call = described(args, kwargs)  # before it changes them
+            call = as_data(args, kwargs)  # before it changes them
             result = func(*args, **kwargs)
             self._note(func, args, kwargs, call, result, moved.draws())
         return result

@@ -57,7 +57,7 @@ def value_of(tensor: Tensor) -> Value:
     return Value(*meta, tuple(tensor.stride()), int(tensor.storage_offset()), nbytes)
 
 
-def described(args: Any, kwargs: Any) -> tuple[Any, Any]:
+def as_data(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the arguments of an operation as an `Op` holds them."""
     named = tuple((name, _described(arg)) for name, arg in kwargs.items())
     return tuple(map(_described, args)), named
