@@ -15,7 +15,8 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
 import torch
 from torch import nn
 
-from remat._compat import must_inline, unwrap_dead
+from remat._arguments import Layout
+from remat._compat import must_inline
 from remat._draws import without_draws
 from remat._options import Options, Prune, Rng
 from remat._primal import Primal
@@ -150,6 +151,7 @@ class Rematerialized(Generic[P, R]):
     """
 
     __wrapped__: Callable[P, R]
+    _layout: Layout | None = None  # of the last call: most are built alike
 
     def __init__(self, fn: Callable[P, R], where: str, options: Options) -> None:
         if isinstance(fn, classmethod):
@@ -171,9 +173,11 @@ class Rematerialized(Generic[P, R]):
         if must_inline():
             return fn(*args, **kwargs)
         if torch.is_grad_enabled():
-            program = Primal(fn, self._label, args, kwargs, self._options)
-            leaves = [*map(unwrap_dead, program.take_leaves())]
-            outs = record(program, leaves)
+            options, layout = self._options, self._layout
+            program = Primal(fn, self._label, args, kwargs, options, layout)
+            self._layout = program.layout
+            leaves, needs = program.take_leaves()
+            outs = record(program, leaves, needs)
             if outs is not None:
                 return program.join(outs, leaves)
         if self._options.rng == "error":

@@ -24,7 +24,9 @@ def shield(
         needs: which of them require grad, and so cannot be updated.
         buffers: those captured, and whether registered as a module's buffer.
     """
-    copies = {}
+    copies: dict[int, Tensor] = {}
+    if not buffers and False not in needs:
+        return copies
     for i, t in enumerate(inner):
         # Running statistics are vectors, and may be passed as well: see above.
         if needs[i] or not (i in buffers or t.dim() == 1):

@@ -7,13 +7,22 @@ Rejected: a program for each module of a model. What a function reaches is one s
 inputs, whatever holds it.
 """
 
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
+from remat._arguments import (
+    TENSORS,
+    Layout,
+    apply,
+    argument_name,
+    flatten_arguments,
+)
 from remat._capture import Search
 from remat._code import code_of, is_constant, is_self_contained, is_static
 from remat._compat import (
@@ -23,23 +32,44 @@ from remat._compat import (
     is_autocast_active,
     is_device_mode,
     is_parametrization_cached,
+    no_torch_functions,
+    requires_grad_at_any_level,
     swap_parametrization_cache,
     under_function_modes,
+    unwrap_dead,
 )
 from remat._draws import without_draws
 from remat._program import Program
 from remat._rebuild import Node, build, is_same, pass_on
-from remat._structure import Out, Path, apply, argument_name, flatten_arguments
+from remat._structure import Out, Path
 from remat._trees import OutlinedNode
 from remat._types import Fn
 
 
-_TENSORS = frozenset({Tensor, nn.Parameter})
 _NO_BUFFERS: Mapping[int, bool] = {}
 
 
+_requires_grad = operator.attrgetter("requires_grad")
 _is_leaf = operator.attrgetter("is_leaf")
-_backward_hooks = operator.attrgetter("_backward_hooks")
+backward_hooks = operator.attrgetter("_backward_hooks")
+
+
+def places_of(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[int] | None:
+    """Return where those that require grad are in memory, if that can be asked of them.
+
+    Others may share memory until one is written, for which torch takes the question.
+    """
+    if False in needs:
+        tensors = [*compress(tensors, needs)]
+    if not TENSORS.issuperset(map(type, tensors)):  # others may warn
+        return None
+    try:
+        if not function_mode_count():
+            return [*map(Tensor.data_ptr, tensors)]
+        with no_torch_functions():  # a mode may note who reads memory
+            return [*map(Tensor.data_ptr, tensors)]
+    except RuntimeError:
+        return None
 
 
 class Call(Program):
@@ -47,29 +77,36 @@ class Call(Program):
 
     Attributes:
         compiled: whether it reaches code that torch.compile or TorchScript made.
+        layout: of arguments that are tensors and constants.
+        own: the leaves that it runs on themselves, not on stand-ins.
     """
 
     __slots__ = (
         "_always",
         "_buffers",
         "_code",
+        "_constants",
         "_contained",
+        "_first",
         "_fn",
-        "_is_on_own",
         "_label",
         "_leaves",
         "_modes",
         "_nodes",
         "_origins",
         "_out",
-        "_own",
+        "_places",
         "_positions",
         "_rng",
         "_streams",
         "_treedef",
         "_values",
         "compiled",
+        "layout",
+        "own",
     )
+    _origins: Sequence[Path]
+    _out: Out | None
 
     def __init__(
         self,
@@ -78,42 +115,65 @@ class Call(Program):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         rng: str = "replay",
+        layout: Layout | None = None,
     ) -> None:
-        self._out: Out | None = None
+        self._out = None
         self._fn, self._label, self._rng = fn, label, rng
+        self._constants: Sequence[tuple[int, Any]] = ()
         self._positions: list[tuple[int, int]] | None = None
         self._nodes: dict[int, Node] = {}
-        self._own: int | None = None
-        self._is_on_own = False
+        self.own: Sequence[int] = ()
+        self._first: int | None = None
         self._modes = function_modes() if function_mode_count() else ()
         self._streams: Sequence[Any] = ()
         self._always = self.compiled = False
         self._code: Sequence[Any] = ()
         self._buffers: Mapping[int, bool] = _NO_BUFFERS
-        self._origins: Sequence[Path]
-        values, self._treedef = flatten_arguments(args, kwargs)
+        self.layout: Layout | None = None
         contained = is_self_contained(fn)
         if self._modes:
             contained = contained and all(map(is_device_mode, self._modes))
         self._contained = contained
-        if (
-            contained
-            and self._treedef is None
-            and len({*map(id, values)}) == len(values)
-        ):
-            # The common case: the leaves are the arguments, each once.
-            self._leaves, self._origins = values, range(len(values))
+        if contained:
+            values = self._take_plain(args, kwargs, layout)
+            if values is None:
+                return
         else:
-            roots = enumerate((fn, *self._modes))
-            self._search(values, () if contained else [(~k, r) for k, r in roots])
+            values, self._treedef = flatten_arguments(args, kwargs)
+        roots = enumerate((fn, *self._modes))
+        self._search(values, () if contained else [(~k, r) for k, r in roots])
+
+    def _take_plain(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout | None
+    ) -> list[Any] | None:
+        """Note where each tensor goes, if the rest are constants and each is once.
+
+        Otherwise return the leaves of the arguments.
+        """
+        values = None if layout is None else layout.leaves_of(args, kwargs)
+        if values is None:
+            values, treedef = flatten_arguments(args, kwargs)
+            layout = Layout.of(args, kwargs, values, treedef)
+            self._treedef = treedef
+        if layout is None:
+            tensors, where = values, range(len(values))
+            if self._treedef is not None:
+                return values
+        else:
+            self._treedef, where = layout.treedef, layout.where
+            tensors = [*compress(values, layout.are_tensors)]
+        if len({*map(id, tensors)}) < len(tensors):
+            return values
+        if layout is not None:
+            self._constants = [(k, values[k]) for k in layout.constants]
+        self._leaves, self._origins, self.layout = tensors, where, layout
+        return None
 
     def _search(self, values: list[Any], roots: Sequence[tuple[int, Any]]) -> None:
         """Note where each tensor goes and how to rebuild what holds others.
 
         The function itself stands at -1, the TorchFunctionModes it is called in below.
         """
-        if not roots and self._has_only_plain(values):
-            return
         search = Search()
         positions: list[tuple[int, int]] = []
         self._positions = positions
@@ -140,22 +200,7 @@ class Call(Program):
         self._buffers = found.buffers
         if self._nodes.keys() == {-1} and not (found.buffers or self._modes):
             node = self._nodes[-1]
-            self._own = node.first if type(node) is OutlinedNode else None
-
-    def _has_only_plain(self, values: list[Any]) -> bool:
-        """Note where each tensor goes, if the rest are constants and each is once."""
-        found = [(k, v) for k, v in enumerate(values) if type(v) in _TENSORS]
-        tensors = [v for _, v in found]
-        others = [v for v in values if type(v) not in _TENSORS]
-        if not all(map(is_constant, others)) or len({*map(id, tensors)}) < len(found):
-            return False
-        where = [k for k, _ in found]
-        self._origins, self._positions = where, [(k, i) for i, k in enumerate(where)]
-        for k in where:
-            values[k] = None
-        self._values, self._leaves = values, tensors
-        self._code = (code_of(self._fn),)
-        return True
+            self._first = node.first if type(node) is OutlinedNode else None
 
     @property
     @override
@@ -167,10 +212,14 @@ class Call(Program):
         holds no tensor and no user's object.
         """
         if self._positions is None:
-            return code_of(self._fn), len(self._origins)
+            plain = () if self.layout is None else self._plain_signature(self.layout)
+            return code_of(self._fn), len(self._origins), *plain
         values = [_static(v) if is_static(v) else None for v in self._values]
         # By its hash: a treedef holds the keys of dictionaries, which may be anything.
         return hash(self._treedef), *values, *self._code
+
+    def _plain_signature(self, layout: Layout) -> tuple[Any, ...]:
+        return layout.key, *[(k, _static(value)) for k, value in self._constants]
 
     @property
     @override
@@ -178,31 +227,45 @@ class Call(Program):
         """Whether the next run is the first."""
         return self._out is None
 
-    def own_from(self, leaves: Sequence[Tensor]) -> int:
-        """Return from which leaf on the first run may be on the user's own tensors.
+    def own_among(
+        self, leaves: Sequence[Tensor], needs: Sequence[bool]
+    ) -> Sequence[int]:
+        """Return which leaves the first run may be on themselves, not on stand-ins.
 
-        They are then the parameters of a module that holds nothing else, and the module
-        itself is called: a plain call, after which there is nothing to hand on. Those
-        with gradient hooks are kept apart, for whoever differentiates inside runs them.
+        Those of autograd, if what is called provably does nothing to them; and the
+        parameters of a module that holds nothing else, if it is what is called: that
+        is a plain call, after which there is nothing to hand on. But none with gradient
+        hooks, for whoever differentiates inside would run them.
         """
-        first = self._own
+        if self._places is None or not (self._contained or self._first is not None):
+            return ()
         # Autocast's cache may hold casts of the user's own, and has none of stand-ins.
-        elsewhere = is_parametrization_cached() or is_autocast_active()
-        if first is None or dual_level_active() or elsewhere:
-            return len(leaves)
-        own = leaves[first:]
-        if False in map(_is_leaf, own) or any(map(_backward_hooks, own)):
-            return len(leaves)
-        if not {nn.Parameter}.issuperset(map(type, own)):  # fake ones have no address
-            return len(leaves)
-        self._is_on_own = True
-        return first
+        if dual_level_active() or is_parametrization_cached() or is_autocast_active():
+            return ()
+        if self._contained:
+            if any(map(backward_hooks, leaves)):
+                return ()
+            both = map(operator.and_, needs, map(_is_leaf, leaves))
+            return [*compress(itertools.count(), both)]
+        own = leaves[self._first :]
+        if False in map(_is_leaf, own) or any(map(backward_hooks, own)):
+            return ()
+        return range(len(leaves) - len(own), len(leaves))
 
-    def take_leaves(self) -> list[Tensor]:
-        """Return the tensors of the call, and forget them."""
+    def take_leaves(self) -> tuple[list[Tensor], list[bool]]:
+        """Return the tensors of the call, and which require grad, at any level.
+
+        And forget them.
+        """
         leaves = self._leaves
         self._leaves: list[Tensor] = []
-        return leaves
+        needs = [*map(_requires_grad, leaves)]
+        self._places = places_of(leaves, needs)
+        if self._places is None or False in needs:
+            # What has a place in memory wraps nothing: these may.
+            leaves = [*map(unwrap_dead, leaves)]
+            needs = [*map(requires_grad_at_any_level, leaves)]
+        return leaves, needs
 
     def join(self, outs: Sequence[Any], leaves: Sequence[Tensor]) -> Any:
         """Rebuild the value that the function returned."""
@@ -220,13 +283,18 @@ class Call(Program):
         The first time, what it assigns to captured names and attributes is handed on.
         """
         if self._positions is None:
-            return self._apply(self._fn, None, leaves, self._modes)
+            values = leaves
+            if self._constants:
+                values = [*leaves]
+                for k, value in self._constants:
+                    values.insert(k, value)
+            return self._apply(self._fn, self._treedef, values, self._modes)
         values = list(self._values)
         for k, i in self._positions:
             values[k] = leaves[i]
         if not self._nodes:
             return self._apply(self._fn, self._treedef, values, self._modes)
-        if first and self._is_on_own:
+        if first and self.own:
             return self._apply(self._fn, self._treedef, values, self._modes)
         built, run = build(self._nodes, leaves, first=first)
         fn = built.pop(-1, self._fn)

@@ -23,7 +23,6 @@ from remat._api import Rematerialized
 from remat._compare import CompareValues, KeepValues, has_values
 from remat._compat import (
     grad_mode,
-    unwrap_dead,
     without_hooks,
 )
 from remat._errors import RecomputeError
@@ -84,6 +83,7 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
             torch.compile; or an input is a meta or fake tensor.
 
     Example:
+        >>> import torch
         >>> from remat import remat
         >>> check_replay(remat(lambda x: x.sin().sin()), torch.ones(3))
         Agreement(operations=2, values=3, nbytes=36)
@@ -101,7 +101,7 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     forward = KeepValues()
     call = _Call(fn, label, args, kwargs, replace(options, prune=False))
     call.mode = forward
-    leaves = [*map(unwrap_dead, call.take_leaves())]
+    leaves, _ = call.take_leaves()
     if not all(has_values(t) for t in leaves):
         raise RuntimeError(_NO_VALUES)
     TRACES.clear()  # calls within do in both what a first call does
@@ -144,9 +144,11 @@ class _Call(Primal):
         return _Tracing(self.mode)
 
     @override
-    def own_among(self, leaves: Sequence[Tensor]) -> Sequence[int]:
+    def own_among(
+        self, leaves: Sequence[Tensor], needs: Sequence[bool]
+    ) -> Sequence[int]:
         """Return none, for what autograd does not know of may be differentiated."""
-        del leaves
+        del leaves, needs
         return ()
 
     def run_forward(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:

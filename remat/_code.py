@@ -27,7 +27,8 @@ class GlobalNames:
     Attributes:
         loaded: those it loads.
         stored: those it stores or deletes.
-        plain: whether it reaches for globals in no other way, and for no state either.
+        plain: whether it reaches for globals in no other way, for no state either, and
+            does nothing to what it is passed.
         handles_states: whether it reads or sets the state of a random stream.
     """
 
@@ -48,7 +49,16 @@ STATES = {
     *("deepcopy", "jumped", "set_default_dtype", "set_autocast_dtype"),
     *("use_deterministic_algorithms", "set_float32_matmul_precision"),
 }
+# Names in code that does more to tensors passed to it than to compute with them.
+_EFFECTS = {
+    *("backward", "clip_grad_norm_", "clip_grad_value_", "delattr", "register_hook"),
+    *("register_multi_grad_hook", "register_post_accumulate_grad_hook"),
+    *("requires_grad_", "set_", "setattr"),
+}
 _CALLED = "seed"  # one more, but many a number is called so: it has to be called
+
+
+_OPERATIONS = {"DELETE_ATTR", "IMPORT_NAME", "STORE_ATTR"}
 
 
 # Oldest first. By identity: hashing a code object reads all of it.
@@ -77,11 +87,13 @@ def _find_names(code: types.CodeType) -> GlobalNames:
             action, _, where = step.opname.partition("_")
             if where in ("GLOBAL", "NAME") and action in found:
                 found[action][str(step.argval)] = None
-            plain = plain and step.opname != "IMPORT_NAME"
+            plain = plain and step.opname not in _OPERATIONS
             if step.argval == _CALLED:
                 is_method = step.opname == "LOAD_METHOD" or "NULL" in step.argrepr
                 states = states or is_method
         states = states or not STATES.isdisjoint(here.co_names)
+        texts = {c for c in here.co_consts if type(c) is str}
+        plain = plain and _EFFECTS.isdisjoint(texts.union(here.co_names))
         todo += [c for c in here.co_consts if isinstance(c, types.CodeType)]
     stored = (*found["STORE"], *found["DELETE"])
     plain = plain and not stored and not (_REFLECTION & found["LOAD"].keys())
@@ -170,31 +182,46 @@ def is_static(value: Any) -> bool:
     return is_constant(value) or isinstance(value, enum.Enum)
 
 
-def is_self_contained(fn: Fn, within: tuple[Fn, ...] = ()) -> bool:
+def is_self_contained(fn: Fn) -> bool:
     """Say, on every call and so quickly, that a function provably reaches no tensor.
 
-    It refers to nothing but constants, builtins, torch and the standard library, and
-    functions like it.
+    It refers to nothing but builtins, torch and the standard library, and functions
+    like it. Nor does it do anything to what it is passed but compute with it.
     """
-    if type(fn) is not types.FunctionType or fn.__closure__ or fn.__dict__:
+    if type(fn) is not types.FunctionType:
         return False
-    names = global_names(fn.__code__)
-    if fn.__defaults__ or fn.__kwdefaults__ or not names.plain:
-        return False
-    scope: dict[str, Any] = fn.__globals__
-    for name in names.loaded:
-        value = scope.get(name)
-        kind = type(value)
-        if kind is types.ModuleType:
-            if not is_trusted(value.__dict__):
-                return False
-        elif kind is types.FunctionType:
-            helper: Any = value
-            if value not in within and not is_self_contained(helper, (*within, fn)):
-                return False
-        elif (kind in CONSTANT and name in scope) or not _is_constant(value):
+    todo = [fn]
+    for f in todo:  # which grows
+        names = global_names(f.__code__)
+        if not names.plain or _holds_values(f):
             return False
+        scope: dict[str, Any] = f.__globals__
+        for name in names.loaded:
+            value: Any = scope.get(name)
+            kind = type(value)
+            if kind is types.ModuleType:
+                if value not in _TRUSTED and not _trust(value):
+                    return False
+            elif kind is types.FunctionType:
+                if value not in todo:
+                    todo.append(value)
+            elif (value is None and name in scope) or not _is_constant(value):
+                return False
     return True
+
+
+def _holds_values(fn: types.FunctionType) -> bool:
+    return bool(fn.__closure__ or fn.__dict__ or fn.__defaults__ or fn.__kwdefaults__)
+
+
+_TRUSTED: set[types.ModuleType] = set()  # so far; they are never the user's
+
+
+def _trust(module: types.ModuleType) -> bool:
+    trusted = is_trusted(module.__dict__)
+    if trusted:
+        _TRUSTED.add(module)
+    return trusted
 
 
 def _is_constant(value: Any) -> bool:

@@ -17,11 +17,11 @@ from torch.autograd import Function
 from typing_extensions import override
 
 from remat import _tree
+from remat._arguments import argument_name
 from remat._capture import Path, Search
 from remat._compat import device_generators, preserved_version, use_count
 from remat._storages import ARGUMENT, CAPTURED
 from remat._streams import global_streams, stream_of
-from remat._structure import argument_name
 from remat._types import Fn
 
 

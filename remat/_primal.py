@@ -18,13 +18,14 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from remat._absent import Absent
 from remat._ambient import Ambient
+from remat._arguments import TENSORS, Layout
 from remat._buffers import shield, update, written
-from remat._call import Call
+from remat._call import Call, backward_hooks, places_of
 from remat._capture import (
     holds_tensors,
 )
@@ -51,7 +52,6 @@ from remat._types import Fn, Outputs
 
 # Cheaper than comprehensions, on a path taken on every call.
 _version = operator.attrgetter("_version")
-_data_ptr = operator.methodcaller("data_ptr")
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -79,8 +79,9 @@ class Primal(Call):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: Options = DEFAULT,
+        layout: Layout | None = None,
     ) -> None:
-        super().__init__(fn, label, args, kwargs, options.rng)
+        super().__init__(fn, label, args, kwargs, options.rng, layout)
         self._prune = options.prune
         self._policy = options.joined()
 
@@ -148,11 +149,14 @@ class Primal(Call):
         facts = self.facts
         self._ambient = Ambient(self._streams, self._always)
         escape = Escape(self._label)
-        own = self.own_from(leaves) if facts.exact else len(leaves)
-        inner = self._stand_ins(leaves, own, escape)
-        places = _places(leaves[own:]) if own < len(leaves) else ()
+        self.own = self.own_among(leaves, facts.needs) if facts.exact else ()
+        inner = self.stand_ins(leaves, facts.needs)
+        if not (self._contained and facts.exact):
+            for t, leaf in zip(inner, leaves, strict=True):
+                if t.requires_grad and t is not leaf:
+                    on_backward(t, escape)
         self._versions = _versions(leaves)
-        plain = _ADDRESSED.issuperset(map(type, leaves))
+        plain = TENSORS.issuperset(map(type, leaves))
         self._classes = () if plain else [*map(type, leaves)]
         facts.untracked = None in self._versions
         copies = shield(inner, facts.needs, self._buffers)
@@ -177,30 +181,34 @@ class Primal(Call):
         if tracing is not None:
             results += self._trace(tracing, outs)
         del outs, mode, tracing  # which hold what the graph does
-        if places:
-            self._check_own(leaves, own, places)
-            leaves, inner = leaves[:own], inner[:own]
-        self._check_leaks(leaves, inner)
+        if self.own:
+            self._check_own(leaves)
+        if not (self._contained and facts.exact):
+            self._check_leaks(leaves, inner)
         for above in facts.above:
             facts.used = sorted({*facts.used, *above.used})
             for j in above.differentiable:
                 facts.differentiable[j] = True
         return results
 
-    def _stand_ins(
-        self, leaves: Sequence[Tensor], own: int, escape: Escape
+    @override
+    def stand_ins(
+        self, leaves: Sequence[Tensor], needs: Sequence[bool]
     ) -> list[Tensor]:
-        """Return what the function runs on: from `own` on the leaves themselves."""
-        needs = self.facts.needs
-        if own == len(leaves):
-            inner = detached(leaves, needs)
-        else:
-            inner = detached(leaves[:own], needs[:own])
-        if not (self._contained and self.facts.exact):
-            for t in inner:
-                if t.requires_grad:
-                    on_backward(t, escape)
-        return inner if own == len(leaves) else [*inner, *leaves[own:]]
+        """Return what a run is on: stand-ins, and the leaves that are `own`."""
+        again = self._out is not None
+        if not self.own or (again and not self._may_run_again_on(leaves)):
+            return detached(leaves, needs)
+        if len(self.own) == len(leaves) and Absent not in map(type, leaves):
+            return [*leaves]
+        fresh = [*needs]
+        for i in self.own:
+            fresh[i] = type(leaves[i]) is Absent
+        return detached(leaves, fresh)
+
+    def _may_run_again_on(self, leaves: Sequence[Tensor]) -> bool:
+        # A module may do anything to its parameters, which is to be done once.
+        return self._contained and not any(map(backward_hooks, leaves))
 
     def _trace(self, tracing: Tracing, outs: Sequence[Any]) -> list[Tensor]:
         """Note how the call is recomputed; return the tensors kept for it."""
@@ -224,7 +232,7 @@ class Primal(Call):
         except RuntimeError as error:
             if "a leaf Variable that requires grad" not in str(error):
                 raise
-            self._out, self._is_on_own = None, False
+            self._out, self.own = None, ()
             name = self._find_changed(program, inner)
             message = _IN_PLACE.format(name=name, label=self._label)
             raise MutationError(message) from error
@@ -238,7 +246,7 @@ class Primal(Call):
             if None not in made:
                 # Nothing else can be reached, and it costs a tenth of a call to look.
                 # The backward finds out which of them are.
-                return [i for i, need in enumerate(needs) if need], True
+                return [*compress(itertools.count(), needs)], True
         return self._labelled(reached_leaves, outs, inner)
 
     def _labelled(self, check: Fn, *args: Any) -> Any:
@@ -271,38 +279,42 @@ class Primal(Call):
             if not needs[i] and inner[i].requires_grad:
                 raise self._error(_REQUIRES_GRAD, i)
 
-    def _check_leaks(self, leaves: Sequence[Tensor], inner: list[Tensor]) -> None:
+    def _check_leaks(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
         """Refuse, now that its graph should be gone, what would lose a gradient."""
-        for t in inner:
-            if t.requires_grad and t.grad is not None:
+        pairs = zip(leaves, inner, strict=True)
+        pairs = [(leaf, t) for leaf, t in pairs if t is not leaf and t.requires_grad]
+        for _, t in pairs:
+            if t.grad is not None:
                 raise CaptureError(_BACKWARD.format(label=self._label))
         if self._contained:
             return
-        needs = self.facts.needs
-        if not _data_is_shared([*compress(leaves, needs)], [*compress(inner, needs)]):
-            for i, need in enumerate(needs):
-                if need and _data_moved(leaves[i], inner[i]):
+        stand_ins, all_need = [t for _, t in pairs], [True] * len(pairs)
+        places = places_of([leaf for leaf, _ in pairs], all_need)
+        if places is None or places != places_of(stand_ins, all_need):
+            for i, t in enumerate(inner):
+                if t is not leaves[i] and _data_moved(leaves[i], t):
                     raise self._error(_IN_PLACE, i)
         # At the base, `Escape` refuses it when and if it is differentiated.
         # A mode around this holds results for its call, which looks itself.
-        if self.facts.exact or is_followed() or not is_graph_held(inner):
+        if self.facts.exact or is_followed() or not is_graph_held(stand_ins):
             return
         torch.clear_autocast_cache()  # it may be of an autocast that is off by now
         gc.collect()
-        if is_graph_held(inner):
+        if is_graph_held(stand_ins):
             raise CaptureError(_LEAKED.format(label=self._label))
 
-    def _check_own(
-        self, leaves: Sequence[Tensor], own: int, places: Sequence[int | None]
-    ) -> None:
-        """Refuse new data of a parameter; leave its new hooks to the recomputation."""
-        now = _places(leaves[own:])
-        if now != places:
-            moved = map(operator.ne, now, places)
-            raise self._error(_IN_PLACE, next(compress(itertools.count(own), moved)))
-        for t in leaves[own:]:
-            if t._backward_hooks is not None:
-                t._backward_hooks = None
+    def _check_own(self, leaves: Sequence[Tensor]) -> None:
+        """Refuse new data of a leaf; leave its new hooks to the recomputation."""
+        needs = self.facts.needs
+        now, before = places_of(leaves, needs), self._places
+        if now != before:
+            where = compress(itertools.count(), needs)
+            each = zip(where, now or itertools.repeat(None), before or (), strict=False)
+            raise self._error(_IN_PLACE, next(i for i, new, old in each if new != old))
+        if not self._contained:
+            for i in self.own:
+                if leaves[i]._backward_hooks is not None:
+                    leaves[i]._backward_hooks = None
 
     def _error(self, message: str, index: int) -> MutationError:
         name = self.name_of(index)
@@ -384,13 +396,9 @@ def is_recomputing() -> bool:
 _RECOMPUTE = Primal._recompute.__code__
 
 
-# Others may warn when asked for an address.
-_ADDRESSED = frozenset({Tensor, nn.Parameter})
-
-
 def _may_be_absent(leaf: Tensor) -> bool:
     """Say whether a leaf is of no class that sees what is done with it."""
-    return type(leaf) in (*_ADDRESSED, Absent) or hasattr(leaf, "fake_mode")
+    return type(leaf) in (*TENSORS, Absent) or hasattr(leaf, "fake_mode")
 
 
 def _as_class(tensor: Tensor, kind: type) -> Tensor:
@@ -399,27 +407,9 @@ def _as_class(tensor: Tensor, kind: type) -> Tensor:
     return tensor if kind is Absent else tensor.as_subclass(kind)
 
 
-def _places(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Return where tensors are in memory, if all of them have a place."""
-    try:
-        return [*map(_data_ptr, tensors)]
-    except RuntimeError:
-        return [None] * len(tensors)
-
-
-def _data_is_shared(leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> bool:
-    """Say, quickly and of most calls, that the leaves and stand-ins share memory."""
-    if not _ADDRESSED.issuperset(map(type, leaves)):
-        return False
-    try:
-        return [*map(_data_ptr, leaves)] == [*map(_data_ptr, inner)]
-    except RuntimeError:  # some have none
-        return False
-
-
 def _data_moved(ours: Tensor, inner: Tensor) -> bool:
     """Say whether the function assigned to `.data` of the stand-in of `ours`."""
-    if type(ours) not in (Tensor, nn.Parameter) or ours.layout is not torch.strided:
+    if type(ours) not in TENSORS or ours.layout is not torch.strided:
         return False
     return current_layer() is None and ours.data_ptr() != inner.data_ptr()
 

@@ -96,6 +96,12 @@ class Program:
         """Be the forward of a user's call, evaluated as `program`."""
         raise NotImplementedError
 
+    def stand_ins(
+        self, leaves: Sequence[Tensor], needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """Return what a run that autograd records is on, where `needs` says so."""
+        return detached(leaves, needs)
+
     def is_as_recorded(self, outs: Sequence[Any]) -> bool:
         """Say whether the outputs that the forward found differentiable surely are."""
         del outs
@@ -114,7 +120,7 @@ class Program:
             facts.differentiable = [has_derivatives(o) for o in outs]
             return outs
         set_grad_enabled(True)
-        outs = without_hooks(self.run, *detached(leaves, facts.needs))
+        outs = without_hooks(self.run, *self.stand_ins(leaves, facts.needs))
         set_grad_enabled(False)
         facts.differentiable = [o is not None and o.requires_grad for o in outs]
         return [None if o is None else o.detach() for o in outs]

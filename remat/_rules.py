@@ -30,7 +30,7 @@ from remat._compat import (
     unwrap_for_grad,
     without_hooks,
 )
-from remat._program import Above, Program, detached, has_derivatives
+from remat._program import Above, Program, has_derivatives
 from remat._types import Outputs
 
 
@@ -103,7 +103,7 @@ class Vjp(Program):
             # Those that are differentiated here, though not in what records this.
             pairs = zip(needs, primals, strict=True)
             needs = [need and not t.requires_grad for need, t in pairs]
-        inner = detached(primals, needs)
+        inner = self._of.stand_ins(primals, needs)
         run = self._of.run
         if mode is not None:
             run = functools.partial(run, mode=mode)

@@ -1,21 +1,17 @@
-"""The structure around the tensors of a call: what rebuilds arguments and results.
+"""The structure around the tensors of a call: their origins, how its result is built.
 
-Invariant: structure holds no tensor. A lone tensor, and arguments that are all
-positional tensors, have the treedef `None`: flattening those would cost as much as the
-rest of a small call.
+Invariant: structure holds no tensor. A lone tensor has the treedef `None`: flattening
+it would cost as much as the rest of a small call.
 """
 
-import inspect
-import operator
-import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from remat import _tree
-from remat._errors import CaptureError, RecomputeError
-from remat._types import Fn, Leaf, Outputs
+from remat._errors import RecomputeError
+from remat._types import Leaf, Outputs
 
 
 # The position of an argument, `None` for the function, or a chain of `(parent, text)`.
@@ -38,66 +34,6 @@ class Found:
         self.tensors: list[Tensor] = []
         self.origins: list[Path] = []
         self.buffers: dict[int, bool] = {}
-
-
-def flatten_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Leaf], _tree.Treedef | None]:
-    """Return the leaves of a call's arguments and what rebuilds them."""
-    if not kwargs:
-        for value in args:
-            if type(value) is not Tensor:
-                break
-        else:
-            return list(args), None
-    return _tree.flatten((args, kwargs))
-
-
-def apply(fn: Fn, treedef: _tree.Treedef | None, leaves: Sequence[Leaf]) -> Any:
-    """Call `fn` on the arguments that `leaves` make up.
-
-    Raises:
-        CaptureError: it changed a container among them.
-    """
-    if treedef is None:
-        return fn(*leaves)
-    args, kwargs = _tree.unflatten(treedef, leaves)
-    result = fn(*args, **kwargs)
-    try:
-        now = _tree.flatten_up_to(treedef, (args, kwargs))
-    except ValueError:
-        raise CaptureError(_CHANGED_ARGUMENT) from None
-    if not all(map(operator.is_, now, leaves)):
-        raise CaptureError(_CHANGED_ARGUMENT)
-    return result
-
-
-def argument_name(fn: Fn, treedef: _tree.Treedef | None, position: int) -> str:
-    """Write the leaf at `position` of the arguments as `fn`'s author would.
-
-    Example:
-        >>> treedef = flatten_arguments((1,), {"params": {"w": [2]}})[1]
-        >>> argument_name(lambda x, params: x, treedef, 1)
-        "params['w'][0]"
-    """
-    path = f"[0][{position}]" if treedef is None else _tree.paths(treedef)[position]
-    which, first, *rest = re.findall(r"\[[^\]]*\]|\.\w+", path)
-    if which == "[1]":
-        return first[2:-2] + "".join(rest)
-    return _parameter(fn, int(first[1:-1])) + "".join(rest)
-
-
-def _parameter(fn: Fn, position: int) -> str:
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        parameters = ()
-    for k, parameter in enumerate(parameters):
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            return f"{parameter.name}[{position - k}]"
-        if k == position:
-            return parameter.name
-    return f"args[{position}]"
 
 
 class Out:
@@ -177,10 +113,6 @@ class Out:
         return outs
 
 
-_CHANGED_ARGUMENT = (
-    "remat: the function changed a container that it was passed, which a recomputation "
-    "would do again. Return the new value instead."
-)
 _DIFFERENT = (
     "remat: the recomputation returned {now} where the forward returned {then}. The "
     "function must compute the same thing twice: if it depends on outside state that "

@@ -51,15 +51,17 @@ from remat._rules import Batch, Jvp, Vjp, records, replace
 
 def call(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     """Evaluate `program`, differentiably at every level."""
-    leaves = [*map(unwrap_dead, leaves)]
-    outs = record(program, leaves) if torch.is_grad_enabled() else None
+    if not torch.is_grad_enabled():
+        return program.run(*leaves)
+    outs = record(program, leaves, [*map(requires_grad_at_any_level, leaves)])
     return program.run(*leaves) if outs is None else outs
 
 
 @eager_only
-def record(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any] | None:
+def record(
+    program: Program, leaves: Sequence[Tensor], needs: list[bool]
+) -> Sequence[Any] | None:
     """Evaluate `program` if there is something to differentiate."""
-    needs = [*map(requires_grad_at_any_level, leaves)]
     if True not in needs:
         return None
     exact = current_layer() is None
@@ -157,15 +159,17 @@ class Remat(Function):
         """Call the vjp for the gradients wanted, given the cotangents there are."""
         program: Program = ctx.program
         needs, facts = ctx.needs_input_grad, program.facts
-        given = [j for j, ct in enumerate(cotangents) if ct is not None]
-        if False in facts.differentiable:
-            given = [j for j in given if facts.differentiable[j]]
+        pairs = zip(cotangents, facts.differentiable, strict=True)
+        given = [j for j, (ct, d) in enumerate(pairs) if d and ct is not None]
         wanted = [i for i in facts.used if needs[i + 2]]
         grads: list[Tensor | None] = [None] * len(needs)
         if wanted and given:
-            primals = saved_tensors(ctx)
+            primals: Sequence[Tensor] = saved_tensors(ctx)
+            if not facts.exact:  # a level may be gone that they are of
+                primals = [*map(unwrap_dead, primals)]
             rule = Vjp(program, len(primals), wanted, given)
-            cts: list[Any] = [cotangents[j] for j in given]
+            ours: list[Any] = [cotangents[j] for j in given]
+            cts = [*map(unwrap_dead, ours)]
             for i, grad in zip(wanted, call(rule, [*primals, *cts]), strict=True):
                 grads[i + 2] = grad
         return tuple(grads)
@@ -180,7 +184,7 @@ class Remat(Function):
         primals = [without_tangent(t) for t in ctx.saved_tensors]
         rule = Jvp(program, len(primals), given)
         ours: list[Any] = [tangents[i] for i in given]
-        return tuple(call(rule, [*primals, *ours]))
+        return tuple(call(rule, [*map(unwrap_dead, (*primals, *ours))]))
 
 
 _apply = plain_apply(Remat)
