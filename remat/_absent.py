@@ -108,7 +108,7 @@ class Absent(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        read = [t for t in tensors_of((args, kwargs)) if type(t) is Absent]
+        read = [t for t in inputs_of(args, kwargs) if type(t) is Absent]
         if func is DETACH:
             return like(read[0])
         if func.overloadpacket.__name__ in LIKE:
@@ -152,9 +152,20 @@ def like(tensor: Tensor, shared: Shared | None = None) -> Absent:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors among an operation's arguments or results, in order."""
+    """Return the tensors among an operation's results, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
     found: list[Tensor] = []
     _collect((tree,), found)
+    return found
+
+
+def inputs_of(args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors among an operation's arguments, in order."""
+    found: list[Tensor] = []
+    _collect(args, found)
+    if kwargs:
+        _collect(kwargs.values(), found)
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from remat._absent import IGNORED, tensors_of
+from remat._absent import IGNORED, inputs_of, tensors_of
 from remat._code import CONSTANT, user_line
 from remat._compat import LeanDispatchMode, StorageRef, eager_only, undisturbed
 from remat._effects import written_by
@@ -87,7 +87,7 @@ class _Watch(LeanDispatchMode):
             return func(*args, **kwargs)
         step = Operation(func, _constants_of((args, kwargs)), user_line())
         self.begins(step)
-        inputs = tensors_of((args, kwargs))
+        inputs = inputs_of(args, kwargs)
         known = len(self._numbers)
         step.reads = tuple(map(self._number, inputs))
         for k, t in enumerate(inputs):

@@ -41,8 +41,9 @@ def fits_metadata(
 
 def constants_of(args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that are no tensors."""
-    given = [*args, *(kwargs or {}).values()]
-    return [repr(arg) for arg in given if not tensors_of(arg)]
+    given = (*args, *kwargs.values()) if kwargs else args
+    constants = [arg for arg in given if not isinstance(arg, Tensor)]
+    return [repr(arg) for arg in constants if not tensors_of(arg)]
 
 
 class Expected:

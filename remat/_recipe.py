@@ -22,10 +22,11 @@ from remat._compat import base_tensor, current_layer, is_lazy
 from remat._cost import reason_against
 from remat._errors import MutationError, RecomputeError
 from remat._offload import Fetched, Origin, in_file, in_host_memory, origin_of
-from remat._plan import Plan
 from remat._replay import Check, Keep, Replay, Verify
-from remat._trace import Recorder, key_of
+from remat._script import Script
+from remat._trace import Recorder
 from remat._traces import Scripts, Trace
+from remat._values import key_of
 from remat.policies import Decision, Policy
 
 
@@ -64,22 +65,21 @@ class Tracing:
             return
         if scripts is None:
             self.mode = Recorder(inner, policy)
-        elif trace.is_proven() and self._droppable(scripts.full.plan):
+        elif trace.is_proven() and self._droppable(scripts.full):
             self.mode = Verify(scripts.full, inner, key_of)
         elif scripts.full.places:
             self.mode = Keep(scripts.full)
 
-    def _droppable(self, made: Plan) -> list[int]:
+    def _droppable(self, script: Script) -> list[int]:
         """Return the leaves to be dropped, if they are worth it."""
+        leaves, inner, linked = self._leaves, self._inner, script.plan.linked
         found = [
             i
-            for i, t in enumerate(self._leaves)
-            if i not in made.needed
-            and is_droppable(t)
-            and not (i in made.linked and self._inner[i].requires_grad)
+            for i in script.unneeded
+            if is_droppable(leaves[i]) and not (i in linked and inner[i].requires_grad)
         ]
         if self._prune is not True:
-            size = sum(t.numel() * t.itemsize for t in (self._leaves[i] for i in found))
+            size = sum(leaves[i].numel() * leaves[i].itemsize for i in found)
             return found if size >= WORTH_DROPPING else []
         return found
 
@@ -101,7 +101,7 @@ class Tracing:
             return None, []
         dropped: list[int] = []
         if may_drop and isinstance(mode, Verify):
-            dropped = self._droppable(scripts.full.plan)
+            dropped = self._droppable(scripts.full)
         count = len(self._leaves)
         seen = mode is not None
         recipe = Recipe(self.trace, scripts, count, self._metas(dropped), seen)
@@ -216,8 +216,10 @@ class Recipe:
         self._versions = [t._version for t in residuals]
         return residuals
 
-    def kept(self, leaves: Sequence[Any]) -> list[Any]:
+    def kept(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return the leaves that are kept."""
+        if not self.dropped:
+            return leaves
         return [t for i, t in enumerate(leaves) if i not in self.dropped]
 
     def carry_out(
@@ -237,18 +239,13 @@ class Recipe:
             RecomputeError: the function does something else than in the forward.
             MutationError: a result that was kept was changed since.
         """
-        ours = iter(saved)
-        leaves = [
-            self.dropped[i] if i in self.dropped else next(ours)
-            for i in range(self._count)
-        ]
+        leaves, residuals = self._put_back(saved)
         script = self.scripts.of(given)
-        residuals = [*ours]
         replay = Replay(script, residuals, self._taker(residuals), self.constants)
         replay.start(leaves)
         whole = not _is_of_level(leaves)
         try:
-            # Held by nobody else: what outlives the call is found by its references.
+            # No name for the stand-ins: `note_escaped` counts who else holds them.
             grads = pull(self._stand_ins(leaves, replay, whole=whole), replay)
         except Exception as error:
             if not (replay.trouble or _is_of_memory(error)):
@@ -267,6 +264,18 @@ class Recipe:
                 return grads
             self._note(replay, None)
         return pull(leaves, Check(script) if self._seen else None)
+
+    def _put_back(
+        self, saved: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return leaves, with stand-ins for those that were dropped, and residuals."""
+        kept, dropped = self._count - len(self.dropped), self.dropped
+        leaves, residuals = saved[:kept], saved[kept:]
+        if dropped:
+            ours = iter(leaves)
+            each = range(self._count)
+            leaves = [dropped[i] if i in dropped else next(ours) for i in each]
+        return leaves, residuals
 
     def _taker(self, residuals: Sequence[Tensor]) -> Callable[[int], Tensor]:
         """Return what gives a residual back, by its place."""
@@ -289,20 +298,20 @@ class Recipe:
         """
         if not whole:
             return leaves
-        needed, recorded = replay.script.plan.needed, torch.is_grad_enabled()
+        recorded, stand_ins = torch.is_grad_enabled(), [*leaves]
         # Once it is known that they are not read, only what is changed is left out.
         proven = self._trace.is_proven() and self._trace.scripts is self.scripts
         inputs, written = replay.script.record.inputs, replay.script.written
-        return [
-            t
-            if i in needed
-            or type(t) not in (Tensor, Absent)
-            or is_lazy(t)
-            or (recorded and t.requires_grad)
-            or (proven and type(t) is not Absent and inputs[i] not in written)
-            else replay.absent_leaf(i, t)
-            for i, t in enumerate(leaves)
-        ]
+        for i in replay.script.unneeded:
+            t = leaves[i]
+            if not (
+                type(t) not in (Tensor, Absent)
+                or is_lazy(t)
+                or (recorded and t.requires_grad)
+                or (proven and type(t) is not Absent and inputs[i] not in written)
+            ):
+                stand_ins[i] = replay.absent_leaf(i, t)
+        return stand_ins
 
     def _note(self, replay: Replay, error: Exception | None) -> None:
         """Learn from a replay that did not fit.

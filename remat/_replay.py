@@ -9,6 +9,7 @@ Rejected: running the recorded operations without the function. Hooks, custom Fu
 and the control flow of this call are in no record.
 """
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from remat._absent import (
     Shared,
     Trouble,
     absent,
+    inputs_of,
     like,
     present,
     tensors_of,
@@ -71,24 +73,31 @@ class Keep(Follow):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         i = self._next
-        follows = i < len(self._funcs) and self._funcs[i] is func and self.fits
-        run = self._kernels[i] if follows else func
-        result = run(*args, **kwargs) if kwargs else run(*args)
-        if not follows:
-            self.fits = self.fits and func in IGNORED
-            return result
+        if self._funcs[i] is not func:
+            if func not in IGNORED:
+                self._give_up()
+            return func(*args, **kwargs) if kwargs else func(*args)
         self._next = i + 1
+        kernel = self._kernels[i]
+        result = kernel(*args, **kwargs) if kwargs else kernel(*args)
         if i in self._places:
-            step = self.script.record.steps[i]
-            if step.may_draw:
-                self.fits = has_same_constants(step.op, args, kwargs)
-            self.constants[i] = constants_of(args, kwargs)
-            outputs = tensors_of(result)
-            for k in self._places[i]:
-                # Not detached: below autograd what is detached has a version counter of
-                # its own, by which changes would go unnoticed.
-                self._kept.append((outputs[k], outputs[k]._version))
+            self._keep(i, args, kwargs, tensors_of(result))
         return result
+
+    def _keep(self, i: int, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
+        step = self.script.record.steps[i]
+        if step.may_draw and not has_same_constants(step.op, args, kwargs):
+            self._give_up()
+        self.constants[i] = constants_of(args, kwargs)
+        for k in self._places[i]:
+            # Not detached: below autograd what is detached has a version counter of
+            # its own, by which changes would go unnoticed.
+            self._kept.append((outputs[k], outputs[k]._version))
+
+    @override
+    def _give_up(self) -> None:
+        super()._give_up()
+        self.fits = False
 
     @override
     def end(self) -> None:
@@ -97,7 +106,7 @@ class Keep(Follow):
     def residuals(self) -> list[Tensor] | None:
         """Return what was kept; None if the plan is not of this forward."""
         unchanged = all(t._version == version for t, version in self._kept)
-        complete = self._next == len(self._funcs)
+        complete = self._funcs[self._next] is None
         if not (self.fits and complete and unchanged):
             return None
         return [t.detach() for t, _ in self._kept]
@@ -124,19 +133,25 @@ class Verify(Keep):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.fits and self._next > i:
             step, numbers, key = self.script.record.steps[i], self._numbers, self._key
-            inputs, outputs = tensors_of((args, kwargs or {})), tensors_of(result)
-            counts = len(inputs), len(outputs)
-            if counts != (len(step.reads), len(step.makes)):
-                self.fits = False
+            inputs, outputs = inputs_of(args, kwargs), tensors_of(result)
+            if not self._is_wired(i, step, args, kwargs, inputs, outputs):
+                self._give_up()
                 return result
-            reads = zip(inputs, step.reads, strict=True)
-            known = self.script.known
-            self.fits = all(numbers.get(key(t), s) == s for t, s in reads if s in known)
-            if self.script.fates[i] is Fate.DEAD and self.fits:
-                expected = self.script.expected[i]
-                self.fits = fits_metadata(expected, args, kwargs, inputs)
             numbers.update(zip(map(key, outputs), step.makes, strict=True))
         return result
+
+    def _is_wired(
+        self, i: int, step: Step, args: Any, kwargs: Any, inputs: Any, outputs: Any
+    ) -> bool:
+        if (len(inputs), len(outputs)) != (len(step.reads), len(step.makes)):
+            return False
+        numbers, key, known = self._numbers, self._key, self.script.known
+        reads = zip(inputs, step.reads, strict=True)
+        if not all(numbers.get(key(t), s) == s for t, s in reads if s in known):
+            return False
+        if self.script.fates[i] is not Fate.DEAD:
+            return True
+        return fits_metadata(self.script.expected[i], args, kwargs, inputs)
 
 
 class Replay(Follow):
@@ -154,7 +169,8 @@ class Replay(Follow):
     ) -> None:
         super().__init__(script)
         self._constants = constants
-        self._fates, self._residuals, self._take = script.fates, residuals, take
+        self._runs, self._fates = script.runs, script.fates
+        self._residuals, self._take = residuals, take
         self._absent: dict[int, Shared] = {}
         self._known: dict[int, int] = {}
         self._written = False  # something that is absent
@@ -165,19 +181,19 @@ class Replay(Follow):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is DETACH:
-            return func(*args)
         i = self._next
         if self._written and self._is_made_again(i, func, args, kwargs):
             return self._made_again(func, args, kwargs)
-        self._next = i + 1
-        if i >= len(self._funcs) or self._funcs[i] is not func:
+        if self._funcs[i] is not func:
             return self._unexpected(i, func, args, kwargs)
-        fate = self._fates[i]
-        if fate is Fate.RUN:
-            kernel = self._kernels[i]
+        self._next = i + 1
+        kernel = self._runs[i]
+        if kernel is not None:
             return kernel(*args, **kwargs) if kwargs else kernel(*args)
-        step = self.script.record.steps[i]
+        return self._not_run(i, func, args, kwargs)
+
+    def _not_run(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
+        step, fate = self.script.record.steps[i], self._fates[i]
         if fate is Fate.KEEP:
             self._check_wiring(i, step, args, kwargs)
             return self._result(step, step.result, (), self.script.places[i])
@@ -187,7 +203,6 @@ class Replay(Follow):
 
     def _unexpected(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operation that is none of the function's."""
-        self._next = i
         if func in IGNORED:
             return func(*args)
         if args and type(args[0]) is Absent:
@@ -202,7 +217,6 @@ class Replay(Follow):
             # what is differentiated, and here it did not.
             self._next = i + 1
             return self.__torch_dispatch__(func, (), args, kwargs)
-        self._next = i + 1
         raise self._differs(func)
 
     def _is_made_again(self, i: int, func: Any, args: Any, kwargs: Any) -> bool:
@@ -213,11 +227,13 @@ class Replay(Follow):
         """
         if not (args and type(args[0]) is Absent and is_view_op(func)):
             return False
-        if i >= len(self._funcs) or self._funcs[i] is not func:
+        if self._funcs[i] is not func:
             return True
         step, expected = self.script.record.steps[i], self.script.expected.get(i)
         same = step.reads[0] == args[0].storage_of.number and expected is not None
-        return not (same and fits_metadata(expected, args, kwargs, tensors_of(args)))
+        return not (
+            same and fits_metadata(expected, args, kwargs, inputs_of(args, None))
+        )
 
     def _made_again(self, func: Any, args: Any, kwargs: Any) -> Any:
         base = args[0]
@@ -237,12 +253,12 @@ class Replay(Follow):
         for k, s in enumerate(step.makes):
             if k not in step.blind or s in step.reads:
                 outputs[k] = absent(step.op.outputs[k], self._shared(s))
-        inputs = tensors_of((args, kwargs))
+        inputs = inputs_of(args, kwargs)
         return filled(step.result, outputs, inputs)
 
     def _left_out(self, i: int, step: Step, args: Any, kwargs: Any) -> Any:
         """Return what stands for the result of an operation that does not run."""
-        inputs = tensors_of((args, kwargs or {}))
+        inputs = inputs_of(args, kwargs)
         if not fits_metadata(self.script.expected[i], args, kwargs, inputs):
             raise self._differs(step.op.func)
         if step.writes:
@@ -273,7 +289,7 @@ class Replay(Follow):
         """
         if self._constants.get(i) not in (None, constants_of(args, kwargs)):
             raise self._differs(step.op.func)
-        for t, s in zip(tensors_of((args, kwargs or {})), step.reads, strict=False):
+        for t, s in zip(inputs_of(args, kwargs), step.reads, strict=False):
             if type(t) is Absent:
                 shared = t.storage_of
                 now = shared.number if shared.trouble is self.trouble else s
@@ -292,15 +308,15 @@ class Replay(Follow):
         """Note which tensors are there from the start."""
         if not self._residuals:
             return
-        record = self.script.record
-        for t, s in zip(map(base_tensor, leaves), record.inputs, strict=True):
-            if _has_storage(t):
-                self._known[storage_id(t)] = s
-        for i, places in self.script.places.items():
-            for k, place in places.items():
-                t = base_tensor(self._residuals[place])
-                if _has_storage(t):
-                    self._known[storage_id(t)] = record.steps[i].makes[k]
+        record, residuals = self.script.record, self._residuals
+        kept = [
+            (residuals[place], record.steps[i].makes[k])
+            for i, places in self.script.places.items()
+            for k, place in places.items()
+        ]
+        tensors = (*leaves, *[t for t, _ in kept])
+        numbers = (*record.inputs, *[s for _, s in kept])
+        self._known = _by_storage(tensors, numbers)
 
     def _shared(self, number: int) -> Shared:
         shared = self._absent.get(number)
@@ -319,9 +335,20 @@ class Replay(Follow):
         return like(leaf, self._shared(self.script.record.inputs[i]))
 
 
+def _by_storage(tensors: Sequence[Tensor], numbers: Sequence[int]) -> dict[int, int]:
+    if _PLAIN.issuperset(map(type, tensors)):
+        # Most often all have one, and looking at each costs as much as an operation.
+        with contextlib.suppress(RuntimeError):
+            return dict(zip(map(storage_id, tensors), numbers, strict=True))
+    each = zip(map(base_tensor, tensors), numbers, strict=True)
+    return {storage_id(t): s for t, s in each if _has_storage(t)}
+
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
 def _has_storage(tensor: Tensor) -> bool:
-    plain = type(tensor) in (Tensor, nn.Parameter)
-    return plain and tensor.layout is torch.strided
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
 def _references() -> int:
@@ -353,7 +380,7 @@ class Check(Follow):
         super().__init__(script)
         steps = script.record.steps
         self._steps = [step for step in steps if not _is_by_the_way(step.op.func)]
-        self._funcs = [step.op.func for step in self._steps]
+        self._funcs = [*[step.op.func for step in self._steps], None]
 
     @override
     @eager_only
@@ -361,15 +388,16 @@ class Check(Follow):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if not _is_by_the_way(func):
-            i = self._next
-            self._next = i + 1
-            if i >= len(self._funcs) or self._funcs[i] is not func:
+            if self._funcs[self._next] is not func:
                 raise self._differs(func)
+            self._next += 1
         return func(*args, **kwargs) if kwargs else func(*args)
 
     @override
     def _differs(self, func: Any) -> Exception:
-        return RecomputeError(_DIFFERENT + described(self._steps, self._next - 1, func))
+        error = RecomputeError(_DIFFERENT + described(self._steps, self._next, func))
+        self._give_up()
+        return error
 
 
 _DIFFERENT = (

@@ -23,10 +23,12 @@ class Script:
         order: of the residuals that there are, if there are more than the plan keeps.
 
     Attributes:
-        funcs: the operations.
+        funcs: the operations, and None after the last.
         kernels: what each calls.
+        runs: what each calls that runs again, None for the others.
         fates: what becomes of each.
         expected: of those left out, what is compared.
+        unneeded: the inputs whose values are not needed.
         written: the storages that are changed in place.
         known: those of inputs, and those that operations made. A constant that nobody
             saw being made may be where another was that is gone.
@@ -42,6 +44,8 @@ class Script:
         "places",
         "plan",
         "record",
+        "runs",
+        "unneeded",
         "written",
     )
 
@@ -49,9 +53,12 @@ class Script:
         self, record: Record, plan: Plan, order: Sequence[tuple[int, int]] = ()
     ) -> None:
         self.record, self.plan = record, plan
-        self.funcs = [step.op.func for step in record.steps]
-        self.kernels = [*map(kernel_of, self.funcs)]
+        funcs = [step.op.func for step in record.steps]
+        self.funcs, self.kernels = [*funcs, None], [*map(kernel_of, funcs)]
         self.fates = [*plan.fates]
+        pairs = zip(self.kernels, self.fates, strict=True)
+        self.runs = [kernel if fate is Fate.RUN else None for kernel, fate in pairs]
+        self.unneeded = sorted({*range(len(record.inputs))} - plan.needed)
         self.written = {s for step in record.steps for s in step.writes}
         made = (s for step in record.steps for s in {*step.makes} - {*step.reads})
         self.known = {*record.inputs, *made}
@@ -87,10 +94,15 @@ class Follow(LeanDispatchMode):
         Raises:
             MismatchError: it has not.
         """
-        if self._next < len(self._funcs):
-            self._next += 1
+        if self._funcs[self._next] is not None:
             raise self._differs(None)
 
     def _differs(self, func: Any) -> Exception:
         """Return the error that another operation came by than was recorded."""
-        return MismatchError(described(self.script.record.steps, self._next - 1, func))
+        error = MismatchError(described(self.script.record.steps, self._next, func))
+        self._give_up()
+        return error
+
+    def _give_up(self) -> None:
+        """Have nothing fit any more: the function may catch the error and go on."""
+        self._next = len(self._funcs) - 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from remat._absent import IGNORED, Absent, tensors_of
+from remat._absent import IGNORED, Absent, inputs_of
 from remat._code import user_line
 from remat._compat import (
     LeanDispatchMode,
@@ -38,7 +38,6 @@ from remat._effects import (
 from remat._graph import nodes_of
 from remat._match import constants_of
 from remat._naming import (
-    names_given as names_given,
     tell_no_more,
     tell_of_names,
 )
@@ -48,7 +47,7 @@ from remat._values import (
     as_data,
     form_of,
     is_plain,
-    key_of as key_of,
+    key_of,
     reference_to,
     value_of,
 )
@@ -124,7 +123,7 @@ class Recorder(LeanDispatchMode):
         result: Any,
         draws: bool,
     ) -> None:
-        inputs = tensors_of((args, kwargs))
+        inputs = inputs_of(args, kwargs)
         reads = tuple(map(self.number, inputs))
         writes = tuple(map(self.number, declared_writes(func, args, kwargs)))
         updates = tuple(map(self.number, updated_statistics(func, args, kwargs)))

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from remat._naming import names_given
 from remat._plan import Record, plan
-from remat._replay import Script
-from remat._trace import names_given
+from remat._script import Script
 from remat.policies import Decision
 
 
@@ -189,25 +189,20 @@ class _Traces:
 
 TRACES = _Traces(512)
 _meta = operator.attrgetter("shape", "dtype", "device")
-_stride = operator.methodcaller("stride")
-_is_contiguous = operator.methodcaller("is_contiguous")
-
-
-_numel = operator.methodcaller("numel")
 _SMALL = 2**15  # elements
 
 
 def is_small(leaves: Sequence[Tensor]) -> bool:
     """Say whether "auto" does not even look: too little is there to be worth it."""
-    return sum(map(_numel, leaves)) < _SMALL
+    return sum(map(Tensor.numel, leaves)) < _SMALL
 
 
 def trace_of(signature: Hashable, leaves: Sequence[Tensor]) -> Trace:
     """Return what is shared by the calls of a signature, on such leaves."""
-    metas = [*map(_meta, leaves)]
+    metas: list[Any] = [*map(_meta, leaves)]
     try:
-        if not all(map(_is_contiguous, leaves)):
-            metas += map(_stride, leaves)
+        if not all(map(Tensor.is_contiguous, leaves)):
+            metas += map(Tensor.stride, leaves)
     except RuntimeError:  # of sparse tensors
         metas += [(t.layout, type(t)) for t in leaves]
     return TRACES[signature, tuple(metas)]
