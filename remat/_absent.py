@@ -9,7 +9,7 @@ and who reads it gets a number.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from remat._compat import (
@@ -160,8 +160,18 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return found
 
 
+def are_tensors(args: Any, kwargs: Any) -> bool:
+    """Say, quickly and for most operations, that the arguments are tensors alone."""
+    return not kwargs and _TENSORS.issuperset(map(type, args))
+
+
+_TENSORS = frozenset({Tensor, nn.Parameter, Absent})
+
+
 def inputs_of(args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors among an operation's arguments, in order."""
+    if are_tensors(args, kwargs):
+        return [*args]
     found: list[Tensor] = []
     _collect(args, found)
     if kwargs:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._absent import tensors_of
+from remat._absent import are_tensors, tensors_of
 from remat._code import user_line
 from remat._op import Op, Value
 from remat._plan import Passed, Slot, Step
@@ -41,9 +41,10 @@ def fits_metadata(
 
 def constants_of(args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that are no tensors."""
+    if are_tensors(args, kwargs):
+        return []
     given = (*args, *kwargs.values()) if kwargs else args
-    constants = [arg for arg in given if not isinstance(arg, Tensor)]
-    return [repr(arg) for arg in constants if not tensors_of(arg)]
+    return [repr(arg) for arg in given if not tensors_of(arg)]
 
 
 class Expected:

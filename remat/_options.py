@@ -6,8 +6,6 @@ backward, where other calls surround it, or none.
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,16 +55,22 @@ class _Around(threading.local):
 _AROUND = _Around()
 
 
-@contextmanager
-def within(policy: Policy | None, *, followed: bool) -> Iterator[None]:
-    """Run the body as part of a call with a policy, followed by a mode or not."""
-    before, _AROUND.policy = _AROUND.policy, policy
-    _AROUND.followed += followed
-    try:
-        yield
-    finally:
-        _AROUND.policy = before
-        _AROUND.followed -= followed
+class within:  # noqa: N801
+    """A context that is part of a call with a policy, followed by a mode or not."""
+
+    __slots__ = ("_before", "_followed", "_policy")
+
+    def __init__(self, policy: Policy | None, *, followed: bool) -> None:
+        self._policy, self._followed = policy, followed
+
+    def __enter__(self) -> None:
+        around = _AROUND
+        self._before, around.policy = around.policy, self._policy
+        around.followed += self._followed
+
+    def __exit__(self, *_: object) -> None:
+        _AROUND.policy = self._before
+        _AROUND.followed -= self._followed
 
 
 def is_followed() -> bool:

@@ -305,10 +305,10 @@ class Recipe:
         for i in replay.script.unneeded:
             t = leaves[i]
             if not (
-                type(t) not in (Tensor, Absent)
-                or is_lazy(t)
+                (proven and type(t) is not Absent and inputs[i] not in written)
+                or type(t) not in (Tensor, Absent)
                 or (recorded and t.requires_grad)
-                or (proven and type(t) is not Absent and inputs[i] not in written)
+                or is_lazy(t)
             ):
                 stand_ins[i] = replay.absent_leaf(i, t)
         return stand_ins

@@ -308,14 +308,9 @@ class Replay(Follow):
         """Note which tensors are there from the start."""
         if not self._residuals:
             return
-        record, residuals = self.script.record, self._residuals
-        kept = [
-            (residuals[place], record.steps[i].makes[k])
-            for i, places in self.script.places.items()
-            for k, place in places.items()
-        ]
-        tensors = (*leaves, *[t for t, _ in kept])
-        numbers = (*record.inputs, *[s for _, s in kept])
+        kept, residuals = self.script.kept, self._residuals
+        tensors = (*leaves, *[residuals[place] for place, _ in kept])
+        numbers = (*self.script.record.inputs, *[number for _, number in kept])
         self._known = _by_storage(tensors, numbers)
 
     def _shared(self, number: int) -> Shared:

@@ -30,6 +30,7 @@ class Script:
         expected: of those left out, what is compared.
         unneeded: the inputs whose values are not needed.
         written: the storages that are changed in place.
+        kept: the residuals that it uses, and the storage of each.
         known: those of inputs, and those that operations made. A constant that nobody
             saw being made may be where another was that is gone.
         places: of those kept, which residual stands for which output.
@@ -39,6 +40,7 @@ class Script:
         "expected",
         "fates",
         "funcs",
+        "kept",
         "kernels",
         "known",
         "places",
@@ -67,11 +69,13 @@ class Script:
             for i, fate in enumerate(plan.fates)
             if fate is Fate.DEAD
         }
+        self.kept: list[tuple[int, int]] = []
         self.places: dict[int, dict[int, int]] = {}
         needed = {*plan.residuals}
         for place, (i, k) in enumerate(order or plan.residuals):
             if (i, k) in needed:
                 self.places.setdefault(i, {})[k] = place
+                self.kept.append((place, record.steps[i].makes[k]))
 
 
 class Follow(LeanDispatchMode):

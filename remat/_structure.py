@@ -62,12 +62,8 @@ class Out:
     @classmethod
     def split(cls, result: Any, inputs: Sequence[Tensor]) -> tuple[Outputs, "Out"]:
         """Take a result apart into the tensors computed and the structure."""
-        if isinstance(result, Tensor):
-            for t in inputs:
-                if t is result:
-                    break
-            else:
-                return (result,), cls(None, [0], {}, (result,))
+        if isinstance(result, Tensor) and id(result) not in map(id, inputs):
+            return (result,), cls(None, [0], {}, (result,))
         known = {id(t): ~i for i, t in enumerate(inputs)}
         flat, treedef = _tree.flatten(result)
         outs: list[Tensor] = []

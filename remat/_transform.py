@@ -161,7 +161,9 @@ class Remat(Function):
         needs, facts = ctx.needs_input_grad, program.facts
         pairs = zip(cotangents, facts.differentiable, strict=True)
         given = [j for j, (ct, d) in enumerate(pairs) if d and ct is not None]
-        wanted = [i for i in facts.used if needs[i + 2]]
+        wanted = facts.used
+        if False in needs[2:]:
+            wanted = [i for i in wanted if needs[i + 2]]
         grads: list[Tensor | None] = [None] * len(needs)
         if wanted and given:
             primals: Sequence[Tensor] = saved_tensors(ctx)
@@ -170,7 +172,10 @@ class Remat(Function):
             rule = Vjp(program, len(primals), wanted, given)
             ours: list[Any] = [cotangents[j] for j in given]
             cts = [*map(unwrap_dead, ours)]
-            for i, grad in zip(wanted, call(rule, [*primals, *cts]), strict=True):
+            found = call(rule, [*primals, *cts])
+            if len(found) == len(needs) - 2:  # in their order, for none is left out
+                return (None, None, *found)
+            for i, grad in zip(wanted, found, strict=True):
                 grads[i + 2] = grad
         return tuple(grads)
 

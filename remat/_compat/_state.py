@@ -292,9 +292,49 @@ def show_to_traced_modes(functions: Iterable[Any]) -> None:
     variables.get_overridable_functions().update(functions)
 
 
-# Deleted by: TorchDispatchMode not importing Dynamo to keep it out of its subclasses.
+# What a mode sets while it is entered: for Dynamo, which compiles nothing in some.
+_FLAGS = (
+    *("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode"),
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+_dispatch: Any = _python_dispatch
+_tell_dynamo = getattr(
+    _dispatch, "set_is_in_mode_without_ignore_compile_internals", None
+)
+_has_flags = _tell_dynamo is not None and all(hasattr(_dispatch, n) for n in _FLAGS)
+_read_flags = operator.attrgetter(*_FLAGS)
+
+
+# Deleted by: TorchDispatchMode not importing Dynamo to keep it out of its subclasses,
+# and entering a mode costing no more than an operation.
 class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
-    """A dispatch mode whose `__torch_dispatch__` is to be `eager_only`."""
+    """A dispatch mode whose `__torch_dispatch__` is to be `eager_only`.
+
+    It is entered once.
+    """
+
+    _before: tuple[bool, ...] = ()
+
+    @override
+    def __enter__(self) -> Any:
+        if not _has_flags:
+            return super().__enter__()
+        self._before = _read_flags(_dispatch)
+        for name in _FLAGS:
+            setattr(_dispatch, name, True)
+        _tell_dynamo(True)
+        torch._C._push_on_torch_dispatch_stack(self)
+        return self
+
+    @override
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        if not _has_flags:
+            return super().__exit__(exc_type, exc_val, exc_tb)
+        for name, value in zip(_FLAGS, self._before, strict=True):
+            setattr(_dispatch, name, value)
+        _tell_dynamo(self._before[-1])
+        torch._C._pop_torch_dispatch_stack(None)
+        return None
 
     @classmethod
     @override
