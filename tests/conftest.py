@@ -1,5 +1,7 @@
 """What every test gets: a fixed torch seed, one thread, and no record of a call."""
 
+from collections.abc import Iterator
+
 import hypothesis
 import pytest
 import torch
@@ -30,3 +32,11 @@ def _seed() -> None:
 def _first_calls() -> None:
     # What a call does depends on those of its signature before it.
     TRACES.clear()
+
+
+@pytest.fixture(autouse=True)
+def _no_modes_left() -> Iterator[None]:
+    # A mode that stays, such as a default device, fails other tests much later.
+    yield
+    assert not torch._C._len_torch_function_stack()
+    assert not torch._C._len_torch_dispatch_stack()

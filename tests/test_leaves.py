@@ -1,0 +1,190 @@
+"""What only computes runs on the leaves of autograd themselves, and not on stand-ins.
+
+That is nobody's business: hooks, gradients and errors are those of plain code.
+"""
+
+import pytest
+import torch
+from helpers import leaves_of, make
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+
+from remat import CaptureError, MutationError, remat
+from remat.testing import assert_same, count_ops
+
+
+W, X = make(3, 3, seed=1), make(3, 3, seed=2)
+
+
+def net(w, x):
+    return ((x @ w).tanh() @ w).sin().sum()
+
+
+def detaches(prepare=lambda w, x: (w, x)):
+    """How often a forward, and its backward, make a tensor without a graph."""
+    w, x = leaves_of(W, X)
+    args = prepare(w, x)
+    with count_ops() as forward:
+        y = remat(net)(*args)
+    with count_ops() as backward:
+        y.backward()
+    assert backward["tanh"] == 1
+    return forward["detach"], backward["detach"]
+
+
+def test_leaves_have_no_stand_ins():
+    forward, backward = detaches()
+    assert detaches(lambda w, x: (w, x * 1)) == (forward + 1, backward + 1)
+
+
+def test_leaves_with_hooks_have_stand_ins():
+    def hooked(w, x):
+        w.register_hook(lambda grad: grad)
+        return w, x
+
+    forward, backward = detaches()
+    assert detaches(hooked) == (forward + 2, backward + 2)
+
+
+def hooks(wrap, when):
+    """What hooks of all kinds see, registered before the forward, say."""
+    w, x = leaves_of(W, X)
+    log = []
+
+    def register():
+        w.register_hook(lambda grad: log.append(grad.clone()) or grad * 2)
+        x.register_post_accumulate_grad_hook(lambda t: log.append(t.grad.clone()))
+        get_gradient_edge(w).node.register_hook(lambda *_: log.append("node"))
+        get_gradient_edge(x).node.register_prehook(lambda *_: log.append("before"))
+        register_multi_grad_hook((w, x), lambda grads: log.append([*grads]))
+
+    fn = wrap(net)
+    if when == "before":
+        register()
+    y = fn(w, x)
+    if when == "between":
+        register()
+    with count_ops() as ops:
+        y.backward(retain_graph=True)
+    if when == "after":
+        register()
+    y.backward()
+    return [*log, w.grad, x.grad], ops["tanh"]
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_hooks_of_leaves_see_what_they_see_in_plain(when):
+    expected, none = hooks(lambda f: f, when)
+    found, recomputed = hooks(remat, when)
+    assert (none, recomputed) == (0, 1)
+    # A call gives all its gradients at once, so hooks may fire in another order.
+    assert len(found) == len(expected)
+    assert_same(found[-2:], expected[-2:])
+    texts = [sorted(e for e in log if type(e) is str) for log in (found, expected)]
+    assert texts[0] == texts[1]
+
+
+def twice_with_steps(wrap, net=net):
+    """Gradients of two steps of an optimizer, which changes the leaves in place."""
+    w, x = leaves_of(W, X)
+    fn, optimizer = wrap(net), torch.optim.SGD([w, x], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        fn(w, x).backward()
+        optimizer.step()
+    return w, x, w.grad, x.grad
+
+
+def test_an_optimizer_may_change_the_leaves_between_calls():
+    assert_same(twice_with_steps(remat), twice_with_steps(lambda f: f))
+
+
+def test_gradients_add_up_in_the_leaves_once():
+    w, x = leaves_of(W, X)
+    w.grad = torch.ones_like(w)
+    remat(net)(w, x).backward()
+    v, u = leaves_of(W, X)
+    v.grad = torch.ones_like(v)
+    net(v, u).backward()
+    assert_same((w.grad, x.grad), (v.grad, u.grad))
+
+
+def back(w, x):
+    y = net(w, x)
+    y.backward(retain_graph=True)
+    return y
+
+
+def through_a_name(w, x):
+    run = torch.autograd.backward
+    y = net(w, x)
+    run(y, retain_graph=True)
+    return y
+
+
+@pytest.mark.parametrize("fn", [back, through_a_name])
+def test_a_backward_inside_is_refused_and_adds_to_nothing(fn):
+    w, x = leaves_of(W, X)
+    with pytest.raises(CaptureError, match=r"calls backward\(\)"):
+        remat(fn)(w, x)
+    assert w.grad is None
+    assert x.grad is None
+
+
+def test_an_inner_gradient_is_that_of_plain():
+    def penalty(w, x):
+        y = net(w, x)
+        (g,) = torch.autograd.grad(y, w, create_graph=True)
+        return y + (g * g).sum()
+
+    w, x = leaves_of(W, X)
+    found = torch.autograd.grad(remat(penalty)(w, x), (w, x))
+    assert_same(found, torch.autograd.grad(penalty(w, x), (w, x)))
+    assert w.grad is None
+
+
+def moved(w, x):
+    torch.nn.utils.vector_to_parameters(x.detach().flatten() * 2, [w])
+    return net(w, x)
+
+
+def test_new_data_by_a_function_of_torch_is_refused():
+    w, x = leaves_of(W, X)
+    with pytest.raises(MutationError, match="`w` was changed in place"):
+        remat(moved)(w, x)
+
+
+def test_new_data_by_assignment_is_refused():
+    def moved(w, x):
+        w.data = x.detach() * 2
+        return net(w, x)
+
+    w, x = leaves_of(W, X)
+    with pytest.raises(MutationError, match="`w` was changed in place"):
+        remat(moved)(w, x)
+
+
+def test_an_attribute_set_inside_is_set_once():
+    def mark(w, x):
+        w.count = getattr(w, "count", 0) + 1
+        return net(w, x)
+
+    w, x = leaves_of(W, X)
+    with count_ops() as ops:
+        remat(mark)(w, x).backward()
+    assert ops["tanh"] == 2
+    assert getattr(w, "count", 1) == 1
+
+
+def test_a_leaf_returned_as_it_is_is_that_leaf():
+    def pair(w, x):
+        return w, net(w, x)
+
+    w, x = leaves_of(W, X)
+    same, y = remat(pair)(w, x)
+    assert same is w
+    with count_ops() as ops:
+        y.backward()
+    assert ops["tanh"] == 1
+    v, u = leaves_of(W, X)
+    pair(v, u)[1].backward()
+    assert_same((w.grad, x.grad), (v.grad, u.grad))
