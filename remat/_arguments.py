@@ -101,10 +101,10 @@ class Layout:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: Sequence[Leaf],
-        treedef: _tree.Treedef | None,
+        treedef: _tree.Treedef,
     ) -> "Layout | None":
         """Return that of arguments, if they have one."""
-        if treedef is None or not _LEAVES.issuperset(map(type, leaves)):
+        if not _LEAVES.issuperset(map(type, leaves)):
             return None
         return cls(args, kwargs, leaves, treedef)
 

@@ -26,6 +26,7 @@ from remat._arguments import (
 from remat._capture import Search
 from remat._code import code_of, is_constant, is_self_contained, is_static
 from remat._compat import (
+    current_layer,
     dual_level_active,
     function_mode_count,
     function_modes,
@@ -107,6 +108,7 @@ class Call(Program):
     )
     _origins: Sequence[Path]
     _out: Out | None
+    _places: list[int] | None
 
     def __init__(
         self,
@@ -123,6 +125,7 @@ class Call(Program):
         self._positions: list[tuple[int, int]] | None = None
         self._nodes: dict[int, Node] = {}
         self.own: Sequence[int] = ()
+        self._places = None
         self._first: int | None = None
         self._modes = function_modes() if function_mode_count() else ()
         self._streams: Sequence[Any] = ()
@@ -151,22 +154,23 @@ class Call(Program):
         Otherwise return the leaves of the arguments.
         """
         values = None if layout is None else layout.leaves_of(args, kwargs)
-        if values is None:
+        if layout is None or values is None:
             values, treedef = flatten_arguments(args, kwargs)
-            layout = Layout.of(args, kwargs, values, treedef)
             self._treedef = treedef
-        if layout is None:
-            tensors, where = values, range(len(values))
-            if self._treedef is not None:
+            if treedef is None:
+                if len({*map(id, values)}) < len(values):
+                    return values
+                self._leaves, self._origins = values, range(len(values))
+                return None
+            layout = Layout.of(args, kwargs, values, treedef)
+            if layout is None:
                 return values
-        else:
-            self._treedef, where = layout.treedef, layout.where
-            tensors = [*compress(values, layout.are_tensors)]
+        self._treedef = layout.treedef
+        tensors = [*compress(values, layout.are_tensors)]
         if len({*map(id, tensors)}) < len(tensors):
             return values
-        if layout is not None:
-            self._constants = [(k, values[k]) for k in layout.constants]
-        self._leaves, self._origins, self.layout = tensors, where, layout
+        self._constants = [(k, values[k]) for k in layout.constants]
+        self._leaves, self._origins, self.layout = tensors, layout.where, layout
         return None
 
     def _search(self, values: list[Any], roots: Sequence[tuple[int, Any]]) -> None:
@@ -259,13 +263,14 @@ class Call(Program):
         """
         leaves = self._leaves
         self._leaves: list[Tensor] = []
-        needs = [*map(_requires_grad, leaves)]
-        self._places = places_of(leaves, needs)
-        if self._places is None or False in needs:
-            # What has a place in memory wraps nothing: these may.
-            leaves = [*map(unwrap_dead, leaves)]
-            needs = [*map(requires_grad_at_any_level, leaves)]
-        return leaves, needs
+        if current_layer() is None:
+            needs = [*map(_requires_grad, leaves)]
+            self._places = places_of(leaves, needs)
+            # What has a place in memory wraps nothing: others may.
+            if self._places is not None and False not in needs:
+                return leaves, needs
+        leaves = [*map(unwrap_dead, leaves)]
+        return leaves, [*map(requires_grad_at_any_level, leaves)]
 
     def join(self, outs: Sequence[Any], leaves: Sequence[Tensor]) -> Any:
         """Rebuild the value that the function returned."""

@@ -151,9 +151,11 @@ class Primal(Call):
         escape = Escape(self._label)
         self.own = self.own_among(leaves, facts.needs) if facts.exact else ()
         inner = self.stand_ins(leaves, facts.needs)
-        if not (self._contained and facts.exact):
-            for t, leaf in zip(inner, leaves, strict=True):
-                if t.requires_grad and t is not leaf:
+        provable = self._contained and facts.exact
+        count = len(leaves) - len(self.own)  # a module's own come last
+        if not provable:
+            for t in inner[:count]:
+                if t.requires_grad:
                     on_backward(t, escape)
         self._versions = _versions(leaves)
         plain = TENSORS.issuperset(map(type, leaves))
@@ -183,8 +185,8 @@ class Primal(Call):
         del outs, mode, tracing  # which hold what the graph does
         if self.own:
             self._check_own(leaves)
-        if not (self._contained and facts.exact):
-            self._check_leaks(leaves, inner)
+        if not provable:
+            self._check_leaks(leaves[:count], inner[:count])
         for above in facts.above:
             facts.used = sorted({*facts.used, *above.used})
             for j in above.differentiable:
@@ -196,8 +198,9 @@ class Primal(Call):
         self, leaves: Sequence[Tensor], needs: Sequence[bool]
     ) -> list[Tensor]:
         """Return what a run is on: stand-ins, and the leaves that are `own`."""
-        again = self._out is not None
-        if not self.own or (again and not self._may_run_again_on(leaves)):
+        if not self.own:
+            return detached(leaves, needs)
+        if self._out is not None and not self._may_run_again_on(leaves):
             return detached(leaves, needs)
         if len(self.own) == len(leaves) and Absent not in map(type, leaves):
             return [*leaves]
@@ -281,26 +284,24 @@ class Primal(Call):
 
     def _check_leaks(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
         """Refuse, now that its graph should be gone, what would lose a gradient."""
-        pairs = zip(leaves, inner, strict=True)
-        pairs = [(leaf, t) for leaf, t in pairs if t is not leaf and t.requires_grad]
-        for _, t in pairs:
-            if t.grad is not None:
+        for t in inner:
+            if t.requires_grad and t.grad is not None:
                 raise CaptureError(_BACKWARD.format(label=self._label))
         if self._contained:
             return
-        stand_ins, all_need = [t for _, t in pairs], [True] * len(pairs)
-        places = places_of([leaf for leaf, _ in pairs], all_need)
-        if places is None or places != places_of(stand_ins, all_need):
-            for i, t in enumerate(inner):
-                if t is not leaves[i] and _data_moved(leaves[i], t):
+        needs = self.facts.needs[: len(leaves)]
+        places = places_of(leaves, needs)
+        if places is None or places != places_of(inner, needs):
+            for i, need in enumerate(needs):
+                if need and _data_moved(leaves[i], inner[i]):
                     raise self._error(_IN_PLACE, i)
         # At the base, `Escape` refuses it when and if it is differentiated.
         # A mode around this holds results for its call, which looks itself.
-        if self.facts.exact or is_followed() or not is_graph_held(stand_ins):
+        if self.facts.exact or is_followed() or not is_graph_held(inner):
             return
         torch.clear_autocast_cache()  # it may be of an autocast that is off by now
         gc.collect()
-        if is_graph_held(stand_ins):
+        if is_graph_held(inner):
             raise CaptureError(_LEAKED.format(label=self._label))
 
     def _check_own(self, leaves: Sequence[Tensor]) -> None:
