@@ -8,6 +8,8 @@ Invariant: each raises an error; none changes a value. Rejected: comparing conte
 which would cost a copy of every input.
 """
 
+import itertools
+import operator
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -32,26 +34,31 @@ def reached_leaves(
     Raises:
         CaptureError: it reaches another leaf, not made inside the function.
     """
-    index = {id(t): i for i, t in enumerate(leaves)}
-    used = set()
-    todo = [o.grad_fn for o in outs if o.requires_grad]
-    seen = set(todo)
+    index = dict(zip(map(id, leaves), itertools.count(), strict=False))
+    nodes = [o.grad_fn for o in outs if o.requires_grad]
+    accumulators: list[Any] = []
+    seen = {*nodes}
     if None in seen:
         raise CaptureError(_RETURNED_LEAF)
-    while todo:
-        for node, _ in todo.pop().next_functions:
-            if type(node) is AccumulateGrad:
-                i = index.get(id(node.variable))
-                if i is not None:
-                    used.add(i)
-                elif is_held(node) or _is_stand_in(node.variable):
-                    what = describe(node.variable)
-                    raise CaptureError(_NOT_LIFTED.format(what=what))
-            elif node is not None and node not in seen:
-                seen.add(node)
-                todo.append(node)
-    modal = not MODAL_NODES.isdisjoint([type(node).__name__ for node in seen])
+    seen.add(None)
+    for node in nodes:  # which grow
+        for parent, _ in node.next_functions:
+            if parent not in seen:
+                seen.add(parent)
+                known = accumulators if type(parent) is AccumulateGrad else nodes
+                known.append(parent)
+    used = []
+    for node in accumulators:
+        i = index.get(id(node.variable))
+        if i is not None:
+            used.append(i)
+        elif is_held(node) or _is_stand_in(node.variable):
+            raise CaptureError(_NOT_LIFTED.format(what=describe(node.variable)))
+    modal = not MODAL_NODES.isdisjoint(map(_name, map(type, nodes)))
     return sorted(used), modal
+
+
+_name = operator.attrgetter("__name__")
 
 
 def _is_stand_in(leaf: Tensor) -> bool:

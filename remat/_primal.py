@@ -148,15 +148,8 @@ class Primal(Call):
         """Evaluate for the first time, as `program`: this, or this under vmap."""
         facts = self.facts
         self._ambient = Ambient(self._streams, self._always)
-        escape = Escape(self._label)
         self.own = self.own_among(leaves, facts.needs) if facts.exact else ()
         inner = self.stand_ins(leaves, facts.needs)
-        provable = self._contained and facts.exact
-        count = len(leaves) - len(self.own)  # a module's own come last
-        if not provable:
-            for t in inner[:count]:
-                if t.requires_grad:
-                    on_backward(t, escape)
         self._versions = _versions(leaves)
         plain = TENSORS.issuperset(map(type, leaves))
         self._classes = () if plain else [*map(type, leaves)]
@@ -164,14 +157,7 @@ class Primal(Call):
         copies = shield(inner, facts.needs, self._buffers)
         tracing = self._tracing(program, leaves, inner)
         mode = None if tracing is None else tracing.mode
-        set_grad_enabled(True)
-        try:
-            outs = without_hooks(self._first_run, program, inner, mode)
-        except BaseException:
-            self._ambient.forget_casts()
-            raise
-        set_grad_enabled(False)
-        escape.armed = True
+        outs = self._run_watched(program, inner, mode)
         self._ambient.forward_done()
         kept = self._update_buffers(leaves, copies) if copies else ()
         self._check_inputs(leaves, inner)
@@ -185,13 +171,36 @@ class Primal(Call):
         del outs, mode, tracing  # which hold what the graph does
         if self.own:
             self._check_own(leaves)
-        if not provable:
-            self._check_leaks(leaves[:count], inner[:count])
+        if not self._contained:
+            self._check_leaks(leaves, inner)
         for above in facts.above:
             facts.used = sorted({*facts.used, *above.used})
             for j in above.differentiable:
                 facts.differentiable[j] = True
         return results
+
+    def _run_watched(
+        self, program: Program, inner: list[Tensor], mode: Any
+    ) -> Sequence[Any]:
+        """Run with grad mode on; have what escapes refused, if anything can."""
+        escape = Escape(self._label)
+        if not self._contained:
+            for t in self._stand_ins_among(inner):
+                if t.requires_grad:
+                    on_backward(t, escape)
+        set_grad_enabled(True)
+        try:
+            outs = without_hooks(self._first_run, program, inner, mode)
+        except BaseException:
+            self._ambient.forget_casts()
+            raise
+        set_grad_enabled(False)
+        escape.armed = True
+        return outs
+
+    def _stand_ins_among(self, inner: Sequence[Tensor]) -> Sequence[Tensor]:
+        # The parameters of a module, which runs on its own, come last.
+        return inner[: len(inner) - len(self.own)]
 
     @override
     def stand_ins(
@@ -284,12 +293,11 @@ class Primal(Call):
 
     def _check_leaks(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
         """Refuse, now that its graph should be gone, what would lose a gradient."""
+        inner = self._stand_ins_among(inner)
+        leaves, needs = leaves[: len(inner)], self.facts.needs[: len(inner)]
         for t in inner:
             if t.requires_grad and t.grad is not None:
                 raise CaptureError(_BACKWARD.format(label=self._label))
-        if self._contained:
-            return
-        needs = self.facts.needs[: len(leaves)]
         places = places_of(leaves, needs)
         if places is None or places != places_of(inner, needs):
             for i, need in enumerate(needs):

@@ -75,13 +75,14 @@ class Vjp(Program):
     def _pull(
         self, cts: tuple[Tensor, ...], primals: Sequence[Tensor], mode: Any
     ) -> Outputs:
-        if current_layer() is not None:
-            above = not self._of.facts.batched and is_batch_of_cotangents(primals)
-            if not above:
-                return self._run_under_transforms(primals, cts, mode)
         recorded = records((*primals, *cts))
-        # One recomputation, and one set of draws, serves a batch of cotangents.
-        inner, outs = call_below_vmap(self._recompute, primals, recorded, mode)
+        if current_layer() is None:
+            inner, outs = self._recompute(primals, recorded, mode)
+        elif self._of.facts.batched or not is_batch_of_cotangents(primals):
+            return self._run_under_transforms(primals, cts, mode)
+        else:
+            # One recomputation, and one set of draws, serves a batch of cotangents.
+            inner, outs = call_below_vmap(self._recompute, primals, recorded, mode)
         checked = self._of.is_as_recorded(outs)
         ours: Any = tuple([outs[j] for j in self._given])
         if not (checked or all(map(requires_grad, ours))):

@@ -64,14 +64,19 @@ def record(
     """Evaluate `program` if there is something to differentiate."""
     if True not in needs:
         return None
-    exact = current_layer() is None
-    program.facts = Facts(needs, program.uses(len(needs)), exact=exact)
-    return dispatch(program, leaves)
+    layer = current_layer()
+    program.facts = Facts(needs, program.uses(len(needs)), exact=layer is None)
+    return _dispatch_at(layer, program, leaves)
 
 
 def dispatch(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     """Evaluate `program` by the innermost torch.func transform."""
-    layer = current_layer()
+    return _dispatch_at(current_layer(), program, leaves)
+
+
+def _dispatch_at(
+    layer: Any, program: Program, leaves: Sequence[Tensor]
+) -> Sequence[Any]:
     if layer is None:
         if program.facts.exact or base_dual_level_active() or records(leaves):
             return _apply(None, program, *leaves)

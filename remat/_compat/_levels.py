@@ -161,9 +161,7 @@ def is_batch_of_cotangents(primals: Sequence[Tensor]) -> bool:
 
 
 def call_below_vmap(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` below a vmap level, if there is one."""
-    if peek_interpreter_stack() is None:
-        return fn(*args)
+    """Call `fn` below the innermost level."""
     popped = pop_dynamic_layer_stack()
     try:
         return fn(*args)
