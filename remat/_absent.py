@@ -9,7 +9,7 @@ and who reads it gets a number.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from remat._compat import (
@@ -19,6 +19,7 @@ from remat._compat import (
     tensor_without_data,
 )
 from remat._op import Value
+from remat._types import TENSORS
 
 
 # Autograd detaches what it saves of a result: not an operation of the function.
@@ -165,7 +166,7 @@ def are_tensors(args: Any, kwargs: Any) -> bool:
     return not kwargs and _TENSORS.issuperset(map(type, args))
 
 
-_TENSORS = frozenset({Tensor, nn.Parameter, Absent})
+_TENSORS = TENSORS | {Absent}
 
 
 def inputs_of(args: Any, kwargs: Any) -> list[Tensor]:

@@ -175,7 +175,8 @@ class Rematerialized(Generic[P, R]):
         if torch.is_grad_enabled():
             options, layout = self._options, self._layout
             program = Primal(fn, self._label, args, kwargs, options, layout)
-            self._layout = program.layout
+            layout = program.layout
+            self._layout = layout if layout is not None and layout.is_kept else None
             leaves, needs = program.take_leaves()
             outs = record(program, leaves, needs)
             if outs is not None:

@@ -12,15 +12,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from remat import _tree
 from remat._code import CONSTANT
 from remat._errors import CaptureError
-from remat._types import Fn, Leaf
+from remat._types import TENSORS, Fn, Leaf
 
 
-TENSORS = frozenset({Tensor, nn.Parameter})
 _LEAVES = TENSORS | CONSTANT
 
 
@@ -65,6 +64,8 @@ class Layout:
         are_tensors: which leaves are tensors.
         where: their positions.
         constants: the positions of the others.
+        is_kept: whether it is compared with the next arguments: they hold no container
+            in another, and the keys are names.
     """
 
     __slots__ = (
@@ -73,6 +74,7 @@ class Layout:
         "_types",
         "are_tensors",
         "constants",
+        "is_kept",
         "key",
         "treedef",
         "where",
@@ -87,10 +89,11 @@ class Layout:
     ) -> None:
         self._names, self._types = [*kwargs], [*map(type, leaves)]
         values = *args, *kwargs.values()
-        self._keys = [*map(_keys, values)] if all(map(_is_flat, values)) else None
+        self.is_kept = all(map(_is_flat, values))
+        self._keys = [*map(_keys, values)]
         self.are_tensors = [kind in TENSORS for kind in self._types]
         self.where = [k for k, is_tensor in enumerate(self.are_tensors) if is_tensor]
-        self.constants = [k for k in range(len(leaves)) if k not in self.where]
+        self.constants = [k for k, is_one in enumerate(self.are_tensors) if not is_one]
         self.treedef = treedef
         # By its hash: a treedef holds the keys of dictionaries, which may be anything.
         self.key = hash(treedef)
@@ -126,6 +129,22 @@ class Layout:
             return None
         # So none is a container, either.
         return leaves if [*map(type, leaves)] == self._types else None
+
+
+def take_apart(
+    args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout | None
+) -> tuple[list[Leaf], _tree.Treedef | None, Layout | None]:
+    """Return the leaves, the treedef and the layout of arguments.
+
+    The last is None where there is none, or no use for one: of positional tensors.
+    """
+    if layout is not None:
+        known = layout.leaves_of(args, kwargs)
+        if known is not None:
+            return known, layout.treedef, layout
+    leaves, treedef = flatten_arguments(args, kwargs)
+    layout = None if treedef is None else Layout.of(args, kwargs, leaves, treedef)
+    return leaves, treedef, layout
 
 
 def _keys(value: Any) -> tuple[str, ...] | None:

@@ -1,8 +1,8 @@
 """What a user's call is made of, and how it is run around other tensors.
 
 Invariant: the tensors of the call are taken out of it once, and every run is given its
-own; but the first run of a module may be on the user's own parameters, for its graph is
-dropped and nobody differentiates it.
+own. But what provably does nothing to the user's own leaves runs on them, and so does
+the first run of a module, whose graph is dropped and differentiated by nobody.
 Rejected: a program for each module of a model. What a function reaches is one set of
 inputs, whatever holds it.
 """
@@ -17,15 +17,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._arguments import (
-    TENSORS,
     Layout,
     apply,
     argument_name,
     flatten_arguments,
+    take_apart,
 )
 from remat._capture import Search
-from remat._code import code_of, is_constant, is_self_contained, is_static
+from remat._code import code_of, is_constant, is_static, self_contained
 from remat._compat import (
+    autocast_depth,
     current_layer,
     dual_level_active,
     function_mode_count,
@@ -44,15 +45,17 @@ from remat._program import Program
 from remat._rebuild import Node, build, is_same, pass_on
 from remat._structure import Out, Path
 from remat._trees import OutlinedNode
-from remat._types import Fn
+from remat._types import TENSORS, Fn
 
 
 _NO_BUFFERS: Mapping[int, bool] = {}
 
 
 _requires_grad = operator.attrgetter("requires_grad")
-_is_leaf = operator.attrgetter("is_leaf")
-backward_hooks = operator.attrgetter("_backward_hooks")
+_only_computes = operator.attrgetter("only_computes")
+# Of a leaf of autograd that has no hooks.
+_state = operator.attrgetter("requires_grad", "is_leaf", "_backward_hooks")
+_OWN = True, True, None
 
 
 def places_of(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[int] | None:
@@ -94,6 +97,7 @@ class Call(Program):
         "_leaves",
         "_modes",
         "_nodes",
+        "_only_computes",
         "_origins",
         "_out",
         "_places",
@@ -133,45 +137,35 @@ class Call(Program):
         self._code: Sequence[Any] = ()
         self._buffers: Mapping[int, bool] = _NO_BUFFERS
         self.layout: Layout | None = None
-        contained = is_self_contained(fn)
+        names = self_contained(fn)
+        contained = bool(names)
         if self._modes:
             contained = contained and all(map(is_device_mode, self._modes))
         self._contained = contained
+        self._only_computes = contained and False not in map(_only_computes, names)
         if contained:
-            values = self._take_plain(args, kwargs, layout)
-            if values is None:
+            values, self._treedef, self.layout = take_apart(args, kwargs, layout)
+            if self._is_plain(values):
                 return
         else:
             values, self._treedef = flatten_arguments(args, kwargs)
         roots = enumerate((fn, *self._modes))
         self._search(values, () if contained else [(~k, r) for k, r in roots])
 
-    def _take_plain(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout | None
-    ) -> list[Any] | None:
-        """Note where each tensor goes, if the rest are constants and each is once.
-
-        Otherwise return the leaves of the arguments.
-        """
-        values = None if layout is None else layout.leaves_of(args, kwargs)
-        if layout is None or values is None:
-            values, treedef = flatten_arguments(args, kwargs)
-            self._treedef = treedef
-            if treedef is None:
-                if len({*map(id, values)}) < len(values):
-                    return values
-                self._leaves, self._origins = values, range(len(values))
-                return None
-            layout = Layout.of(args, kwargs, values, treedef)
-            if layout is None:
-                return values
-        self._treedef = layout.treedef
-        tensors = [*compress(values, layout.are_tensors)]
+    def _is_plain(self, values: list[Any]) -> bool:
+        """Note where each tensor goes, if the rest are constants and each is once."""
+        layout, tensors = self.layout, values
+        if layout is not None:
+            tensors = [*compress(values, layout.are_tensors)]
+        elif self._treedef is not None:
+            return False
         if len({*map(id, tensors)}) < len(tensors):
-            return values
-        self._constants = [(k, values[k]) for k in layout.constants]
-        self._leaves, self._origins, self.layout = tensors, layout.where, layout
-        return None
+            return False
+        self._leaves, self._origins = tensors, range(len(values))
+        if layout is not None:
+            self._origins = layout.where
+            self._constants = [(k, values[k]) for k in layout.constants]
+        return True
 
     def _search(self, values: list[Any], roots: Sequence[tuple[int, Any]]) -> None:
         """Note where each tensor goes and how to rebuild what holds others.
@@ -231,30 +225,27 @@ class Call(Program):
         """Whether the next run is the first."""
         return self._out is None
 
-    def own_among(
-        self, leaves: Sequence[Tensor], needs: Sequence[bool]
-    ) -> Sequence[int]:
-        """Return which leaves the first run may be on themselves, not on stand-ins.
+    def own_among(self, leaves: Sequence[Tensor]) -> Sequence[int]:
+        """Return which leaves it may run on themselves, and not on stand-ins.
 
-        Those of autograd, if what is called provably does nothing to them; and the
-        parameters of a module that holds nothing else, if it is what is called: that
-        is a plain call, after which there is nothing to hand on. But none with gradient
-        hooks, for whoever differentiates inside would run them.
+        Those of autograd, if what is called provably only computes with them. And, in
+        the forward, the parameters of a module that holds nothing else, if it is what
+        is called: that is a plain call, after which there is nothing to hand on. But
+        none with gradient hooks, for whoever differentiates inside would run them.
         """
-        if self._places is None or not (self._contained or self._first is not None):
+        first = self._first
+        if self._places is None or not (self._only_computes or first is not None):
             return ()
         # Autocast's cache may hold casts of the user's own, and has none of stand-ins.
-        if dual_level_active() or is_parametrization_cached() or is_autocast_active():
+        if is_autocast_active() or autocast_depth() or dual_level_active():
             return ()
-        if self._contained:
-            if any(map(backward_hooks, leaves)):
-                return ()
-            both = map(operator.and_, needs, map(_is_leaf, leaves))
-            return [*compress(itertools.count(), both)]
-        own = leaves[self._first :]
-        if False in map(_is_leaf, own) or any(map(backward_hooks, own)):
+        if is_parametrization_cached():
             return ()
-        return range(len(leaves) - len(own), len(leaves))
+        if first is None:
+            fit = map(_OWN.__eq__, map(_state, leaves))
+            return [*compress(itertools.count(), fit)]
+        fit = map(_OWN.__eq__, map(_state, leaves[first:]))
+        return range(first, len(leaves)) if False not in fit else ()
 
     def take_leaves(self) -> tuple[list[Tensor], list[bool]]:
         """Return the tensors of the call, and which require grad, at any level.

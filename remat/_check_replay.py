@@ -144,11 +144,9 @@ class _Call(Primal):
         return _Tracing(self.mode)
 
     @override
-    def own_among(
-        self, leaves: Sequence[Tensor], needs: Sequence[bool]
-    ) -> Sequence[int]:
+    def own_among(self, leaves: Sequence[Tensor]) -> Sequence[int]:
         """Return none, for what autograd does not know of may be differentiated."""
-        del leaves, needs
+        del leaves
         return ()
 
     def run_forward(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -7,11 +7,13 @@ the globals of installed packages, which may be thousands of functions on every 
 import dis
 import enum
 import functools
+import operator
 import os
 import sys
 import sysconfig
 import types
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +29,17 @@ class GlobalNames:
     Attributes:
         loaded: those it loads.
         stored: those it stores or deletes.
-        plain: whether it reaches for globals in no other way, for no state either, and
-            does nothing to what it is passed.
+        plain: whether it reaches for globals in no other way, and for no state either.
         handles_states: whether it reads or sets the state of a random stream.
+        only_computes: whether it surely does nothing to what it is passed but compute
+            with it.
     """
 
     loaded: tuple[str, ...]
     stored: tuple[str, ...]
     plain: bool
     handles_states: bool
+    only_computes: bool
 
 
 _REFLECTION = {"__import__", "eval", "exec", "getattr", "globals", "locals", "vars"}
@@ -49,16 +53,20 @@ STATES = {
     *("deepcopy", "jumped", "set_default_dtype", "set_autocast_dtype"),
     *("use_deterministic_algorithms", "set_float32_matmul_precision"),
 }
-# Names in code that does more to tensors passed to it than to compute with them.
-_EFFECTS = {
-    *("backward", "clip_grad_norm_", "clip_grad_value_", "delattr", "register_hook"),
-    *("register_multi_grad_hook", "register_post_accumulate_grad_hook"),
-    *("requires_grad_", "set_", "setattr"),
-}
 _CALLED = "seed"  # one more, but many a number is called so: it has to be called
 
 
-_OPERATIONS = {"DELETE_ATTR", "IMPORT_NAME", "STORE_ATTR"}
+# Names in code that may set something on a tensor, or in it past its version, read what
+# others set there, or run a backward.
+_EFFECTS = {
+    *("_execution_engine", "_grad", "backward", "data", "detach_", "grad", "optim"),
+    *("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "zero_grad"),
+    *("register_hook", "register_multi_grad_hook", "run_backward", "requires_grad_"),
+    *("register_post_accumulate_grad_hook", "set_", "share_memory_", "swap_tensors"),
+    *("storage", "untyped_storage", "vector_to_parameters", "setattr", "delattr"),
+    *("__dict__", "__setattr__", "__delattr__", "__set__", "__delete__"),
+}
+_SETTERS = {"DELETE_ATTR", "STORE_ATTR"}
 
 
 # Oldest first. By identity: hashing a code object reads all of it.
@@ -80,24 +88,26 @@ def global_names(code: types.CodeType) -> GlobalNames:
 def _find_names(code: types.CodeType) -> GlobalNames:
     found: dict[str, dict[str, None]] = {"LOAD": {}, "STORE": {}, "DELETE": {}}
     todo = [code]
-    plain, states = True, False
+    plain, states, computes = True, False, True
     while todo:
         here = todo.pop()
         for step in dis.get_instructions(here):
             action, _, where = step.opname.partition("_")
             if where in ("GLOBAL", "NAME") and action in found:
                 found[action][str(step.argval)] = None
-            plain = plain and step.opname not in _OPERATIONS
+            plain = plain and step.opname != "IMPORT_NAME"
+            computes = computes and step.opname not in _SETTERS
             if step.argval == _CALLED:
                 is_method = step.opname == "LOAD_METHOD" or "NULL" in step.argrepr
                 states = states or is_method
         states = states or not STATES.isdisjoint(here.co_names)
         texts = {c for c in here.co_consts if type(c) is str}
-        plain = plain and _EFFECTS.isdisjoint(texts.union(here.co_names))
+        computes = computes and _EFFECTS.isdisjoint(texts.union(here.co_names))
         todo += [c for c in here.co_consts if isinstance(c, types.CodeType)]
     stored = (*found["STORE"], *found["DELETE"])
     plain = plain and not stored and not (_REFLECTION & found["LOAD"].keys())
-    return GlobalNames(tuple(found["LOAD"]), stored, plain and not states, states)
+    plain = plain and not states
+    return GlobalNames(tuple(found["LOAD"]), stored, plain, states, computes)
 
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
@@ -182,38 +192,39 @@ def is_static(value: Any) -> bool:
     return is_constant(value) or isinstance(value, enum.Enum)
 
 
-def is_self_contained(fn: Fn) -> bool:
-    """Say, on every call and so quickly, that a function provably reaches no tensor.
+def self_contained(fn: Fn) -> Sequence[GlobalNames]:
+    """Return the names in a function's code, if it provably reaches no tensor.
 
-    It refers to nothing but builtins, torch and the standard library, and functions
-    like it. Nor does it do anything to what it is passed but compute with it.
+    And those in the functions that it calls; nothing otherwise. Then it refers to
+    nothing but builtins, torch and the standard library, and functions like it. This is
+    asked on every call, and so quickly.
     """
     if type(fn) is not types.FunctionType:
-        return False
-    todo = [fn]
+        return ()
+    todo, found = [fn], list[GlobalNames]()
     for f in todo:  # which grows
         names = global_names(f.__code__)
-        if not names.plain or _holds_values(f):
-            return False
+        if not names.plain or any(_held_by(f)):
+            return ()
+        found.append(names)
         scope: dict[str, Any] = f.__globals__
         for name in names.loaded:
             value: Any = scope.get(name)
             kind = type(value)
             if kind is types.ModuleType:
                 if value not in _TRUSTED and not _trust(value):
-                    return False
+                    return ()
             elif kind is types.FunctionType:
                 if value not in todo:
                     todo.append(value)
             elif (value is None and name in scope) or not _is_constant(value):
-                return False
-    return True
+                return ()
+    return found
 
 
-def _holds_values(fn: types.FunctionType) -> bool:
-    return bool(fn.__closure__ or fn.__dict__ or fn.__defaults__ or fn.__kwdefaults__)
-
-
+_held_by = operator.attrgetter(
+    "__closure__", "__dict__", "__defaults__", "__kwdefaults__"
+)
 _TRUSTED: set[types.ModuleType] = set()  # so far; they are never the user's
 
 

@@ -23,12 +23,10 @@ from typing_extensions import override
 
 from remat._absent import Absent
 from remat._ambient import Ambient
-from remat._arguments import TENSORS, Layout
+from remat._arguments import Layout
 from remat._buffers import shield, update, written
-from remat._call import Call, backward_hooks, places_of
-from remat._capture import (
-    holds_tensors,
-)
+from remat._call import Call, places_of
+from remat._capture import holds_tensors
 from remat._checks import Escape, Foreign, Watch, reached_leaves, views_of
 from remat._compat import (
     base_tensor,
@@ -47,11 +45,12 @@ from remat._replay import Replay
 from remat._structure import Out
 from remat._trace import Recorder
 from remat._traces import is_small, trace_of
-from remat._types import Fn, Outputs
+from remat._types import TENSORS, Fn, Outputs
 
 
 # Cheaper than comprehensions, on a path taken on every call.
 _version = operator.attrgetter("_version")
+_may_be_own = operator.attrgetter("requires_grad", "_backward_hooks")
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -70,7 +69,7 @@ def _version_of(tensor: Tensor) -> int | None:
 class Primal(Call):
     """One call of a user's function, as the program that is differentiated."""
 
-    __slots__ = ("_ambient", "_classes", "_policy", "_prune", "_versions")
+    __slots__ = ("_ambient", "_classes", "_ids", "_policy", "_prune", "_versions")
 
     def __init__(
         self,
@@ -148,7 +147,8 @@ class Primal(Call):
         """Evaluate for the first time, as `program`: this, or this under vmap."""
         facts = self.facts
         self._ambient = Ambient(self._streams, self._always)
-        self.own = self.own_among(leaves, facts.needs) if facts.exact else ()
+        self.own = self.own_among(leaves) if facts.exact else ()
+        self._ids = [id(leaves[i]) for i in self.own]
         inner = self.stand_ins(leaves, facts.needs)
         self._versions = _versions(leaves)
         plain = TENSORS.issuperset(map(type, leaves))
@@ -171,8 +171,9 @@ class Primal(Call):
         del outs, mode, tracing  # which hold what the graph does
         if self.own:
             self._check_own(leaves)
-        if not self._contained:
+        if not self._only_computes:
             self._check_leaks(leaves, inner)
+            self.own = ()  # what a module does to its parameters is to be done once
         for above in facts.above:
             facts.used = sorted({*facts.used, *above.used})
             for j in above.differentiable:
@@ -184,7 +185,7 @@ class Primal(Call):
     ) -> Sequence[Any]:
         """Run with grad mode on; have what escapes refused, if anything can."""
         escape = Escape(self._label)
-        if not self._contained:
+        if not (self._only_computes or (self._contained and self.facts.exact)):
             for t in self._stand_ins_among(inner):
                 if t.requires_grad:
                     on_backward(t, escape)
@@ -207,20 +208,25 @@ class Primal(Call):
         self, leaves: Sequence[Tensor], needs: Sequence[bool]
     ) -> list[Tensor]:
         """Return what a run is on: stand-ins, and the leaves that are `own`."""
-        if not self.own:
+        if not self.own or (self._out is not None and not self._are_own(leaves)):
             return detached(leaves, needs)
-        if self._out is not None and not self._may_run_again_on(leaves):
-            return detached(leaves, needs)
-        if len(self.own) == len(leaves) and Absent not in map(type, leaves):
+        if len(self.own) == len(leaves):
             return [*leaves]
         fresh = [*needs]
         for i in self.own:
-            fresh[i] = type(leaves[i]) is Absent
+            fresh[i] = False
         return detached(leaves, fresh)
 
-    def _may_run_again_on(self, leaves: Sequence[Tensor]) -> bool:
-        # A module may do anything to its parameters, which is to be done once.
-        return self._contained and not any(map(backward_hooks, leaves))
+    def _are_own(self, leaves: Sequence[Tensor]) -> bool:
+        """Say whether leaves are still as they were, when they are recomputed on.
+
+        A hook on saved tensors may have given others back, to which the hooks of those
+        do not belong; and they may have been frozen, or have hooks by now.
+        """
+        own = [leaves[i] for i in self.own]
+        if [*map(id, own)] != self._ids:
+            return False
+        return [*map(_may_be_own, own)] == [(True, None)] * len(own)
 
     def _trace(self, tracing: Tracing, outs: Sequence[Any]) -> list[Tensor]:
         """Note how the call is recomputed; return the tensors kept for it."""
@@ -305,7 +311,9 @@ class Primal(Call):
                     raise self._error(_IN_PLACE, i)
         # At the base, `Escape` refuses it when and if it is differentiated.
         # A mode around this holds results for its call, which looks itself.
-        if self.facts.exact or is_followed() or not is_graph_held(inner):
+        if self._contained or self.facts.exact or is_followed():
+            return
+        if not is_graph_held(inner):
             return
         torch.clear_autocast_cache()  # it may be of an autocast that is off by now
         gc.collect()
@@ -313,14 +321,14 @@ class Primal(Call):
             raise CaptureError(_LEAKED.format(label=self._label))
 
     def _check_own(self, leaves: Sequence[Tensor]) -> None:
-        """Refuse new data of a leaf; leave its new hooks to the recomputation."""
-        needs = self.facts.needs
-        now, before = places_of(leaves, needs), self._places
+        """Refuse new data of a leaf; leave new hooks of a module to a recomputation."""
+        needs, before = self.facts.needs, self._places or []
+        now = places_of(leaves, needs) or [-1] * len(before)
         if now != before:
             where = compress(itertools.count(), needs)
-            each = zip(where, now or itertools.repeat(None), before or (), strict=False)
+            each = zip(where, now, before, strict=False)
             raise self._error(_IN_PLACE, next(i for i, new, old in each if new != old))
-        if not self._contained:
+        if not self._only_computes:
             for i in self.own:
                 if leaves[i]._backward_hooks is not None:
                     leaves[i]._backward_hooks = None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from remat._absent import (
@@ -47,6 +47,7 @@ from remat._match import (
 from remat._op import Value
 from remat._plan import Fate, Slot, Step
 from remat._script import Follow, Script
+from remat._types import TENSORS
 
 
 CLONE = torch.ops.aten.clone.default
@@ -331,7 +332,7 @@ class Replay(Follow):
 
 
 def _by_storage(tensors: Sequence[Tensor], numbers: Sequence[int]) -> dict[int, int]:
-    if _PLAIN.issuperset(map(type, tensors)):
+    if TENSORS.issuperset(map(type, tensors)):
         # Most often all have one, and looking at each costs as much as an operation.
         with contextlib.suppress(RuntimeError):
             return dict(zip(map(storage_id, tensors), numbers, strict=True))
@@ -339,11 +340,8 @@ def _by_storage(tensors: Sequence[Tensor], numbers: Sequence[int]) -> dict[int, 
     return {storage_id(t): s for t, s in each if _has_storage(t)}
 
 
-_PLAIN = frozenset({Tensor, nn.Parameter})
-
-
 def _has_storage(tensor: Tensor) -> bool:
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return type(tensor) in TENSORS and tensor.layout is torch.strided
 
 
 def _references() -> int:
@@ -373,6 +371,7 @@ class Check(Follow):
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
+        self._error: Exception | None = None
         steps = script.record.steps
         self._steps = [step for step in steps if not _is_by_the_way(step.op.func)]
         self._funcs = [*[step.op.func for step in self._steps], None]
@@ -392,7 +391,15 @@ class Check(Follow):
     def _differs(self, func: Any) -> Exception:
         error = RecomputeError(_DIFFERENT + described(self._steps, self._next, func))
         self._give_up()
+        self._error = self._error or error
         return error
+
+    @override
+    def end(self) -> None:
+        """Raise what the function may have caught."""
+        super().end()
+        if self._error is not None:
+            raise self._error
 
 
 _DIFFERENT = (

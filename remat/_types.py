@@ -7,9 +7,12 @@ narrower type is true.
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 Leaf: TypeAlias = Any
 Outputs: TypeAlias = tuple[Tensor | None, ...]
 Fn: TypeAlias = Callable[..., Any]
+
+# Classes of which torch makes tensors itself, and which see nothing of what is done.
+TENSORS: frozenset[type] = frozenset({Tensor, nn.Parameter})

@@ -1,6 +1,7 @@
 """The layout of arguments is kept for the next call, which may be built otherwise."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_what_is_built_alike_is_not_flattened_again(monkeypatch):
         return flatten(*call)
 
     flatten = _arguments.flatten_arguments
-    monkeypatch.setattr("remat._call.flatten_arguments", counted)
+    monkeypatch.setattr("remat._arguments.flatten_arguments", counted)
     fn = remat(weigh)
     for n in (1, 1, 2, 2, 3):
         w, x = leaves_of(W, X)
@@ -151,3 +152,17 @@ def test_threads_that_call_one_function_on_other_layouts():
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_keys_that_are_no_names_are_not_held():
+    class Key:
+        pass
+
+    key = Key()
+    alive = weakref.ref(key)
+    fn, (w,) = remat(weigh), leaves_of(W)
+    with count_ops() as ops:
+        gradients(fn, {key: w})
+    assert ops["sin"] == 2
+    del key
+    assert alive() is None

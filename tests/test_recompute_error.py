@@ -279,3 +279,23 @@ def test_dropped_inputs():
     then, now = sequences(str(caught.value))
     assert then[:2] == ["sin", "mul"]
     assert now == ["sin", "exp"]
+
+
+def test_an_error_that_the_function_catches_is_raised_at_its_end():
+    def other(h):
+        return h.exp() if runs() == 0 else h.tanh()
+
+    def forgiving(x):
+        h = x.sin()
+        try:
+            return other(h)
+        except RuntimeError:
+            return h
+
+    (x,) = leaves_of(X)
+    with count_ops() as ops:
+        y = remat(forgiving, prune=True)(x)
+    assert ops["exp"] == 1
+    with pytest.raises(RecomputeError, match="forward:"):
+        y.sum().backward()
+    assert x.grad is None

@@ -36,6 +36,15 @@ _dynamo: Any = eval_frame
 
 is_autocast_active = torch._C._is_any_autocast_enabled
 
+
+# Deleted by: a public way to ask how many autocast contexts there are around. When the
+# outermost ends, the cache of casts is emptied.
+def autocast_depth() -> int:
+    """Return how many contexts of autocast are open, on or off."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 # Deleted by: a public registry of torch's pytree classes.
 TORCH_NODES: dict[type, Any] = _pytree.SUPPORTED_NODES
 
@@ -310,7 +319,7 @@ _read_flags = operator.attrgetter(*_FLAGS)
 class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
     """A dispatch mode whose `__torch_dispatch__` is to be `eager_only`.
 
-    It is entered once.
+    It is entered once at a time.
     """
 
     _before: tuple[bool, ...] = ()
@@ -319,6 +328,7 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
     def __enter__(self) -> Any:
         if not _has_flags:
             return super().__enter__()
+        assert not self._before, "the flags from before would be lost"
         self._before = _read_flags(_dispatch)
         for name in _FLAGS:
             setattr(_dispatch, name, True)
@@ -333,6 +343,7 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
         for name, value in zip(_FLAGS, self._before, strict=True):
             setattr(_dispatch, name, value)
         _tell_dynamo(self._before[-1])
+        self._before = ()
         torch._C._pop_torch_dispatch_stack(None)
         return None
 
