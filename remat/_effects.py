@@ -5,7 +5,9 @@ operator that nobody knows is taken to do whatever it may.
 Rejected: a list of all operations. torch has thousands, and users add to them.
 """
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,39 +28,93 @@ _OF_TORCH = {"aten", "prim", "prims", "profiler"}
 _EXCHANGES_STORAGE = {"set_", "resize_", "_resize_output_", "resize_as_"}
 
 
+Argument = tuple[int, str]  # its place in the schema, and its name
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What an operation does besides returning values, whatever its arguments.
+
+    Attributes:
+        may_draw: whether it moves a random stream, by its tag.
+        is_of_others: whether it is not of torch, so that its tags may not tell all.
+        is_read_by_python: whether Python sees what it gives, or nobody knows what it
+            does.
+        writes: the arguments that it writes to, by its schema.
+        statistics: the running statistics that a batch norm updates, unsaid in it.
+        training: which argument says whether it does, if one does.
+    """
+
+    may_draw: bool = False
+    is_of_others: bool = True
+    is_read_by_python: bool = True
+    writes: tuple[Argument, ...] = ()
+    statistics: tuple[Argument, ...] = ()
+    training: Argument | None = None
+
+    @property
+    def may_move(self) -> bool:
+        """Whether it may move a random stream, or nobody knows."""
+        return self.may_draw or self.is_of_others
+
+
+# To read a schema or tags costs more than all else that a record notes.
+@functools.lru_cache(maxsize=4096)
+def traits_of(func: Any) -> Traits:
+    """Return what an operation does besides returning values."""
+    may_draw = DRAWS in getattr(func, "tags", ())
+    if not isinstance(func, OpOverload):
+        return Traits(may_draw)
+    exchanges = func.overloadpacket.__name__ in _EXCHANGES_STORAGE
+    arguments = [*enumerate(func._schema.arguments)]
+    places = {argument.name: (k, argument.name) for k, argument in arguments}
+    is_batch_norm = func.overloadpacket in _BATCH_NORMS
+    return Traits(
+        may_draw,
+        func.namespace not in _OF_TORCH,
+        exchanges or not _READ_BY_PYTHON.isdisjoint(func.tags),
+        tuple(places[a.name] for _, a in arguments if _is_written(a)),
+        tuple(map(places.__getitem__, _STATISTICS)) if is_batch_norm else (),
+        places.get("training") if is_batch_norm else None,
+    )
+
+
+def _is_written(argument: Any) -> bool:
+    info = argument.alias_info
+    return info is not None and info.is_write
+
+
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
-    declared = declared_writes(func, args, kwargs)
-    return [*declared, *updated_statistics(func, args, kwargs)]
+    traits = traits_of(func)
+    declared = declared_writes(traits, args, kwargs)
+    return [*declared, *updated_statistics(traits, args, kwargs)]
 
 
 def declared_writes(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    traits: Traits, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Tensor]:
     """Return the tensors that an operation writes to, by its schema."""
-    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
+    if not traits.writes:
         return []
-    found: list[Tensor] = []
-    for k, argument in enumerate(func._schema.arguments):
-        info = argument.alias_info
-        if info is not None and info.is_write:
-            found += tensors_of(_argument(func, k, args, kwargs))
-    return found
+    return tensors_of([_given(argument, args, kwargs) for argument in traits.writes])
 
 
 def updated_statistics(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    traits: Traits, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Tensor]:
     """Return the running statistics that a batch norm updates, unsaid in its schema."""
-    if not isinstance(func, OpOverload) or func.overloadpacket not in _BATCH_NORMS:
+    names, training = traits.statistics, traits.training
+    updates = training is None or _given(training, args, kwargs)
+    if not (names and updates):
         return []
-    names = [argument.name for argument in func._schema.arguments]
+    return tensors_of([_given(argument, args, kwargs) for argument in names])
 
-    def given(name: str) -> Any:
-        return _argument(func, names.index(name), args, kwargs)
 
-    updates = "training" not in names or given("training")
-    return tensors_of([*map(given, _STATISTICS)]) if updates else []
+def _given(argument: Argument, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what an operation was given for an argument; None if it was left out."""
+    place, name = argument
+    return args[place] if place < len(args) else kwargs.get(name)
 
 
 _STATISTICS = ("running_mean", "running_var")
@@ -72,17 +128,13 @@ _BATCH_NORMS = {
 }
 
 
-def _argument(func: Any, k: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return argument `k` of an operation; None if it was left out."""
-    return args[k] if k < len(args) else kwargs.get(func._schema.arguments[k].name)
-
-
 _DRAWS_IN_PLACE = {
     *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
     *("normal_", "random_", "uniform_"),
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def blind_outputs(func: Any, count: int) -> tuple[int, ...]:
     """Return the outputs of an operation that do not depend on its arguments' values.
 
@@ -100,28 +152,15 @@ def blind_outputs(func: Any, count: int) -> tuple[int, ...]:
     return (0,) if func is torch.ops.aten.bernoulli.p else ()
 
 
-def is_read_by_python(func: Any) -> bool:
-    """Say whether Python sees what an operation gives, or nobody knows what it does."""
-    if not isinstance(func, OpOverload):
-        return True
-    exchanged = func.overloadpacket.__name__ in _EXCHANGES_STORAGE
-    return exchanged or not _READ_BY_PYTHON.isdisjoint(func.tags)
-
-
-def is_of_others(func: Any) -> bool:
-    """Say whether an operation is not of torch, so that its tags may not tell all."""
-    return not (isinstance(func, OpOverload) and func.namespace in _OF_TORCH)
-
-
 class Moved:
     """Notices a draw: by the tag, or from a stream on the CPU where there is none."""
 
     __slots__ = ("_before", "_tagged")
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        tagged = DRAWS in getattr(func, "tags", ())
-        self._tagged = tagged and _dropout(func, args, kwargs) != 0.0
-        unknown = not self._tagged and is_of_others(func)
+        traits = traits_of(func)
+        self._tagged = traits.may_draw and _dropout(func, args, kwargs) != 0.0
+        unknown = not self._tagged and traits.is_of_others
         self._before = global_streams().read() if unknown else None
 
     def draws(self) -> bool:
@@ -134,6 +173,6 @@ def _dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return how much an operation of attention drops; None if it is none."""
     for k, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            given = _argument(func, k, args, kwargs)
+            given = _given((k, argument.name), args, kwargs)
             return argument.default_value if given is None else given
     return None

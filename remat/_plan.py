@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from remat._op import Op
 
@@ -31,8 +31,7 @@ class Passed(int):
 _FIRST = Slot(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One operation of a record, with the storages it touches.
 
     Attributes:

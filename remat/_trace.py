@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from remat._absent import IGNORED, Absent, inputs_of
+from remat._absent import IGNORED, Absent
 from remat._code import user_line
 from remat._compat import (
     LeanDispatchMode,
@@ -27,12 +27,11 @@ from remat._compat import (
     viewed,
 )
 from remat._effects import (
-    DRAWS,
     Moved,
+    Traits,
     blind_outputs,
     declared_writes,
-    is_of_others,
-    is_read_by_python,
+    traits_of,
     updated_statistics,
 )
 from remat._graph import nodes_of
@@ -44,11 +43,13 @@ from remat._naming import (
 from remat._op import Op, Value
 from remat._plan import Record, Step
 from remat._values import (
-    as_data,
-    form_of,
+    Given,
+    Looks,
+    Returned,
     is_plain,
+    key_if,
     key_of,
-    reference_to,
+    reference_if,
     value_of,
 )
 from remat.policies import Decision
@@ -90,12 +91,18 @@ class Recorder(LeanDispatchMode):
 
     def number(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage, a new one if it has none yet."""
-        key = key_of(tensor)
+        plain = is_plain(tensor)
+        key = key_if(plain, tensor)
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._numbers)
-            self._held.append(reference_to(tensor))
+            self._held.append(reference_if(plain, tensor))
         return number
+
+    def _numbers_of(self, looks: Looks) -> tuple[int, ...]:
+        known = map(self._numbers.get, map(key_if, looks.plain, looks.tensors))
+        pairs = zip(looks.tensors, known, strict=True)
+        return tuple([self.number(t) if n is None else n for t, n in pairs])
 
     @override
     @eager_only
@@ -108,42 +115,42 @@ class Recorder(LeanDispatchMode):
             return func(*args, **kwargs)
         # What we ask of tensors here is no business of TorchFunctionModes.
         with no_torch_functions():
-            moved = Moved(func, args, kwargs)
-            call = as_data(args, kwargs)  # before it changes them
+            traits = traits_of(func)
+            moved = Moved(func, args, kwargs) if traits.may_move else None
+            given = Given(args, kwargs)  # before it changes them
             result = func(*args, **kwargs)
-            self._note(func, args, kwargs, call, result, moved.draws())
+            draws = moved is not None and moved.draws()
+            self._note(func, traits, given, result, draws)
         return result
 
     def _note(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        call: tuple[Any, Any],
-        result: Any,
-        draws: bool,
+        self, func: Any, traits: Traits, given: Given, result: Any, draws: bool
     ) -> None:
-        inputs = inputs_of(args, kwargs)
-        reads = tuple(map(self.number, inputs))
-        writes = tuple(map(self.number, declared_writes(func, args, kwargs)))
-        updates = tuple(map(self.number, updated_statistics(func, args, kwargs)))
+        args, kwargs = given.args, given.kwargs
+        reads = self._numbers_of(given)
+        writes = tuple(map(self.number, declared_writes(traits, args, kwargs)))
+        updates = tuple(map(self.number, updated_statistics(traits, args, kwargs)))
         known = len(self._numbers)
-        outputs: list[Tensor] = []
-        form = form_of(result, {id(t): k for k, t in enumerate(inputs)}, outputs)
-        makes = tuple(map(self.number, outputs))
-        runs = self._runs_anyway(func, inputs, outputs, writes)
+        returned = Returned(result, given)
+        outputs = returned.tensors
+        makes = self._numbers_of(returned)
+        runs = (
+            traits.is_read_by_python
+            or not (all(given.plain) and all(returned.plain))
+            or self._does_more(outputs, writes)
+        )
         self._made.update(range(known, len(self._numbers)))
-        op = Op(func, *call, tuple(map(value_of, outputs)), source=user_line())
+        op = Op(func, *given.described, tuple(returned.values), source=user_line())
         step = Step(
             op,
             reads,
             makes,
             writes,
             draws=draws,
-            may_draw=DRAWS in getattr(func, "tags", ()),
+            may_draw=traits.may_draw,
             blind=blind_outputs(func, len(outputs)),
             runs=runs,
-            result=form,
+            result=returned.form,
         )
         self._steps.append(step)
         self._updates.append(updates)
@@ -152,18 +159,10 @@ class Recorder(LeanDispatchMode):
             may = bool(reads) and not (runs or writes or _are_inference(outputs))
             self._ask_policy(op if may else None, outputs, makes)
 
-    def _runs_anyway(
-        self,
-        func: Any,
-        inputs: Iterable[Tensor],
-        outputs: Sequence[Tensor],
-        writes: Sequence[int],
-    ) -> bool:
-        """Say whether an operation does more than tensors tell, or nobody knows."""
+    def _does_more(self, outputs: Sequence[Tensor], writes: Sequence[int]) -> bool:
+        """Say whether an operation does more than its tensors tell."""
         return (
-            is_read_by_python(func)
-            or not (outputs or writes)
-            or not all(map(is_plain, (*inputs, *outputs)))
+            not (outputs or writes)
             or any(map(is_lazy, outputs))
             or not all(s in self._made or s in self.inputs for s in writes)
         )
@@ -278,14 +277,19 @@ class Recorder(LeanDispatchMode):
 
     def record(self, outs: Sequence[Any]) -> Record:
         """Return the record."""
-        steps = [*map(self._named, self._steps)]
+        steps = self._steps
+        if self._names:
+            steps = [*map(self._named, steps)]
         if any(step.draws for step in steps):
             # They may draw as well, from a stream that nobody knows of.
             steps = [
-                dataclasses.replace(s, draws=True) if is_of_others(s.op.func) else s
-                for s in steps
+                step._replace(draws=True)
+                if traits_of(step.op.func).is_of_others
+                else step
+                for step in steps
             ]
-        steps = self._with_updates(steps)
+        if any(self._updates):
+            steps = self._with_updates(steps)
         roots = [frozenset(roots) for roots in self._roots]
         ends = [self.known(o) for o in outs]
         return Record(tuple(steps), self.inputs, tuple(roots), tuple(ends))
@@ -303,7 +307,7 @@ class Recorder(LeanDispatchMode):
                 found.append(step)
             else:
                 read.update(step.reads)
-                found.append(dataclasses.replace(step, writes=step.writes + updates))
+                found.append(step._replace(writes=step.writes + updates))
         return found[::-1]
 
     def _named(self, step: Step) -> Step:
@@ -311,7 +315,7 @@ class Recorder(LeanDispatchMode):
         names = frozenset[str]().union(*(self._names.get(s, ()) for s in made))
         if not names:
             return step
-        return dataclasses.replace(step, op=dataclasses.replace(step.op, names=names))
+        return step._replace(op=dataclasses.replace(step.op, names=names))
 
     def decisions(self, record: Record) -> list[Decision]:
         """Return what the policy says of each operation, by its names too."""

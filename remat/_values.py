@@ -4,12 +4,15 @@ Invariant: nothing here reads a value. Rejected: to take every tensor for its st
 Sparse, nested and quantized ones have several or none, and are told apart as objects.
 """
 
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from remat._absent import Absent
+from remat._absent import Absent, tensors_of
 from remat._code import CONSTANT
 from remat._compat import StorageRef, no_torch_functions, storage_id
 from remat._op import Value
@@ -21,16 +24,21 @@ _PLAIN = {Tensor, nn.Parameter, Absent}
 
 def key_of(tensor: Any) -> int:
     """Return what tells storages apart, among those that are held."""
+    return key_if(is_plain(tensor), tensor)
+
+
+def key_if(plain: bool, tensor: Any) -> int:
+    """Return the key of a tensor that is known to be plain, or not to be."""
     if type(tensor) is Absent:
         return id(tensor.storage_of)
-    return storage_id(tensor) if is_plain(tensor) else id(tensor)
+    return storage_id(tensor) if plain else id(tensor)
 
 
-def reference_to(tensor: Any) -> Any:
+def reference_if(plain: bool, tensor: Any) -> Any:
     """Return what, while it is held, keeps the key from standing for another."""
     if type(tensor) is Absent:
         return tensor.storage_of
-    return StorageRef(_storage_of(tensor)) if is_plain(tensor) else tensor
+    return StorageRef(_storage_of(tensor)) if plain else tensor
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
@@ -48,36 +56,113 @@ def is_plain(tensor: Tensor) -> bool:
 
 def value_of(tensor: Tensor) -> Value:
     """Return the metadata of a tensor."""
-    if tensor.is_nested:
-        return Value((), tensor.dtype, tensor.device)
-    meta = (tuple(tensor.shape), tensor.dtype, tensor.device)
-    if not is_plain(tensor):
-        return Value(*meta)
-    nbytes = 0 if type(tensor) is Absent else _storage_of(tensor).nbytes()
-    return Value(*meta, tuple(tensor.stride()), int(tensor.storage_offset()), nbytes)
+    with no_torch_functions():  # as in `_storage_of`
+        return _value_if(is_plain(tensor), tensor)
 
 
-def as_data(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments of an operation as an `Op` holds them."""
-    named = tuple((name, _described(arg)) for name, arg in kwargs.items())
-    return tuple(map(_described, args)), named
+def _value_if(plain: bool, tensor: Tensor) -> Value:
+    if plain:
+        nbytes = 0 if type(tensor) is Absent else tensor.untyped_storage().nbytes()
+        where = tensor.stride(), int(tensor.storage_offset()), nbytes
+        return _value(tensor.shape, tensor.dtype, tensor.device, *where)
+    shape = () if tensor.is_nested else tensor.shape
+    return _value(shape, tensor.dtype, tensor.device)
 
 
-def _described(arg: Any) -> Any:
-    if isinstance(arg, Tensor):
-        return value_of(arg)
-    if isinstance(arg, (list, tuple)):
-        return tuple(map(_described, arg))
-    # A generator is the user's, and not to be held.
-    return arg if type(arg) in CONSTANT else type(arg)
+def _value(shape: Sequence[int], *meta: Any) -> Value:
+    try:
+        return _shared_value(shape, *meta)
+    except TypeError:  # sizes that depend on values do not hash
+        return Value(tuple(shape), *meta)
 
 
-def form_of(result: Any, passed: dict[int, int], outputs: list[Tensor]) -> Any:
-    """Return what an operation returned without its tensors, which go to `outputs`."""
-    if isinstance(result, Tensor):
-        outputs.append(result)
-        k = passed.get(id(result))
-        return Slot(len(outputs) - 1) if k is None else Passed(k)
-    if isinstance(result, (list, tuple)):
-        return type(result)(form_of(part, passed, outputs) for part in result)
-    return result
+# Many tensors are alike, and to make one costs more than all that is looked at for it.
+@functools.lru_cache(maxsize=4096)
+def _shared_value(shape: Sequence[int], *meta: Any) -> Value:
+    return Value(tuple(shape), *meta)
+
+
+class Looks:
+    """What is known of the tensors that an operation takes, or of those it returns.
+
+    Each is looked at once, which costs more than all else that is noted of it.
+
+    Attributes:
+        tensors: in order.
+        plain: whether each is.
+        values: the metadata of each.
+    """
+
+    __slots__ = ("plain", "tensors", "values")
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.plain: list[bool] = []
+        self.values: list[Value] = []
+
+    def _look_at(self, tensor: Tensor) -> Value:
+        plain = is_plain(tensor)
+        value = _value_if(plain, tensor)
+        self.tensors.append(tensor)
+        self.plain.append(plain)
+        self.values.append(value)
+        return value
+
+
+class Given(Looks):
+    """The arguments of an operation, to be looked at before it changes them.
+
+    Attributes:
+        args: the positional ones.
+        kwargs: those by name.
+        described: both, as an `Op` holds them.
+    """
+
+    __slots__ = ("args", "described", "kwargs")
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        super().__init__()
+        self.args, self.kwargs = args, kwargs
+        positional = tuple(map(self._described, args))
+        named = [(name, self._described(arg)) for name, arg in kwargs.items()]
+        self.described = positional, tuple(named)
+
+    def _described(self, arg: Any) -> Any:
+        if type(arg) in _ATOMS:
+            return arg
+        if isinstance(arg, Tensor):
+            return self._look_at(arg)
+        if isinstance(arg, (list, tuple)):
+            return tuple(map(self._described, arg))
+        if isinstance(arg, dict):
+            for tensor in tensors_of(arg):
+                self._look_at(tensor)
+        # A generator is the user's, and not to be held.
+        return type(arg)
+
+
+class Returned(Looks):
+    """What an operation returned.
+
+    Attributes:
+        form: that, without its tensors.
+    """
+
+    __slots__ = ("_passed", "form")
+
+    def __init__(self, result: Any, given: Given) -> None:
+        super().__init__()
+        self._passed = dict(zip(map(id, given.tensors), itertools.count()))
+        self.form = self._form_of(result)
+
+    def _form_of(self, result: Any) -> Any:
+        if isinstance(result, Tensor):
+            self._look_at(result)
+            k = self._passed.get(id(result))
+            return Slot(len(self.tensors) - 1) if k is None else Passed(k)
+        if isinstance(result, (list, tuple)):
+            return type(result)(map(self._form_of, result))
+        return result
+
+
+_ATOMS = CONSTANT - {torch.Size}

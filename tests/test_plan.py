@@ -330,7 +330,7 @@ def test_without_pruning_every_output_of_what_is_kept_may_be_read():
 
 def test_what_a_record_names():
     named = [
-        replace(step, op=replace(step.op, names=frozenset(names)))
+        step._replace(op=replace(step.op, names=frozenset(names)))
         for step, names in zip(TWO.steps, [{"a"}, {"b", "a"}, {}, {"c"}], strict=True)
     ]
     assert TWO.names == frozenset()

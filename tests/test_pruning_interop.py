@@ -12,6 +12,8 @@ import torch
 from helpers import leaves_of, scalar
 from pruning_helpers import POLICIES, W, X, assert_exact, dead_end, of_backward, traces
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -420,3 +422,15 @@ def test_dispatch_modes_of_the_users(policy, inside):
     assert_exact(
         fn, X, policy=POLICIES[policy], transform=transform, pruned=None, calls=6
     )
+
+
+def test_sizes_that_nobody_knows():
+    def fn(x):
+        places = x.detach().relu().nonzero()
+        return places.double().sum() * x.sin().sum().sin()
+
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        x = torch.randn(4, 4, requires_grad=True)
+        for _ in range(3):
+            remat(fn, prune=True)(x).backward()
+            assert x.grad.shape == x.shape
