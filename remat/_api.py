@@ -15,7 +15,7 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
 import torch
 from torch import nn
 
-from remat._arguments import Layout
+from remat._call import Known
 from remat._compat import must_inline
 from remat._draws import without_draws
 from remat._options import Options, Prune, Rng
@@ -151,7 +151,6 @@ class Rematerialized(Generic[P, R]):
     """
 
     __wrapped__: Callable[P, R]
-    _layout: Layout | None = None  # of the last call: most are built alike
 
     def __init__(self, fn: Callable[P, R], where: str, options: Options) -> None:
         if isinstance(fn, classmethod):
@@ -164,7 +163,7 @@ class Rematerialized(Generic[P, R]):
         else:
             functools.update_wrapper(self, fn)
             name = fn.__qualname__
-        self._where, self._options = where, options
+        self._where, self._options, self._known = where, options, Known()
         self._label = f"`{name}` (rematerialized at {where})"
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -173,10 +172,8 @@ class Rematerialized(Generic[P, R]):
         if must_inline():
             return fn(*args, **kwargs)
         if torch.is_grad_enabled():
-            options, layout = self._options, self._layout
-            program = Primal(fn, self._label, args, kwargs, options, layout)
-            layout = program.layout
-            self._layout = layout if layout is not None and layout.is_kept else None
+            options, known = self._options, self._known
+            program = Primal(fn, self._label, args, kwargs, options, known)
             leaves, needs = program.take_leaves()
             outs = record(program, leaves, needs)
             if outs is not None:

@@ -7,7 +7,6 @@ Rejected: a program for each module of a model. What a function reaches is one s
 inputs, whatever holds it.
 """
 
-import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import compress
@@ -24,7 +23,7 @@ from remat._arguments import (
     take_apart,
 )
 from remat._capture import Search
-from remat._code import code_of, is_constant, is_static, self_contained
+from remat._code import Contained, code_of, contained, is_constant, is_static
 from remat._compat import (
     autocast_depth,
     current_layer,
@@ -52,10 +51,8 @@ _NO_BUFFERS: Mapping[int, bool] = {}
 
 
 _requires_grad = operator.attrgetter("requires_grad")
-_only_computes = operator.attrgetter("only_computes")
-# Of a leaf of autograd that has no hooks.
-_state = operator.attrgetter("requires_grad", "is_leaf", "_backward_hooks")
-_OWN = True, True, None
+_is_leaf = operator.attrgetter("is_leaf")
+backward_hooks = operator.attrgetter("_backward_hooks")
 
 
 def places_of(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[int] | None:
@@ -74,6 +71,21 @@ def places_of(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[int] | N
             return [*map(Tensor.data_ptr, tensors)]
     except RuntimeError:
         return None
+
+
+class Known:
+    """What one call of a function knows of it, for the next to compare.
+
+    Attributes:
+        code: what it and the functions it calls refer to, if that is no tensor.
+        layout: of the arguments.
+    """
+
+    __slots__ = ("code", "layout")
+
+    def __init__(self) -> None:
+        self.code: Contained | None = None
+        self.layout: Layout | None = None
 
 
 class Call(Program):
@@ -121,7 +133,7 @@ class Call(Program):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         rng: str = "replay",
-        layout: Layout | None = None,
+        known: "Known | None" = None,
     ) -> None:
         self._out = None
         self._fn, self._label, self._rng = fn, label, rng
@@ -137,20 +149,25 @@ class Call(Program):
         self._code: Sequence[Any] = ()
         self._buffers: Mapping[int, bool] = _NO_BUFFERS
         self.layout: Layout | None = None
-        names = self_contained(fn)
-        contained = bool(names)
-        if self._modes:
-            contained = contained and all(map(is_device_mode, self._modes))
-        self._contained = contained
-        self._only_computes = contained and False not in map(_only_computes, names)
-        if contained:
-            values, self._treedef, self.layout = take_apart(args, kwargs, layout)
+        known = known or Known()
+        code = self._known_code(fn, known)
+        self._contained = code is not None
+        self._only_computes = code is not None and code.only_computes
+        if self._contained:
+            values, self._treedef, self.layout = take_apart(args, kwargs, known.layout)
+            known.layout = self.layout if self.layout and self.layout.is_kept else None
             if self._is_plain(values):
                 return
         else:
             values, self._treedef = flatten_arguments(args, kwargs)
         roots = enumerate((fn, *self._modes))
-        self._search(values, () if contained else [(~k, r) for k, r in roots])
+        self._search(values, [] if self._contained else [(~k, r) for k, r in roots])
+
+    def _known_code(self, fn: Fn, known: Known) -> Contained | None:
+        code = known.code
+        if code is None or not code.is_still(fn):
+            code = known.code = contained(fn)
+        return code if all(map(is_device_mode, self._modes)) else None
 
     def _is_plain(self, values: list[Any]) -> bool:
         """Note where each tensor goes, if the rest are constants and each is once."""
@@ -225,7 +242,9 @@ class Call(Program):
         """Whether the next run is the first."""
         return self._out is None
 
-    def own_among(self, leaves: Sequence[Tensor]) -> Sequence[int]:
+    def own_among(
+        self, leaves: Sequence[Tensor], needs: Sequence[bool]
+    ) -> Sequence[int]:
         """Return which leaves it may run on themselves, and not on stand-ins.
 
         Those of autograd, if what is called provably only computes with them. And, in
@@ -241,11 +260,17 @@ class Call(Program):
             return ()
         if is_parametrization_cached():
             return ()
-        if first is None:
-            fit = map(_OWN.__eq__, map(_state, leaves))
-            return [*compress(itertools.count(), fit)]
-        fit = map(_OWN.__eq__, map(_state, leaves[first:]))
-        return range(first, len(leaves)) if False not in fit else ()
+        own = leaves[first:]
+        fit = not (False in map(_is_leaf, own) or any(map(backward_hooks, own)))
+        if first is not None:
+            return range(first, len(leaves)) if fit else ()
+        if fit and False not in needs:
+            return range(len(leaves))
+        return [
+            i
+            for i, (t, need) in enumerate(zip(leaves, needs, strict=True))
+            if need and t.is_leaf and not t._backward_hooks
+        ]
 
     def take_leaves(self) -> tuple[list[Tensor], list[bool]]:
         """Return the tensors of the call, and which require grad, at any level.

@@ -144,9 +144,11 @@ class _Call(Primal):
         return _Tracing(self.mode)
 
     @override
-    def own_among(self, leaves: Sequence[Tensor]) -> Sequence[int]:
+    def own_among(
+        self, leaves: Sequence[Tensor], needs: Sequence[bool]
+    ) -> Sequence[int]:
         """Return none, for what autograd does not know of may be differentiated."""
-        del leaves
+        del leaves, needs
         return ()
 
     def run_forward(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:

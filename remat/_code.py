@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,47 +192,76 @@ def is_static(value: Any) -> bool:
     return is_constant(value) or isinstance(value, enum.Enum)
 
 
-def self_contained(fn: Fn) -> Sequence[GlobalNames]:
-    """Return the names in a function's code, if it provably reaches no tensor.
+class Contained:
+    """A function that provably reaches no tensor, and the functions that it calls.
 
-    And those in the functions that it calls; nothing otherwise. Then it refers to
-    nothing but builtins, torch and the standard library, and functions like it. This is
-    asked on every call, and so quickly.
+    Attributes:
+        fn: the function.
+        only_computes: whether they surely do nothing to what is passed but compute.
+    """
+
+    __slots__ = ("_functions", "_held", "_scopes", "_states", "fn", "only_computes")
+
+    def __init__(self, functions: Sequence[types.FunctionType]) -> None:
+        self.fn, self._functions = functions[0], functions
+        self._states = [(f.__code__, None, {}, None, None) for f in functions]
+        self.only_computes = True
+        loaded: dict[int, tuple[Any, dict[str, None]]] = {}
+        for f in functions:
+            names, scope = global_names(f.__code__), f.__globals__
+            self.only_computes = self.only_computes and names.only_computes
+            found = loaded.setdefault(id(scope), (scope.get, {}))[1]
+            found.update(dict.fromkeys(names.loaded))
+        scopes = [(get, tuple(names)) for get, names in loaded.values()]
+        # Held, so that nothing else has the same identities.
+        self._held = [value for get, names in scopes for value in map(get, names)]
+        self._scopes = [(get, names, _ids(get, names)) for get, names in scopes]
+
+    def is_still(self, fn: Fn) -> bool:
+        """Say whether this is about `fn`, and all is as it was.
+
+        It costs a third of looking again.
+        """
+        if self.fn is not fn or [*map(_state, self._functions)] != self._states:
+            return False
+        return all(_ids(get, names) == ids for get, names, ids in self._scopes)
+
+
+_state = operator.attrgetter(
+    "__code__", "__closure__", "__dict__", "__defaults__", "__kwdefaults__"
+)
+
+
+def _ids(get: Callable[[str], Any], names: Sequence[str]) -> list[int]:
+    return [*map(id, map(get, names))]
+
+
+def contained(fn: Fn) -> Contained | None:
+    """Return a function as one that reaches no tensor, if it provably does not.
+
+    It refers to nothing but builtins, torch and the standard library, and functions
+    like it.
     """
     if type(fn) is not types.FunctionType:
-        return ()
-    todo, found = [fn], list[GlobalNames]()
-    for f in todo:  # which grows
+        return None
+    found = [fn]
+    for f in found:  # which grow
         names = global_names(f.__code__)
-        if not names.plain or any(_held_by(f)):
-            return ()
-        found.append(names)
+        if not names.plain or _state(f)[1:] != (None, {}, None, None):
+            return None
         scope: dict[str, Any] = f.__globals__
         for name in names.loaded:
             value: Any = scope.get(name)
             kind = type(value)
             if kind is types.ModuleType:
-                if value not in _TRUSTED and not _trust(value):
-                    return ()
+                if not is_trusted(value.__dict__):
+                    return None
             elif kind is types.FunctionType:
-                if value not in todo:
-                    todo.append(value)
+                if value not in found:
+                    found.append(value)
             elif (value is None and name in scope) or not _is_constant(value):
-                return ()
-    return found
-
-
-_held_by = operator.attrgetter(
-    "__closure__", "__dict__", "__defaults__", "__kwdefaults__"
-)
-_TRUSTED: set[types.ModuleType] = set()  # so far; they are never the user's
-
-
-def _trust(module: types.ModuleType) -> bool:
-    trusted = is_trusted(module.__dict__)
-    if trusted:
-        _TRUSTED.add(module)
-    return trusted
+                return None
+    return Contained(found)
 
 
 def _is_constant(value: Any) -> bool:

@@ -6,6 +6,7 @@ Rejected: comparing the constants of operations on single elements, such as a fa
 that is annealed. They change no metadata.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,10 +34,16 @@ def fits_metadata(
     step: "Expected", args: Any, kwargs: Any, inputs: Sequence[Tensor]
 ) -> bool:
     """Say whether the metadata of the results is as recorded, by the arguments."""
-    op, then = step.op, step.inputs
-    if len(then) != len(inputs) or not all(map(_has_metadata, inputs, then)):
+    if [*map(_metadata, inputs)] != step.metadata:
         return False
-    return not step.has_constants or has_same_constants(op, args, kwargs, step.same)
+    pairs = zip(inputs, step.strides, strict=True)
+    if not all(not then or t.stride() == then for t, then in pairs):
+        return False
+    same = step.same
+    return not step.has_constants or has_same_constants(step.op, args, kwargs, same)
+
+
+_metadata = operator.attrgetter("shape", "dtype", "device")
 
 
 def constants_of(args: Any, kwargs: Any) -> list[Any]:
@@ -44,29 +51,28 @@ def constants_of(args: Any, kwargs: Any) -> list[Any]:
     if are_tensors(args, kwargs):
         return []
     given = (*args, *kwargs.values()) if kwargs else args
-    return [repr(arg) for arg in given if not tensors_of(arg)]
+    constants = [arg for arg in given if not isinstance(arg, Tensor)]
+    return [repr(arg) for arg in constants if not _holds_tensors(arg)]
+
+
+def _holds_tensors(arg: Any) -> bool:
+    return isinstance(arg, (list, tuple)) and bool(tensors_of(arg))
 
 
 class Expected:
     """What is compared of an operation that is left out."""
 
-    __slots__ = ("has_constants", "inputs", "op", "same")
+    __slots__ = ("has_constants", "metadata", "op", "same", "strides")
 
     def __init__(self, op: Op) -> None:
-        self.op, self.inputs = op, op.inputs
+        self.op, inputs = op, op.inputs
+        self.metadata = [*map(_metadata, inputs)]
+        # Of none, of what has no stride, nothing is compared.
+        self.strides = [value.stride for value in inputs]
         alone = all(isinstance(arg, Value) for arg in op.args)
         self.has_constants = bool(op.kwargs) or not alone
         pointwise = torch.Tag.pointwise in op.func.tags
         self.same = _same_type if pointwise else _same
-
-
-def _has_metadata(tensor: Tensor, value: Value) -> bool:
-    return (
-        tensor.shape == value.shape
-        and tensor.dtype == value.dtype
-        and (tensor.stride() == value.stride or not value.stride)
-        and tensor.device == value.device
-    )
 
 
 def _same_type(now: Any, then: Any) -> bool:

@@ -23,9 +23,8 @@ from typing_extensions import override
 
 from remat._absent import Absent
 from remat._ambient import Ambient
-from remat._arguments import Layout
 from remat._buffers import shield, update, written
-from remat._call import Call, places_of
+from remat._call import Call, Known, backward_hooks, places_of
 from remat._capture import holds_tensors
 from remat._checks import Escape, Foreign, Watch, reached_leaves, views_of
 from remat._compat import (
@@ -50,7 +49,6 @@ from remat._types import TENSORS, Fn, Outputs
 
 # Cheaper than comprehensions, on a path taken on every call.
 _version = operator.attrgetter("_version")
-_may_be_own = operator.attrgetter("requires_grad", "_backward_hooks")
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -78,9 +76,9 @@ class Primal(Call):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: Options = DEFAULT,
-        layout: Layout | None = None,
+        known: Known | None = None,
     ) -> None:
-        super().__init__(fn, label, args, kwargs, options.rng, layout)
+        super().__init__(fn, label, args, kwargs, options.rng, known)
         self._prune = options.prune
         self._policy = options.joined()
 
@@ -147,8 +145,8 @@ class Primal(Call):
         """Evaluate for the first time, as `program`: this, or this under vmap."""
         facts = self.facts
         self._ambient = Ambient(self._streams, self._always)
-        self.own = self.own_among(leaves) if facts.exact else ()
-        self._ids = [id(leaves[i]) for i in self.own]
+        self.own = self.own_among(leaves, facts.needs) if facts.exact else ()
+        self._ids = [*map(id, self._own_of(leaves))]
         inner = self.stand_ins(leaves, facts.needs)
         self._versions = _versions(leaves)
         plain = TENSORS.issuperset(map(type, leaves))
@@ -169,9 +167,9 @@ class Primal(Call):
         if tracing is not None:
             results += self._trace(tracing, outs)
         del outs, mode, tracing  # which hold what the graph does
-        if self.own:
-            self._check_own(leaves)
         if not self._only_computes:
+            if self.own:
+                self._check_own(leaves)
             self._check_leaks(leaves, inner)
             self.own = ()  # what a module does to its parameters is to be done once
         for above in facts.above:
@@ -217,16 +215,20 @@ class Primal(Call):
             fresh[i] = False
         return detached(leaves, fresh)
 
+    def _own_of(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        all_are = len(self.own) == len(leaves)
+        return leaves if all_are else [leaves[i] for i in self.own]
+
     def _are_own(self, leaves: Sequence[Tensor]) -> bool:
         """Say whether leaves are still as they were, when they are recomputed on.
 
         A hook on saved tensors may have given others back, to which the hooks of those
         do not belong; and they may have been frozen, or have hooks by now.
         """
-        own = [leaves[i] for i in self.own]
-        if [*map(id, own)] != self._ids:
+        own = self._own_of(leaves)
+        if [*map(id, own)] != self._ids or any(map(backward_hooks, own)):
             return False
-        return [*map(_may_be_own, own)] == [(True, None)] * len(own)
+        return False not in map(_requires_grad, own)
 
     def _trace(self, tracing: Tracing, outs: Sequence[Any]) -> list[Tensor]:
         """Note how the call is recomputed; return the tensors kept for it."""
@@ -321,17 +323,16 @@ class Primal(Call):
             raise CaptureError(_LEAKED.format(label=self._label))
 
     def _check_own(self, leaves: Sequence[Tensor]) -> None:
-        """Refuse new data of a leaf; leave new hooks of a module to a recomputation."""
+        """Refuse new data of a parameter; leave its new hooks to the recomputation."""
         needs, before = self.facts.needs, self._places or []
         now = places_of(leaves, needs) or [-1] * len(before)
         if now != before:
             where = compress(itertools.count(), needs)
             each = zip(where, now, before, strict=False)
             raise self._error(_IN_PLACE, next(i for i, new, old in each if new != old))
-        if not self._only_computes:
-            for i in self.own:
-                if leaves[i]._backward_hooks is not None:
-                    leaves[i]._backward_hooks = None
+        for i in self.own:
+            if leaves[i]._backward_hooks is not None:
+                leaves[i]._backward_hooks = None
 
     def _error(self, message: str, index: int) -> MutationError:
         name = self.name_of(index)

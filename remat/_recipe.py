@@ -200,16 +200,10 @@ class Recipe:
         self._origins: list[Origin] | None = None
         self.constants: dict[int, Any] = {}
 
-    @property
-    def places(self) -> list[Decision]:
-        """Where each residual is kept."""
-        scripts = self.scripts
-        return [scripts.decisions[i] for i, _ in scripts.full.plan.residuals]
-
     def put_away(self, residuals: list[Tensor]) -> list[Tensor]:
         """Return the residuals where the policy wants them."""
-        places = self.places
-        if any(place in _PUT for place in places):
+        places = self.scripts.places
+        if not _PUT.keys().isdisjoint(places):
             self._origins = [*map(origin_of, residuals)]
             pairs = zip(residuals, places, strict=True)
             residuals = [_PUT[d](t) if d in _PUT else t for t, d in pairs]

@@ -34,9 +34,21 @@ class Scripts:
         decisions: what the policy says of each operation.
         prune: whether to leave out what is not needed.
         learned: storages that are needed besides.
+
+    Attributes:
+        full: the plan for all outputs, laid out.
+        places: where each of its residuals is kept.
     """
 
-    __slots__ = ("_narrowed", "decisions", "full", "learned", "prune", "record")
+    __slots__ = (
+        "_narrowed",
+        "decisions",
+        "full",
+        "learned",
+        "places",
+        "prune",
+        "record",
+    )
     full: Script
 
     def __init__(
@@ -52,6 +64,7 @@ class Scripts:
         saveable = [i for i, decision in enumerate(decisions) if decision]
         made = plan(record, saveable, learned=self.learned, prune=prune)
         self.full = Script(record, made)
+        self.places = [decisions[i] for i, _ in made.residuals]
         self._narrowed: dict[tuple[int, ...], Script] = {}
 
     def of(self, given: Sequence[int]) -> Script:

@@ -137,6 +137,9 @@ class Remat(Function):
         saved: Sequence[Tensor] = leaves
         if facts.kept or facts.recipe is not None:
             saved = _saved(facts, leaves, outs)
+            if facts.exact and facts.residuals:  # there is no level to hand them up to
+                outs = outs[: -facts.residuals]
+                facts.differentiable = facts.differentiable[: -facts.residuals]
         # Forward mode wants the tangent of a view to be a view, which ours is not.
         if facts.views and not (facts.batched or forward_mode):
             outs = _as_views(outs, leaves, facts.views)
