@@ -23,6 +23,7 @@ from remat._arguments import (
     take_apart,
 )
 from remat._capture import Search
+from remat._checks import places_of
 from remat._code import Contained, code_of, contained, is_constant, is_static
 from remat._compat import (
     autocast_depth,
@@ -33,7 +34,6 @@ from remat._compat import (
     is_autocast_active,
     is_device_mode,
     is_parametrization_cached,
-    no_torch_functions,
     requires_grad_at_any_level,
     swap_parametrization_cache,
     under_function_modes,
@@ -44,7 +44,7 @@ from remat._program import Program
 from remat._rebuild import Node, build, is_same, pass_on
 from remat._structure import Out, Path
 from remat._trees import OutlinedNode
-from remat._types import TENSORS, Fn
+from remat._types import Fn
 
 
 _NO_BUFFERS: Mapping[int, bool] = {}
@@ -53,24 +53,6 @@ _NO_BUFFERS: Mapping[int, bool] = {}
 _requires_grad = operator.attrgetter("requires_grad")
 _is_leaf = operator.attrgetter("is_leaf")
 backward_hooks = operator.attrgetter("_backward_hooks")
-
-
-def places_of(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[int] | None:
-    """Return where those that require grad are in memory, if that can be asked of them.
-
-    Others may share memory until one is written, for which torch takes the question.
-    """
-    if False in needs:
-        tensors = [*compress(tensors, needs)]
-    if not TENSORS.issuperset(map(type, tensors)):  # others may warn
-        return None
-    try:
-        if not function_mode_count():
-            return [*map(Tensor.data_ptr, tensors)]
-        with no_torch_functions():  # a mode may note who reads memory
-            return [*map(Tensor.data_ptr, tensors)]
-    except RuntimeError:
-        return None
 
 
 class Known:

@@ -2,15 +2,16 @@
 
 `reached_leaves` and `Foreign` refuse tensors that were used without being inputs,
 `Escape` refuses a gradient that goes around the outputs, and `Watch` refuses to read an
-input that changed since the forward.
+input that changed since the forward. What changed is told by versions and places.
 
-Invariant: each raises an error; none changes a value. Rejected: comparing contents,
+Invariant: a check raises an error; none changes a value. Rejected: comparing contents,
 which would cost a copy of every input.
 """
 
 import itertools
 import operator
 from collections.abc import Container, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -20,8 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from remat._compat import MODAL_NODES, AccumulateGrad, is_held, is_of_level_above
+from remat._compat import (
+    MODAL_NODES,
+    AccumulateGrad,
+    current_layer,
+    function_mode_count,
+    is_held,
+    is_of_level_above,
+    no_torch_functions,
+)
 from remat._errors import CaptureError, MutationError
+from remat._types import TENSORS
 
 
 def reached_leaves(
@@ -167,3 +177,47 @@ def views_of(
         elif first.setdefault(base, j) != j:
             views[first[base]] = views[j] = ~first[base]
     return views
+
+
+# --- Whether something changed ---
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Return how often each was changed; `None` where that is not counted."""
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:
+        return [*map(version_of, tensors)]
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often a tensor was changed; `None` where that is not counted."""
+    return None if tensor.is_inference() else tensor._version
+
+
+_version = operator.attrgetter("_version")
+
+
+def places_of(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[int] | None:
+    """Return where those that require grad are in memory, if that can be asked of them.
+
+    Others may share memory until one is written, for which torch takes the question.
+    """
+    if False in needs:
+        tensors = [*compress(tensors, needs)]
+    if not TENSORS.issuperset(map(type, tensors)):  # others may warn
+        return None
+    try:
+        if not function_mode_count():
+            return [*map(Tensor.data_ptr, tensors)]
+        with no_torch_functions():  # a mode may note who reads memory
+            return [*map(Tensor.data_ptr, tensors)]
+    except RuntimeError:
+        return None
+
+
+def data_moved(ours: Tensor, inner: Tensor) -> bool:
+    """Say whether the function assigned to `.data` of the stand-in of `ours`."""
+    if type(ours) not in TENSORS or ours.layout is not torch.strided:
+        return False
+    return current_layer() is None and ours.data_ptr() != inner.data_ptr()

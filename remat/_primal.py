@@ -24,9 +24,19 @@ from typing_extensions import override
 from remat._absent import Absent
 from remat._ambient import Ambient
 from remat._buffers import shield, update, written
-from remat._call import Call, Known, backward_hooks, places_of
+from remat._call import Call, Known, backward_hooks
 from remat._capture import holds_tensors
-from remat._checks import Escape, Foreign, Watch, reached_leaves, views_of
+from remat._checks import (
+    Escape,
+    Foreign,
+    Watch,
+    data_moved,
+    places_of,
+    reached_leaves,
+    version_of,
+    versions_of,
+    views_of,
+)
 from remat._compat import (
     base_tensor,
     current_layer,
@@ -48,20 +58,7 @@ from remat._types import TENSORS, Fn, Outputs
 
 
 # Cheaper than comprehensions, on a path taken on every call.
-_version = operator.attrgetter("_version")
 _requires_grad = operator.attrgetter("requires_grad")
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
-    try:
-        return [*map(_version, tensors)]
-    except RuntimeError:
-        return [*map(_version_of, tensors)]
-
-
-def _version_of(tensor: Tensor) -> int | None:
-    """Return how often a tensor was changed; `None` where that is not counted."""
-    return None if tensor.is_inference() else tensor._version
 
 
 class Primal(Call):
@@ -148,7 +145,7 @@ class Primal(Call):
         self.own = self.own_among(leaves, facts.needs) if facts.exact else ()
         self._ids = [*map(id, self._own_of(leaves))]
         inner = self.stand_ins(leaves, facts.needs)
-        self._versions = _versions(leaves)
+        self._versions = versions_of(leaves)
         plain = TENSORS.issuperset(map(type, leaves))
         self._classes = () if plain else [*map(type, leaves)]
         facts.untracked = None in self._versions
@@ -290,11 +287,11 @@ class Primal(Call):
 
     def _check_inputs(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
         needs, kept = self.facts.needs, self.facts.kept
-        changed = self._versions != _versions(leaves)
+        changed = self._versions != versions_of(leaves)
         if not changed and needs == [*map(_requires_grad, inner)]:
             return
         for i, t in enumerate(leaves):
-            if _version_of(t) != self._versions[i] and i not in kept:
+            if version_of(t) != self._versions[i] and i not in kept:
                 raise self._error(_IN_PLACE, i)
             if not needs[i] and inner[i].requires_grad:
                 raise self._error(_REQUIRES_GRAD, i)
@@ -309,7 +306,7 @@ class Primal(Call):
         places = places_of(leaves, needs)
         if places is None or places != places_of(inner, needs):
             for i, need in enumerate(needs):
-                if need and _data_moved(leaves[i], inner[i]):
+                if need and data_moved(leaves[i], inner[i]):
                     raise self._error(_IN_PLACE, i)
         # At the base, `Escape` refuses it when and if it is differentiated.
         # A mode around this holds results for its call, which looks itself.
@@ -369,13 +366,13 @@ class Primal(Call):
         """Restore the ambient state, and refuse to read leaves that changed since."""
         state = self._ambient.restored()
         bases = leaves if current_layer() is None else [*map(base_tensor, leaves)]
-        if _versions(bases) == self._versions:
+        if versions_of(bases) == self._versions:
             return state
         pairs = enumerate(zip(bases, self._versions, strict=True))
         changed = [
             i
             for i, (t, v) in pairs
-            if v is not None and type(t) is not Absent and _version_of(t) != v
+            if v is not None and type(t) is not Absent and version_of(t) != v
         ]
         if not changed:
             return state
@@ -423,13 +420,6 @@ def _as_class(tensor: Tensor, kind: type) -> Tensor:
     if type(tensor) is not Tensor or not issubclass(kind, Tensor):
         return tensor
     return tensor if kind is Absent else tensor.as_subclass(kind)
-
-
-def _data_moved(ours: Tensor, inner: Tensor) -> bool:
-    """Say whether the function assigned to `.data` of the stand-in of `ours`."""
-    if type(ours) not in TENSORS or ours.layout is not torch.strided:
-        return False
-    return current_layer() is None and ours.data_ptr() != inner.data_ptr()
 
 
 _OPAQUE = (

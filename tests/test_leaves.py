@@ -321,3 +321,86 @@ def test_casts_of_leaves_do_not_stay_in_the_cache(kind, policy):
                 assert_same(gradient(fn(*args)), expected)
             # The first recomputation may find that it needs more than was kept.
             assert ops["tanh"] == 2 or (call == 0 and ops["tanh"] == 3)
+
+
+# --- What a function refers to may be something else in the next call ---
+
+
+SOURCE = """
+def helper(x):
+    return abs(x).sin()
+
+def other(w, x):
+    return (x.cos() @ w).tanh().sum()
+
+def f(w, x):
+    return (helper(x) @ w).tanh().sum()
+"""
+CAPTURED = make(3, 3, seed=3).requires_grad_()
+
+
+def by_helper(scope):
+    scope["helper"] = lambda x: x.cos()
+
+
+def by_helper_of_a_tensor(scope):
+    captured = scope["captured"]
+    scope["helper"] = lambda x: x * captured
+
+
+def by_builtin(scope):
+    captured = scope["captured"]
+    scope["abs"] = lambda x: x * captured
+
+
+def by_torch(scope):
+    scope["abs"] = torch.exp
+
+
+def by_code(scope):
+    scope["f"].__code__ = scope["other"].__code__
+
+
+def by_code_of_a_helper(scope):
+    scope["helper"].__code__ = (lambda x: x.exp()).__code__
+
+
+def by_default(scope):
+    scope["helper"].__defaults__ = (scope["captured"],)
+    scope["helper"].__code__ = (lambda x, y: x * y).__code__
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        by_helper,
+        by_helper_of_a_tensor,
+        by_builtin,
+        by_torch,
+        by_code,
+        by_code_of_a_helper,
+        by_default,
+    ],
+)
+def test_what_a_function_refers_to_is_another_thing_in_the_next_call(change):
+    def run(wrap):
+        (captured,) = leaves_of(CAPTURED)
+        scope = {"captured": captured}
+        exec(SOURCE, scope)
+        fn = wrap(scope["f"])
+        found = []
+        for call in range(4):
+            if call == 2:
+                change(scope)
+            w, x = leaves_of(W, X)
+            captured.grad = None
+            y = fn(w, x)
+            with count_ops() as ops:
+                y.backward()
+            found.append((w.grad, x.grad, captured.grad))
+        return found, ops["tanh"]
+
+    expected, none = run(lambda f: f)
+    found, again = run(remat)
+    assert (none, again) == (0, 1)
+    assert_same(found, expected)
