@@ -8,8 +8,8 @@ under them, and they do not say for which outputs a value is saved.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from remat import _tree
 from remat._absent import tensors_of
@@ -30,8 +30,9 @@ def nodes_of(outs: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
         tensors = tensors_at(here)
         yield here, tensors
         # What was saved has a graph, which is another once it was changed in place.
-        more = [t.grad_fn for t in tensors if t.requires_grad]
-        for node in (*(node for node, _ in here.next_functions), *more):
+        parents = [node for node, _ in here.next_functions]
+        parents += [t.grad_fn for t in tensors if t.requires_grad]
+        for node in parents:
             if node is not None and node not in seen:
                 seen.add(node)
                 todo.append(node)
@@ -40,7 +41,7 @@ def nodes_of(outs: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
 def tensors_at(node: Any) -> list[Tensor]:
     """Return the tensors that a node saved, or that its Function keeps on its ctx."""
     found = tensors_of(saved_by(node))
-    is_function = isinstance(node, torch.autograd.function.FunctionCtx)
+    is_function = isinstance(node, FunctionCtx)
     # A call of ours has saved all its tensors.
     if is_function and not isinstance(getattr(node, "program", None), Program):
         found += tensors_reached([*vars(node).values()])

@@ -215,6 +215,8 @@ class _Walk:
     def _is_blind(self, i: int, storage: int) -> bool:
         """Say whether what a step puts in a storage depends on none that it reads."""
         step = self._steps[i]
+        if not step.blind:
+            return False
         made = [k for k, s in enumerate(step.makes) if s == storage]
         return bool(made) and {*made} <= {*step.blind}
 
@@ -250,8 +252,9 @@ class _Walk:
         step = self._steps[i]
         if i in self.kept:
             return Fate.KEEP
-        seen = step.is_view and not self.live.isdisjoint(step.makes)
-        if i in self.run_steps or seen or not prune:
+        if i in self.run_steps or not prune:
+            return Fate.RUN
+        if not self.live.isdisjoint(step.makes) and step.is_view:
             return Fate.RUN
         return Fate.BLIND if i in self.blind else Fate.DEAD
 
@@ -260,10 +263,9 @@ def _makers(record: Record) -> dict[int, list[int]]:
     """Return which steps make or change each storage."""
     makers = defaultdict(list)
     for i, step in enumerate(record.steps):
-        pure = {*step.makes}.difference(step.reads)
         # Nothing but views makes no storage; with something new among them, whoever
         # needs any of the storages needs the operation.
-        made = {*step.makes} if pure else set[int]()
-        for s in made.union(step.writes):
+        made = step.makes if {*step.makes}.difference(step.reads) else ()
+        for s in {*made, *step.writes}:
             makers[s].append(i)
     return makers
