@@ -147,8 +147,9 @@ def is_droppable(leaf: Tensor) -> bool:
 
     The graph keeps those that gradients are accumulated in, a module its parameters.
     """
-    plain = type(leaf) is Tensor and leaf.layout is torch.strided
-    return plain and not ((leaf.requires_grad and leaf.is_leaf) or is_lazy(leaf))
+    if type(leaf) is not Tensor or (leaf.requires_grad and leaf.is_leaf):
+        return False
+    return leaf.layout is torch.strided and not is_lazy(leaf)
 
 
 def _with_what_was_held(scripts: Scripts, recorder: Recorder) -> Scripts:

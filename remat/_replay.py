@@ -290,12 +290,15 @@ class Replay(Follow):
         """
         if self._constants.get(i) not in (None, constants_of(args, kwargs)):
             raise self._differs(step.op.func)
+        known = self._known
         for t, s in zip(inputs_of(args, kwargs), step.reads, strict=False):
+            now = s
             if type(t) is Absent:
-                shared = t.storage_of
-                now = shared.number if shared.trouble is self.trouble else s
-            else:
-                now = self._known.get(storage_id(t), s) if _has_storage(t) else s
+                if t.storage_of.trouble is self.trouble:
+                    now = t.storage_of.number
+            elif type(t) in TENSORS:
+                with_storage = known and t.layout is torch.strided
+                now = known.get(storage_id(t), s) if with_storage else s
             if now != s:
                 raise self._differs(step.op.func)
 

@@ -157,6 +157,8 @@ class Trace:
 
     def warn_of_names(self) -> None:
         """Warn, once, of names that the policy mentions and nothing was ever given."""
+        if not self.names:
+            return
         unknown, self.names = self.names - names_given(), frozenset()
         if unknown:
             names = ", ".join(map(repr, sorted(unknown)))

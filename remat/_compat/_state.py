@@ -324,6 +324,10 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
 
     _before: tuple[bool, ...] = ()
 
+    def __init__(self) -> None:
+        if not _has_flags:  # torch's own makes places for the flags
+            super().__init__()
+
     @override
     def __enter__(self) -> Any:
         if not _has_flags:
