@@ -19,7 +19,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._absent import (
-    DETACH,
     IGNORED,
     Absent,
     Shared,
@@ -276,7 +275,7 @@ class Replay(Follow):
         if form.__class__ is Slot and not places:  # most of them
             return absent(step.op.outputs[0], self._shared(step.makes[0]))
         outputs = [
-            DETACH(self._take(places[k]))
+            self._take(places[k]).detach()
             if k in places
             else absent(step.op.outputs[k], self._shared(s))
             for k, s in enumerate(step.makes)
