@@ -132,24 +132,24 @@ class Call(Program):
         self._buffers: Mapping[int, bool] = _NO_BUFFERS
         self.layout: Layout | None = None
         known = known or Known()
-        code = self._known_code(fn, known)
+        code = known.code
+        if code is None or not code.is_still(fn):
+            code = known.code = contained(fn)
+        if self._modes and not all(map(is_device_mode, self._modes)):
+            code = None
         self._contained = code is not None
         self._only_computes = code is not None and code.only_computes
         if self._contained:
-            values, self._treedef, self.layout = take_apart(args, kwargs, known.layout)
-            known.layout = self.layout if self.layout and self.layout.is_kept else None
+            values, self._treedef, layout = take_apart(args, kwargs, known.layout)
+            self.layout = layout
+            if layout is not known.layout:
+                known.layout = layout if layout and layout.is_kept else None
             if self._is_plain(values):
                 return
         else:
             values, self._treedef = flatten_arguments(args, kwargs)
         roots = enumerate((fn, *self._modes))
         self._search(values, [] if self._contained else [(~k, r) for k, r in roots])
-
-    def _known_code(self, fn: Fn, known: Known) -> Contained | None:
-        code = known.code
-        if code is None or not code.is_still(fn):
-            code = known.code = contained(fn)
-        return code if all(map(is_device_mode, self._modes)) else None
 
     def _is_plain(self, values: list[Any]) -> bool:
         """Note where each tensor goes, if the rest are constants and each is once."""

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,8 +214,10 @@ class Contained:
             found.update(dict.fromkeys(names.loaded))
         scopes = [(get, tuple(names)) for get, names in loaded.values()]
         # Held, so that nothing else has the same identities.
-        self._held = [value for get, names in scopes for value in map(get, names)]
-        self._scopes = [(get, names, _ids(get, names)) for get, names in scopes]
+        self._held = [[*map(get, names)] for get, names in scopes]
+        ids = [[*map(id, values)] for values in self._held]
+        pairs = zip(scopes, ids, strict=True)
+        self._scopes = [(get, names, numbers) for (get, names), numbers in pairs]
 
     def is_still(self, fn: Fn) -> bool:
         """Say whether this is about `fn`, and all is as it was.
@@ -224,16 +226,15 @@ class Contained:
         """
         if self.fn is not fn or [*map(_state, self._functions)] != self._states:
             return False
-        return all(_ids(get, names) == ids for get, names, ids in self._scopes)
+        for get, names, ids in self._scopes:
+            if [*map(id, map(get, names))] != ids:
+                return False
+        return True
 
 
 _state = operator.attrgetter(
     "__code__", "__closure__", "__dict__", "__defaults__", "__kwdefaults__"
 )
-
-
-def _ids(get: Callable[[str], Any], names: Sequence[str]) -> list[int]:
-    return [*map(id, map(get, names))]
 
 
 def contained(fn: Fn) -> Contained | None:

@@ -143,7 +143,7 @@ class Primal(Call):
         facts = self.facts
         self._ambient = Ambient(self._streams, self._always)
         self.own = self.own_among(leaves, facts.needs) if facts.exact else ()
-        self._ids = [*map(id, self._own_of(leaves))]
+        self._ids = [*map(id, self._own_of(leaves))] if self.own else []
         inner = self.stand_ins(leaves, facts.needs)
         self._versions = versions_of(leaves)
         plain = TENSORS.issuperset(map(type, leaves))
@@ -179,8 +179,9 @@ class Primal(Call):
         self, program: Program, inner: list[Tensor], mode: Any
     ) -> Sequence[Any]:
         """Run with grad mode on; have what escapes refused, if anything can."""
-        escape = Escape(self._label)
+        escape = None
         if not (self._only_computes or (self._contained and self.facts.exact)):
+            escape = Escape(self._label)
             for t in self._stand_ins_among(inner):
                 if t.requires_grad:
                     on_backward(t, escape)
@@ -191,7 +192,8 @@ class Primal(Call):
             self._ambient.forget_casts()
             raise
         set_grad_enabled(False)
-        escape.armed = True
+        if escape is not None:
+            escape.armed = True
         return outs
 
     def _stand_ins_among(self, inner: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -287,8 +289,9 @@ class Primal(Call):
 
     def _check_inputs(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
         needs, kept = self.facts.needs, self.facts.kept
-        changed = self._versions != versions_of(leaves)
-        if not changed and needs == [*map(_requires_grad, inner)]:
+        if self._versions == versions_of(leaves) and (
+            self._only_computes or needs == [*map(_requires_grad, inner)]
+        ):
             return
         for i, t in enumerate(leaves):
             if version_of(t) != self._versions[i] and i not in kept:

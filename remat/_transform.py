@@ -167,10 +167,11 @@ class Remat(Function):
         """Call the vjp for the gradients wanted, given the cotangents there are."""
         program: Program = ctx.program
         needs, facts = ctx.needs_input_grad, program.facts
-        pairs = zip(cotangents, facts.differentiable, strict=True)
-        given = [j for j, (ct, d) in enumerate(pairs) if d and ct is not None]
+        given = [j for j, ct in enumerate(cotangents) if ct is not None]
+        if False in facts.differentiable:
+            given = [j for j in given if facts.differentiable[j]]
         wanted = facts.used
-        if False in needs[2:]:
+        if needs.count(True) < len(needs) - 2:
             wanted = [i for i in wanted if needs[i + 2]]
         grads: list[Tensor | None] = [None] * len(needs)
         if wanted and given:
