@@ -9,11 +9,12 @@ import enum
 import functools
 import operator
 import os
+import re
 import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +57,12 @@ STATES = {
 _CALLED = "seed"  # one more, but many a number is called so: it has to be called
 
 
-# Names in code that may set something on a tensor, or in it past its version, read what
-# others set there, or run a backward.
-_EFFECTS = {
-    *("_execution_engine", "_grad", "backward", "data", "detach_", "grad", "optim"),
-    *("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "zero_grad"),
-    *("register_hook", "register_multi_grad_hook", "run_backward", "requires_grad_"),
-    *("register_post_accumulate_grad_hook", "set_", "share_memory_", "swap_tensors"),
-    *("storage", "untyped_storage", "vector_to_parameters", "setattr", "delattr"),
-    *("__dict__", "__setattr__", "__delattr__", "__set__", "__delete__"),
+# What names in code have in them that may set something on a tensor, or in it past its
+# version, read what others set there, or run a backward; and names that tell it less.
+_EFFECTS = re.compile("backward|data|grad|hook|storage|^set_|^_")
+_MORE_EFFECTS = {
+    *("delattr", "detach_", "next_functions", "optim", "setattr"),
+    *("share_memory_", "swap_tensors", "vector_to_parameters"),
 }
 _SETTERS = {"DELETE_ATTR", "STORE_ATTR"}
 
@@ -101,13 +99,26 @@ def _find_names(code: types.CodeType) -> GlobalNames:
                 is_method = step.opname == "LOAD_METHOD" or "NULL" in step.argrepr
                 states = states or is_method
         states = states or not STATES.isdisjoint(here.co_names)
-        texts = {c for c in here.co_consts if type(c) is str}
-        computes = computes and _EFFECTS.isdisjoint(texts.union(here.co_names))
+        words = _words(here, found["LOAD"])
+        computes = computes and not any(map(_has_effect, words))
         todo += [c for c in here.co_consts if isinstance(c, types.CodeType)]
     stored = (*found["STORE"], *found["DELETE"])
     plain = plain and not stored and not (_REFLECTION & found["LOAD"].keys())
     plain = plain and not states
     return GlobalNames(tuple(found["LOAD"]), stored, plain, states, computes)
+
+
+def _words(code: types.CodeType, loaded: Container[str]) -> Iterator[str]:
+    """Yield the names in code, and texts that may be used as such.
+
+    But of what is loaded from globals, a private helper say, without the underscores.
+    """
+    yield from (n.lstrip("_") if n in loaded else n for n in code.co_names)
+    yield from (c for c in code.co_consts if type(c) is str and c.isidentifier())
+
+
+def _has_effect(name: str) -> bool:
+    return name in _MORE_EFFECTS or _EFFECTS.search(name) is not None
 
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
