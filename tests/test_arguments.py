@@ -140,11 +140,14 @@ def test_threads_that_call_one_function_on_other_layouts():
 
     def repeat(call):
         args, kwargs = call
-        expected = gradients(weigh, *args, **kwargs)
+        with count_ops() as once:
+            expected = gradients(weigh, *args, **kwargs)
         for _ in range(50):
-            for now, then in zip(gradients(fn, *args, **kwargs), expected, strict=True):
-                if not torch.equal(now, then):
-                    failures.append(call)
+            with count_ops() as twice:
+                found = gradients(fn, *args, **kwargs)
+            same = all(map(torch.equal, found, expected))
+            if not same or twice["mul"] <= once["mul"]:
+                failures.append(call)
 
     threads = [threading.Thread(target=repeat, args=(call,)) for call in calls()[:6]]
     for thread in threads:
