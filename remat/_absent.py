@@ -163,10 +163,11 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def are_tensors(args: Any, kwargs: Any) -> bool:
     """Say, quickly and for most operations, that the arguments are tensors alone."""
-    return not kwargs and _TENSORS.issuperset(map(type, args))
+    return not kwargs and PLAIN.issuperset(map(type, args))
 
 
-_TENSORS = TENSORS | {Absent}
+# Classes that see nothing of what is done with their tensors.
+PLAIN = TENSORS | {Absent}
 
 
 def inputs_of(args: Any, kwargs: Any) -> list[Tensor]:

@@ -98,19 +98,6 @@ class Layout:
         # By its hash: a treedef holds the keys of dictionaries, which may be anything.
         self.key = hash(treedef)
 
-    @classmethod
-    def of(
-        cls,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: Sequence[Leaf],
-        treedef: _tree.Treedef,
-    ) -> "Layout | None":
-        """Return that of arguments, if they have one."""
-        if not _LEAVES.issuperset(map(type, leaves)):
-            return None
-        return cls(args, kwargs, leaves, treedef)
-
     def leaves_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Leaf] | None:
@@ -136,15 +123,17 @@ def take_apart(
 ) -> tuple[list[Leaf], _tree.Treedef | None, Layout | None]:
     """Return the leaves, the treedef and the layout of arguments.
 
-    The last is None where there is none, or no use for one: of positional tensors.
+    The last is None where a leaf is of another kind, and of positional tensors, where
+    there is no use for one.
     """
     if layout is not None:
         known = layout.leaves_of(args, kwargs)
         if known is not None:
             return known, layout.treedef, layout
     leaves, treedef = flatten_arguments(args, kwargs)
-    layout = None if treedef is None else Layout.of(args, kwargs, leaves, treedef)
-    return leaves, treedef, layout
+    if treedef is None or not _LEAVES.issuperset(map(type, leaves)):
+        return leaves, treedef, None
+    return leaves, treedef, Layout(args, kwargs, leaves, treedef)
 
 
 def _keys(value: Any) -> tuple[str, ...] | None:

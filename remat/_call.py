@@ -75,7 +75,6 @@ class Call(Program):
 
     Attributes:
         compiled: whether it reaches code that torch.compile or TorchScript made.
-        layout: of arguments that are tensors and constants.
         own: the leaves that it runs on themselves, not on stand-ins.
     """
 
@@ -88,6 +87,7 @@ class Call(Program):
         "_first",
         "_fn",
         "_label",
+        "_layout",
         "_leaves",
         "_modes",
         "_nodes",
@@ -101,7 +101,6 @@ class Call(Program):
         "_treedef",
         "_values",
         "compiled",
-        "layout",
         "own",
     )
     _origins: Sequence[Path]
@@ -115,7 +114,7 @@ class Call(Program):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         rng: str = "replay",
-        known: "Known | None" = None,
+        known: Known | None = None,
     ) -> None:
         self._out = None
         self._fn, self._label, self._rng = fn, label, rng
@@ -130,7 +129,7 @@ class Call(Program):
         self._always = self.compiled = False
         self._code: Sequence[Any] = ()
         self._buffers: Mapping[int, bool] = _NO_BUFFERS
-        self.layout: Layout | None = None
+        self._layout: Layout | None = None
         known = known or Known()
         code = known.code
         if code is None or not code.is_still(fn):
@@ -141,19 +140,19 @@ class Call(Program):
         self._only_computes = code is not None and code.only_computes
         if self._contained:
             values, self._treedef, layout = take_apart(args, kwargs, known.layout)
-            self.layout = layout
+            self._layout = layout
             if layout is not known.layout:
                 known.layout = layout if layout and layout.is_kept else None
-            if self._is_plain(values):
+            if self._take_plain(values):
                 return
         else:
             values, self._treedef = flatten_arguments(args, kwargs)
         roots = enumerate((fn, *self._modes))
         self._search(values, [] if self._contained else [(~k, r) for k, r in roots])
 
-    def _is_plain(self, values: list[Any]) -> bool:
+    def _take_plain(self, values: list[Any]) -> bool:
         """Note where each tensor goes, if the rest are constants and each is once."""
-        layout, tensors = self.layout, values
+        layout, tensors = self._layout, values
         if layout is not None:
             tensors = [*compress(values, layout.are_tensors)]
         elif self._treedef is not None:
@@ -209,14 +208,12 @@ class Call(Program):
         holds no tensor and no user's object.
         """
         if self._positions is None:
-            plain = () if self.layout is None else self._plain_signature(self.layout)
-            return code_of(self._fn), len(self._origins), *plain
+            key = None if self._layout is None else self._layout.key
+            constants = [(k, _static(value)) for k, value in self._constants]
+            return code_of(self._fn), len(self._origins), key, *constants
         values = [_static(v) if is_static(v) else None for v in self._values]
         # By its hash: a treedef holds the keys of dictionaries, which may be anything.
         return hash(self._treedef), *values, *self._code
-
-    def _plain_signature(self, layout: Layout) -> tuple[Any, ...]:
-        return layout.key, *[(k, _static(value)) for k, value in self._constants]
 
     @property
     @override

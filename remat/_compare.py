@@ -56,8 +56,6 @@ class _Watch(LeanDispatchMode):
         nbytes: their bytes.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Operation] = []

@@ -26,9 +26,6 @@ class Guard(LeanDispatchMode):
         message: of the error, with `{op}` and `{where}` to be filled in.
     """
 
-    # torch.cond and the like: else torch refuses them, whether they draw or not.
-    supports_higher_order_operators = True
-
     def __init__(self, message: str) -> None:
         super().__init__()
         self._message = message

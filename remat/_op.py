@@ -24,7 +24,6 @@ class Value:
     device: torch.device
     stride: tuple[int, ...] = ()
     offset: int = 0
-    storage_bytes: int = 0
 
     @property
     def nbytes(self) -> int:

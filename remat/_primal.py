@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._absent import Absent
+from remat._absent import PLAIN, Absent
 from remat._ambient import Ambient
 from remat._buffers import shield, update, written
 from remat._call import Call, Known, backward_hooks
@@ -416,7 +416,7 @@ _RECOMPUTE = Primal._recompute.__code__
 
 def _may_be_absent(leaf: Tensor) -> bool:
     """Say whether a leaf is of no class that sees what is done with it."""
-    return type(leaf) in (*TENSORS, Absent) or hasattr(leaf, "fake_mode")
+    return type(leaf) in PLAIN or hasattr(leaf, "fake_mode")
 
 
 def _as_class(tensor: Tensor, kind: type) -> Tensor:

@@ -295,9 +295,8 @@ class Replay(Follow):
             if type(t) is Absent:
                 if t.storage_of.trouble is self.trouble:
                     now = t.storage_of.number
-            elif type(t) in TENSORS:
-                with_storage = known and t.layout is torch.strided
-                now = known.get(storage_id(t), s) if with_storage else s
+            elif known and _has_storage(t):
+                now = known.get(storage_id(t), s)
             if now != s:
                 raise self._differs(step.op.func)
 

@@ -81,8 +81,6 @@ class Script:
 class Follow(LeanDispatchMode):
     """Follows a script from operation to operation."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, script: Script) -> None:
         super().__init__()
         self.script = script

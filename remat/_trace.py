@@ -36,10 +36,7 @@ from remat._effects import (
 )
 from remat._graph import nodes_of
 from remat._match import constants_of
-from remat._naming import (
-    tell_no_more,
-    tell_of_names,
-)
+from remat._naming import tell_no_more, tell_of_names
 from remat._op import Op, Value
 from remat._plan import Record, Step
 from remat._values import (
@@ -67,8 +64,6 @@ class Recorder(LeanDispatchMode):
         taken: the storages whose memory Python took, past operations.
         constants: the arguments of each operation that are no tensors, for a policy.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, leaves: Sequence[Tensor], policy: Any) -> None:
         super().__init__()

@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from remat._absent import Absent, tensors_of
+from remat._absent import PLAIN, Absent, tensors_of
 from remat._code import CONSTANT
 from remat._compat import StorageRef, no_torch_functions, storage_id
 from remat._op import Value
 from remat._plan import Passed, Slot
-
-
-_PLAIN = {Tensor, nn.Parameter, Absent}
 
 
 def key_of(tensor: Any) -> int:
@@ -49,7 +46,7 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 def is_plain(tensor: Tensor) -> bool:
     """Say whether a tensor is a view of one storage, and nothing more."""
-    plain = type(tensor) in _PLAIN or hasattr(tensor, "fake_mode")
+    plain = type(tensor) in PLAIN or hasattr(tensor, "fake_mode")
     plain = plain and tensor.layout is torch.strided
     return plain and not (tensor.is_quantized or tensor.is_nested)
 
@@ -62,8 +59,7 @@ def value_of(tensor: Tensor) -> Value:
 
 def _value_if(plain: bool, tensor: Tensor) -> Value:
     if plain:
-        nbytes = 0 if type(tensor) is Absent else tensor.untyped_storage().nbytes()
-        where = tensor.stride(), int(tensor.storage_offset()), nbytes
+        where = tensor.stride(), int(tensor.storage_offset())
         return _value(tensor.shape, tensor.dtype, tensor.device, *where)
     shape = () if tensor.is_nested else tensor.shape
     return _value(shape, tensor.dtype, tensor.device)

@@ -322,6 +322,9 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
     It is entered once at a time.
     """
 
+    # torch.cond and the like: else torch refuses them.
+    supports_higher_order_operators = True
+
     _before: tuple[bool, ...] = ()
 
     def __init__(self) -> None:
