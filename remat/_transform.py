@@ -1,12 +1,12 @@
 """The transform: one Function that evaluates programs, each rule again a program.
 
-    forward(program, *leaves)      run the program, keep only its inputs
+    forward(program, *leaves)      run the program, keep its inputs, what a policy keeps
     backward(ctx, *cotangents)  =  call(Vjp(program), *inputs, *cotangents)
     jvp(ctx, *tangents)         =  call(Jvp(program), *inputs, *tangents)
     vmap(in_dims)               =  dispatch(Batch(program, in_dims), ...), a level down
 
-Invariant: a graph made here retains the inputs of a call and nothing computed in it, at
-every level and of every order. That is why a backward is itself a call:
+Invariant: a graph made here retains the inputs of a call, and nothing computed in it but
+what its policy keeps, at every level and of every order. So a backward is itself a call:
 `torch.func.grad` retains the graph of the backward, and with it whatever an inline
 recomputation had saved; it would save nothing at all.
 Rejected: a Function made anew for each call (functorch's way, eight times the cost),
