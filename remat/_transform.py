@@ -5,10 +5,10 @@
     jvp(ctx, *tangents)         =  call(Jvp(program), *inputs, *tangents)
     vmap(in_dims)               =  dispatch(Batch(program, in_dims), ...), a level down
 
-Invariant: a graph made here retains the inputs of a call, and nothing computed in it but
-what its policy keeps, at every level and of every order. So a backward is itself a call:
-`torch.func.grad` retains the graph of the backward, and with it whatever an inline
-recomputation had saved; it would save nothing at all.
+Invariant: a graph made here retains the inputs of a call, and nothing computed in it
+but what its policy keeps, at every level and of every order. So a backward is itself a
+call: `torch.func.grad` retains the graph of the backward, and with it whatever an
+inline recomputation had saved; it would save nothing at all.
 Rejected: a Function made anew for each call (functorch's way, eight times the cost),
 and `jvp` as plain code (silent zeros for jacfwd of jacfwd).
 """
