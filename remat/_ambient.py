@@ -79,8 +79,12 @@ class Ambient:
         """What tells forwards apart that run other operations for it."""
         return (*self._autocast.items(),)
 
-    def forward_done(self) -> None:
-        """Keep only the streams that moved since."""
+    def forward_done(self, *, keeps_casts: bool = False) -> None:
+        """Keep only the streams that moved since.
+
+        Args:
+            keeps_casts: whether what autocast cast stays in its cache, as in plain code.
+        """
         before, others = self._before
         del self._before
         always, now = self._always, self._global.read()
@@ -97,7 +101,8 @@ class Ambient:
             fresh = [g for g in present if id(g) not in known]
             moved += [(g, _initial_state(g)) for g in fresh]
         self._plain = not (always or moved or self._autocast)
-        self.forget_casts()
+        if not keeps_casts:
+            self.forget_casts()
 
     def forget_casts(self) -> None:
         """Free what autocast cast here, which is of no use elsewhere."""
@@ -109,15 +114,20 @@ class Ambient:
         unchanged = self._settings == read_settings()
         if unchanged and self._plain and not is_autocast_active():
             return _NOTHING
-        return self._restored()
+        return self._restored(self._moved)
+
+    def restored_within(self) -> AbstractContextManager[None]:
+        """Do so while the forward still runs."""
+        before, others = self._before
+        return self._restored([*zip(self._global.streams, before, strict=True), *others])
 
     @contextmanager
-    def _restored(self) -> Iterator[None]:
+    def _restored(self, states: list[tuple[Any, Any]]) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_under(self._settings))
             self._enter_autocast(stack)
             stack.callback(self.forget_casts)
-            stack.enter_context(_set(self._moved))
+            stack.enter_context(_set(states))
             yield
 
     def _enter_autocast(self, stack: ExitStack) -> None:

@@ -15,11 +15,12 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
 import torch
 from torch import nn
 
-from remat._call import Known
 from remat._compat import must_inline
 from remat._draws import without_draws
+from remat._lowering import Lowering, lowering_of
 from remat._options import Options, Prune, Rng
 from remat._primal import Primal
+from remat._saved import call_saved
 from remat._transform import record
 from remat.policies import Policy, as_policy, nothing_saveable
 
@@ -163,23 +164,23 @@ class Rematerialized(Generic[P, R]):
         else:
             functools.update_wrapper(self, fn)
             name = fn.__qualname__
-        self._where, self._options, self._known = where, options, Known()
+        self._where, self._options = where, options
         self._label = f"`{name}` (rematerialized at {where})"
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function, for recomputation if something is to be differentiated."""
-        fn = self.__wrapped__
-        if must_inline():
-            return fn(*args, **kwargs)
-        if torch.is_grad_enabled():
-            options, known = self._options, self._known
-            program = Primal(fn, self._label, args, kwargs, options, known)
+        fn, options, label = self.__wrapped__, self._options, self._label
+        lowering = lowering_of(options)
+        if lowering is Lowering.SAVED:
+            return call_saved(fn, label, args, kwargs, options)
+        if lowering is Lowering.FUNCTION:
+            program = Primal(fn, label, args, kwargs, options)
             leaves, needs = program.take_leaves()
-            outs = record(program, leaves, needs)
+            outs = None if program.is_lazy else record(program, leaves, needs)
             if outs is not None:
                 return program.join(outs, leaves)
-        if self._options.rng == "error":
-            fn = without_draws(fn, self._label)
+        if options.rng == "error" and lowering is not Lowering.INLINED:
+            fn = without_draws(fn, label)
         return fn(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -202,13 +203,9 @@ class Rematerialized(Generic[P, R]):
         return Rematerialized, (self.__wrapped__, self._where, self._options)
 
     @property
-    def __remat_options__(self) -> Options:
-        """What tells calls of it apart from calls of the function."""
-        return self._options
-
-    def __remat_rewrap__(self, fn: Callable[P, R]) -> "Rematerialized[P, R]":
-        """Return the same transform of `fn`: `__wrapped__` around other tensors."""
-        return Rematerialized(fn, self._where, self._options)
+    def __remat_options__(self) -> tuple[str, Options]:
+        """What makes another one like it of another function."""
+        return self._where, self._options
 
 
 def _find(decorated: Any) -> Any:

@@ -1,8 +1,8 @@
 """Checks that a call is what remat takes it for.
 
-`reached_leaves` and `Foreign` refuse tensors that were used without being inputs,
-`Escape` refuses a gradient that goes around the outputs, and `Watch` refuses to read an
-input that changed since the forward. What changed is told by versions and places.
+`reached_leaves` and `Foreign` refuse tensors that were used without being inputs, and
+`Watch` refuses to read an input that changed since the forward. What changed is told by
+versions and places.
 
 Invariant: a check raises an error; none changes a value. Rejected: comparing contents,
 which would cost a copy of every input.
@@ -62,19 +62,13 @@ def reached_leaves(
         i = index.get(id(node.variable))
         if i is not None:
             used.append(i)
-        elif is_held(node) or _is_stand_in(node.variable):
+        elif is_held(node):
             raise CaptureError(_NOT_LIFTED.format(what=describe(node.variable)))
     modal = not MODAL_NODES.isdisjoint(map(_name, map(type, nodes)))
     return sorted(used), modal
 
 
 _name = operator.attrgetter("__name__")
-
-
-def _is_stand_in(leaf: Tensor) -> bool:
-    """Say whether a leaf is of another call, which something kept a tensor of."""
-    hooks: Any = leaf._backward_hooks
-    return bool(hooks) and isinstance(hooks.get(0), Escape) and hooks[0].armed
 
 
 def describe(tensor: Tensor) -> str:
@@ -91,28 +85,6 @@ _NOT_LIFTED = (
 _RETURNED_LEAF = (
     "a leaf that requires grad is returned but is no input of the call. Return a "
     "tensor computed from the inputs, or pass the leaf as an argument."
-)
-
-
-class Escape:
-    """Refuses gradients that reach a forward's leaves by a way around its outputs."""
-
-    __slots__ = ("armed", "label")
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.armed = False
-
-    def __call__(self, grad: Tensor | None) -> None:
-        # None comes by when an attribute kept from an earlier call is not used by this.
-        if self.armed and grad is not None:
-            raise CaptureError(_ESCAPED.format(label=self.label))
-
-
-_ESCAPED = (
-    "remat: a tensor computed inside {label} left it other than by being returned "
-    "(kept in a list, an attribute or a global, say) and is now differentiated, but "
-    "its graph was dropped after the forward. Return it instead."
 )
 
 

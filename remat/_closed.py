@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from remat._code import CONSTANT, STATES
+from remat._code import CONSTANT, STATES, known_code
 from remat._objects import identities
-from remat._sources import has_defaults, open_code, own_bases
+from remat._sources import has_defaults, is_closed, own_bases
 
 
 _dict_of = operator.attrgetter("__dict__")
@@ -99,22 +99,21 @@ def _is_closed(values: Iterable[Any], found: dict[int, Any]) -> bool:
             todo += chain.from_iterable(base.__dict__.values() for base in bases)
         elif type(value) is types.FunctionType and _is_plain(value):
             found[id(value)] = value
-            todo += map(_scope_of(value).get, open_code(value).names)
+            todo += map(_scope_of(value).get, known_code(value).open)
         else:
             return False
     return True
 
 
 def _is_plain(fn: types.FunctionType) -> bool:
-    code = open_code(fn)
-    handles_states = code.handles_states or fn.__name__ in STATES
-    plain = not (fn.__dict__ or code.closed or has_defaults(fn) or handles_states)
+    handles_states = known_code(fn).names.handles_states or fn.__name__ in STATES
+    plain = not (fn.__dict__ or is_closed(fn) or has_defaults(fn) or handles_states)
     return plain and (fn.__defaults__ is None or _is_held(fn.__defaults__))
 
 
 def _names_of(fn: types.FunctionType) -> Iterator[tuple[str, None]]:
-    code = open_code(fn)
-    for name in chain(code.names, code.settled):
+    known = known_code(fn)
+    for name in chain(known.open, known.settled):
         yield name, None
 
 

@@ -4,23 +4,20 @@ Invariant: what is remembered is bounded and holds no user's globals. Rejected: 
 the globals of installed packages, which may be thousands of functions on every call.
 """
 
+import builtins
 import dis
 import enum
 import functools
 import operator
 import os
-import re
 import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-
-from remat._types import Fn
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +27,12 @@ class GlobalNames:
     Attributes:
         loaded: those it loads.
         stored: those it stores or deletes.
-        plain: whether it reaches for globals in no other way, and for no state either.
         handles_states: whether it reads or sets the state of a random stream.
-        only_computes: whether it surely does nothing to what it is passed but compute
-            with it.
     """
 
     loaded: tuple[str, ...]
     stored: tuple[str, ...]
-    plain: bool
     handles_states: bool
-    only_computes: bool
-
-
-_REFLECTION = {"__import__", "eval", "exec", "getattr", "globals", "locals", "vars"}
 
 
 # Names in code that reads or sets states: it may put back a stream that it has moved,
@@ -57,68 +46,95 @@ STATES = {
 _CALLED = "seed"  # one more, but many a number is called so: it has to be called
 
 
-# What names in code have in them that may set something on a tensor, or in it past its
-# version, read what others set there, or run a backward; and names that tell it less.
-_EFFECTS = re.compile("backward|data|grad|hook|storage|^set_|^_")
-_MORE_EFFECTS = {
-    *("delattr", "detach_", "next_functions", "optim", "setattr"),
-    *("share_memory_", "swap_tensors", "vector_to_parameters"),
-}
-_SETTERS = {"DELETE_ATTR", "STORE_ATTR"}
+class KnownCode(NamedTuple):
+    """What a function's code refers to, in the globals of that function.
+
+    Attributes:
+        code: held, so that its identity is not used again.
+        names: all of them.
+        open: those loaded that may stand for something of the user's.
+        settled: the others, which are builtins or what packages define, and what they
+            were then.
+    """
+
+    code: types.CodeType
+    names: GlobalNames
+    open: tuple[str, ...]
+    settled: dict[str, Any]
 
 
 # Oldest first. By identity: hashing a code object reads all of it.
-_NAMES: dict[int, tuple[types.CodeType, GlobalNames]] = {}
-_NAMES_SIZE = 4096
+_KNOWN: dict[int, KnownCode] = {}
+_KNOWN_SIZE = 4096
 
 
-def global_names(code: types.CodeType) -> GlobalNames:
-    """Return the global names that `code`, or code nested in it, refers to."""
-    known = _NAMES.get(id(code))
-    if known is None:
-        if len(_NAMES) >= _NAMES_SIZE:
-            del _NAMES[next(iter(_NAMES))]
-        # The code is held, so that its identity is not used again.
-        known = _NAMES[id(code)] = (code, _find_names(code))
-    return known[1]
+def known_code(fn: types.FunctionType) -> KnownCode:
+    """Return what the code of a function, and code nested in it, refers to."""
+    known = _KNOWN.get(id(fn.__code__))
+    if known is not None:
+        present = map(fn.__globals__.get, known.settled)
+        if all(map(operator.is_, present, known.settled.values())):
+            return known
+    elif len(_KNOWN) >= _KNOWN_SIZE:
+        _KNOWN.pop(next(iter(_KNOWN)), None)
+    known = _KNOWN[id(fn.__code__)] = _find_known(fn)
+    return known
+
+
+def _find_known(fn: types.FunctionType) -> KnownCode:
+    code, scope = fn.__code__, fn.__globals__
+    names = _find_names(code)
+    if is_library(scope):
+        return KnownCode(code, names, (), {})
+    settled = {n: scope.get(n) for n in names.loaded if _is_settled(n, scope)}
+    opened = tuple(n for n in names.loaded if n not in settled)
+    return KnownCode(code, names, opened, settled)
 
 
 def _find_names(code: types.CodeType) -> GlobalNames:
     found: dict[str, dict[str, None]] = {"LOAD": {}, "STORE": {}, "DELETE": {}}
     todo = [code]
-    plain, states, computes = True, False, True
+    states = False
     while todo:
         here = todo.pop()
         for step in dis.get_instructions(here):
             action, _, where = step.opname.partition("_")
             if where in ("GLOBAL", "NAME") and action in found:
                 found[action][str(step.argval)] = None
-            plain = plain and step.opname != "IMPORT_NAME"
-            computes = computes and step.opname not in _SETTERS
             if step.argval == _CALLED:
                 is_method = step.opname == "LOAD_METHOD" or "NULL" in step.argrepr
                 states = states or is_method
         states = states or not STATES.isdisjoint(here.co_names)
-        words = _words(here, found["LOAD"])
-        computes = computes and not any(map(_has_effect, words))
         todo += [c for c in here.co_consts if isinstance(c, types.CodeType)]
     stored = (*found["STORE"], *found["DELETE"])
-    plain = plain and not stored and not (_REFLECTION & found["LOAD"].keys())
-    plain = plain and not states
-    return GlobalNames(tuple(found["LOAD"]), stored, plain, states, computes)
+    return GlobalNames(tuple(found["LOAD"]), stored, states)
 
 
-def _words(code: types.CodeType, loaded: Container[str]) -> Iterator[str]:
-    """Yield the names in code, and texts that may be used as such.
+def _is_settled(name: str, scope: dict[str, Any]) -> bool:
+    """Say whether a global is a builtin, or a package's and so none of the user's."""
+    if name not in scope:
+        return hasattr(builtins, name)
+    value = scope[name]
+    kind = type(value)
+    if kind is types.ModuleType:
+        return is_library(vars(value))
+    if kind is types.FunctionType:
+        held = value.__closure__ or value.__defaults__ or value.__kwdefaults__
+        held = held or value.__name__ in STATES
+        return is_library(value.__globals__) and not held
+    return issubclass(kind, type) and is_library_class(value)
 
-    But of what is loaded from globals, a private helper say, without the underscores.
-    """
-    yield from (n.lstrip("_") if n in loaded else n for n in code.co_names)
-    yield from (c for c in code.co_consts if type(c) is str and c.isidentifier())
+
+def is_library_class(cls: type) -> bool:
+    """Say whether a class is the standard library's or a package's."""
+    module: Any = sys.modules.get(str(cls.__module__))
+    if module is builtins:
+        # Code that was executed without a module's name makes classes of builtins too.
+        return not cls.__flags__ & _HEAP_TYPE
+    return module is not None and is_library(vars(module))
 
 
-def _has_effect(name: str) -> bool:
-    return name in _MORE_EFFECTS or _EFFECTS.search(name) is not None
+_HEAP_TYPE = 1 << 9  # CPython: made by a class statement
 
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
@@ -201,79 +217,6 @@ def is_static(value: Any) -> bool:
     if type(value) is types.BuiltinFunctionType:
         return _is_constant(value)
     return is_constant(value) or isinstance(value, enum.Enum)
-
-
-class Contained:
-    """A function that provably reaches no tensor, and the functions that it calls.
-
-    Attributes:
-        fn: the function.
-        only_computes: whether they surely do nothing to what is passed but compute.
-    """
-
-    __slots__ = ("_functions", "_held", "_scopes", "_states", "fn", "only_computes")
-
-    def __init__(self, functions: Sequence[types.FunctionType]) -> None:
-        self.fn, self._functions = functions[0], functions
-        self._states = [(f.__code__, None, {}, None, None) for f in functions]
-        self.only_computes = True
-        loaded: dict[int, tuple[Any, dict[str, None]]] = {}
-        for f in functions:
-            names, scope = global_names(f.__code__), f.__globals__
-            self.only_computes = self.only_computes and names.only_computes
-            found = loaded.setdefault(id(scope), (scope.get, {}))[1]
-            found.update(dict.fromkeys(names.loaded))
-        scopes = [(get, tuple(names)) for get, names in loaded.values()]
-        # Held, so that nothing else has the same identities.
-        self._held = [[*map(get, names)] for get, names in scopes]
-        ids = [[*map(id, values)] for values in self._held]
-        pairs = zip(scopes, ids, strict=True)
-        self._scopes = [(get, names, numbers) for (get, names), numbers in pairs]
-
-    def is_still(self, fn: Fn) -> bool:
-        """Say whether this is about `fn`, and all is as it was.
-
-        It costs a third of looking again.
-        """
-        if self.fn is not fn or [*map(_state, self._functions)] != self._states:
-            return False
-        for get, names, ids in self._scopes:
-            if [*map(id, map(get, names))] != ids:
-                return False
-        return True
-
-
-_state = operator.attrgetter(
-    "__code__", "__closure__", "__dict__", "__defaults__", "__kwdefaults__"
-)
-
-
-def contained(fn: Fn) -> Contained | None:
-    """Return a function as one that reaches no tensor, if it provably does not.
-
-    It refers to nothing but builtins, torch and the standard library, and functions
-    like it.
-    """
-    if type(fn) is not types.FunctionType:
-        return None
-    found = [fn]
-    for f in found:  # which grow
-        names = global_names(f.__code__)
-        if not names.plain or _state(f)[1:] != (None, {}, None, None):
-            return None
-        scope: dict[str, Any] = f.__globals__
-        for name in names.loaded:
-            value: Any = scope.get(name)
-            kind = type(value)
-            if kind is types.ModuleType:
-                if not is_trusted(value.__dict__):
-                    return None
-            elif kind is types.FunctionType:
-                if value not in found:
-                    found.append(value)
-            elif (value is None and name in scope) or not _is_constant(value):
-                return None
-    return Contained(found)
 
 
 def _is_constant(value: Any) -> bool:

@@ -135,8 +135,6 @@ class _Examining(Primal):
         scripts = self._trace_of_calls.scripts
         assert scripts is not None
         noting = self._noting
-        if isinstance(self._fn, nn.Module):  # to be run no more: only the names count
-            self._fn = self._fn.forward
         usual = None if self._usual is None else self._usual.trace
         known = None if usual is None else usual.scripts
         return Examined(

@@ -12,14 +12,14 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from typing_extensions import override
 
 from remat import _tree
-from remat._arguments import argument_name
-from remat._capture import Path, Search
+from remat._capture import Search
 from remat._compat import device_generators, preserved_version, use_count
+from remat._snapshot import Snapshot
 from remat._storages import ARGUMENT, CAPTURED
 from remat._streams import global_streams, stream_of
 from remat._types import Fn
@@ -30,44 +30,30 @@ class Inputs:
 
     Attributes:
         tensors: passed or captured.
-        origins: the path of each, as `Search` gives them.
         run_on: what stands in for each, or itself.
         args: the arguments to run on.
         kwargs: the keyword arguments.
     """
 
     def __init__(self, fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, self._treedef = _tree.flatten((args, kwargs))
-        self._target, search = _named(fn), Search()
-        opaque = []
-        for k, value in enumerate(leaves):
-            if isinstance(value, Tensor):
-                search.tensor(value, k)
-            else:
-                opaque.append((value, k))
-        for value, path in (*opaque, (self._target, None)):
-            search.visit(value, path)
-        found = search.found
-        self.tensors, self.origins = found.tensors, found.origins
+        search = Search()
+        self._snapshot = Snapshot(_named(fn), "", args, kwargs, search)
+        self.tensors = search.found.tensors
         devices = map(stream_of, device_generators())
         self._streams = [*search.streams, *(s for s in devices if s is not None)]
+        leaves, treedef = _tree.flatten((args, kwargs))
         stand_ins = _stand_ins(leaves, any(t.requires_grad for t in self.tensors))
         self.run_on = [stand_ins.get(id(t), t) for t in self.tensors]
         self._passed = len({id(value) for value in leaves if isinstance(value, Tensor)})
         leaves = [stand_ins.get(id(value), value) for value in leaves]
-        self.args, self.kwargs = _tree.unflatten(self._treedef, leaves)
+        self.args, self.kwargs = _tree.unflatten(treedef, leaves)
 
-    def described(self, path: Path) -> tuple[int, str]:
+    def described(self, index: int) -> tuple[int, str]:
         """Return the rank and the origin of a tensor."""
-        text = ""
-        while isinstance(path, tuple):
-            path, part = path
-            # What a function refers to is written like what an object holds.
-            text = (part if part[:1] in ("", ".", "[") else f".{part}") + text
-        if path is None:
-            return CAPTURED, f"from the captured `{text.lstrip('.')}`"
-        name = argument_name(self._target, self._treedef, path)
-        return ARGUMENT, f"from the argument {name}{text}"
+        name, is_passed = self._snapshot.origin_of(index)
+        if is_passed:
+            return ARGUMENT, f"from the argument {name}"
+        return CAPTURED, f"from the captured `{name}`"
 
     def references(self) -> list[int]:
         """Return how many references there are to each tensor.
@@ -97,10 +83,10 @@ class Inputs:
 
 
 def _named(fn: Any) -> Any:
-    """Return what has the parameters' names: what is wrapped, a module's forward."""
-    while hasattr(type(fn), "__remat_rewrap__"):
+    """Return what is wrapped, of which the names are those that a user knows."""
+    while hasattr(type(fn), "__remat_options__"):
         fn = fn.__wrapped__
-    return fn.forward if isinstance(fn, nn.Module) else fn
+    return fn
 
 
 def _stand_ins(leaves: Iterable[Any], differentiated: bool) -> dict[int, Tensor]:

@@ -1,18 +1,20 @@
-"""Kinds of values: what holds nothing, what is a container, what a module's class is.
+"""Kinds of values: what holds nothing, what is a container, what is left alone.
 
-Invariant: what is remembered of a class is looked up by the class, and checked where
-instances may differ. Rejected: asking each attribute of each module what it is.
+Invariant: what is remembered of a class is looked up by the class.
+Rejected: asking each attribute of each object what it is.
 """
 
+import argparse
+import sys
 import threading
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from remat._objects import by_class
-from remat._sources import has_own_code
 
 
 INERT = frozenset(
@@ -23,52 +25,53 @@ INERT = frozenset(
         *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
     }
 )
+SEQUENCES = (list, tuple, set, frozenset, deque)
+# Iterators that `copy.copy` copies, rather than sharing what they iterate over.
+COPIED_ITERATORS = frozenset(
+    {
+        *map(type, map(iter, ([], (), range(0), range(2**64), "", b"", {}, set()))),
+        *(type(iter({}.values())), type(iter({}.items())), type(reversed([]))),
+    }
+)
+# Whose instances are searched all the same, though they are of the standard library.
+_OPEN = (argparse.Namespace, types.SimpleNamespace, ChainMap, UserDict, UserList)
+# Whose instances are torch's own, and hold no state of a model: operators and their
+# kernels, compiled code, process groups, streams, graphs, optimizers.
+_TORCHS = (
+    *("torch._ops", "torch._library", "torch._dynamo", "torch._inductor"),
+    *("torch.distributed", "torch.fx", "torch.jit", "torch.optim", "torch.cuda"),
+    *("torch.export", "torch._functorch"),
+)
 
 
-CONTAINERS = frozenset({OrderedDict, dict, list, set, tuple})
-STANDARD_CONTAINERS = frozenset({*CONTAINERS, Counter, defaultdict, deque})
+@by_class
+def is_left_alone(kind: type) -> bool:
+    """Say whether instances of a class are used as they are, and not searched."""
+    module = str(kind.__module__)
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        return not issubclass(kind, _OPEN)
+    return module.startswith(_TORCHS)
 
 
-class _ModuleKind:
-    """What is known of a class of modules.
-
-    Attributes:
-        is_scripted: whether they are TorchScript's.
-        has_own_code: whether it is not a package's.
-    """
-
-    def __init__(self, kind: type) -> None:
-        self.is_scripted = issubclass(kind, torch.jit.ScriptModule)
-        self.has_own_code = has_own_code(kind)
-        # How the attributes of its instances were last, most often those of all.
-        self._kinds: list[type] = []
-        self._empty = slice(0)
-        self._visited: list[int] = []
-
-    def visited(self, entries: dict[str, Any]) -> list[str]:
-        """Return the attributes to walk: most are flags and empty dicts of hooks."""
-        values = [*entries.values()]
-        if [*map(type, values)] != self._kinds or any(values[self._empty]):
-            self._learn(values)
-        if not self._visited:
-            return []
-        names = [*entries]
-        return [names[k] for k in self._visited]
-
-    def _learn(self, values: list[Any]) -> None:
-        self._kinds = kinds = [*map(type, values)]
-        known = [kind in INERT or kind in CONTAINERS for kind in kinds]
-        is_empty = [k and not v for k, v in zip(known, values, strict=True)]
-        # The longest run of nothing that starts with the first empty container.
-        starts = [k for k, kind in enumerate(kinds) if kind in CONTAINERS]
-        start = next((k for k in starts if is_empty[k]), len(values))
-        end = is_empty.index(False, start) if False in is_empty[start:] else len(values)
-        self._empty = slice(start, end)
-        self._visited = [
-            k
-            for k, kind in enumerate(kinds)
-            if kind not in INERT and not start <= k < end
-        ]
+@by_class
+def can_be_made_anew(kind: type) -> bool:
+    """Say whether an instance is its attributes and nothing more."""
+    try:
+        object.__new__(kind)
+    except TypeError:  # a subclass of str, say
+        return False
+    return True
 
 
-module_kind = by_class(_ModuleKind)
+@by_class
+def is_sharded(kind: type) -> bool:
+    """Say whether modules of a class have their parameters exchanged by FSDP."""
+    return any(
+        cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.distributed")
+        for cls in kind.__mro__
+    )
+
+
+def is_spent_by_use(value: Any) -> bool:
+    """Say whether a value is an iterator that can be read only once."""
+    return isinstance(value, Iterator) and not hasattr(value, "__dict__")

@@ -86,10 +86,29 @@ def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
             value.__dict__[name] = entry
 
 
-def replica_of(value: Any) -> Any:
-    """Return an instance of the class of `value`, without its attributes."""
+def exchange_attributes(value: Any, entries: dict[str, Any]) -> dict[str, Any]:
+    """Have an object hold `entries` and nothing else; return what it held."""
+    slots = slots_of(type(value))
+    if not slots:
+        with contextlib.suppress(AttributeError, TypeError):
+            before = object.__getattribute__(value, "__dict__")
+            object.__setattr__(value, "__dict__", entries)
+            return before
+    # Some have a dict that cannot be exchanged, only its contents.
+    before = attributes(value)
+    set_attributes(value, entries)
+    for name in before.keys() - entries.keys():
+        if name in slots:
+            object.__delattr__(value, name)
+        else:
+            del value.__dict__[name]
+    return before
+
+
+def replica_of(kind: Any, value: Any) -> Any:
+    """Return an instance of a class without attributes, of a value that is there."""
     try:
-        return object.__new__(type(value))
+        return object.__new__(kind)
     except TypeError:  # a subclass of str, say, which holds more than attributes
         return copy.copy(value)
 

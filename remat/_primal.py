@@ -11,7 +11,6 @@ import functools
 import gc
 import itertools
 import operator
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
@@ -24,10 +23,9 @@ from typing_extensions import override
 from remat._absent import PLAIN, Absent
 from remat._ambient import Ambient
 from remat._buffers import shield, update, written
-from remat._call import Call, Known, backward_hooks
+from remat._call import Call
 from remat._capture import holds_tensors
 from remat._checks import (
-    Escape,
     Foreign,
     Watch,
     data_moved,
@@ -41,13 +39,13 @@ from remat._compat import (
     base_tensor,
     current_layer,
     is_graph_held,
-    on_backward,
     set_grad_enabled,
     torch_functions,
     without_hooks,
 )
 from remat._errors import CaptureError, MutationError, RecomputeError
-from remat._options import DEFAULT, Options, is_followed, reference, within
+from remat._context import CONTEXT, is_followed, within
+from remat._options import DEFAULT, Options, reference
 from remat._program import Program, detached
 from remat._recipe import Tracing
 from remat._replay import Replay
@@ -64,7 +62,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 class Primal(Call):
     """One call of a user's function, as the program that is differentiated."""
 
-    __slots__ = ("_ambient", "_classes", "_ids", "_policy", "_prune", "_versions")
+    __slots__ = ("_ambient", "_classes", "_policy", "_prune", "_versions")
 
     def __init__(
         self,
@@ -73,9 +71,8 @@ class Primal(Call):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: Options = DEFAULT,
-        known: Known | None = None,
     ) -> None:
-        super().__init__(fn, label, args, kwargs, options.rng, known)
+        super().__init__(fn, label, args, kwargs, options.rng)
         self._prune = options.prune
         self._policy = options.joined()
 
@@ -97,6 +94,13 @@ class Primal(Call):
             raise
 
     def _recompute(self, out: Out, leaves: Sequence[Tensor], mode: Any) -> Outputs:
+        CONTEXT.recomputing += 1
+        try:
+            return self._run_again(out, leaves, mode)
+        finally:
+            CONTEXT.recomputing -= 1
+
+    def _run_again(self, out: Out, leaves: Sequence[Tensor], mode: Any) -> Outputs:
         with self._as_before(leaves, mode):
             fresh = self._fresh_buffers(leaves)
             if self._classes and current_layer() is None:
@@ -141,15 +145,14 @@ class Primal(Call):
     def forward(self, program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
         """Evaluate for the first time, as `program`: this, or this under vmap."""
         facts = self.facts
-        self._ambient = Ambient(self._streams, self._always)
-        self.own = self.own_among(leaves, facts.needs) if facts.exact else ()
-        self._ids = [*map(id, self._own_of(leaves))] if self.own else []
+        snapshot = self._snapshot
+        self._ambient = Ambient(snapshot.streams, snapshot.always)
         inner = self.stand_ins(leaves, facts.needs)
         self._versions = versions_of(leaves)
         plain = TENSORS.issuperset(map(type, leaves))
         self._classes = () if plain else [*map(type, leaves)]
         facts.untracked = None in self._versions
-        copies = shield(inner, facts.needs, self._buffers)
+        copies = shield(inner, facts.needs, snapshot.buffers)
         tracing = self._tracing(program, leaves, inner)
         mode = None if tracing is None else tracing.mode
         outs = self._run_watched(program, inner, mode)
@@ -164,11 +167,8 @@ class Primal(Call):
         if tracing is not None:
             results += self._trace(tracing, outs)
         del outs, mode, tracing  # which hold what the graph does
-        if not self._only_computes:
-            if self.own:
-                self._check_own(leaves)
-            self._check_leaks(leaves, inner)
-            self.own = ()  # what a module does to its parameters is to be done once
+        self._fn = self._search = None
+        self._check_leaks(leaves, inner)
         for above in facts.above:
             facts.used = sorted({*facts.used, *above.used})
             for j in above.differentiable:
@@ -178,13 +178,7 @@ class Primal(Call):
     def _run_watched(
         self, program: Program, inner: list[Tensor], mode: Any
     ) -> Sequence[Any]:
-        """Run with grad mode on; have what escapes refused, if anything can."""
-        escape = None
-        if not (self._only_computes or (self._contained and self.facts.exact)):
-            escape = Escape(self._label)
-            for t in self._stand_ins_among(inner):
-                if t.requires_grad:
-                    on_backward(t, escape)
+        """Run with grad mode on."""
         set_grad_enabled(True)
         try:
             outs = without_hooks(self._first_run, program, inner, mode)
@@ -192,42 +186,7 @@ class Primal(Call):
             self._ambient.forget_casts()
             raise
         set_grad_enabled(False)
-        if escape is not None:
-            escape.armed = True
         return outs
-
-    def _stand_ins_among(self, inner: Sequence[Tensor]) -> Sequence[Tensor]:
-        # The parameters of a module, which runs on its own, come last.
-        return inner[: len(inner) - len(self.own)]
-
-    @override
-    def stand_ins(
-        self, leaves: Sequence[Tensor], needs: Sequence[bool]
-    ) -> list[Tensor]:
-        """Return what a run is on: stand-ins, and the leaves that are `own`."""
-        if not self.own or (self._out is not None and not self._are_own(leaves)):
-            return detached(leaves, needs)
-        if len(self.own) == len(leaves):
-            return [*leaves]
-        fresh = [*needs]
-        for i in self.own:
-            fresh[i] = False
-        return detached(leaves, fresh)
-
-    def _own_of(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-        all_are = len(self.own) == len(leaves)
-        return leaves if all_are else [leaves[i] for i in self.own]
-
-    def _are_own(self, leaves: Sequence[Tensor]) -> bool:
-        """Say whether leaves are still as they were, when they are recomputed on.
-
-        A hook on saved tensors may have given others back, to which the hooks of those
-        do not belong; and they may have been frozen, or have hooks by now.
-        """
-        own = self._own_of(leaves)
-        if [*map(id, own)] != self._ids or any(map(backward_hooks, own)):
-            return False
-        return False not in map(_requires_grad, own)
 
     def _trace(self, tracing: Tracing, outs: Sequence[Any]) -> list[Tensor]:
         """Note how the call is recomputed; return the tensors kept for it."""
@@ -244,14 +203,14 @@ class Primal(Call):
         if mode is not None:
             run = functools.partial(run, mode=mode)
         try:
-            if self.facts.exact or self._contained:
+            if self.facts.exact or self._snapshot.is_contained:
                 return run(*inner)
             with Foreign():
                 return self._labelled(run, *inner)
         except RuntimeError as error:
             if "a leaf Variable that requires grad" not in str(error):
                 raise
-            self._out, self.own = None, ()
+            self._out = None
             name = self._find_changed(program, inner)
             message = _IN_PLACE.format(name=name, label=self._label)
             raise MutationError(message) from error
@@ -260,7 +219,7 @@ class Primal(Call):
         self, outs: Sequence[Any], inner: list[Tensor]
     ) -> tuple[Sequence[int], bool]:
         needs = self.facts.needs
-        if self._contained and self.facts.exact:
+        if self._snapshot.is_contained and self.facts.exact:
             made = [o.grad_fn for o in outs if o.requires_grad]
             if None not in made:
                 # Nothing else can be reached, and it costs a tenth of a call to look.
@@ -279,7 +238,7 @@ class Primal(Call):
     def _find_changed(self, program: Program, inner: list[Tensor]) -> str:
         """Name the input that torch refused to change, by letting copies be changed."""
         copies = [t.detach().clone() for t in inner]
-        ambient = Ambient(self._streams, True)
+        ambient = Ambient(self._snapshot.streams, True)
         ambient.forward_done()
         with contextlib.suppress(Exception), torch.no_grad(), ambient.restored():
             program.run(*copies)
@@ -289,9 +248,8 @@ class Primal(Call):
 
     def _check_inputs(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
         needs, kept = self.facts.needs, self.facts.kept
-        if self._versions == versions_of(leaves) and (
-            self._only_computes or needs == [*map(_requires_grad, inner)]
-        ):
+        now = [*map(_requires_grad, inner)]
+        if self._versions == versions_of(leaves) and needs == now:
             return
         for i, t in enumerate(leaves):
             if version_of(t) != self._versions[i] and i not in kept:
@@ -301,8 +259,7 @@ class Primal(Call):
 
     def _check_leaks(self, leaves: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
         """Refuse, now that its graph should be gone, what would lose a gradient."""
-        inner = self._stand_ins_among(inner)
-        leaves, needs = leaves[: len(inner)], self.facts.needs[: len(inner)]
+        needs = self.facts.needs
         for t in inner:
             if t.requires_grad and t.grad is not None:
                 raise CaptureError(_BACKWARD.format(label=self._label))
@@ -311,9 +268,8 @@ class Primal(Call):
             for i, need in enumerate(needs):
                 if need and data_moved(leaves[i], inner[i]):
                     raise self._error(_IN_PLACE, i)
-        # At the base, `Escape` refuses it when and if it is differentiated.
         # A mode around this holds results for its call, which looks itself.
-        if self._contained or self.facts.exact or is_followed():
+        if self._snapshot.is_contained or is_followed():
             return
         if not is_graph_held(inner):
             return
@@ -321,18 +277,6 @@ class Primal(Call):
         gc.collect()
         if is_graph_held(inner):
             raise CaptureError(_LEAKED.format(label=self._label))
-
-    def _check_own(self, leaves: Sequence[Tensor]) -> None:
-        """Refuse new data of a parameter; leave its new hooks to the recomputation."""
-        needs, before = self.facts.needs, self._places or []
-        now = places_of(leaves, needs) or [-1] * len(before)
-        if now != before:
-            where = compress(itertools.count(), needs)
-            each = zip(where, now, before, strict=False)
-            raise self._error(_IN_PLACE, next(i for i, new, old in each if new != old))
-        for i in self.own:
-            if leaves[i]._backward_hooks is not None:
-                leaves[i]._backward_hooks = None
 
     def _error(self, message: str, index: int) -> MutationError:
         name = self.name_of(index)
@@ -343,8 +287,8 @@ class Primal(Call):
     ) -> list[Tensor]:
         """Write back what the forward made of them; return their values from before."""
         before = {}
-        for i in written(leaves, copies, self._buffers):
-            if i not in self._buffers:
+        for i in written(leaves, copies, self._snapshot.buffers):
+            if i not in self._snapshot.buffers:
                 raise self._error(_IN_PLACE, i)
             before[i] = update(leaves[i], copies[i])
             self._versions[i] = before[i]._version
@@ -401,17 +345,6 @@ class Primal(Call):
             message = _GRADLESS.format(label=self._label, now=now, then=then)
             raise RecomputeError(message)
         return True
-
-
-def is_recomputing() -> bool:
-    """Say, by the stack, whether this thread runs a function again for a backward."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not _RECOMPUTE:
-        frame = frame.f_back
-    return frame is not None
-
-
-_RECOMPUTE = Primal._recompute.__code__
 
 
 def _may_be_absent(leaf: Tensor) -> bool:

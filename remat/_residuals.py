@@ -108,8 +108,8 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
         inputs = Inputs(fn, args, kwargs)
         stack.enter_context(inputs.restored())
         ledger = Ledger(stack)
-        for tensor, path in zip(inputs.tensors, inputs.origins, strict=True):
-            ledger.know(tensor, *inputs.described(path))
+        for i, tensor in enumerate(inputs.tensors):
+            ledger.know(tensor, *inputs.described(i))
         roots, start = _run(fn, inputs, ledger)
         torch.clear_autocast_cache()
         notes = _Notes(ledger)

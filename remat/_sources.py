@@ -10,10 +10,8 @@ Rejected: watching every draw for its generator, which takes a mode around every
 forward, at ten times the cost.
 """
 
-import builtins
 import contextlib
 import gc
-import operator
 import random
 import sys
 import types
@@ -22,12 +20,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextvars import ContextVar
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from remat._code import STATES, global_names, is_library
+from remat._code import STATES, is_library, is_library_class, known_code
 from remat._compat import default_generators
 from remat._objects import attributes, by_class, defines
 from remat._streams import Stream, stream_of
@@ -70,23 +68,12 @@ def is_scripted(kind: type) -> bool:
 @by_class
 def own_bases(cls: type) -> tuple[int, ...]:
     """Return which classes in the order of resolution are no package's."""
-    return tuple(i for i, base in enumerate(cls.__mro__) if not _is_of_library(base))
+    return tuple(i for i, base in enumerate(cls.__mro__) if not is_library_class(base))
 
 
 def has_own_code(cls: type) -> bool:
     """Say whether some of a class's code is no package's."""
     return bool(own_bases(cls))
-
-
-def _is_of_library(cls: type) -> bool:
-    module: Any = sys.modules.get(str(cls.__module__))
-    if module is builtins:
-        # Code that was executed without a module's name makes classes of builtins too.
-        return not cls.__flags__ & _HEAP_TYPE
-    return module is not None and is_library(vars(module))
-
-
-_HEAP_TYPE = 1 << 9  # CPython: made by a class statement
 
 
 class Sources:
@@ -125,14 +112,14 @@ class Sources:
             fn: the function.
             deeply: whether to walk its variables, defaults and globals too.
         """
-        code = open_code(fn)
-        if code.handles_states or fn.__name__ in STATES:
+        known = known_code(fn)
+        if known.names.handles_states or fn.__name__ in STATES:
             self.handles_states = True
         if fn.__dict__:
             self.compiled = self.compiled or _COMPILED in fn.__dict__
             self.walk_all(fn.__dict__.values())
-        if deeply and (code.names or code.closed or has_defaults(fn)):
-            self.walk_all(_parts_of_function(fn, code.names))
+        if deeply and (known.open or is_closed(fn) or has_defaults(fn)):
+            self.walk_all(_parts_of_function(fn, known.open))
 
     def of_class(self, cls: type) -> None:
         """Walk what a class holds and what the code of its methods refers to."""
@@ -208,6 +195,12 @@ class Sources:
         return gc.get_referents(value)
 
 
+def is_closed(fn: types.FunctionType) -> bool:
+    """Say whether a function has variables of an outer one."""
+    # `__class__` stands in every method that calls super().
+    return any(name != "__class__" for name in fn.__code__.co_freevars)
+
+
 def has_defaults(fn: types.FunctionType) -> bool:
     """Say whether a function has defaults that are no plain values."""
     defaults = fn.__defaults__
@@ -222,69 +215,6 @@ def _parts_of_function(fn: types.FunctionType, names: Iterable[str]) -> list[Any
             cells.append(cell.cell_contents)
     scope = fn.__globals__
     return [*cells, fn.__defaults__, fn.__kwdefaults__, *map(scope.get, names)]
-
-
-class _OpenCode(NamedTuple):
-    """What of a function's code may lead to a stream.
-
-    Attributes:
-        code: held, so that its identity is not used again.
-        names: the globals to look at.
-        settled: the others, which are builtins or what packages define, and what they
-            were then.
-        closed: whether it has variables of an outer function.
-        handles_states: whether it reads or sets the state of a stream itself.
-    """
-
-    code: types.CodeType
-    names: tuple[str, ...]
-    settled: dict[str, Any]
-    closed: bool
-    handles_states: bool
-
-
-# By the identity of the code, oldest first.
-_CODES: dict[int, _OpenCode] = {}
-_CODES_SIZE = 4096
-
-
-def open_code(fn: types.FunctionType) -> _OpenCode:
-    """Return what of a function's code may lead to a stream."""
-    known = _CODES.get(id(fn.__code__))
-    if known is not None:
-        present = map(fn.__globals__.get, known.settled)
-        if all(map(operator.is_, present, known.settled.values())):
-            return known
-    elif len(_CODES) >= _CODES_SIZE:
-        _CODES.pop(next(iter(_CODES)), None)
-    known = _CODES[id(fn.__code__)] = _find_open(fn)
-    return known
-
-
-def _find_open(fn: types.FunctionType) -> _OpenCode:
-    code, scope = fn.__code__, fn.__globals__
-    closed = any(name != "__class__" for name in code.co_freevars)
-    if is_library(scope):
-        return _OpenCode(code, (), {}, closed, handles_states=False)
-    found = global_names(code)
-    settled = {n: scope.get(n) for n in found.loaded if _is_settled(n, scope)}
-    names = tuple(n for n in found.loaded if n not in settled)
-    return _OpenCode(code, names, settled, closed, found.handles_states)
-
-
-def _is_settled(name: str, scope: dict[str, Any]) -> bool:
-    """Say whether a global is a builtin, or a package's and so none of the user's."""
-    if name not in scope:
-        return hasattr(builtins, name)
-    value = scope[name]
-    kind = type(value)
-    if kind is types.ModuleType:
-        return is_library(vars(value))
-    if kind is types.FunctionType:
-        held = value.__closure__ or value.__defaults__ or value.__kwdefaults__
-        held = held or value.__name__ in STATES
-        return is_library(value.__globals__) and not held
-    return issubclass(kind, type) and _is_of_library(value)
 
 
 def _parts_of_container(value: Any) -> Iterable[Any]:

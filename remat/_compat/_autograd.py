@@ -92,6 +92,21 @@ def pull_back(
 
 
 # Deleted by: a public way to suspend saved-tensor hooks.
+def suspend_hooks() -> list[Any]:
+    """Take away the hooks for saved tensors, and return what `resume_hooks` takes."""
+    suspended: list[Any] = []
+    while (hooks := top_hooks(True)) is not None:
+        suspended.append(hooks)
+        pop_hooks()
+    return suspended
+
+
+def resume_hooks(suspended: list[Any]) -> None:
+    """Put back what `suspend_hooks` took away."""
+    for hooks in reversed(suspended):
+        push_hooks(*hooks)
+
+
 def without_hooks(fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn`, whose graph is dropped at once, without the user's saved-tensor hooks.
 
@@ -99,15 +114,43 @@ def without_hooks(fn: Callable[..., Any], *args: Any) -> Any:
     """
     if top_hooks(True) is None:
         return fn(*args)
-    suspended = []
-    while (hooks := top_hooks(True)) is not None:
-        suspended.append(hooks)
-        pop_hooks()
+    suspended = suspend_hooks()
     try:
         return fn(*args)
     finally:
-        for hooks in reversed(suspended):
-            push_hooks(*hooks)
+        resume_hooks(suspended)
+
+
+# Deleted by: public names for these.
+are_hooks_allowed: Callable[[], bool] = vars(torch._C._autograd)[
+    "_saved_tensors_hooks_is_enabled"
+]
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def when_done(callback: Callable[[], None]) -> None:
+    """Have the backward that runs call `callback` when it has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# Deleted by: torch.func refusing only hooks that touch what is of its levels. Dynamo
+# knows the context manager by its identity, so what it runs is exchanged in it.
+def leave_hooks_on(is_harmless: Callable[[], bool]) -> None:
+    """Let torch.func run under hooks for saved tensors where they are harmless."""
+    manager: Any = graph.disable_saved_tensors_hooks
+    disabled = manager.__wrapped__
+
+    @functools.wraps(disabled)
+    def unless_harmless(error_message: str) -> Iterator[None]:
+        if is_harmless():
+            yield
+        else:
+            yield from disabled(error_message)
+
+    for cell in manager.__closure__:
+        if cell.cell_contents is disabled:
+            cell.cell_contents = unless_harmless
 
 
 # Deleted by: saved tensors that tell which of them changed.

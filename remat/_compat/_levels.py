@@ -169,6 +169,37 @@ def call_below_vmap(fn: Callable[..., Any], *args: Any) -> Any:
         push_dynamic_layer_stack(popped)
 
 
+# Deleted by: a public context below all levels of torch.func, and below the vmap of
+# `is_grads_batched`, a mode of its own.
+def below_all_levels(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` as if no transform were active."""
+    depth = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    if not depth and peek_interpreter_stack() is None:
+        return fn(*args)
+    popped = []
+    while peek_interpreter_stack() is not None:
+        popped.append(pop_dynamic_layer_stack())
+    for _ in range(depth):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        return fn(*args)
+    finally:
+        for _ in range(depth):
+            torch._C._vmapmode_increment_nesting()
+        for layer in reversed(popped):
+            push_dynamic_layer_stack(layer)
+
+
+# Deleted by: wrappers of torch.func that can be detached from the node they have.
+def without_node(tensor: Tensor) -> Tensor:
+    """Return a tensor of a torch.func level without its node at that level."""
+    level = maybe_get_level(tensor)
+    return _wrap_for_grad(_unwrap_for_grad(tensor, level), level)
+
+
+is_of_torch_func = is_functorch_wrapped_tensor
+
 Flat: TypeAlias = tuple[Any, ...]
 
 

@@ -133,9 +133,9 @@ def swap_parametrization_cache(cache: dict[Any, Any]) -> dict[Any, Any]:
     return before
 
 
-def is_parametrization_cached() -> bool:
-    """Say whether `parametrize.cached()` is active."""
-    return parametrize._cache_enabled > 0
+def parametrization_cache() -> dict[Any, Any] | None:
+    """Return what `parametrize.cached()` keeps; None if it is not active."""
+    return parametrize._cache if parametrize._cache_enabled > 0 else None
 
 
 # Deleted by: `torch.compiler.disable` not importing Dynamo for those who do not use it.

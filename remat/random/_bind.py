@@ -25,7 +25,7 @@ from torch.utils import checkpoint
 from torch.utils.data import get_worker_info
 from typing_extensions import override
 
-from remat._code import global_names, user_line
+from remat._code import known_code, user_line
 from remat._compat import (
     OpOverload,
     OpOverloadPacket,
@@ -38,7 +38,7 @@ from remat._compat import (
 )
 from remat._draws import Guard
 from remat._errors import RandomnessError
-from remat._primal import is_recomputing
+from remat._context import is_recomputing
 from remat.random._key import Key, KeyLike, data_of, fold_in
 from remat.random._rerouted import DRAWS
 from remat.random._rerouted_nn import LAYERS
@@ -66,7 +66,7 @@ def _scope(func: Any) -> dict[str, Any]:
     """Return those globals that `func` names, as they are now."""
     code = func.__code__
     # Without `__name__`: else Dynamo takes the globals of the module of this name.
-    names = ("__builtins__", *global_names(code).loaded)
+    names = ("__builtins__", *known_code(func).names.loaded)
     scope = _those(names, func.__globals__) | _UNASKED
     if "overrides" in code.co_names:
         quiet = SimpleNamespace(**_those(code.co_names, vars(overrides)) | _UNASKED)

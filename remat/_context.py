@@ -1,0 +1,56 @@
+"""What a thread is in the middle of: which calls run around, and for what.
+
+Invariant: what is set here is put back by whoever set it, also after an exception.
+Rejected: to look at the stack. It does not tell of which call a frame is.
+"""
+
+import threading
+from typing import Any
+
+
+class _Context(threading.local):
+    """The calls that a thread is in.
+
+    Attributes:
+        policy: of the calls around, joined.
+        followed: how many modes of ours follow what the thread does.
+        recomputing: how many recomputes it is in.
+        saves: whether only calls of remat are asked what is saved here: then what is
+            saved by torch.func inside is no business of theirs.
+    """
+
+    policy: Any = None
+    followed: int = 0
+    recomputing: int = 0
+    saves: bool = False
+
+
+CONTEXT = _Context()
+
+
+def is_recomputing() -> bool:
+    """Say whether this thread runs a function again for a backward."""
+    return CONTEXT.recomputing > 0
+
+
+def is_followed() -> bool:
+    """Say whether a mode of ours follows what this thread does."""
+    return CONTEXT.followed > 0
+
+
+class within:  # noqa: N801
+    """A context that is part of a call with a policy, followed by a mode or not."""
+
+    __slots__ = ("_before", "_followed", "_policy")
+
+    def __init__(self, policy: Any, *, followed: bool) -> None:
+        self._policy, self._followed = policy, followed
+
+    def __enter__(self) -> None:
+        context = CONTEXT
+        self._before, context.policy = context.policy, self._policy
+        context.followed += self._followed
+
+    def __exit__(self, *_: object) -> None:
+        CONTEXT.policy = self._before
+        CONTEXT.followed -= self._followed

@@ -1,0 +1,153 @@
+"""Fills handles: what a recompute saves, in the order in which the forward saved.
+
+Invariant: the j-th tensor saved goes into the j-th handle, if that is alive, and only
+if it is such a tensor as the forward saved there. Nothing that is returned here to the
+graph of the recompute has a node: it would be a cycle that Python does not see.
+Rejected: to compare values. That is for `remat.testing.check_replay`.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat._code import user_line
+from remat._compat import (
+    is_of_torch_func,
+    pop_hooks,
+    push_hooks,
+    resume_hooks,
+    set_grad_enabled,
+    suspend_hooks,
+    unwrap_dead,
+    without_node,
+)
+from remat._context import CONTEXT
+from remat._errors import RecomputeError
+from remat._handles import Handle, unpack
+
+
+class Stop(BaseException):
+    """Every handle that is alive has its value."""
+
+
+class Filling:
+    """What one recompute fills.
+
+    Args:
+        handles: those to be filled.
+        metas: of all that the forward saved, None for what stayed itself.
+        label: of the call.
+
+    Attributes:
+        left: how many of them are empty.
+    """
+
+    __slots__ = ("_handles", "_label", "_metas", "_saved", "left")
+
+    def __init__(
+        self, handles: Iterable[Handle], metas: Sequence[Any], label: str
+    ) -> None:
+        self._handles = {handle.place: handle for handle in handles}
+        self._metas, self._label = metas, label
+        self._saved: list[Any] = []
+        self.left = len(self._handles)
+
+    def pack(self, t: Tensor) -> Any:
+        """Be the hook that saves a tensor."""
+        if not self.left:
+            raise Stop
+        place = len(self._saved)
+        if is_of_torch_func(t):
+            t = unwrap_dead(t)
+            if is_of_torch_func(t):
+                self._saved.append(None)
+                return without_node(t)
+        meta = t.shape, t.dtype, type(t.grad_fn)
+        self._saved.append(meta)
+        value = t if t.is_leaf else t.detach()
+        handle = self._handles.get(place)
+        if handle is not None:
+            if meta != self._metas[place]:
+                raise self.differs()
+            handle.value = value
+            self.left -= 1
+            if not self.left:
+                raise Stop
+        elif place >= len(self._metas):
+            raise self.differs()
+        return value
+
+    def differs(self) -> RecomputeError:
+        """Return the error that the recompute saved something else than the forward."""
+        then, now = self._metas, self._saved
+        # What stays itself is not compared, and not kept track of.
+        pairs = itertools.zip_longest(then, now, fillvalue=_NOTHING)
+        first = next(
+            (k for k, (a, b) in enumerate(pairs) if a is not None and a != b), len(now)
+        )
+        where = user_line()
+        return RecomputeError(
+            _DIFFERS.format(
+                label=self._label,
+                then=_listed(then, first),
+                now=_listed(now, first),
+                where=where,
+            )
+        )
+
+
+_NOTHING = object()
+
+
+def _listed(metas: Sequence[Any], first: int) -> str:
+    """Write what was saved around the first difference."""
+    start = max(0, first - 2)
+    lines = [_line(k, meta) for k, meta in enumerate(metas[start : first + 2], start)]
+    return "\n".join(lines) if len(metas) > first else "\n".join([*lines, _NO_MORE])
+
+
+def _line(k: int, meta: Any) -> str:
+    if meta is None:
+        return f"    {k}: an input, or a leaf"
+    shape, dtype, node = meta
+    name = "no graph" if node is type(None) else node.__name__
+    return f"    {k}: {str(dtype).removeprefix('torch.')}{[*shape]} of {name}"
+
+
+_NO_MORE = "    nothing more"
+_DIFFERS = (
+    "remat: recomputing {label} saves something else for the backward than the forward "
+    "did, at {where}.\n  forward:\n{then}\n  recomputation:\n{now}\nThe function must "
+    "compute the same thing twice: if it depends on outside state that changed, pass "
+    "that state as an argument. remat.testing.check_replay shows where the two part."
+)
+
+
+class Recomputing:
+    """A context in which a thread recomputes a call, whatever goes on around it."""
+
+    __slots__ = ("_before", "_filling", "_grad_mode", "_suspended")
+
+    def __init__(self, filling: Filling) -> None:
+        self._filling = filling
+
+    def __enter__(self) -> None:
+        context = CONTEXT
+        self._before = context.saves, context.policy
+        self._suspended = suspend_hooks()
+        self._grad_mode = torch.is_grad_enabled()
+        set_grad_enabled(True)
+        context.saves, context.policy = True, None
+        context.recomputing += 1
+        push_hooks(self._filling.pack, unpack)
+
+    def __exit__(self, *_: object) -> None:
+        context = CONTEXT
+        pop_hooks()
+        context.recomputing -= 1
+        context.saves, context.policy = self._before
+        set_grad_enabled(self._grad_mode)
+        resume_hooks(self._suspended)

@@ -1,0 +1,102 @@
+"""What a graph holds in place of a tensor that it saved.
+
+Under torch's hooks for saved tensors, a node of the graph holds what `pack` returned,
+and `unpack` gives the tensor back when the node runs.
+
+    Handle    of a value that the call recomputes, or that its policy keeps
+    Kept      of an input of the call, or of a leaf that requires grad: that itself
+    Outer     of an input of the call, as the hooks around the call packed it
+
+Invariant: none of them holds what the call computed with its graph. The graph holds
+them, where Python's garbage collector does not see it: it would never be freed.
+Rejected: the tensor itself in place of `Kept`. torch compares no versions under hooks,
+so that a change in place would go unnoticed.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from remat._checks import describe, version_of
+from remat._compat import keeps_graph
+from remat._errors import MutationError
+from remat._snapshot import Snapshot
+
+
+class Handle:
+    """Stands for a tensor that a call computed.
+
+    Attributes:
+        call: gives the value.
+        place: the handle's number among all that the call saved.
+        value: the tensor, if it was recomputed and not read yet, or is kept.
+        is_kept: whether the value stays for as long as the handle does.
+    """
+
+    __slots__ = ("__weakref__", "call", "is_kept", "place", "value")
+
+    def __init__(self, call: Any, place: int) -> None:
+        self.call, self.place = call, place
+        self.value: Any = None
+        self.is_kept = False
+
+
+class Kept:
+    """Stands for a tensor that is saved itself.
+
+    Args:
+        tensor: the tensor.
+        snapshot: of the call, for the name.
+        index: of the tensor among the inputs; None if it is none.
+    """
+
+    __slots__ = ("_index", "_snapshot", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor, snapshot: Snapshot, index: int | None) -> None:
+        self._tensor, self._version = tensor, version_of(tensor)
+        self._snapshot, self._index = snapshot, index
+
+    def unpacked(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            MutationError: it was changed in place.
+        """
+        tensor = self._tensor
+        if self._version is not None and tensor._version != self._version:
+            i, names = self._index, self._snapshot
+            name = describe(tensor) if i is None else f"`{names.name_of(i)}`"
+            raise MutationError(_CHANGED.format(name=name, label=names.label))
+        return tensor
+
+
+class Outer:
+    """Stands for a tensor as other hooks packed it."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, tensor: Tensor, hooks: Any) -> None:
+        pack, self._unpack = hooks
+        self._packed = pack(tensor)
+
+    def unpacked(self) -> Tensor:
+        """Return the tensor."""
+        return self._unpack(self._packed)
+
+
+def unpack(packed: Any) -> Tensor:
+    """Be the hook that gives a saved tensor back."""
+    if type(packed) is Handle:
+        value = packed.value
+        if value is None:
+            return packed.call.value_of(packed)
+        if not packed.is_kept and keeps_graph():
+            packed.value = None  # the node stays, not so what was computed for it
+        return value
+    return packed if isinstance(packed, Tensor) else packed.unpacked()
+
+
+_CHANGED = (
+    "remat: {name} was changed in place between the forward and the backward of "
+    "{label}, which reads it. Change a copy, or change it after the backward."
+)

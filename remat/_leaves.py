@@ -1,0 +1,88 @@
+"""The user's own leaves: a recompute runs on them, and leaves nothing on them.
+
+It runs on the leaves themselves. On others, what the function keeps by their identity
+would not be found; and were others put into a module that several threads use, the
+gradients of those threads would be lost.
+
+Invariant: after a recompute a leaf has the hooks and the attributes that it had before.
+Rejected: stand-ins for all leaves, as for other inputs.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_hooks_of = operator.attrgetter(*_HOOKS)
+_grad_of = operator.attrgetter("grad")
+_attributes_of = operator.attrgetter("__dict__")
+_NONE = None, None
+
+
+def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
+    """Return what was set on leaves; None where nothing was."""
+    found = [*map(_attributes_of, leaves)]
+    return [entries.copy() for entries in found] if any(found) else None
+
+
+def gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
+    """Return what tells the gradients that leaves have from others."""
+    grads = [*map(_grad_of, leaves)]
+    return [None if g is None else (id(g), g._version) for g in grads]
+
+
+class Untouched:
+    """A context in which leaves have the attributes of a call, and keep their hooks.
+
+    Args:
+        leaves: the user's own.
+        attributes: what `attributes_of` them said.
+    """
+
+    __slots__ = ("_after", "_attributes", "_hooks", "_leaves")
+
+    def __init__(
+        self, leaves: Sequence[Tensor], attributes: list[dict[str, Any]] | None
+    ) -> None:
+        self._leaves, self._attributes = leaves, attributes
+
+    def __enter__(self) -> None:
+        leaves = self._leaves
+        self._hooks = _hooks(leaves)
+        self._after = attributes_of(leaves)
+        if self._attributes or self._after:
+            _set_attributes(leaves, self._attributes)
+
+    def __exit__(self, *_: object) -> None:
+        leaves = self._leaves
+        if _hooks(leaves) != self._hooks:
+            for t, before in zip(leaves, self._hooks, strict=True):
+                for name, hooks in zip(_HOOKS, before, strict=True):
+                    _put_back(t, name, hooks)
+        if self._after or any(map(_attributes_of, leaves)):
+            _set_attributes(leaves, self._after)
+
+
+def _hooks(leaves: Sequence[Tensor]) -> list[Any]:
+    hooks = [*map(_hooks_of, leaves)]
+    if hooks.count(_NONE) == len(hooks):  # most often, and quickly
+        return hooks
+    return [tuple(h if h is None else h.copy() for h in both) for both in hooks]
+
+
+def _put_back(tensor: Tensor, name: str, before: Any) -> None:
+    now = getattr(tensor, name)
+    if now is None or before is None:
+        setattr(tensor, name, before)
+    elif now != before:
+        now.clear()
+        now.update(before)
+
+
+def _set_attributes(leaves: Sequence[Tensor], attributes: Any) -> None:
+    for t, entries in zip(leaves, attributes or [{}] * len(leaves), strict=True):
+        t.__dict__.clear()
+        t.__dict__.update(entries)

@@ -1,0 +1,324 @@
+"""A call under base autograd: its graph is the one that plain code makes.
+
+The forward runs the function as it is, on the user's own tensors and objects, under
+hooks that put handles (`_handles`) in place of what the graph saves. The first handle
+that a backward reads has the function run again as the call was, under hooks that put
+the j-th saved tensor into the j-th handle, and that stop it as soon as each handle that
+is still alive has its value. Which ones are alive the graph itself tells: the handles
+of nodes that no backward can reach any more are gone.
+
+Invariant: both runs save alike. What stays itself and what becomes a handle is decided
+in the forward alone; a recompute counts all that is saved, and to save something else
+is an error. The graph of a recompute is differentiated by nobody but the function.
+Rejected: one node for a call, whose backward is again a call (`_transform`). What
+leaves the function other than by being returned would have no graph, hooks would fire
+at other times, and gradients of all inputs arrive together, whichever were asked for.
+"""
+
+import contextlib
+import functools
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from remat._ambient import Ambient
+from remat._capture import Search
+from remat._checks import Watch, version_of, versions_of
+from remat._compat import (
+    below_all_levels,
+    current_task,
+    is_of_torch_func,
+    keeps_graph,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+    unwrap_dead,
+    when_done,
+    without_node,
+)
+from remat._context import CONTEXT
+from remat._draws import without_draws
+from remat._errors import MutationError
+from remat._filling import Filling, Recomputing, Stop
+from remat._handles import Handle, Kept, Outer, unpack
+from remat._leaves import Untouched, attributes_of, gradients_of
+from remat._options import Options
+from remat._restore import Run
+from remat._snapshot import Snapshot
+from remat._types import TENSORS, Fn
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def call_saved(
+    fn: Fn, label: str, args: Any, kwargs: dict[str, Any], options: Options
+) -> Any:
+    """Call a function so that a backward recomputes what its graph saves."""
+    if options.rng == "error":
+        fn = without_draws(fn, label)
+    search = Search(shallow=True)
+    snapshot = Snapshot(fn, label, args, kwargs, search)
+    leaves = search.found.tensors
+    needs = [*map(_requires_grad, leaves)]
+    if search.is_lazy or True not in needs:
+        return fn(*args, **kwargs)
+    return Saved(snapshot, leaves, needs).forward(fn, args, kwargs, leaves)
+
+
+class Saved:
+    """One call.
+
+    Args:
+        snapshot: of it.
+        leaves: the tensors found, held by the caller until the forward has ended.
+        needs: which of them require grad.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_accumulates", "_ambient", "_attributes", "_copied"),
+        *("_done", "_handles", "_held", "_kinds", "_metas", "_needs", "_outer"),
+        *("_own", "_snapshot", "_versions"),
+    )
+
+    def __init__(
+        self, snapshot: Snapshot, leaves: Sequence[Tensor], needs: list[bool]
+    ) -> None:
+        self._snapshot, self._needs = snapshot, needs
+        self._outer = top_hooks(True)
+        self._handles: list[weakref.ref[Handle] | None] = []
+        self._metas: list[Any] = []
+        self._versions = versions_of(leaves)
+        self._copied = _to_copy(leaves, needs, snapshot.buffers)
+        plain = TENSORS.issuperset(map(type, leaves))
+        self._kinds = None if plain else [*map(type, leaves)]
+        self._own = [i for i, t in enumerate(leaves) if _is_own(t)]
+        self._attributes = attributes_of(leaves)
+        self._held = [self._hold(i, t) for i, t in enumerate(leaves)]
+        self._ambient = Ambient(snapshot.streams, snapshot.always)
+        self._done = self._accumulates = False
+
+    def _hold(self, i: int, t: Tensor) -> Any:
+        """Return what is held of an input: never the graph that it has."""
+        if i in self._copied:
+            with torch.no_grad():
+                return t.clone()
+        if _is_own(t):
+            return t
+        return t.detach() if self._outer is None else Outer(t, self._outer)
+
+    # --- The forward ---
+
+    def forward(
+        self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Sequence[Tensor]
+    ) -> Any:
+        """Run the function as it is."""
+        own = [leaves[i] for i in self._own]
+        grads = gradients_of(own)
+        outer, before = self._outer, CONTEXT.saves
+        CONTEXT.saves = outer is None or (before and outer[1] is unpack)
+        push_hooks(self._packer(leaves), unpack)
+        try:
+            result = fn(*args, **kwargs)
+        finally:
+            pop_hooks()
+            CONTEXT.saves = before
+        if any(self.alive()):
+            self._accumulates = gradients_of(own) != grads
+            self._ambient.forward_done(keeps_casts=True)
+            self._refuse_changes(leaves)
+            self._done = True
+        return result
+
+    def _packer(self, leaves: Sequence[Tensor]) -> Callable[[Tensor], Any]:
+        """Return the hook that saves a tensor in the forward."""
+        index = dict(zip(map(id, leaves), itertools.count(), strict=False))
+        versions, held, snapshot = self._versions, self._held, self._snapshot
+        handles, metas, within = self._handles, self._metas, self._outer is not None
+
+        def pack(t: Tensor) -> Any:
+            i = index.get(id(t))
+            if i is not None and version_of(t) == versions[i]:
+                handles.append(None)
+                metas.append(None)
+                is_outer = within and type(held[i]) is Outer
+                return held[i] if is_outer else Kept(t, snapshot, i)
+            if is_of_torch_func(t):
+                t = unwrap_dead(t)
+                if is_of_torch_func(t):  # of a level that was opened inside
+                    handles.append(None)
+                    metas.append(None)
+                    return without_node(t)
+            if t.requires_grad and t.is_leaf:
+                handles.append(None)
+                metas.append(None)
+                return Kept(t, snapshot, None)
+            handle = Handle(self, len(handles))
+            handles.append(weakref.ref(handle))
+            metas.append((t.shape, t.dtype, type(t.grad_fn)))
+            return handle
+
+        return pack
+
+    def _refuse_changes(self, leaves: Sequence[Tensor]) -> None:
+        """Refuse what no recompute could start from: inputs that are others now."""
+        now = versions_of(leaves)
+        if now == self._versions:
+            return
+        for i, (old, new) in enumerate(zip(self._versions, now, strict=True)):
+            if old != new and i not in self._copied:
+                names = self._snapshot
+                message = _IN_PLACE.format(name=names.name_of(i), label=names.label)
+                raise MutationError(message)
+
+    def alive(self) -> Iterator[Handle]:
+        """Yield the handles that some node still holds."""
+        for ref in self._handles:
+            handle = None if ref is None else ref()
+            if handle is not None:
+                yield handle
+
+    # --- The recompute ---
+
+    def value_of(self, asked: Handle) -> Tensor:
+        """Return the value of a handle; fill all others that the backward may read.
+
+        Raises:
+            RecomputeError: the function does something else than it did.
+            MutationError: it reads what was changed in place since.
+        """
+        in_backward = current_task() >= 0
+        handles = self.alive() if in_backward else [asked]
+        filling = Filling(handles, self._metas, self._snapshot.label)
+        if in_backward and filling.left > 1:
+            when_done(functools.partial(_forget, weakref.ref(self)))
+        try:
+            below_all_levels(self._recompute, filling)
+        except Exception as error:
+            error.add_note(f"remat: raised while recomputing {self._snapshot.label}.")
+            raise
+        if filling.left:
+            raise filling.differs()
+        value = asked.value
+        if keeps_graph():
+            asked.value = None
+        return value
+
+    def _recompute(self, filling: Filling) -> None:
+        tensors, held = self._tensors(), self._held
+        own = [held[i] for i in self._own]
+        are_own = all(tensors[i] is held[i] for i in self._own)
+        attributes = self._attributes and [self._attributes[i] for i in self._own]
+        snapshot = self._snapshot
+        with (
+            Recomputing(filling),
+            self._as_before(tensors),
+            Untouched(own, attributes),
+            # Others must not be seen by who uses the user's modules meanwhile.
+            Run(tensors, "none" if are_own else "all") as run,
+            contextlib.suppress(Stop),
+        ):
+            snapshot.call(run)
+
+    def _tensors(self) -> list[Tensor]:
+        """Return what a run is on: the user's own leaves, and stand-ins for others."""
+        tensors = []
+        own, copied = {*self._own}, self._copied
+        for i, (held, need) in enumerate(zip(self._held, self._needs, strict=True)):
+            if i in copied:
+                tensors.append(held.clone())
+            elif i in own and held.requires_grad == need and not self._accumulates:
+                tensors.append(held)
+            else:
+                t = held.unpacked() if type(held) is Outer else held
+                tensors.append(self._stand_in(i, t, need))
+        return tensors
+
+    def _stand_in(self, i: int, t: Tensor, need: bool) -> Tensor:
+        """Return a leaf that is what an input was, but for its graph and its hooks."""
+        if self._kinds and type(t) is Tensor is not self._kinds[i]:
+            t = t.as_subclass(self._kinds[i])  # as a plain one it came back from hooks
+        if type(t) is nn.Parameter:
+            new = Tensor._make_subclass(nn.Parameter, t, need)
+        else:
+            new = t.detach()
+            if need:
+                new.requires_grad_()
+        if self._attributes and self._attributes[i]:
+            new.__dict__.update(self._attributes[i])
+        return new
+
+    def _as_before(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """Restore the state of the call, and refuse to read what changed since."""
+        ambient = self._ambient
+        state = ambient.restored() if self._done else ambient.restored_within()
+        changed = self._changed()
+        if not changed:
+            return state
+        names = {
+            tensors[i].untyped_storage()._cdata: self._snapshot.name_of(i)
+            for i in changed
+        }
+        both = contextlib.ExitStack()
+        both.enter_context(state)
+        both.enter_context(Watch(names))
+        return both
+
+    def _changed(self) -> list[int]:
+        """Return the inputs that were changed in place since."""
+        held = [None if type(t) is Outer else t for t in self._held]
+        return [
+            i
+            for i, (t, then) in enumerate(zip(held, self._versions, strict=True))
+            if t is not None and i not in self._copied and version_of(t) != then
+        ]
+
+
+def _is_own(tensor: Tensor) -> bool:
+    """Say whether a recompute runs on a tensor itself."""
+    return (tensor.requires_grad and tensor.is_leaf) or type(tensor) is nn.Parameter
+
+
+_SMALL = 2**14  # elements
+
+
+def _to_copy(
+    leaves: Sequence[Tensor], needs: Sequence[bool], buffers: Mapping[int, bool]
+) -> frozenset[int]:
+    """Return which inputs are copied, for they may be updated without a sign.
+
+    Batch norm does so with its running statistics: no version tells.
+    """
+    if False not in needs:
+        return frozenset()
+    return frozenset(
+        i
+        for i, t in enumerate(leaves)
+        if not needs[i]
+        and (i in buffers or t.dim() == 1)
+        and type(t) is Tensor
+        and t.numel() <= _SMALL
+        # FSDP frees the memory of what it gathers.
+        and t.untyped_storage().nbytes() >= t.nbytes
+    )
+
+
+def _forget(ref: weakref.ref[Saved]) -> None:
+    """Drop the values that nobody read, at the end of a backward."""
+    call = ref()
+    if call is not None:
+        for handle in call.alive():
+            if not handle.is_kept:
+                handle.value = None
+
+
+_IN_PLACE = (
+    "remat: `{name}` was changed in place inside {label}. A recomputation would start "
+    "from the changed value: work on a copy (`{name}.clone()`) and return it."
+)
