@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from remat._checks import describe, version_of
-from remat._compat import keeps_graph
+from remat._compat import keeps_graph, leave_hooks_on
+from remat._context import CONTEXT
 from remat._errors import MutationError
 from remat._snapshot import Snapshot
 
@@ -94,6 +95,10 @@ def unpack(packed: Any) -> Tensor:
             packed.value = None  # the node stays, not so what was computed for it
         return value
     return packed if isinstance(packed, Tensor) else packed.unpacked()
+
+
+# What torch.func saves inside a call is of levels that the call's hooks leave alone.
+leave_hooks_on(lambda: CONTEXT.saves)
 
 
 _CHANGED = (

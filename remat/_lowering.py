@@ -1,6 +1,6 @@
 """Chooses what becomes of a call, by who differentiates it.
 
-    base autograd            saved handles: plain's own graph (`_saved`)
+    base autograd, and vmap  saved handles: plain's own graph (`_saved`)
     a level of torch.func    one Function whose backward is again a call (`_transform`)
     nobody, or a tracer      the function itself
 
@@ -14,6 +14,7 @@ from enum import Enum
 import torch
 
 from remat._compat import (
+    are_all_vmaps,
     are_hooks_allowed,
     current_layer,
     dual_level_active,
@@ -37,7 +38,8 @@ def lowering_of(options: Options) -> Lowering:
         return Lowering.INLINED
     if not torch.is_grad_enabled():
         return Lowering.PLAIN
-    if options.higher_order or current_layer() is not None or dual_level_active():
+    is_differentiated = current_layer() is not None and not are_all_vmaps()
+    if options.higher_order or is_differentiated or dual_level_active():
         return Lowering.FUNCTION
     if not are_hooks_allowed():
         return Lowering.FUNCTION

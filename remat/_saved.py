@@ -28,16 +28,21 @@ import torch
 from torch import Tensor, nn
 
 from remat._ambient import Ambient
+from remat._buffers import is_same as has_same_bytes
 from remat._capture import Search
 from remat._checks import Watch, version_of, versions_of
 from remat._compat import (
+    batched_again,
     below_all_levels,
+    current_layer,
     current_task,
     is_of_torch_func,
     keeps_graph,
     pop_hooks,
     push_hooks,
     top_hooks,
+    unbatched,
+    unseen,
     unwrap_dead,
     when_done,
     without_node,
@@ -65,11 +70,13 @@ def call_saved(
         fn = without_draws(fn, label)
     search = Search(shallow=True)
     snapshot = Snapshot(fn, label, args, kwargs, search)
-    leaves = search.found.tensors
+    leaves, hows = [*map(unwrap_dead, search.found.tensors)], []
+    if current_layer() is not None:
+        leaves, hows = unbatched(leaves)
     needs = [*map(_requires_grad, leaves)]
     if search.is_lazy or True not in needs:
         return fn(*args, **kwargs)
-    return Saved(snapshot, leaves, needs).forward(fn, args, kwargs, leaves)
+    return Saved(snapshot, leaves, needs, hows).forward(fn, args, kwargs, leaves)
 
 
 class Saved:
@@ -79,19 +86,25 @@ class Saved:
         snapshot: of it.
         leaves: the tensors found, held by the caller until the forward has ended.
         needs: which of them require grad.
+        hows: how each level of vmap around the call batches them.
     """
 
     __slots__ = (
         *("__weakref__", "_accumulates", "_ambient", "_attributes", "_copied"),
-        *("_done", "_handles", "_held", "_kinds", "_metas", "_needs", "_outer"),
-        *("_own", "_snapshot", "_versions"),
+        *("_done", "_handles", "_held", "_hows", "_kinds", "_metas", "_needs"),
+        *("_is_inside", "_outer", "_own", "_snapshot", "_versions"),
     )
 
     def __init__(
-        self, snapshot: Snapshot, leaves: Sequence[Tensor], needs: list[bool]
+        self,
+        snapshot: Snapshot,
+        leaves: Sequence[Tensor],
+        needs: list[bool],
+        hows: Sequence[Any],
     ) -> None:
-        self._snapshot, self._needs = snapshot, needs
-        self._outer = top_hooks(True)
+        self._snapshot, self._needs, self._hows = snapshot, needs, hows
+        self._outer = outer = top_hooks(True)
+        self._is_inside = outer is not None and outer[1] is unpack
         self._handles: list[weakref.ref[Handle] | None] = []
         self._metas: list[Any] = []
         self._versions = versions_of(leaves)
@@ -107,10 +120,16 @@ class Saved:
     def _hold(self, i: int, t: Tensor) -> Any:
         """Return what is held of an input: never the graph that it has."""
         if i in self._copied:
-            with torch.no_grad():
+            with unseen():
                 return t.clone()
         if _is_own(t):
+            if self._is_inside:
+                # To be counted: in a recompute of the call around it may be no leaf.
+                self._outer[0](t)
             return t
+        return self._hold_itself(t)
+
+    def _hold_itself(self, t: Tensor) -> Any:
         return t.detach() if self._outer is None else Outer(t, self._outer)
 
     # --- The forward ---
@@ -132,7 +151,7 @@ class Saved:
         if any(self.alive()):
             self._accumulates = gradients_of(own) != grads
             self._ambient.forward_done(keeps_casts=True)
-            self._refuse_changes(leaves)
+            self._note_changes(leaves)
             self._done = True
         return result
 
@@ -166,9 +185,17 @@ class Saved:
 
         return pack
 
-    def _refuse_changes(self, leaves: Sequence[Tensor]) -> None:
-        """Refuse what no recompute could start from: inputs that are others now."""
+    def _note_changes(self, leaves: Sequence[Tensor]) -> None:
+        """Drop copies of what is as it was, and refuse what changed and has none."""
         now = versions_of(leaves)
+        for i in self._copied:
+            # On a device, to compare is to wait for it.
+            if leaves[i].is_cpu and now[i] == self._versions[i]:
+                with unseen():
+                    same = has_same_bytes(self._held[i], leaves[i])
+                if same:
+                    self._held[i] = self._hold_itself(leaves[i])
+                    self._copied -= {i}
         if now == self._versions:
             return
         for i, (old, new) in enumerate(zip(self._versions, now, strict=True)):
@@ -213,18 +240,25 @@ class Saved:
     def _recompute(self, filling: Filling) -> None:
         tensors, held = self._tensors(), self._held
         own = [held[i] for i in self._own]
-        are_own = all(tensors[i] is held[i] for i in self._own)
         attributes = self._attributes and [self._attributes[i] for i in self._own]
-        snapshot = self._snapshot
         with (
             Recomputing(filling),
             self._as_before(tensors),
             Untouched(own, attributes),
-            # Others must not be seen by who uses the user's modules meanwhile.
-            Run(tensors, "none" if are_own else "all") as run,
             contextlib.suppress(Stop),
         ):
-            snapshot.call(run)
+            if self._hows:
+                batched_again(self._run_on, self._hows)(*tensors)
+            else:
+                self._run_on(*tensors)
+
+    def _run_on(self, *tensors: Tensor) -> tuple[()]:
+        held = self._held
+        are_own = all(tensors[i] is held[i] for i in self._own)
+        # Who uses the user's modules meanwhile must not see others in them.
+        with Run(tensors, "none" if are_own and not self._hows else "all") as run:
+            self._snapshot.call(run)
+        return ()
 
     def _tensors(self) -> list[Tensor]:
         """Return what a run is on: the user's own leaves, and stand-ins for others."""

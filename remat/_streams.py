@@ -1,9 +1,9 @@
 """Random streams: which there are, and how each is read and set.
 
-The global ones of torch's CPU, of Python and of NumPy are Mersenne Twisters. They are
-read before and after every forward, so reading must cost next to nothing: their words
-are copied out of memory, once a look at objects of known state has shown where they
-are. `get_state()` costs ten times as much, `random.getstate()` fifty times.
+The global ones of Python and of NumPy are Mersenne Twisters. They are read before and
+after every forward, so reading must cost next to nothing: their words are copied out of
+memory, once a look at objects of known state has shown where they are. That is fifty
+times as quick as `random.getstate()`.
 
 Invariant: two readings are equal exactly if nothing was drawn between them, and writing
 one goes through the public interface of the stream.
@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from remat._compat import no_torch_functions
 
 
 class Stream(NamedTuple):
@@ -48,59 +50,17 @@ def _memory(address: int, size: int) -> Any:
     return (ctypes.c_char * size).from_address(address)
 
 
-# --- torch's CPU ---
-
-# Seed, words left, whether seeded, next word, words, and the second of two normal
-# numbers, single and double: as held, and as `get_state()` gives them.
-_TORCH_HELD = struct.Struct(f"=Qi?3xI{_WORDS}I4xf?3xd?7x")
-_TORCH_GIVEN = struct.Struct(f"=QiiQ{_WORDS}QdddiI4sI")
-_TORCH_OFFSET = 20  # of the words in what is held
+# --- torch's ---
 
 
-def _torch_memory(generator: Any) -> Any:
-    """Return the memory in which torch keeps a CPU generator, if it is there."""
-    probe: Any = torch.Generator().manual_seed(2**40 + 7)
-    given = _state_bytes(probe)
-    if len(given) != _TORCH_GIVEN.size:
-        return None
-    words = struct.pack("=2I", *_TORCH_GIVEN.unpack(given)[4:6])
-    at = _memory(probe._cdata, 256).raw.find(words) - _TORCH_OFFSET
-    if at < 0:
-        return None
-    memory = _memory(probe._cdata + at, _TORCH_HELD.size)
-    for dtype in (None, torch.float64, torch.float32, torch.float64):
-        if dtype is not None:
-            torch.empty(1, dtype=dtype).normal_(generator=probe)
-        if _torch_state(memory.raw) != _state_bytes(probe):
-            return None
-    return _memory(generator._cdata + at, _TORCH_HELD.size)
+def _torch_access(value: torch.Generator) -> tuple[Callable[[], Any], Any]:
+    return functools.partial(_state_bytes, value), functools.partial(_set_state, value)
 
 
 def _state_bytes(generator: torch.Generator) -> bytes:
     state = generator.get_state()
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
-
-
-def _torch_state(raw: bytes) -> bytes:
-    seed, left, seeded, following, *rest = _TORCH_HELD.unpack(raw)
-    words, (single, is_single, double, is_double) = rest[:_WORDS], rest[_WORDS:]
-    return _TORCH_GIVEN.pack(
-        *(seed, left, seeded, following, *words, 0.0),
-        *(double if is_double else 0.0, 0.0, is_double, 0),
-        *(struct.pack("=f", single if is_single else 0.0), is_single),
-    )
-
-
-def _torch_global() -> tuple[Stream, Any]:
-    generator = torch.default_generator
-    memory = _torch_memory(generator)
-    if memory is None:
-        return Stream("cpu", *_torch_access(generator)), None
-
-    def write(state: bytes) -> None:
-        _set_state(generator, _torch_state(state))
-
-    return Stream("cpu", lambda: memory.raw, write), memory
+    with no_torch_functions():  # who reads memory is no business of theirs
+        return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _set_state(generator: torch.Generator, state: bytes) -> None:
@@ -234,26 +194,33 @@ class GlobalStreams(NamedTuple):
 
 
 def _find_global(python: Any, numpy_random: Any) -> GlobalStreams:
-    found = [_torch_global(), _python_global(python)]
+    cpu = Stream("cpu", *_torch_access(torch.default_generator))
+    found = [_python_global(python)]
     bits = None
     if isinstance(numpy_random, _MODULE):
         bits = numpy_random.get_bit_generator()
         found.append(_numpy_global(numpy_random))
-    streams = [stream for stream, _ in found]
-    read = _reader(python, [memory for _, memory in found])
+    streams = [cpu, *[stream for stream, _ in found]]
+    read = _reader(cpu, python, [memory for _, memory in found])
     read = read or (lambda: [s.read() for s in streams])
     return GlobalStreams(read, streams, python, numpy_random, bits)
 
 
-def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
+def _reader(
+    cpu: Stream, python: Any, memories: Sequence[Any]
+) -> Callable[[], Sequence[Any]] | None:
     """Return the quickest way to read all of them, if all of them are in memory."""
     if None in memories:
         return None
-    cpu, words, *rest = memories
+    words, *rest = memories
     if not rest:
-        return lambda: (cpu.raw, (words.raw, python.gauss_next))
+        return lambda: (cpu.read(), (words.raw, python.gauss_next))
     ((more, gauss),) = rest
-    return lambda: (cpu.raw, (words.raw, python.gauss_next), (more.raw, gauss.raw))
+    return lambda: (
+        cpu.read(),
+        (words.raw, python.gauss_next),
+        (more.raw, gauss.raw),
+    )
 
 
 _MODULE = types.ModuleType
@@ -294,10 +261,6 @@ def stream_of(value: Any) -> Stream | None:
     if str(type(value).__module__).startswith("numpy.random"):
         return _numpy_stream(value)
     return None
-
-
-def _torch_access(value: torch.Generator) -> tuple[Callable[[], Any], Any]:
-    return functools.partial(_state_bytes, value), functools.partial(_set_state, value)
 
 
 def _python_stream(value: random.Random) -> Stream | None:

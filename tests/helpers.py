@@ -5,7 +5,8 @@ with the function as it is and with the rematerialized one: the results have to 
 same, and the function has to have been evaluated as often as the test says.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -146,12 +147,38 @@ ZOO = {
 # --- The comparison ---
 
 
-def counted(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[None]]:
-    """`fn`, and a list that grows by one with each evaluation of it."""
-    calls: list[None] = []
+class Evaluations:
+    """How often something ran, recomputes included.
+
+    What a recompute does to a list or a counter of the user's is dropped. A queue of
+    the standard library is none of those objects: it is used as it is.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        # To be named by the function alone, and not through this.
+        self.note = self._queue.put
+
+    def __len__(self) -> int:
+        return self._queue.qsize()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Take out what was noted."""
+        while len(self):
+            yield self._queue.get()
+
+    def clear(self) -> None:
+        """Start again."""
+        [*self]
+
+
+def counted(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Evaluations]:
+    """`fn`, and how often it is evaluated."""
+    calls = Evaluations()
+    note = calls.note
 
     def evaluated(*args, **kwargs):
-        calls.append(None)
+        note(None)
         return fn(*args, **kwargs)
 
     return evaluated, calls

@@ -33,7 +33,10 @@ from torch._C._functorch import (
     unwrap_if_dead,
 )
 from torch._functorch import eager_transforms
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.pyfunctorch import (
+    coerce_cinterpreter,
+    retrieve_current_functorch_interpreter,
+)
 from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
 from torch.autograd import Function
 
@@ -223,6 +226,35 @@ def batched(
 
 
 batch = restore_vmap
+
+
+def are_all_vmaps() -> bool:
+    """Say whether no active level differentiates."""
+    return all(layer.key().value == VMAP for layer in get_interpreter_stack() or ())
+
+
+How: TypeAlias = tuple[Flat, int, str]  # in_dims, batch size, randomness
+
+
+def unbatched(leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[How]]:
+    """Return the tensors below all vmap levels, and how `batched_again` puts them back.
+
+    The innermost level comes first.
+    """
+    hows: list[How] = []
+    below: Any = tuple(leaves)
+    for layer in reversed(get_interpreter_stack() or ()):
+        level: Any = coerce_cinterpreter(layer)
+        below, in_dims = unwrap_batched(below, level.level())
+        hows.append((in_dims, level.batch_size(), level.randomness()))
+    return [*below], hows
+
+
+def batched_again(fn: Callable[..., Any], hows: Sequence[How]) -> Callable[..., Any]:
+    """Return a function of tensors below vmap levels, which runs `fn` in such ones."""
+    for how in hows:
+        fn = restore_vmap(fn, *how)
+    return fn
 
 
 # Deleted by: torch.func levels that are lowered keeping inference mode switched off.

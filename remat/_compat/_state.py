@@ -360,6 +360,10 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
         return False
 
 
+# Deleted by: a public context that no dispatch mode sees.
+unseen: Any = torch._C._DisableTorchDispatch
+
+
 # Deleted by: views that modes do not get to see.
 def viewed(
     tensor: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
@@ -367,5 +371,5 @@ def viewed(
     """Return another view of the storage of a tensor, past all dispatch modes."""
     if type(tensor) is not Tensor:
         return tensor.as_strided(shape, stride, offset)
-    with torch._C._DisableTorchDispatch():
+    with unseen():
         return tensor.as_strided(shape, stride, offset)
