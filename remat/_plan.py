@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from remat._op import Op
+from remat._op import Op, Value
 
 
 class Slot(int):
@@ -62,6 +62,13 @@ class Step(NamedTuple):
         return bool(self.makes) and not self.writes and {*self.makes} <= {*self.reads}
 
 
+class Pack(NamedTuple):
+    """One tensor that a graph saved: its storage, and how it looks at that."""
+
+    storage: int
+    value: Value
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """What one forward did.
@@ -69,14 +76,17 @@ class Record:
     Attributes:
         steps: its operations, in order.
         inputs: the storage of each leaf.
-        roots: for each output, the storages that its backward reads.
+        roots: for each output, the storages that its backward reads; where the graph
+            holds handles, for each of them, what it stands for.
         outputs: the storage of each output.
+        packs: what each handle stands for, None where there is none.
     """
 
     steps: tuple[Step, ...]
     inputs: tuple[int, ...]
     roots: tuple[frozenset[int], ...]
     outputs: tuple[int | None, ...] = ()
+    packs: tuple[Pack | None, ...] = ()
 
     @property
     def names(self) -> frozenset[str]:

@@ -160,7 +160,7 @@ class Replay(Follow):
     Args:
         script: to follow.
         residuals: what was kept, or stands for it elsewhere.
-        take: gives one of them back, by its place.
+        take: gives one of them back, by its place; None if it is not there any more.
         constants: that the operations had whose results were kept.
     """
 
@@ -274,12 +274,13 @@ class Replay(Follow):
     ) -> Any:
         if form.__class__ is Slot and not places:  # most of them
             return absent(step.op.outputs[0], self._shared(step.makes[0]))
-        outputs = [
-            self._take(places[k]).detach()
-            if k in places
-            else absent(step.op.outputs[k], self._shared(s))
-            for k, s in enumerate(step.makes)
-        ]
+        outputs: list[Tensor] = []
+        for k, s in enumerate(step.makes):
+            kept = self._take(places[k]) if k in places else None
+            if kept is None:
+                outputs.append(absent(step.op.outputs[k], self._shared(s)))
+            else:
+                outputs.append(kept.detach())
         return filled(form, outputs, inputs)
 
     def _check_wiring(self, i: int, step: Step, args: Any, kwargs: Any) -> None:

@@ -38,7 +38,7 @@ from remat._graph import nodes_of
 from remat._match import constants_of
 from remat._naming import tell_no_more, tell_of_names
 from remat._op import Op, Value
-from remat._plan import Record, Step
+from remat._plan import Pack, Record, Step
 from remat._values import (
     Given,
     Looks,
@@ -82,6 +82,7 @@ class Recorder(LeanDispatchMode):
         self.taken: set[int] = set()
         self.constants: list[list[Any]] = []
         self._roots: list[set[int]] = []
+        self._packs: list[Pack | None] = []
         self.inputs = tuple(self.number(base_tensor(t)) for t in leaves)
 
     def number(self, tensor: Tensor) -> int:
@@ -235,6 +236,17 @@ class Recorder(LeanDispatchMode):
 
     # --- What the graph saved ---
 
+    def pack(self, tensor: Tensor | None) -> None:
+        """Note that a handle stands for a tensor; None for what is saved itself."""
+        if tensor is None:
+            self._packs.append(None)
+            self._roots.append(set())
+            return
+        base = base_tensor(tensor)
+        number = self.number(base)
+        self._packs.append(Pack(number, value_of(base)))
+        self._roots.append({number})
+
     def ask(self, outs: Sequence[Any]) -> None:
         """Note for each output what the graph of it saved.
 
@@ -287,7 +299,8 @@ class Recorder(LeanDispatchMode):
             steps = self._with_updates(steps)
         roots = [frozenset(roots) for roots in self._roots]
         ends = [self.known(o) for o in outs]
-        return Record(tuple(steps), self.inputs, tuple(roots), tuple(ends))
+        packs = tuple(self._packs)
+        return Record(tuple(steps), self.inputs, tuple(roots), tuple(ends), packs)
 
     def _with_updates(self, steps: Sequence[Step]) -> list[Step]:
         """Have a batch norm write to the statistics that something reads afterwards.

@@ -1,0 +1,125 @@
+"""Residuals: what a policy keeps of a call, wherever it is kept.
+
+Invariant: a residual is given back as it was, or not at all. What is kept belongs to
+who reads it: to the handles of the graph, and to the call for what a recompute reads.
+Rejected: one list for a call. A backward frees what it has used, node by node.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from remat._compat import base_tensor
+from remat._errors import MutationError
+from remat._offload import Fetched, Origin, in_file, in_host_memory, origin_of
+from remat._op import Op
+from remat.policies import Decision
+
+
+_PUT = {Decision.OFFLOAD: in_host_memory, Decision.OFFLOAD_TO_DISK: in_file}
+
+
+class Residual:
+    """One tensor that is kept.
+
+    Args:
+        tensor: the tensor.
+        op: made it; for an error.
+        hooks: for saved tensors, around the call: a pair, or None.
+    """
+
+    __slots__ = ("_op", "_tensor", "_unpack", "_version")
+
+    def __init__(self, tensor: Tensor, op: Op, hooks: Any = None) -> None:
+        self._op, self._unpack = op, None
+        self._version = base_tensor(tensor)._version
+        self._tensor: Any = tensor
+        if hooks is not None:
+            pack, self._unpack = hooks
+            self._tensor, self._version = pack(tensor), None
+
+    def value(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            MutationError: it was changed in place.
+        """
+        if self._unpack is not None:
+            return self._unpack(self._tensor)
+        if base_tensor(self._tensor)._version != self._version:
+            raise MutationError(_CHANGED.format(op=self._op.func, where=self._op.source))
+        return self._tensor
+
+
+class Offloaded:
+    """One tensor that is kept elsewhere, among those of a call."""
+
+    __slots__ = ("_away", "_k")
+
+    def __init__(self, away: "Away", k: int) -> None:
+        self._away, self._k = away, k
+
+    def value(self) -> Tensor:
+        """Return the tensor, brought back."""
+        return self._away.take(self._k)
+
+
+class Away:
+    """What a call keeps elsewhere, in the order in which the forward made it.
+
+    A backward reads it from the end: while one is used, the one before is fetched.
+    """
+
+    __slots__ = ("_fetched", "_origins", "_stored")
+
+    def __init__(self) -> None:
+        self._stored: list[Tensor] = []
+        self._origins: list[Origin] = []
+        self._fetched: Fetched | None = None
+
+    def put(self, tensor: Tensor, decision: Decision) -> Offloaded:
+        """Move a tensor away."""
+        self._origins.append(origin_of(tensor))
+        self._stored.append(_PUT[decision](tensor))
+        return Offloaded(self, len(self._stored) - 1)
+
+    def take(self, k: int) -> Tensor:
+        """Bring a tensor back."""
+        if self._fetched is None:
+            self._fetched = Fetched(self._stored[::-1], self._origins[::-1])
+        return self._fetched.take(len(self._stored) - 1 - k)
+
+
+def keep(
+    tensors: Sequence[Tensor],
+    decisions: Sequence[Decision],
+    ops: Sequence[Op],
+    hooks: Any,
+    *,
+    nested: bool,
+) -> list[Residual | Offloaded]:
+    """Keep tensors where a policy says.
+
+    Args:
+        tensors: the residuals of a call.
+        decisions: where each of them is to be kept.
+        ops: what made them.
+        hooks: for saved tensors, around the call: they keep what stays where it is.
+        nested: whether those are of a call of remat, which decides for all within it.
+    """
+    away = Away()
+    kept: list[Residual | Offloaded] = []
+    for tensor, decision, op in zip(tensors, decisions, ops, strict=True):
+        if decision in _PUT and not nested:
+            kept.append(away.put(tensor, decision))
+        else:
+            kept.append(Residual(tensor, op, hooks))
+    return kept
+
+
+_CHANGED = (
+    "remat: a result of {op} ({where}), which the policy keeps for the backward, was "
+    "changed in place since the forward. Change a copy: it was returned, or shares "
+    "memory with what was."
+)
