@@ -40,12 +40,11 @@ from remat._errors import RecomputeError
 from remat._match import (
     constants_of,
     described,
-    filled,
     fits_metadata,
     has_same_constants,
 )
 from remat._op import Value
-from remat._plan import Fate, Slot, Step
+from remat._plan import Fate, Slot, Step, filled
 from remat._script import Follow, Script
 from remat._types import TENSORS
 

@@ -1,11 +1,13 @@
-"""What once went wrong under `torch.func`, and in calls that are recorded and replayed."""
+"""Faults of `torch.func`, and of calls that are recorded and replayed."""
 
 import pytest
 import torch
 from helpers import assert_not_vanishing, make
 from torch.func import grad
+from torch.utils.flop_counter import FlopCounterMode
 
-from remat import policies, remat
+from remat import explain, policies, remat
+from remat._match import constants_of
 from remat.testing import count_ops
 
 
@@ -47,3 +49,63 @@ def test_counting_does_not_change_complex_kernels():
         counted = torch.linalg.pinv(Z)
     assert torch.equal(counted, torch.linalg.pinv(Z))
     assert ops["linalg_pinv"] == 1
+
+
+# --- Constants that were left to their defaults when the call was recorded ---
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable])
+def test_an_argument_may_be_given_that_was_left_to_its_default(policy):
+    over: list[int] = []
+
+    def fn(x):
+        h = x.sin()
+        return h.exp(), torch.amax(h, over)
+
+    def gradient(f):
+        return grad(lambda x: f(x)[0].sum())(A)
+
+    wrapped = remat(fn, policy=policy, prune=True)
+    expected = gradient(fn)
+    for over[:] in [], [0], [], [1], [0, 1]:
+        with count_ops() as ops:
+            assert torch.equal(gradient(wrapped), expected)
+        # It is recomputed only where the record turns out not to fit.
+        assert ops["amax"] == (2 if over in ([0], [1]) else 1)
+    assert_not_vanishing(expected)
+
+
+def test_constants_are_told_apart_by_name():
+    assert constants_of((A,), {"alpha": 2}) != constants_of((A,), {"beta": 2})
+    assert constants_of((A, [A, None]), None) == []
+
+
+# --- A result that is None is a place among the results ---
+
+
+def test_the_cost_of_a_convolutions_backward_without_an_input_gradient():
+    x, bias = make(2, 3, 80, 80, seed=26), make(4, seed=27)
+
+    def fn(w):
+        def loss(w):
+            return torch.nn.functional.conv2d(x, w, bias).tanh().sum()
+
+        return grad(loss)(w)
+
+    def gradient(f):
+        return grad(lambda w: f(w).square().sum())(w)
+
+    w = make(4, 3, 3, 3, seed=28)
+    expected = gradient(fn)
+    assert_not_vanishing(expected)
+    wrapped = remat(fn)  # "auto" asks what is saved by leaving it out
+    for _ in range(2):
+        with count_ops() as ops:
+            assert torch.equal(gradient(wrapped), expected)
+        # That of the forward, and that of the second order: none is recomputed.
+        assert ops["convolution_backward"] == 2
+        assert ops["tanh"] == 2
+    with FlopCounterMode(display=False) as counter:
+        fn(w)
+    report = explain(wrapped, w.requires_grad_())
+    assert report.flops == counter.get_total_flops() > 0
