@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_not_vanishing, make
+from helpers import assert_not_vanishing, leaves_of, make
 from torch.func import grad
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -109,3 +109,32 @@ def test_the_cost_of_a_convolutions_backward_without_an_input_gradient():
         fn(w)
     report = explain(wrapped, w.requires_grad_())
     assert report.flops == counter.get_total_flops() > 0
+
+
+# --- Kernels that read memory past operations ---
+
+
+def test_a_read_in_cpp_of_what_was_left_out_is_noticed():
+    def fn(x):
+        # Where to split is read without an operation, and no derivative reads it.
+        where = torch.ones(2, dtype=torch.long).cumsum(0)
+        first, _, rest = x.sin().tensor_split(where)
+        return first.exp().sum() * rest.square().sum()
+
+    def gradient(f):
+        (x,) = leaves_of(A)
+        # Not by torch.func, under which plain torch refuses this read.
+        return torch.autograd.grad(f(x), x)[0]
+
+    wrapped = remat(fn, prune=True)
+    expected = gradient(fn)
+    sines = []
+    for _ in range(6):
+        with count_ops() as ops:
+            assert torch.equal(gradient(wrapped), expected)
+        assert ops["cumsum"] == 2
+        sines.append(ops["sin"])
+    # Nobody knows which value was read: the replay begins anew, and is given up then.
+    assert sines[0] == 3
+    assert sines[-1] == 2
+    assert_not_vanishing(expected)
