@@ -138,3 +138,44 @@ def test_a_read_in_cpp_of_what_was_left_out_is_noticed():
     assert sines[0] == 3
     assert sines[-1] == 2
     assert_not_vanishing(expected)
+
+
+# --- A backward in which nothing is differentiated at its level ---
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable])
+def test_dropout_whose_input_is_let_go(policy):
+    x = make(300, 300, seed=29)
+
+    def fn(x):
+        return torch.nn.functional.dropout(x, 0.5) * 2
+
+    def gradient(f, call):
+        torch.manual_seed(call)
+        return grad(lambda x: f(x.sin()).sum())(x)
+
+    wrapped = remat(fn, policy=policy, prune=True)
+    for call in range(5):
+        expected = gradient(fn, call)
+        with count_ops() as ops:
+            actual = gradient(wrapped, call)
+        assert torch.equal(actual, expected)
+        assert_not_vanishing(expected)
+        # The mask is drawn again; what it is multiplied with is not read, nor kept.
+        assert (ops["bernoulli_"], ops["mul"]) == (2, 5)
+
+
+def test_what_has_no_edge_at_a_level_is_evaluated_below_it():
+    """As the forward was, and not in a level of its own."""
+    levels = []
+
+    def fn(x):
+        levels.append(torch._C._functorch.maybe_current_level())
+        return x * 2
+
+    expected = torch.full_like(A, 2.0)
+    for _ in range(3):
+        wrapped = remat(fn, prune=True)
+        assert torch.equal(grad(lambda x: wrapped(x.sin()).sum())(A), expected * A.cos())
+    assert levels == [None] * len(levels)
+    assert len(levels) == 6

@@ -8,6 +8,7 @@ from remat._compat._autograd import (
     AccumulateGrad as AccumulateGrad,
     StorageRef as StorageRef,
     base_dual_level_active as base_dual_level_active,
+    derivatives_off as derivatives_off,
     detach_dual as detach_dual,
     dual_level_active as dual_level_active,
     forward_ad_enabled as forward_ad_enabled,
@@ -31,6 +32,7 @@ from remat._compat._autograd import (
     without_tangent as without_tangent,
 )
 from remat._compat._levels import (
+    GRAD as GRAD,
     JVP as JVP,
     VMAP as VMAP,
     apply_at_level as apply_at_level,

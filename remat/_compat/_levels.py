@@ -37,7 +37,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
 from torch.autograd import Function
 
-from remat._compat._autograd import set_grad_enabled
+from remat._compat._autograd import set_forward_ad, set_grad_enabled
 
 
 # Deleted by: a public way to ask which torch.func transform is innermost.
@@ -128,15 +128,12 @@ def lifted(layer: CInterpreter, kind: int, leaves: Sequence[Tensor]) -> list[Ten
     return [*map(level.lift, leaves)]
 
 
-set_forward_ad = torch._C._set_fwd_grad_enabled
-
-
 def call_below(
     layer: CInterpreter, kind: int, fn: Callable[..., Any], *args: Any
 ) -> Any:
     """Call `fn` below a grad or jvp level, in the modes it was entered in.
 
-    To be called in a Function's forward, which restores the modes itself.
+    To be called with `derivatives_off`, which restores the modes.
     """
     is_grad = kind == GRAD
     set_grad_enabled(not is_grad or CGradInterpreterPtr(layer).prevGradMode())
