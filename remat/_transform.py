@@ -19,6 +19,7 @@ and `jvp` as plain code (silent zeros for jacfwd of jacfwd).
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -35,10 +36,8 @@ from remat._compat import (
     batched,
     call_below,
     current_layer,
-    derivatives_off,
     dual_level_active,
     eager_only,
-    grad_mode,
     kind_of,
     lifted,
     plain_apply,
@@ -47,7 +46,7 @@ from remat._compat import (
     unwrap_dead,
     unwrap_for_grad,
     viewed,
-    with_autograd,
+    with_derivatives_off,
     without_tangent,
     wrap_for_grad,
 )
@@ -65,8 +64,7 @@ def call(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     if layer is None or kind_of(layer) != GRAD:
         return program.run(*leaves)
     # In a level of its own it would do other operations than the forward did.
-    with derivatives_off():
-        return _evaluate_below(layer, GRAD, call, program, leaves)
+    return _evaluate_below(layer, GRAD, call, program, leaves)
 
 
 @eager_only
@@ -98,41 +96,36 @@ def _dispatch_at(
         leaves = lifted(layer, kind, leaves)
     forward_mode = kind == JVP or base_dual_level_active()
     program.facts.pushed |= forward_mode
-    with derivatives_off():
-        outs = _evaluate_below(layer, kind, dispatch, program, leaves)
-    return _node(program, leaves, outs, forward_mode)
+    outs = _evaluate_below(layer, kind, dispatch, program, leaves)
+    ends = _ends(program.facts, leaves, forward_mode)
+    if not ends:
+        return outs
+    return apply_at_level(_apply, (program, leaves, outs, forward_mode), *ends)
 
 
 def _dispatch_at_base(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     facts, forward_mode = program.facts, base_dual_level_active()
     facts.pushed |= forward_mode
-    if facts.exact or forward_mode or records(leaves):
-        with derivatives_off():
-            outs = program.evaluate(leaves)
-        return _node(program, leaves, outs, forward_mode)
-    # Only levels above differentiate: nothing is to be saved down here.
-    may_be_inference = not torch.is_grad_enabled()
-    with grad_mode(False):
-        if may_be_inference:
-            return with_autograd(program.evaluate, leaves)
-        return program.evaluate(leaves)
+    outs = with_derivatives_off(program.evaluate, leaves)
+    # If only levels above differentiate, nothing is to be saved down here.
+    if not (facts.exact or forward_mode or records(leaves)):
+        return outs
+    ends = _ends(facts, leaves, forward_mode)
+    return _apply((program, leaves, outs, forward_mode), *ends) if ends else outs
 
 
-def _node(
-    program: Program, leaves: Sequence[Tensor], outs: Sequence[Any], forward_mode: bool
-) -> Sequence[Any]:
-    """Make the results of a program depend on the leaves that they were computed from.
+def _ends(
+    facts: Facts, leaves: Sequence[Tensor], forward_mode: bool
+) -> Sequence[Tensor]:
+    """Return the leaves that a node has edges to; none if there is to be no node.
 
     In forward mode any leaf may have a tangent.
     """
-    facts = program.facts
-    edges: Sequence[int] = range(len(leaves))
-    if not forward_mode and len(facts.used) < len(leaves):
-        edges = facts.used
-    ends = [leaves[i] for i in edges]
-    if not (forward_mode or True in map(_requires_grad, ends)):
-        return outs
-    return apply_at_level(_apply, (program, leaves, outs, edges, forward_mode), *ends)
+    if forward_mode:
+        return leaves
+    if len(facts.used) < len(leaves):
+        leaves = [leaves[i] for i in facts.used]
+    return leaves if True in map(_requires_grad, leaves) else ()
 
 
 def _dispatch_batch(
@@ -164,7 +157,7 @@ class Remat(Function):
         ctx: Any, evaluated: tuple[Any, ...], *_: Tensor
     ) -> Any:
         """Save the inputs of the program, and what it hands up to be kept."""
-        program, leaves, outs, ctx.edges, forward_mode = evaluated
+        program, leaves, outs, forward_mode = evaluated
         ctx.program = program
         ctx.set_materialize_grads(False)
         facts: Facts = program.facts
@@ -202,10 +195,13 @@ class Remat(Function):
         given = [j for j, ct in enumerate(cotangents) if ct is not None]
         if False in facts.differentiable:
             given = [j for j in given if facts.differentiable[j]]
-        wanted: Sequence[int] = ctx.edges
-        if False in needs[1:] or len(wanted) > len(facts.used):
-            pairs = zip(wanted, needs[1:], strict=True)
-            wanted = [i for i, need in pairs if need and i in facts.used]
+        # A node of forward mode has an edge to each leaf.
+        ends = wanted = facts.used
+        if len(ends) < len(needs) - 1:
+            ends = range(len(needs) - 1)
+        if needs.count(True) < len(ends):
+            needed = [*compress(ends, needs[1:])]
+            wanted = [i for i in wanted if i in needed]
         if wanted and given:
             primals: Sequence[Tensor] = saved_tensors(ctx)
             if not facts.exact:  # a level may be gone that they are of
@@ -214,10 +210,10 @@ class Remat(Function):
             ours: list[Any] = [cotangents[j] for j in given]
             cts = [*map(unwrap_dead, ours)]
             found = call(rule, [*primals, *cts])
-            if len(found) == len(ctx.edges):
+            if len(found) == len(ends):
                 return (None, *found)
             grads = dict(zip(wanted, found, strict=True))
-            return (None, *map(grads.get, ctx.edges))
+            return (None, *map(grads.get, ends))
         return (None,) * len(needs)
 
     @staticmethod

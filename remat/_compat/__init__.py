@@ -8,7 +8,6 @@ from remat._compat._autograd import (
     AccumulateGrad as AccumulateGrad,
     StorageRef as StorageRef,
     base_dual_level_active as base_dual_level_active,
-    derivatives_off as derivatives_off,
     detach_dual as detach_dual,
     dual_level_active as dual_level_active,
     forward_ad_enabled as forward_ad_enabled,
@@ -53,7 +52,7 @@ from remat._compat._levels import (
     requires_grad_at_any_level as requires_grad_at_any_level,
     unwrap_dead as unwrap_dead,
     unwrap_for_grad as unwrap_for_grad,
-    with_autograd as with_autograd,
+    with_derivatives_off as with_derivatives_off,
     wrap_for_grad as wrap_for_grad,
 )
 from remat._compat._process import (

@@ -47,22 +47,7 @@ class grad_mode:  # noqa: N801
         set_grad_enabled(self._before)
 
 
-class derivatives_off:  # noqa: N801
-    """A context in which nothing is differentiated, as in the forward of a Function."""
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled(), _is_forward_ad_enabled()
-        set_grad_enabled(False)
-        set_forward_ad(False)
-
-    def __exit__(self, *_: object) -> None:
-        set_grad_enabled(self._before[0])
-        set_forward_ad(self._before[1])
-
-
-_is_forward_ad_enabled = torch._C._is_fwd_grad_enabled
+is_forward_ad_enabled = torch._C._is_fwd_grad_enabled
 set_forward_ad = torch._C._set_fwd_grad_enabled
 
 
@@ -84,7 +69,7 @@ forward_ad_enabled = forward_ad._set_fwd_grad_enabled
 def detach_dual(tensor: Tensor) -> Tensor:
     """Detach from reverse mode only."""
     primal, tangent = forward_ad.unpack_dual(tensor)
-    if tangent is None or not _is_forward_ad_enabled():
+    if tangent is None or not is_forward_ad_enabled():
         return primal.detach()
     return forward_ad.make_dual(primal.detach().requires_grad_(), tangent.detach())
 
