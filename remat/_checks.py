@@ -24,6 +24,7 @@ from typing_extensions import override
 from remat._compat import (
     MODAL_NODES,
     AccumulateGrad,
+    call_kernel,
     current_layer,
     function_mode_count,
     is_held,
@@ -123,7 +124,7 @@ class Watch(TorchDispatchMode):
                     name = self._storages.get(leaf.untyped_storage()._cdata)
                     if name is not None:
                         raise MutationError(_CHANGED.format(name=name, func=func))
-        return func(*args, **(kwargs or {}))
+        return call_kernel(func, *args, **(kwargs or {}))
 
 
 _CHANGED = (

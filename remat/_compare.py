@@ -16,7 +16,13 @@ from typing_extensions import override
 
 from remat._absent import IGNORED, inputs_of, tensors_of
 from remat._code import CONSTANT, user_line
-from remat._compat import LeanDispatchMode, StorageRef, eager_only, undisturbed
+from remat._compat import (
+    LeanDispatchMode,
+    StorageRef,
+    call_kernel,
+    eager_only,
+    undisturbed,
+)
 from remat._effects import written_by
 from remat._storages import parts
 
@@ -91,7 +97,7 @@ class _Watch(LeanDispatchMode):
         for k, t in enumerate(inputs):
             if step.reads[k] >= known and step.reads[k] not in step.reads[:k]:
                 self._look(step, f"input {k}", t)
-        result = func(*args, **kwargs)
+        result = call_kernel(func, *args, **kwargs)
         self._look_at_results(step, tensors_of(result), written_by(func, args, kwargs))
         return result
 

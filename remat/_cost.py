@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from remat._op import Op, Value
-from remat._plan import Fate, Plan, Record
+from remat._plan import Fate, Plan, Record, Step, filled
 
 
 # FLOPs and bytes in a second: of one CPU core and of an accelerator, to an order of
@@ -21,7 +21,7 @@ _ACCELERATOR = (5e13, 1e12)
 _MODE = 8e-6  # seconds that a dispatch mode takes for an operation
 
 
-def flops(op: Op) -> int:
+def flops(step: Step) -> int:
     """Return the floating-point operations of an operation that torch can count.
 
     That is of products, convolutions and attention; 0 for all others, as in torch's
@@ -30,14 +30,15 @@ def flops(op: Op) -> int:
     Example:
         >>> shapes = (2, 3), (3, 4), (2, 4)
         >>> a, b, c = (Value(s, torch.float32, torch.device("cpu")) for s in shapes)
-        >>> flops(Op(torch.ops.aten.mm.default, (a, b), outputs=(c,)))
+        >>> flops(Step(Op(torch.ops.aten.mm.default, (a, b), outputs=(c,))))
         48
     """
+    op = step.op
     count: Any = flop_registry.get(op.packet)
     if count is None:
         return 0
-    outputs = tuple(torch.Size(v.shape) for v in op.outputs)
-    result = outputs[0] if len(outputs) == 1 else outputs
+    # With a None where it returned one: the gradient of an input that needs none.
+    result = filled(step.result, [*map(_shape, op.outputs)], [*map(_shape, op.inputs)])
     kwargs = {name: _shape(v) for name, v in op.kwargs}
     return int(count(*map(_shape, op.args), **kwargs, out_val=result))
 
@@ -53,19 +54,20 @@ def bytes_moved(op: Op) -> int:
     return op.nbytes + sum(value.nbytes for value in op.inputs)
 
 
-def seconds(op: Op) -> float:
+def seconds(step: Step) -> float:
     """Return about how long an operation takes."""
+    op = step.op
     kinds = {value.device.type for value in op.outputs}
     rates = [_RATES.get(kind, _ACCELERATOR) for kind in kinds] or [_ACCELERATOR]
     flops_per_second, bytes_per_second = map(min, zip(*rates, strict=True))
-    return max(flops(op) / flops_per_second, bytes_moved(op) / bytes_per_second)
+    return max(flops(step) / flops_per_second, bytes_moved(op) / bytes_per_second)
 
 
 def avoided(record: Record, plan: Plan) -> float:
     """Return about how many seconds a plan saves by what it leaves out."""
     pairs = zip(record.steps, plan.fates, strict=True)
     dead = [step for step, fate in pairs if fate is Fate.DEAD and not step.is_view]
-    return sum(seconds(step.op) for step in dead)
+    return sum(seconds(step) for step in dead)
 
 
 def reason_against(record: Record, plan: Plan) -> str:

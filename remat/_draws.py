@@ -13,7 +13,13 @@ import torch
 from typing_extensions import override
 
 from remat._code import user_line
-from remat._compat import LeanDispatchMode, OpOverload, default_generators, eager_only
+from remat._compat import (
+    LeanDispatchMode,
+    OpOverload,
+    call_kernel,
+    default_generators,
+    eager_only,
+)
 from remat._errors import RandomnessError
 from remat._streams import global_streams
 from remat._types import Fn
@@ -42,9 +48,9 @@ class Guard(LeanDispatchMode):
         del types
         kwargs = kwargs or {}
         if not _may_draw(func) or self.is_off():
-            return func(*args, **kwargs)
+            return call_kernel(func, *args, **kwargs)
         before = [(g, g.get_state()) for g in default_generators()]
-        out = func(*args, **kwargs)
+        out = call_kernel(func, *args, **kwargs)
         moved = [(g, s) for g, s in before if not torch.equal(s, g.get_state())]
         if not moved:
             return out

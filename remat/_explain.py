@@ -220,7 +220,7 @@ def _operation(
         source=op.source,
         outputs=op.outputs,
         nbytes=0 if step.is_view else op.nbytes,
-        flops=flops(op),
+        flops=flops(step),
         fate=_word(fate, within=within, away=i in outcome.offloaded),
         times=within + fate.is_run,
         kept=_bytes_of(found, kept),
@@ -361,7 +361,7 @@ _NOT_COMPARED = (
 
 
 def _plain_row(found: Examined) -> ComparedPolicy:
-    costs = [flops(step.op) for step in found.record.steps]
+    costs = [*map(flops, found.record.steps)]
     pairs = zip(costs, found.inner, strict=True)
     again = sum(cost * times for cost, (times, _) in pairs)
     saved = _bytes_of(found, _saved_by_plain(found))

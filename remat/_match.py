@@ -1,4 +1,4 @@
-"""Compares an operation with the one recorded, and puts together what it returns.
+"""Compares an operation with the one recorded.
 
 Invariant: an operation that is left out has the metadata it had, for it is a function
 of that of its arguments and of the constants among them; so that is what is compared.
@@ -16,18 +16,7 @@ from torch import Tensor
 from remat._absent import are_tensors, tensors_of
 from remat._code import user_line
 from remat._op import Op, Value
-from remat._plan import Passed, Slot, Step
-
-
-def filled(form: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
-    """Return what an operation returns, by its form."""
-    if isinstance(form, Slot):
-        return outputs[form]
-    if isinstance(form, Passed):
-        return inputs[form]
-    if isinstance(form, (list, tuple)):
-        return type(form)(filled(part, outputs, inputs) for part in form)
-    return form
+from remat._plan import Step
 
 
 def fits_metadata(
@@ -39,24 +28,21 @@ def fits_metadata(
     pairs = zip(inputs, step.strides, strict=True)
     if not all(not then or t.stride() == then for t, then in pairs):
         return False
-    same = step.same
-    return not step.has_constants or has_same_constants(step.op, args, kwargs, same)
+    if step.has_constants:
+        return has_same_constants(step.op, args, kwargs, step.same)
+    # What was left to its default then may be given now.
+    return not kwargs and len(args) == len(inputs)
 
 
 _metadata = operator.attrgetter("shape", "dtype", "device")
 
 
-def constants_of(args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that are no tensors."""
+def constants_of(args: Any, kwargs: Any) -> list[str]:
+    """Write the arguments that are no tensors, with the names of those that have one."""
     if are_tensors(args, kwargs):
         return []
-    given = (*args, *kwargs.values()) if kwargs else args
-    constants = [arg for arg in given if not isinstance(arg, Tensor)]
-    return [repr(arg) for arg in constants if not _holds_tensors(arg)]
-
-
-def _holds_tensors(arg: Any) -> bool:
-    return isinstance(arg, (list, tuple)) and bool(tensors_of(arg))
+    given = (*args, *(kwargs or {}).items())
+    return [repr(arg) for arg in given if not tensors_of(arg)]
 
 
 class Expected:

@@ -28,6 +28,22 @@ class Passed(int):
     """Stands for the tensor argument of that index, returned as it is."""
 
 
+def filled(form: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    """Return what an operation returns, by its form.
+
+    Example:
+        >>> filled((None, Slot(0), Passed(1)), ["out"], ["a", "b"])
+        (None, 'out', 'b')
+    """
+    if isinstance(form, Slot):
+        return outputs[form]
+    if isinstance(form, Passed):
+        return inputs[form]
+    if isinstance(form, (list, tuple)):
+        return type(form)(filled(part, outputs, inputs) for part in form)
+    return form
+
+
 _FIRST = Slot(0)
 
 

@@ -335,7 +335,12 @@ def _is_of_memory(error: Exception) -> bool:
     return "Absent" in text or any(words in text for words in _REFUSALS)
 
 
-_REFUSALS = ("data pointer", "tensor subclass", "non-wrapper subclass")
+_REFUSALS = (
+    "data is not allocated yet",
+    "data pointer",
+    "tensor subclass",
+    "non-wrapper subclass",
+)
 
 
 _READ = "  something read the value of what was left out. {error}"

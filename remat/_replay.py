@@ -31,6 +31,7 @@ from remat._absent import (
 )
 from remat._compat import (
     base_tensor,
+    call_kernel,
     eager_only,
     is_view_op,
     storage_id,
@@ -39,12 +40,11 @@ from remat._errors import RecomputeError
 from remat._match import (
     constants_of,
     described,
-    filled,
     fits_metadata,
     has_same_constants,
 )
 from remat._op import Value
-from remat._plan import Fate, Slot, Step
+from remat._plan import Fate, Slot, Step, filled
 from remat._script import Follow, Script
 from remat._types import TENSORS
 
@@ -387,7 +387,7 @@ class Check(Follow):
             if self._funcs[self._next] is not func:
                 raise self._differs(func)
             self._next += 1
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return call_kernel(func, *args, **(kwargs or {}))
 
     @override
     def _differs(self, func: Any) -> Exception:

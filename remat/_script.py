@@ -5,12 +5,14 @@ Rejected: to read it off the record and the plan each time, which the modes do f
 operation of every call.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat._absent import MismatchError
-from remat._compat import LeanDispatchMode, kernel_of
+from remat._compat import LeanDispatchMode, call_kernel, kernel_of
 from remat._match import Expected, described
+from remat._op import Op
 from remat._plan import Fate, Plan, Record
 
 
@@ -56,7 +58,8 @@ class Script:
     ) -> None:
         self.record, self.plan = record, plan
         funcs = [step.op.func for step in record.steps]
-        self.funcs, self.kernels = [*funcs, None], [*map(kernel_of, funcs)]
+        self.funcs = [*funcs, None]
+        self.kernels = [_kernel_of(step.op) for step in record.steps]
         self.fates = [*plan.fates]
         pairs = zip(self.kernels, self.fates, strict=True)
         self.runs = [kernel if fate is Fate.RUN else None for kernel, fate in pairs]
@@ -76,6 +79,14 @@ class Script:
             if (i, k) in needed:
                 self.places.setdefault(i, {})[k] = place
                 self.kept.append((place, record.steps[i].makes[k]))
+
+
+def _kernel_of(op: Op) -> Callable[..., Any]:
+    """Return what an operation calls from a dispatch mode."""
+    kernel = kernel_of(op.func)
+    if any(value.dtype.is_complex for value in (*op.inputs, *op.outputs)):
+        return functools.partial(call_kernel, kernel)
+    return kernel
 
 
 class Follow(LeanDispatchMode):

@@ -24,6 +24,7 @@ from remat._code import user_line
 from remat._compat import (
     StorageRef,
     base_tensor,
+    call_kernel,
     preserved_version,
     storage_id,
 )
@@ -143,7 +144,7 @@ class Ledger(TorchDispatchMode):
         written = written_by(func, args, kwargs)
         for t in written:
             self._preserve(t)
-        result = func(*args, **kwargs)
+        result = call_kernel(func, *args, **kwargs)
         origin, source = origin_text(func), user_line()
         for t in tensors_in(result):
             self.know(t, MADE, origin, source)

@@ -21,6 +21,7 @@ from remat._code import user_line
 from remat._compat import (
     LeanDispatchMode,
     base_tensor,
+    call_kernel,
     eager_only,
     is_lazy,
     no_torch_functions,
@@ -114,7 +115,7 @@ class Recorder(LeanDispatchMode):
             traits = traits_of(func)
             moved = Moved(func, args, kwargs) if traits.may_move else None
             given = Given(args, kwargs)  # before it changes them
-            result = func(*args, **kwargs)
+            result = call_kernel(func, *args, **kwargs)
             draws = moved is not None and moved.draws()
             self._note(func, traits, given, result, draws)
         return result

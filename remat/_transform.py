@@ -1,9 +1,12 @@
 """The transform: one Function that evaluates programs, each rule again a program.
 
-    forward(program, *leaves)      run the program, keep its inputs, what a policy keeps
+    dispatch(program, leaves)      run the program, then make a node of the graph
     backward(ctx, *cotangents)  =  call(Vjp(program), *inputs, *cotangents)
     jvp(ctx, *tangents)         =  call(Jvp(program), *inputs, *tangents)
     vmap(in_dims)               =  dispatch(Batch(program, in_dims), ...), a level down
+
+The forward runs first, a level down. The node is made when it is known which leaves
+the results depend on: it has edges to those, and where there are none there is no node.
 
 Invariant: a graph made here retains the inputs of a call, and nothing computed in it
 but what its policy keeps, at every level and of every order. So a backward is itself a
@@ -14,7 +17,9 @@ and `jvp` as plain code (silent zeros for jacfwd of jacfwd).
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -23,6 +28,7 @@ from torch.autograd import Function
 from typing_extensions import override
 
 from remat._compat import (
+    GRAD,
     JVP,
     VMAP,
     apply_at_level,
@@ -32,7 +38,6 @@ from remat._compat import (
     current_layer,
     dual_level_active,
     eager_only,
-    grad_mode,
     kind_of,
     lifted,
     plain_apply,
@@ -41,7 +46,7 @@ from remat._compat import (
     unwrap_dead,
     unwrap_for_grad,
     viewed,
-    with_autograd,
+    with_derivatives_off,
     without_tangent,
     wrap_for_grad,
 )
@@ -51,10 +56,15 @@ from remat._rules import Batch, Jvp, Vjp, records, replace
 
 def call(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     """Evaluate `program`, differentiably at every level."""
-    if not torch.is_grad_enabled():
+    if torch.is_grad_enabled():
+        outs = record(program, leaves, [*map(requires_grad_at_any_level, leaves)])
+        if outs is not None:
+            return outs
+    layer = current_layer()
+    if layer is None or kind_of(layer) != GRAD:
         return program.run(*leaves)
-    outs = record(program, leaves, [*map(requires_grad_at_any_level, leaves)])
-    return program.run(*leaves) if outs is None else outs
+    # In a level of its own it would do other operations than the forward did.
+    return _evaluate_below(layer, GRAD, call, program, leaves)
 
 
 @eager_only
@@ -78,20 +88,44 @@ def _dispatch_at(
     layer: Any, program: Program, leaves: Sequence[Tensor]
 ) -> Sequence[Any]:
     if layer is None:
-        if program.facts.exact or base_dual_level_active() or records(leaves):
-            return _apply(None, program, *leaves)
-        # Only levels above differentiate: nothing is to be saved down here.
-        may_be_inference = not torch.is_grad_enabled()
-        with grad_mode(False):
-            if may_be_inference:
-                return with_autograd(program.evaluate, leaves)
-            return program.evaluate(leaves)
+        return _dispatch_at_base(program, leaves)
     kind = kind_of(layer)
     if kind == VMAP:
         return batched(leaves, functools.partial(_dispatch_batch, program))
     if dual_level_active():
         leaves = lifted(layer, kind, leaves)
-    return apply_at_level(_apply, (layer, kind), program, *leaves)
+    forward_mode = kind == JVP or base_dual_level_active()
+    program.facts.pushed |= forward_mode
+    outs = _evaluate_below(layer, kind, dispatch, program, leaves)
+    ends = _ends(program.facts, leaves, forward_mode)
+    if not ends:
+        return outs
+    return apply_at_level(_apply, (program, leaves, outs, forward_mode), *ends)
+
+
+def _dispatch_at_base(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
+    facts, forward_mode = program.facts, base_dual_level_active()
+    facts.pushed |= forward_mode
+    outs = with_derivatives_off(program.evaluate, leaves)
+    # If only levels above differentiate, nothing is to be saved down here.
+    if not (facts.exact or forward_mode or records(leaves)):
+        return outs
+    ends = _ends(facts, leaves, forward_mode)
+    return _apply((program, leaves, outs, forward_mode), *ends) if ends else outs
+
+
+def _ends(
+    facts: Facts, leaves: Sequence[Tensor], forward_mode: bool
+) -> Sequence[Tensor]:
+    """Return the leaves that a node has edges to; none if there is to be no node.
+
+    In forward mode any leaf may have a tangent.
+    """
+    if forward_mode:
+        return leaves
+    if len(facts.used) < len(leaves):
+        leaves = [leaves[i] for i in facts.used]
+    return leaves if True in map(_requires_grad, leaves) else ()
 
 
 def _dispatch_batch(
@@ -112,28 +146,21 @@ def _dispatch_batch(
 
 
 class Remat(Function):
-    """Evaluates a program at one level.
+    """The node of a program's evaluation, at one level: a grad or jvp one, or the base.
 
-    That is the base, where `layer` is None, or a grad or jvp level of torch.func, given
-    as its interpreter and kind.
+    Its inputs are the leaves that it has edges to.
     """
 
     @staticmethod
     @override
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, layer: Any, program: Program, *leaves: Tensor
+        ctx: Any, evaluated: tuple[Any, ...], *_: Tensor
     ) -> Any:
-        """Evaluate here, or one level down, and save the inputs."""
+        """Save the inputs of the program, and what it hands up to be kept."""
+        program, leaves, outs, forward_mode = evaluated
         ctx.program = program
         ctx.set_materialize_grads(False)
-        facts = program.facts
-        forward_mode = base_dual_level_active() or (layer or _BASE)[1] == JVP
-        if forward_mode:
-            facts.pushed = True
-        if layer is None:
-            outs = program.evaluate(leaves)
-        else:
-            outs = _evaluate_below(layer, program, leaves)
+        facts: Facts = program.facts
         saved: Sequence[Tensor] = leaves
         if facts.kept or facts.recipe is not None:
             saved = _saved(facts, leaves, outs)
@@ -149,11 +176,9 @@ class Remat(Function):
         ctx.save_for_backward(*saved)
         if forward_mode:
             ctx.save_for_forward(*saved)
-        differentiable = (
-            [has_derivatives(o) for o in outs]
-            if forward_mode
-            else _differentiable(facts, leaves)
-        )
+        differentiable = facts.differentiable
+        if forward_mode:
+            differentiable = [has_derivatives(o) for o in outs]
         if False in differentiable:
             pairs = zip(outs, differentiable, strict=True)
             constant = [o for o, d in pairs if o is not None and not d]
@@ -170,10 +195,13 @@ class Remat(Function):
         given = [j for j, ct in enumerate(cotangents) if ct is not None]
         if False in facts.differentiable:
             given = [j for j in given if facts.differentiable[j]]
-        wanted = facts.used
-        if needs.count(True) < len(needs) - 2:
-            wanted = [i for i in wanted if needs[i + 2]]
-        grads: list[Tensor | None] = [None] * len(needs)
+        # A node of forward mode has an edge to each leaf.
+        ends = wanted = facts.used
+        if len(ends) < len(needs) - 1:
+            ends = range(len(needs) - 1)
+        if needs.count(True) < len(ends):
+            needed = [*compress(ends, needs[1:])]
+            wanted = [i for i in wanted if i in needed]
         if wanted and given:
             primals: Sequence[Tensor] = saved_tensors(ctx)
             if not facts.exact:  # a level may be gone that they are of
@@ -182,16 +210,16 @@ class Remat(Function):
             ours: list[Any] = [cotangents[j] for j in given]
             cts = [*map(unwrap_dead, ours)]
             found = call(rule, [*primals, *cts])
-            if len(found) == len(needs) - 2:  # in their order, for none is left out
-                return (None, None, *found)
-            for i, grad in zip(wanted, found, strict=True):
-                grads[i + 2] = grad
-        return tuple(grads)
+            if len(found) == len(ends):
+                return (None, *found)
+            grads = dict(zip(wanted, found, strict=True))
+            return (None, *map(grads.get, ends))
+        return (None,) * len(needs)
 
     @staticmethod
     @override
     @eager_only
-    def jvp(ctx: Any, _layer: Any, _program: Any, *tangents: Tensor | None) -> Any:
+    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
         """Call the jvp, given the tangents there are."""
         program: Program = ctx.program
         given = [i for i, t in enumerate(tangents) if t is not None]
@@ -202,7 +230,7 @@ class Remat(Function):
 
 
 _apply = plain_apply(Remat)
-_BASE = None, None
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def _saved(
@@ -218,20 +246,16 @@ def _saved(
 
 
 def _evaluate_below(
-    layer: tuple[Any, int], program: Program, leaves: Sequence[Tensor]
+    layer: Any,
+    kind: int,
+    evaluate: Callable[..., Any],
+    program: Program,
+    leaves: Sequence[Tensor],
 ) -> Sequence[Any]:
-    level = layer[0].level()
+    level = layer.level()
     below = [unwrap_for_grad(t, level) for t in leaves]
-    outs = call_below(*layer, dispatch, program, below)
+    outs = call_below(layer, kind, evaluate, program, below)
     return [None if o is None else wrap_for_grad(o, level) for o in outs]
-
-
-def _differentiable(facts: Facts, leaves: Sequence[Tensor]) -> Sequence[bool]:
-    """Say which outputs are differentiable at this level."""
-    if facts.exact or True in [leaves[i].requires_grad for i in facts.used]:
-        return facts.differentiable
-    # Some leaf of this level led here, but none that the outputs depend on.
-    return [False] * len(facts.differentiable)
 
 
 def _as_views(

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from remat import _tree
 from remat._check_replay import Agreement as Agreement, check_replay as check_replay
+from remat._compat import call_kernel
 
 
 # --- Ops ----------------------------------------------------------------------
@@ -74,7 +75,7 @@ class _CountingMode(TorchDispatchMode):
         name = func.overloadpacket.__name__
         aten = func.namespace == "aten"
         self._counts[name if aten else f"{func.namespace}::{name}"] += 1
-        return func(*args, **(kwargs or {}))
+        return call_kernel(func, *args, **(kwargs or {}))
 
 
 # --- Bytes --------------------------------------------------------------------

@@ -41,6 +41,7 @@ from remat._compat._autograd import (
     without_tangent as without_tangent,
 )
 from remat._compat._levels import (
+    GRAD as GRAD,
     JVP as JVP,
     VMAP as VMAP,
     apply_at_level as apply_at_level,
@@ -66,8 +67,8 @@ from remat._compat._levels import (
     unbatched as unbatched,
     unwrap_dead as unwrap_dead,
     unwrap_for_grad as unwrap_for_grad,
-    with_autograd as with_autograd,
     without_node as without_node,
+    with_derivatives_off as with_derivatives_off,
     wrap_for_grad as wrap_for_grad,
 )
 from remat._compat._process import (
@@ -84,6 +85,7 @@ from remat._compat._state import (
     OpOverloadPacket as OpOverloadPacket,
     as_fake as as_fake,
     autocast_depth as autocast_depth,
+    call_kernel as call_kernel,
     constant_in_traces as constant_in_traces,
     eager_only as eager_only,
     function_mode_count as function_mode_count,

@@ -47,6 +47,10 @@ class grad_mode:  # noqa: N801
         set_grad_enabled(self._before)
 
 
+is_forward_ad_enabled = torch._C._is_fwd_grad_enabled
+set_forward_ad = torch._C._set_fwd_grad_enabled
+
+
 # Deleted by: a public `forward_ad.is_active()`.
 def dual_level_active() -> bool:
     """Say whether a `forward_ad.dual_level` is open."""
@@ -65,7 +69,7 @@ forward_ad_enabled = forward_ad._set_fwd_grad_enabled
 def detach_dual(tensor: Tensor) -> Tensor:
     """Detach from reverse mode only."""
     primal, tangent = forward_ad.unpack_dual(tensor)
-    if tangent is None or not torch._C._is_fwd_grad_enabled():
+    if tangent is None or not is_forward_ad_enabled():
         return primal.detach()
     return forward_ad.make_dual(primal.detach().requires_grad_(), tangent.detach())
 

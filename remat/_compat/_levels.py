@@ -40,7 +40,11 @@ from torch._functorch.pyfunctorch import (
 from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
 from torch.autograd import Function
 
-from remat._compat._autograd import set_grad_enabled
+from remat._compat._autograd import (
+    is_forward_ad_enabled,
+    set_forward_ad,
+    set_grad_enabled,
+)
 
 
 # Deleted by: a public way to ask which torch.func transform is innermost.
@@ -131,16 +135,11 @@ def lifted(layer: CInterpreter, kind: int, leaves: Sequence[Tensor]) -> list[Ten
     return [*map(level.lift, leaves)]
 
 
-set_forward_ad = torch._C._set_fwd_grad_enabled
-
-
 def call_below(
     layer: CInterpreter, kind: int, fn: Callable[..., Any], *args: Any
 ) -> Any:
-    """Call `fn` below a grad or jvp level, in the modes it was entered in.
-
-    To be called in a Function's forward, which restores the modes itself.
-    """
+    """Call `fn` below a grad or jvp level, in the modes it was entered in."""
+    before = torch.is_grad_enabled(), is_forward_ad_enabled()
     is_grad = kind == GRAD
     set_grad_enabled(not is_grad or CGradInterpreterPtr(layer).prevGradMode())
     set_forward_ad(is_grad or CJvpInterpreterPtr(layer).prevFwdGradMode())
@@ -149,6 +148,8 @@ def call_below(
         return fn(*args)
     finally:
         push_dynamic_layer_stack(popped)
+        set_grad_enabled(before[0])
+        set_forward_ad(before[1])
 
 
 # Deleted by: `torch.autograd.grad(is_grads_batched=True)` saying that it is at work.
@@ -258,12 +259,22 @@ def batched_again(fn: Callable[..., Any], hows: Sequence[How]) -> Callable[..., 
 
 
 # Deleted by: torch.func levels that are lowered keeping inference mode switched off.
-def with_autograd(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` where autograd can record, below a level in inference mode too."""
-    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+def with_derivatives_off(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` as the forward of a Function: it may switch on again what is off.
+
+    Autograd can record there, below a level in inference mode too.
+    """
+    grad, forward_ad = torch.is_grad_enabled(), is_forward_ad_enabled()
+    if not grad and torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+        with torch.inference_mode(False):
+            return fn(*args)
+    set_grad_enabled(False)
+    set_forward_ad(False)
+    try:
         return fn(*args)
-    with torch.inference_mode(False):
-        return fn(*args)
+    finally:
+        set_grad_enabled(grad)
+        set_forward_ad(forward_ad)
 
 
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality

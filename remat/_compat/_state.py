@@ -215,6 +215,26 @@ def kernel_of(func: Any) -> Callable[..., Any]:
     return getattr(func, "_op", func)
 
 
+# Deleted by: dispatch modes below which kernels still resolve what they conjugate or
+# negate lazily: torch switches that off there, and a kernel made of others (`pinv`) is
+# wrong.
+def call_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a kernel from a dispatch mode as it is called without one."""
+    before = [*map(_is_excluded, _LAZY)]
+    for key in _LAZY:
+        _set_excluded(key, False)
+    try:
+        return kernel(*args, **kwargs)
+    finally:
+        for key, was in zip(_LAZY, before, strict=True):
+            _set_excluded(key, was)
+
+
+_LAZY = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
 # Deleted by: a public `OpOverload.is_view`.
 def is_view_op(func: Any) -> bool:
     """Say whether an operation only looks at a storage in another way."""
