@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from typing_extensions import override
 
 from remat._compat import (
     JVP,
     VMAP,
+    SingleLevelFunction,
     apply_at_level,
     base_dual_level_active,
     batched,
@@ -35,7 +35,6 @@ from remat._compat import (
     grad_mode,
     kind_of,
     lifted,
-    plain_apply,
     requires_grad_at_any_level,
     saved_tensors,
     unwrap_dead,
@@ -111,7 +110,7 @@ def _dispatch_batch(
     return tuple(outs), (*inner.out_dims, *kept, *[None] * facts.residuals)
 
 
-class Remat(Function):
+class Remat(SingleLevelFunction):
     """Evaluates a program at one level.
 
     That is the base, where `layer` is None, or a grad or jvp level of torch.func, given
@@ -201,7 +200,7 @@ class Remat(Function):
         return tuple(call(rule, [*map(unwrap_dead, (*primals, *ours))]))
 
 
-_apply = plain_apply(Remat)
+_apply: Any = Remat.apply
 _BASE = None, None
 
 

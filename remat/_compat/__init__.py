@@ -33,6 +33,7 @@ from remat._compat._autograd import (
 from remat._compat._levels import (
     JVP as JVP,
     VMAP as VMAP,
+    SingleLevelFunction as SingleLevelFunction,
     apply_at_level as apply_at_level,
     base_tensor as base_tensor,
     batch as batch,
@@ -47,7 +48,6 @@ from remat._compat._levels import (
     kind_of as kind_of,
     leaf_at as leaf_at,
     lifted as lifted,
-    plain_apply as plain_apply,
     requires_grad_at_any_level as requires_grad_at_any_level,
     unwrap_dead as unwrap_dead,
     unwrap_for_grad as unwrap_for_grad,
