@@ -68,6 +68,7 @@ from remat._compat._state import (
     OpOverloadPacket as OpOverloadPacket,
     as_fake as as_fake,
     autocast_depth as autocast_depth,
+    checkpoint_depth as checkpoint_depth,
     constant_in_traces as constant_in_traces,
     eager_only as eager_only,
     function_mode_count as function_mode_count,

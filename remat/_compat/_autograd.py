@@ -143,8 +143,8 @@ _is_cow: Callable[[Tensor], bool] = vars(torch._C)["_is_cow_tensor"]
 
 
 def is_shared(copy: Tensor) -> bool:
-    """Say whether a `snapshot` was never written."""
-    return _is_cow(copy)
+    """Say whether a `snapshot` was never written; what is none was."""
+    return type(copy) is Tensor and _is_cow(copy)
 
 
 # Deleted by: `Tensor.register_hook` costing as little as this.
