@@ -1,7 +1,10 @@
 """The only package that touches private torch API: an upgrade has one place to look.
 
-Invariant: every name says which upstream change would delete it.
+Invariant: every name says which upstream change would delete it, and has a self-test.
 """
+
+# First, as it says which torch lacks what the others import.
+from remat._compat import _selftest as _selftest  # isort: skip
 
 from remat._compat._autograd import (
     MODAL_NODES as MODAL_NODES,

@@ -105,6 +105,8 @@ def requires_grad_at_any_level(tensor: Tensor) -> bool:
 class SingleLevelFunction(function._SingleLevelFunction):
     """A Function whose `apply` records a call at the level that it is on."""
 
+    apply: Callable[..., Any]
+
     # For compiled autograd, which asks for it and finds it on `Function` alone.
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> tuple[int]:

@@ -175,7 +175,7 @@ def native_random(device: str) -> Any:
     try:
         key = torch._C._dispatch_key_for_device(device)
         return module if all(has_kernel(op, key) for op in ops) else None
-    except RuntimeError:  # an older torch has no such operation
+    except RuntimeError:  # of no dispatch key
         return None
 
 
@@ -254,7 +254,7 @@ def without_dispatch_mode(mode: Any) -> Iterator[None]:
 
 
 # Deleted by: a public way to ask whether torch's checkpoint is running a function.
-# Torch 2.14 has a second entry, `checkpoint(use_reentrant=False)(fn)`, beside the first.
+# Torch 2.14 has a second entry beside the first: `checkpoint(use_reentrant=False)(fn)`.
 _checkpoint: Any = getattr(checkpoint, "_checkpoint_impl", checkpoint.checkpoint)
 _CHECKPOINT: CodeType = inspect.unwrap(_checkpoint).__code__
 
