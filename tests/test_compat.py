@@ -147,6 +147,10 @@ def test_the_docs_name_every_torch_that_was_run(version):
     assert version in (ROOT / "docs/limits.md").read_text()
 
 
-def test_the_pinned_torch_is_one_that_was_run():
-    pins = (ROOT / "constraints.txt").read_text().split()
-    assert {f"torch=={v}" for v in _selftest.RUN}.intersection(pins)
+def test_make_runs_every_torch():
+    (others,) = re.findall(
+        r"^TORCHES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    pins = (ROOT / "constraints.txt").read_text()
+    (pinned,) = re.findall(r"^torch==(.*)$", pins, re.MULTILINE)
+    assert sorted([pinned, *others.split()]) == sorted(_selftest.RUN)
