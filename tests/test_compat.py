@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchgen
 
 from remat import _compat
 from remat._compat import _autograd, _levels, _process, _selftest, _state
@@ -127,6 +128,16 @@ def test_the_checks_import_nothing():
     run = [sys.executable, "-c", SLOW]
     result = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (result.stdout, result.stderr) == ("[]\n", "")
+
+
+def test_every_formula_that_asks_for_grad_mode_is_known():
+    path = Path(torchgen.__file__).parent / "packaged/autograd/derivatives.yaml"
+    asking = set()
+    for entry in re.split(r"^- name: ", path.read_text(), flags=re.MULTILINE):
+        if "GradMode::is_enabled()" in entry:
+            words = entry.partition("(")[0].split("_")
+            asking.add("".join(map(str.capitalize, words)) + "Backward0")
+    assert asking == _autograd.MODAL_NODES
 
 
 # --- The versions that were run ---

@@ -176,8 +176,10 @@ _use_count: Callable[[Tensor], int] = operator.methodcaller("_use_count")
 # with it on use other kernels, whose results differ in the last bits.
 MODAL_NODES = frozenset(
     {
-        *("LogitBackward0", "MishBackward0", "NativeDropoutBackward0"),
-        *("NativeGroupNormBackward0", "SiluBackward0"),
+        *("FusedRmsNormBackward0", "LogitBackward0", "MishBackward0"),
+        *("MkldnnRnnLayerBackward0", "NativeDropoutBackward0"),
+        *("NativeGroupNormBackward0", "SiluBackward0", "ThnnFusedGruCellBackward0"),
+        *("ThnnFusedLstmCellBackward0", "WeightNormInterfaceBackward0"),
     }
 )
 
