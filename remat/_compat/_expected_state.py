@@ -6,6 +6,9 @@ for is looked up in its text.
 """
 
 import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,20 @@ from typing_extensions import override
 
 from remat._compat import _process, _state
 from remat._compat._selftest import expects, leaf, same
+
+
+@contextmanager
+def _replaced(scope: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    missing = object()
+    before = scope.get(name, missing)
+    scope[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del scope[name]
+        else:
+            scope[name] = before
 
 
 @expects("read_settings", "write_settings")
@@ -41,10 +58,20 @@ def _generators_are_found() -> None:
 @expects("TORCH_NODES", "register_torch_node")
 def _classes_of_pytrees_are_listed() -> None:
     assert {dict, list, tuple} <= _state.TORCH_NODES.keys()
-    names = inspect.signature(_pytree.register_pytree_node).parameters
-    assert {"serialized_type_name", "flatten_with_keys_fn"} <= names.keys()
-    assert _pytree.GetAttrKey("a").name == "a"
-    assert inspect.signature(_state.register_torch_node).parameters.keys() >= {"name"}
+    takes = inspect.signature(_pytree.register_pytree_node)
+    given: list[inspect.BoundArguments] = []
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        given.append(takes.bind(*args, **kwargs))
+
+    def flatten(_: Any) -> tuple[list[Any], Any]:
+        return [3], None
+
+    # Not registered, which could not be undone.
+    with _replaced(vars(_pytree), "register_pytree_node", note):
+        _state.register_torch_node(_Class, "name", ["a"], flatten, _Class)
+    keyed, _ = given[0].arguments["flatten_with_keys_fn"](None)
+    assert keyed == [(_pytree.GetAttrKey("a"), 3)]
 
 
 @expects(
@@ -143,20 +170,23 @@ def _parametrizations_are_cached() -> None:
         assert parametrize._cache is before
 
 
-# By their text, as importing Dynamo takes seconds.
+# By its text, as importing Dynamo takes seconds.
 @expects("constant_in_traces", "eager_only", "show_to_traced_modes")
 def _dynamo_asks_what_is_set() -> None:
     dynamo = Path(torch.__file__).parent / "_dynamo"
-    variables = (dynamo / "variables" / "torch.py").read_text()
-    assert "in get_overridable_functions()" in variables
     functions = (dynamo / "variables" / "functions.py").read_text()
     assert "_dynamo_marked_constant" in functions
     function = _state.constant_in_traces(lambda: 1)
     assert vars(function) == {"_dynamo_marked_constant": True}
-    assert _state.eager_only(function)() == 1
     assert _state.eager_only(function) is function
-    names = inspect.signature(_state.show_to_traced_modes).parameters
-    assert [*names] == ["functions"]
+    assert function() == 1
+    variables = (dynamo / "variables" / "torch.py").read_text()
+    assert "in get_overridable_functions()" in variables
+    shown: set[Callable[..., Any]] = set()
+    stub = SimpleNamespace(get_overridable_functions=lambda: shown)
+    with _replaced(sys.modules, "torch._dynamo.variables.torch", stub):
+        _state.show_to_traced_modes([torch.sin])
+    assert shown == {torch.sin}
 
 
 @expects("checkpoint_depth")
