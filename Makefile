@@ -2,21 +2,45 @@
 # Each one creates the environment if it is missing and reuses it afterwards.
 
 PYTHON ?= python3
-VENV   ?= .venv
 JOBS   ?= 2
 ARGS   ?=
 
+# The pins keep a run repeatable. Without them pip may also choose another torch.
+# With TORCH, that one is installed, in an environment of its own.
+TORCH ?=
+ifeq ($(TORCH),)
+VENV ?= .venv
+PINS := constraints.txt
+else
+VENV ?= .venv-torch-$(TORCH)
+PINS := $(VENV)/constraints.txt
+endif
+
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
-# The pins keep a run repeatable. Without them pip may also choose another torch.
-INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
+INSTALL := $(PY) -m pip install --disable-pip-version-check -c $(PINS)
+TEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
+
+# The versions of torch that remat is run with beside the one in constraints.txt.
+TORCHES := 2.14.1
+# The tests that CI runs with those: the transform, what it keeps and counts, keys.
+CORE := $(addsuffix .py,$(addprefix tests/test_, \
+	api compat golden backward grad vjp jvp vmap vmap_grad higher_order nested forward_ad \
+	memory lifetime residuals buffers modules mutation recompute_error torch_behaviours \
+	policies policies_transforms policies_random pruning_calls pruning_zoo compile \
+	random_keys random_stream random_dropout random_bind random_bind_layers \
+	random_bind_transforms random_bind_compiled))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cov check format docs notebooks bench model clean
+.PHONY: help demo test core full cov check format docs notebooks bench model clean
 
 help:
 	@echo "make demo       train a small language model plain and with remat, and compare"
-	@echo "make test       run the tests, doctests, docs examples and notebooks"
+	@echo "make test       run the tests, doctests, docs examples and notebooks; with"
+	@echo "                TORCH=2.14.1 in an environment that has that version of torch"
+	@echo "make core       run the core tests with every other version of torch"
+	@echo "make full       run everything: slow tests, clients, torch's operator database,"
+	@echo "                with every version of torch; before a release"
 	@echo "make check      ruff, pyrefly, import-linter"
 	@echo "make docs       build docs/_build/html"
 	@echo "make bench      run every benchmark"
@@ -34,11 +58,15 @@ define environment
 	$(INSTALL) -e $(1)
 endef
 
-$(VENV)/.demo: pyproject.toml constraints.txt
+$(VENV)/constraints.txt: constraints.txt
+	@mkdir -p $(VENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' $< > $@
+
+$(VENV)/.demo: pyproject.toml $(PINS)
 	$(call environment,'.[viz]')
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt
+$(VENV)/.dev: pyproject.toml $(PINS)
 	$(call environment,'.[dev]')
 	@touch $(VENV)/.demo $@
 
@@ -46,10 +74,25 @@ demo: $(VENV)/.demo
 	@$(PY) benchmarks/demo.py $(ARGS)
 
 test: $(VENV)/.dev
-	@$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@$(TEST) $(ARGS)
+
+# Each torch in a make of its own, which chooses the environment.
+core:
+	@for torch in $(TORCHES); do echo "== torch $$torch"; \
+		$(MAKE) --no-print-directory test TORCH=$$torch VENV=.venv-torch-$$torch \
+			ARGS="$(CORE) $(ARGS)" || exit 1; \
+	done
+
+# `-m ""` takes back what pyproject.toml leaves out.
+full: check docs
+	@$(MAKE) --no-print-directory test ARGS='-m "" $(ARGS)'
+	@for torch in $(TORCHES); do echo "== torch $$torch"; \
+		$(MAKE) --no-print-directory test TORCH=$$torch VENV=.venv-torch-$$torch \
+			ARGS='-m "" $(ARGS)' || exit 1; \
+	done
 
 cov: $(VENV)/.dev
-	@$(PY) -m pytest -n $(JOBS) --dist worksteal --cov --cov-report=term-missing $(ARGS)
+	@$(TEST) --cov --cov-report=term-missing $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -77,4 +120,4 @@ bench: $(VENV)/.dev
 	done; [ -z "$$missed" ] || { echo "failed or missed a target:$$missed"; exit 1; }
 
 clean:
-	rm -rf $(VENV) out docs/_build docs/notebooks .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* out docs/_build docs/notebooks .pytest_cache .ruff_cache .hypothesis

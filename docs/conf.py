@@ -1,8 +1,9 @@
 """Sphinx configuration. Warnings are errors: `make docs`."""
 
-import importlib.metadata
 import shutil
 from pathlib import Path
+
+import remat
 
 
 HERE = Path(__file__).parent
@@ -10,7 +11,7 @@ HERE = Path(__file__).parent
 project = "remat"
 author = "The remat authors"
 project_copyright = author
-release = importlib.metadata.version("remat")
+release = remat.__version__
 
 extensions = [
     "myst_nb",

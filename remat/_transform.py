@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from typing_extensions import override
 
 from remat._compat import (
     GRAD,
     JVP,
     VMAP,
+    SingleLevelFunction,
     apply_at_level,
     base_dual_level_active,
     batched,
@@ -40,7 +40,6 @@ from remat._compat import (
     eager_only,
     kind_of,
     lifted,
-    plain_apply,
     requires_grad_at_any_level,
     saved_tensors,
     unwrap_dead,
@@ -145,7 +144,7 @@ def _dispatch_batch(
     return tuple(outs), (*inner.out_dims, *kept, *[None] * facts.residuals)
 
 
-class Remat(Function):
+class Remat(SingleLevelFunction):
     """The node of a program's evaluation, at one level: a grad or jvp one, or the base.
 
     Its inputs are the leaves that it has edges to.
@@ -229,7 +228,7 @@ class Remat(Function):
         return tuple(call(rule, [*map(unwrap_dead, (*primals, *ours))]))
 
 
-_apply = plain_apply(Remat)
+_apply: Any = Remat.apply
 _requires_grad = operator.attrgetter("requires_grad")
 
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -83,8 +84,31 @@ def test_every_public_function_has_a_docstring():
         assert (value.__doc__ or "").strip(), f"{name} has no docstring"
 
 
+@pytest.mark.skipif(
+    not [*importlib.metadata.distributions(name="remat")], reason="a bare checkout"
+)
 def test_the_version_is_that_of_the_installed_package():
     assert remat.__version__ == importlib.metadata.version("remat")
+
+
+def test_a_checkout_that_is_not_installed_is_imported(tmp_path):
+    # An environment that has all packages of this one but remat.
+    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(folder).iterdir():
+            if "remat" not in entry.name:
+                (tmp_path / entry.name).symlink_to(entry)
+    code = f"""
+import sys, importlib.metadata
+sys.path += [{str(tmp_path)!r}]
+assert not [*importlib.metadata.distributions(name="remat")]
+import remat, torch
+print(remat.__version__, remat.__file__)
+x = torch.ones(3)
+assert torch.equal(torch.func.grad(remat.remat(lambda x: x.sin().sum()))(x), x.cos())
+"""
+    run = [sys.executable, "-S", "-c", code]  # without the packages installed here
+    result = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.stdout.split() == [remat.__version__, remat.__file__], result.stderr
 
 
 def test_the_package_is_typed():

@@ -722,7 +722,7 @@ def test_an_intermediate_that_got_out_may_be_looked_at(way):
 
 
 def test_a_scripted_module_is_refused():
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         scripted = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(CaptureError, match="Linear is a TorchScript module"):
         remat(scripted)(torch.randn(2))

@@ -3,6 +3,7 @@
 Run as a script, this file runs the notebooks and stores their outputs.
 """
 
+import os
 from pathlib import Path
 
 import nbclient
@@ -12,6 +13,8 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+# As in pyproject.toml: torch's own rules for jvp warn, from 2.14 on visibly.
+QUIET = "ignore:`torch.jit.script` is deprecated:FutureWarning"
 
 
 def run(path):
@@ -25,7 +28,7 @@ def run(path):
         record_timing=False,
         resources={"metadata": {"path": str(FOLDER)}},
     )
-    client.execute()
+    client.execute(env={**os.environ, "PYTHONWARNINGS": QUIET})
     return stored, fresh
 
 

@@ -425,7 +425,6 @@ def test_grouped_products_of_tokens_have_no_batch():
     assert few(grouped((4, 64, 8), (4, 8, 16))) is RECOMPUTE
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="some are newer than torch")
 def test_the_table_of_dots_names_operators_that_exist():
     """A slip of the pen would be a dot that is never saved."""
     for dot in _DOTS:

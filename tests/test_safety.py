@@ -243,11 +243,16 @@ def test_jacrev_recomputes_once_with_the_draws_of_the_forward():
 
 # --- Kernels that depend on grad mode ---
 
+LSTM = nn.LSTM(10, 10)
 MODAL = {
     "silu": nn.functional.silu,
     "mish": nn.functional.mish,
     "group norm": lambda x: nn.functional.group_norm(x.view(2, 5, -1), 5) ** 3,
     "gelu": nn.functional.gelu,
+    "weight norm": lambda x: torch._weight_norm(
+        x.view(10, -1), x.detach().view(10, -1).norm(dim=1, keepdim=True), 0
+    ),
+    "lstm": lambda x: LSTM(x.view(2, 50, 10))[0],
 }
 
 

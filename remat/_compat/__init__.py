@@ -1,7 +1,10 @@
 """The only package that touches private torch API: an upgrade has one place to look.
 
-Invariant: every name says which upstream change would delete it.
+Invariant: every name says which upstream change would delete it, and has a self-test.
 """
+
+# First, as it says which torch lacks what the others import.
+from remat._compat import _selftest as _selftest  # isort: skip
 
 from remat._compat._autograd import (
     MODAL_NODES as MODAL_NODES,
@@ -44,6 +47,7 @@ from remat._compat._levels import (
     GRAD as GRAD,
     JVP as JVP,
     VMAP as VMAP,
+    SingleLevelFunction as SingleLevelFunction,
     apply_at_level as apply_at_level,
     are_all_vmaps as are_all_vmaps,
     base_tensor as base_tensor,
@@ -62,7 +66,6 @@ from remat._compat._levels import (
     kind_of as kind_of,
     leaf_at as leaf_at,
     lifted as lifted,
-    plain_apply as plain_apply,
     requires_grad_at_any_level as requires_grad_at_any_level,
     unbatched as unbatched,
     unwrap_dead as unwrap_dead,
@@ -86,6 +89,7 @@ from remat._compat._state import (
     as_fake as as_fake,
     autocast_depth as autocast_depth,
     call_kernel as call_kernel,
+    checkpoint_depth as checkpoint_depth,
     constant_in_traces as constant_in_traces,
     eager_only as eager_only,
     function_mode_count as function_mode_count,

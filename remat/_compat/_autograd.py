@@ -190,8 +190,8 @@ _is_cow: Callable[[Tensor], bool] = vars(torch._C)["_is_cow_tensor"]
 
 
 def is_shared(copy: Tensor) -> bool:
-    """Say whether a `snapshot` was never written."""
-    return _is_cow(copy)
+    """Say whether a `snapshot` was never written; what is none was."""
+    return type(copy) is Tensor and _is_cow(copy)
 
 
 # Deleted by: `Tensor.register_hook` costing as little as this.
@@ -223,8 +223,10 @@ _use_count: Callable[[Tensor], int] = operator.methodcaller("_use_count")
 # with it on use other kernels, whose results differ in the last bits.
 MODAL_NODES = frozenset(
     {
-        *("LogitBackward0", "MishBackward0", "NativeDropoutBackward0"),
-        *("NativeGroupNormBackward0", "SiluBackward0"),
+        *("FusedRmsNormBackward0", "LogitBackward0", "MishBackward0"),
+        *("MkldnnRnnLayerBackward0", "NativeDropoutBackward0"),
+        *("NativeGroupNormBackward0", "SiluBackward0", "ThnnFusedGruCellBackward0"),
+        *("ThnnFusedLstmCellBackward0", "WeightNormInterfaceBackward0"),
     }
 )
 

@@ -38,7 +38,7 @@ from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
 )
 from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
-from torch.autograd import Function
+from torch.autograd import function
 
 from remat._compat._autograd import (
     is_forward_ad_enabled,
@@ -107,12 +107,17 @@ def requires_grad_at_any_level(tensor: Tensor) -> bool:
     return True
 
 
-# Deleted by: `Function.apply` not inspecting signatures on each call, nor sending
-# torch.func's levels elsewhere.
-def plain_apply(function: type[Function]) -> Callable[..., Any]:
-    """Return what records a call of `function` at the level it is on."""
-    parent: Any = super(Function, function)
-    return parent.apply
+# Deleted by: `Function.apply` sending a call to torch.func's levels only where the
+# Function asks for it. (Up to torch 2.13 it also inspects signatures on each call.)
+class SingleLevelFunction(function._SingleLevelFunction):
+    """A Function whose `apply` records a call at the level that it is on."""
+
+    apply: Callable[..., Any]
+
+    # For compiled autograd, which asks for it and finds it on `Function` alone.
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int]:
+        return (ctx._autograd_function_id,)
 
 
 # Deleted by: a static single-level Function in functorch.

@@ -5,10 +5,12 @@ Rejected: asking Dynamo. Importing it takes seconds, for those who do not compil
 """
 
 import functools
+import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -27,7 +29,7 @@ from torch._ops import (
 )
 from torch.library import CustomOpDef
 from torch.nn.utils import parametrize
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _python_dispatch, _pytree, checkpoint
 from torch.utils._device import DeviceContext
 from typing_extensions import override
 
@@ -173,7 +175,7 @@ def native_random(device: str) -> Any:
     try:
         key = torch._C._dispatch_key_for_device(device)
         return module if all(has_kernel(op, key) for op in ops) else None
-    except RuntimeError:  # an older torch has no such operation
+    except RuntimeError:  # of no dispatch key
         return None
 
 
@@ -212,7 +214,9 @@ def is_lazy(tensor: Tensor) -> bool:
 # Deleted by: calls of an overload that cost as little as what they call.
 def kernel_of(func: Any) -> Callable[..., Any]:
     """Return what an overload calls, or an operator of higher order itself."""
-    return getattr(func, "_op", func)
+    # From torch 2.14 on `_op` may be a short cut of a custom operator, which is not to
+    # be taken everywhere.
+    return getattr(func, "_cpp_dispatch_handle", None) or getattr(func, "_op", func)
 
 
 # Deleted by: dispatch modes below which kernels still resolve what they conjugate or
@@ -267,6 +271,22 @@ def without_dispatch_mode(mode: Any) -> Iterator[None]:
     finally:
         _python_dispatch._push_mode(mode)
         _dynamo.set_eval_frame(dynamo)
+
+
+# Deleted by: a public way to ask whether torch's checkpoint is running a function.
+# Torch 2.14 has a second entry beside the first: `checkpoint(use_reentrant=False)(fn)`.
+_checkpoint: Any = getattr(checkpoint, "_checkpoint_impl", checkpoint.checkpoint)
+_CHECKPOINT: CodeType = inspect.unwrap(_checkpoint).__code__
+
+
+def checkpoint_depth() -> int:
+    """Return how many calls of torch.utils.checkpoint this is within, by the stack."""
+    depth = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        depth += frame.f_code is _CHECKPOINT
+        frame = frame.f_back
+    return depth
 
 
 # Deleted by: a public context below modes, transforms and autograd.

@@ -12,16 +12,14 @@ one. That has no vmap, and gives other numbers on each device.
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable
-from types import FrameType, FunctionType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, overrides
 from torch.nn import functional, init
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 from torch.utils.data import get_worker_info
 from typing_extensions import override
 
@@ -30,6 +28,7 @@ from remat._compat import (
     OpOverload,
     OpOverloadPacket,
     as_fake,
+    checkpoint_depth,
     constant_in_traces,
     eager_only,
     is_shared_by_examples,
@@ -220,30 +219,18 @@ def _traceable(func: Any, args: Any, kwargs: Any) -> Any:
     return torch.unflatten if func is Tensor.unflatten else func
 
 
-# --- torch's checkpoint -----------------------------------------------------------
-
-
-_CHECKPOINT: Any = inspect.unwrap(checkpoint.checkpoint)
-
-
 def _checkpoints() -> int:
-    """Return how many calls of torch.utils.checkpoint this is within."""
-    if torch.compiler.is_compiling():
-        return 0
-    depth = 0
-    code = _CHECKPOINT.__code__
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            depth += 1
-        frame = frame.f_back
-    return depth
+    return 0 if torch.compiler.is_compiling() else checkpoint_depth()
 
 
 def _has_generator(args: Any, kwargs: Any) -> bool:
-    return isinstance(kwargs.get("generator"), torch.Generator) or any(
-        isinstance(a, torch.Generator) for a in args
-    )
+    return any(map(_is_generator, (*args, kwargs.get("generator"))))
+
+
+def _is_generator(value: Any) -> bool:
+    # Tensors first: Dynamo traces no `isinstance` of a tensor and a class that answers
+    # it itself, as this one does.
+    return not isinstance(value, Tensor) and isinstance(value, torch.Generator)
 
 
 _CHECKPOINTED = (

@@ -1,0 +1,193 @@
+"""What the shims of `_autograd` expect of torch.
+
+Invariant: a check fails where a name of it is missing or does something else.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function, forward_ad, graph
+from typing_extensions import override
+
+from remat._compat import _autograd
+from remat._compat._selftest import expects, leaf, same
+
+
+@expects("set_grad_enabled", "grad_mode")
+def _grad_mode_is_switched() -> None:
+    with _autograd.grad_mode(False):
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+    _autograd.set_grad_enabled(False)
+    assert not torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+
+
+@expects("base_dual_level_active", "dual_level_active", "forward_ad_enabled")
+def _dual_levels_are_seen() -> None:
+    assert _autograd.dual_level_active() is False
+    with forward_ad.dual_level():
+        assert _autograd.dual_level_active() is True
+        assert _autograd.base_dual_level_active() is True
+    with _autograd.forward_ad_enabled(False):
+        assert not torch._C._is_fwd_grad_enabled()
+
+
+@expects("detach_dual", "without_tangent")
+def _dual_numbers_are_taken_apart() -> None:
+    x, tangent = leaf(), torch.ones(2)
+    with forward_ad.dual_level():
+        # Not `make_dual`, which imports rules that take a second.
+        dual = torch._VF._make_dual(x, tangent, level=0)
+        assert forward_ad.unpack_dual(_autograd.without_tangent(dual)).tangent is None
+        with _autograd.forward_ad_enabled(False):
+            assert not _autograd.detach_dual(dual).requires_grad
+
+
+@expects("pull_back")
+def _the_engine_returns_gradients() -> None:
+    x = leaf()
+    ones = (torch.ones(2),)
+    (grad,) = _autograd.pull_back((x * x,), ones, (x,), create_graph=True)
+    assert grad is not None
+    assert grad.requires_grad
+    assert same(grad, 2 * x)
+    assert x.grad is None
+
+
+def _refuse(_: Any) -> Any:
+    raise AssertionError("a hook on saved tensors ran")
+
+
+@expects("without_hooks")
+def _hooks_are_suspended() -> None:
+    x = leaf()
+    with graph.saved_tensors_hooks(_refuse, _refuse):
+        out = _autograd.without_hooks(torch.sin, x)
+        assert _autograd.top_hooks(True) is not None
+    assert same(out, x.sin())
+
+
+class _Sine(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        ctx.save_for_backward(x)
+        return x.sin()
+
+
+@expects("saved_tensors", "saved_by", "unpack_hooks_of")
+def _nodes_tell_what_they_saved() -> None:
+    x = leaf() * 1
+    for out in (x.sin(), _Sine.apply(x)):
+        saved = _autograd.saved_by(out.grad_fn)
+        assert [s.data_ptr() for s in saved] == [x.data_ptr()]
+    with graph.saved_tensors_hooks(_pack, _unpack):
+        assert _autograd.unpack_hooks_of(x.sin().grad_fn) == [_unpack]
+        assert _autograd.unpack_hooks_of(_Sine.apply(x).grad_fn) == [_unpack]
+    node = _Sine.apply(x).grad_fn
+    with torch.no_grad():
+        x.add_(1)
+    (changed,) = _autograd.saved_tensors(node)
+    assert changed.data_ptr() == x.data_ptr()
+
+
+def _pack(tensor: Tensor) -> Any:
+    return tensor
+
+
+def _unpack(packed: Any) -> Tensor:
+    return packed
+
+
+@expects("snapshot", "is_shared")
+def _clones_are_made_on_write() -> None:
+    x = torch.ones(2)
+    copy = _autograd.snapshot(x)
+    assert isinstance(copy, Tensor)
+    assert _autograd.is_shared(copy) is True
+    copy.add_(1)
+    assert _autograd.is_shared(copy) is False
+    assert same(x, torch.ones(2))
+    assert _autograd.snapshot(nn.Parameter(x)) is None
+
+
+@expects("on_backward")
+def _a_leaf_is_hooked() -> None:
+    x = leaf()
+    seen: list[Any] = []
+    _autograd.on_backward(x, seen.append)
+    x.sin().sum().backward()
+    assert same(seen[0], x.detach().cos())
+
+
+@expects("AccumulateGrad", "is_held")
+def _leaves_are_found_in_the_graph() -> None:
+    held = leaf()
+    nodes = (held * 2).grad_fn, (leaf() * 2).grad_fn
+    leaves: list[Any] = [node.next_functions[0][0] for node in nodes if node]
+    assert {*map(type, leaves)} == {_autograd.AccumulateGrad}
+    assert [*map(_autograd.is_held, leaves)] == [True, False]
+
+
+@expects("is_graph_held", "use_count")
+def _references_are_counted() -> None:
+    x = leaf()
+    before = _autograd.use_count(x)
+    assert _autograd.is_graph_held([x]) is False
+    node = x.sin().grad_fn
+    assert _autograd.is_graph_held([x]) is True
+    assert _autograd.use_count(x) > before
+    del node
+    assert _autograd.use_count(x) == before
+
+
+@expects("MODAL_NODES", "pull_in_grad_mode")
+def _some_formulas_ask_for_grad_mode() -> None:
+    x = leaf()
+    for op in (nn.functional.silu, nn.functional.mish, torch.logit):
+        assert type(op(x).grad_fn).__name__ in _autograd.MODAL_NODES
+    out = nn.functional.silu(x)
+    _autograd.pull_in_grad_mode([out])
+    modes: list[bool] = []
+    node: Any = out.grad_fn
+
+    def note(_: Any) -> None:
+        modes.append(torch.is_grad_enabled())
+
+    node.register_prehook(note)
+    torch.autograd.grad(out.sum(), x)
+    assert modes == [True]
+    assert torch.is_grad_enabled()
+
+
+@expects("sequence_number")
+def _nodes_are_numbered() -> None:
+    x = leaf()
+    first = _autograd.sequence_number(x.sin().grad_fn)
+    assert first < _autograd.sequence_number(x.cos().grad_fn)
+
+
+@expects("StorageRef", "storage_id")
+def _storages_are_referred_to() -> None:
+    x = torch.ones(2)
+    ref = _autograd.StorageRef(x.untyped_storage())
+    assert ref.address == x.untyped_storage()._cdata
+    assert _autograd.storage_id(x) == _autograd.storage_id(x.view(1, 2))
+    assert _autograd.storage_id(x) != _autograd.storage_id(x.clone())
+    before = ref.count()
+    view = x.view(1, 2)
+    assert ref.count() > before > 0
+    del x, view
+    assert ref.get() is None
+    assert ref.count() == 0
+
+
+@expects("preserved_version")
+def _a_change_is_not_counted() -> None:
+    x = torch.ones(2)
+    with _autograd.preserved_version(x):
+        x.add_(1)
+    assert x._version == 0
+    assert same(x, torch.full((2,), 2.0))
