@@ -15,6 +15,7 @@ class _Context(threading.local):
         policy: of the calls around, joined.
         followed: how many modes of ours follow what the thread does.
         recomputing: how many recomputes it is in.
+        decisions: of the calls within the innermost one, in order.
         saves: whether only calls of remat are asked what is saved here: then what is
             saved by torch.func inside is no business of theirs.
     """
@@ -22,10 +23,42 @@ class _Context(threading.local):
     policy: Any = None
     followed: int = 0
     recomputing: int = 0
+    decisions: "Decisions | None" = None
     saves: bool = False
 
 
 CONTEXT = _Context()
+
+
+class Decisions:
+    """What the calls within a call decided, which they are to do in a recompute too.
+
+    What they hand to the call around them to be saved depends on it.
+
+    Args:
+        made: in order; filled in a forward.
+        again: whether the call around is recomputed.
+    """
+
+    __slots__ = ("_made", "_next", "again")
+
+    def __init__(self, made: list[Any], *, again: bool) -> None:
+        self._made, self._next, self.again = made, 0, again
+
+    def next(self) -> Any:
+        """Return what the next call within had decided; None for nothing."""
+        k = self._next
+        self._next = k + 1
+        return self._made[k] if k < len(self._made) else None
+
+    def reserve(self) -> int:
+        """Return the place of the next call within."""
+        self._made.append(None)
+        return len(self._made) - 1
+
+    def note(self, place: int, decision: Any) -> None:
+        """Note what a call within decided."""
+        self._made[place] = decision
 
 
 def is_recomputing() -> bool:

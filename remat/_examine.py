@@ -25,11 +25,12 @@ from remat._options import Options
 from remat._plan import Fate, Record
 from remat._primal import Primal
 from remat._program import Program
-from remat._recipe import Tracing, is_droppable
+from remat._tracing import Tracing, is_droppable
 from remat._reporting import called, reader_of, stream_name
 from remat._storages import Ledger, parts
 from remat._trace import Recorder
-from remat._traces import Trace, is_small
+from remat._traces import Trace
+from remat._decide import SMALL
 from remat._transform import record
 from remat._types import Fn
 
@@ -143,7 +144,7 @@ class _Examining(Primal):
             sizes=noting.sizes,
             leaves=tuple(self._leaf(i, t) for i, t in enumerate(leaves)),
             elements=sum(t.numel() for t in leaves),
-            small=is_small(leaves),
+            small=sum(t.numel() for t in leaves) < SMALL,
             scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
             inner=tuple(_inner(noting.calls, scripts.record)),
             compiled=self.compiled,

@@ -7,7 +7,7 @@ Rejected: to compare values. That is for `remat.testing.check_replay`.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from remat._compat import (
     unwrap_dead,
     without_node,
 )
-from remat._context import CONTEXT
+from remat._context import CONTEXT, Decisions
 from remat._errors import RecomputeError
 from remat._handles import Handle, unpack
 
@@ -131,28 +131,47 @@ _DIFFERS = (
 )
 
 
-class Recomputing:
-    """A context in which a thread recomputes a call, whatever goes on around it."""
+class Saving:
+    """A context in which a call runs: what is saved in it is packed for that call.
 
-    __slots__ = ("_before", "_filling", "_grad_mode", "_suspended")
+    Args:
+        pack: is given each tensor that a graph saves.
+        outer: the hooks around, a pair, or None.
+        policy: of the call, and of those around it.
+        inner: what the calls within decide.
+        again: whether the call is recomputed, whatever goes on around.
+    """
 
-    def __init__(self, filling: Filling) -> None:
-        self._filling = filling
+    __slots__ = ("_again", "_before", "_grad_mode", "_now", "_pack", "_suspended")
+
+    def __init__(
+        self,
+        pack: Callable[[Tensor], Any],
+        outer: Any,
+        policy: Any,
+        inner: list[Any],
+        *,
+        again: bool = False,
+    ) -> None:
+        self._pack, self._again = pack, again
+        harmless = outer is None or (CONTEXT.saves and outer[1] is unpack)
+        self._now = harmless, policy, Decisions(inner, again=again)
 
     def __enter__(self) -> None:
         context = CONTEXT
-        self._before = context.saves, context.policy
-        self._suspended = suspend_hooks()
-        self._grad_mode = torch.is_grad_enabled()
-        set_grad_enabled(True)
-        context.saves, context.policy = True, None
-        context.recomputing += 1
-        push_hooks(self._filling.pack, unpack)
+        self._before = context.saves, context.policy, context.decisions
+        context.saves, context.policy, context.decisions = self._now
+        if self._again:
+            self._suspended, self._grad_mode = suspend_hooks(), torch.is_grad_enabled()
+            set_grad_enabled(True)
+            context.recomputing += 1
+        push_hooks(self._pack, unpack)
 
     def __exit__(self, *_: object) -> None:
         context = CONTEXT
         pop_hooks()
-        context.recomputing -= 1
-        context.saves, context.policy = self._before
-        set_grad_enabled(self._grad_mode)
-        resume_hooks(self._suspended)
+        context.saves, context.policy, context.decisions = self._before
+        if self._again:
+            context.recomputing -= 1
+            set_grad_enabled(self._grad_mode)
+            resume_hooks(self._suspended)

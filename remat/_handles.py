@@ -18,9 +18,11 @@ from typing import Any
 from torch import Tensor
 
 from remat._checks import describe, version_of
-from remat._compat import keeps_graph, leave_hooks_on
+from remat._compat import keeps_graph, leave_hooks_on, viewed
 from remat._context import CONTEXT
 from remat._errors import MutationError
+from remat._op import Value
+from remat._residual import Offloaded, Residual
 from remat._snapshot import Snapshot
 
 
@@ -30,16 +32,32 @@ class Handle:
     Attributes:
         call: gives the value.
         place: the handle's number among all that the call saved.
-        value: the tensor, if it was recomputed and not read yet, or is kept.
-        is_kept: whether the value stays for as long as the handle does.
+        value: the tensor, if it was recomputed and not read yet.
+        residual: what the policy keeps of the call, if the tensor is a view of it.
+        view: which; None if it is that.
     """
 
-    __slots__ = ("__weakref__", "call", "is_kept", "place", "value")
+    __slots__ = ("__weakref__", "call", "place", "residual", "value", "view")
 
     def __init__(self, call: Any, place: int) -> None:
         self.call, self.place = call, place
-        self.value: Any = None
-        self.is_kept = False
+        self.value: Tensor | None = None
+        self.residual: Residual | Offloaded | None = None
+        self.view: Value | None = None
+
+    def unpacked(self) -> Tensor:
+        """Return the tensor."""
+        value = self.value
+        if value is not None:
+            if keeps_graph():
+                self.value = None  # the node stays, not so what was computed for it
+            return value
+        if self.residual is None:
+            return self.call.value_of(self)
+        kept, view = self.residual.value(), self.view
+        if view is None:
+            return kept.detach()
+        return viewed(kept, view.shape, view.stride, view.offset)
 
 
 class Kept:
@@ -87,13 +105,6 @@ class Outer:
 
 def unpack(packed: Any) -> Tensor:
     """Be the hook that gives a saved tensor back."""
-    if type(packed) is Handle:
-        value = packed.value
-        if value is None:
-            return packed.call.value_of(packed)
-        if not packed.is_kept and keeps_graph():
-            packed.value = None  # the node stays, not so what was computed for it
-        return value
     return packed if isinstance(packed, Tensor) else packed.unpacked()
 
 

@@ -43,7 +43,4 @@ def lowering_of(options: Options) -> Lowering:
         return Lowering.FUNCTION
     if not are_hooks_allowed():
         return Lowering.FUNCTION
-    # Not there yet: policies.
-    if options.policy is not None or options.prune is True:
-        return Lowering.FUNCTION
     return Lowering.SAVED

@@ -13,7 +13,7 @@ from remat._examine import Examined, Leaf
 from remat._op import Value
 from remat._options import Prune
 from remat._plan import Plan, Record, Step, plan
-from remat._recipe import WORTH_DROPPING
+from remat._tracing import WORTH_DROPPING
 from remat.policies import Decision, Policy
 
 

@@ -43,15 +43,17 @@ from remat._compat import (
     torch_functions,
     without_hooks,
 )
+from remat._decide import Situation, warn_if_asked, why_as_it_is
 from remat._errors import CaptureError, MutationError, RecomputeError
 from remat._context import CONTEXT, is_followed, within
 from remat._options import DEFAULT, Options, reference
 from remat._program import Program, detached
-from remat._recipe import Tracing
+from remat._recipe import finish
 from remat._replay import Replay
 from remat._structure import Out
 from remat._trace import Recorder
-from remat._traces import is_small, trace_of
+from remat._traces import trace_of
+from remat._tracing import Tracing
 from remat._types import TENSORS, Fn, Outputs
 
 
@@ -128,16 +130,27 @@ class Primal(Call):
     ) -> Tracing | None:
         """Return how the forward is traced, if it is."""
         policy, prune = self._policy, self._prune
-        if (policy is None and prune is False) or self.compiled or self.facts.pushed:
-            return None
-        if policy is None and prune == "auto" and is_small(leaves):
-            return None
-        if self._classes and not all(map(_may_be_absent, leaves)):
+        situation = self.situation(leaves)
+        why = why_as_it_is(policy, prune, situation)
+        warn_if_asked(policy, prune, situation, self._label, why)
+        if why:
             return None
         options = reference(policy), prune, *self.facts.needs, self._ambient.key
         trace = trace_of((*program.signature, *options), leaves)
         trace = trace.of(getattr(self._fn, "__self__", self._fn))
         return Tracing(trace, policy, prune, leaves, inner)
+
+    def situation(self, leaves: Sequence[Tensor]) -> Situation:
+        """Return what decides whether the call is recorded."""
+        kinds = [] if not self._classes else leaves
+        others = (type(t).__name__ for t in kinds if not _may_be_absent(t))
+        return Situation(
+            is_saved=False,
+            is_compiled=self._snapshot.compiled,
+            is_pushed=self.facts.pushed,
+            kind=next(others, ""),
+            elements=sum(map(Tensor.numel, leaves)),
+        )
 
     # --- The forward ---
 
@@ -193,7 +206,8 @@ class Primal(Call):
         facts = self.facts
         if isinstance(tracing.mode, Recorder):
             tracing.mode.ask(outs)
-        facts.recipe, residuals = tracing.finish(outs, may_drop=not facts.above)
+        may_drop = not facts.above and not CONTEXT.saves
+        facts.recipe, residuals = finish(tracing, outs, may_drop=may_drop)
         facts.residuals = len(residuals)
         facts.differentiable = [*facts.differentiable, *[False] * len(residuals)]
         return residuals

@@ -11,7 +11,7 @@ and the control flow of this call are in no record.
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,13 +55,20 @@ CLONE = torch.ops.aten.clone.default
 class Keep(Follow):
     """Collects, in a forward, the results that a plan keeps.
 
+    Args:
+        script: to follow.
+        tell: is given each of them as it is made.
+
     Attributes:
         fits: whether the plan is of this forward.
         constants: of the operations whose results are kept.
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(
+        self, script: Script, tell: Callable[[Tensor], None] | None = None
+    ) -> None:
         super().__init__(script)
+        self._tell = tell
         self._places = script.places
         self._kept: list[tuple[Tensor, int]] = []
         self.constants: dict[int, Any] = {}
@@ -93,6 +100,8 @@ class Keep(Follow):
             # Not detached: below autograd what is detached has a version counter of
             # its own, by which changes would go unnoticed.
             self._kept.append((outputs[k], outputs[k]._version))
+            if self._tell is not None:
+                self._tell(outputs[k])
 
     @override
     def _give_up(self) -> None:

@@ -17,7 +17,7 @@ from remat._op import Op
 from remat.policies import Decision
 
 
-_PUT = {Decision.OFFLOAD: in_host_memory, Decision.OFFLOAD_TO_DISK: in_file}
+PUT = {Decision.OFFLOAD: in_host_memory, Decision.OFFLOAD_TO_DISK: in_file}
 
 
 class Residual:
@@ -81,7 +81,7 @@ class Away:
     def put(self, tensor: Tensor, decision: Decision) -> Offloaded:
         """Move a tensor away."""
         self._origins.append(origin_of(tensor))
-        self._stored.append(_PUT[decision](tensor))
+        self._stored.append(PUT[decision](tensor))
         return Offloaded(self, len(self._stored) - 1)
 
     def take(self, k: int) -> Tensor:
@@ -111,7 +111,7 @@ def keep(
     away = Away()
     kept: list[Residual | Offloaded] = []
     for tensor, decision, op in zip(tensors, decisions, ops, strict=True):
-        if decision in _PUT and not nested:
+        if decision in PUT and not nested:
             kept.append(away.put(tensor, decision))
         else:
             kept.append(Residual(tensor, op, hooks))

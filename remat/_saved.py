@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from remat._absent import PLAIN, Absent
 from remat._ambient import Ambient
 from remat._buffers import is_same as has_same_bytes
 from remat._capture import Search
@@ -38,8 +39,6 @@ from remat._compat import (
     current_task,
     is_of_torch_func,
     keeps_graph,
-    pop_hooks,
-    push_hooks,
     top_hooks,
     unbatched,
     unseen,
@@ -47,15 +46,19 @@ from remat._compat import (
     when_done,
     without_node,
 )
-from remat._context import CONTEXT
+from remat._context import CONTEXT, within
+from remat._decide import Situation, warn_if_asked, why_as_it_is
 from remat._draws import without_draws
 from remat._errors import MutationError
-from remat._filling import Filling, Recomputing, Stop
+from remat._filling import Filling, Saving, Stop
+from remat._following import Following, Replaying
 from remat._handles import Handle, Kept, Outer, unpack
 from remat._leaves import Untouched, attributes_of, gradients_of
-from remat._options import Options
+from remat._options import Options, reference
 from remat._restore import Run
 from remat._snapshot import Snapshot
+from remat._traces import trace_of
+from remat._tracing import Tracing
 from remat._types import TENSORS, Fn
 
 
@@ -76,7 +79,9 @@ def call_saved(
     needs = [*map(_requires_grad, leaves)]
     if search.is_lazy or True not in needs:
         return fn(*args, **kwargs)
-    return Saved(snapshot, leaves, needs, hows).forward(fn, args, kwargs, leaves)
+    call = Saved(snapshot, leaves, needs, hows, options)
+    call.follow(getattr(fn, "__self__", fn), leaves)
+    return call.forward(fn, args, kwargs, leaves)
 
 
 class Saved:
@@ -87,12 +92,14 @@ class Saved:
         leaves: the tensors found, held by the caller until the forward has ended.
         needs: which of them require grad.
         hows: how each level of vmap around the call batches them.
+        options: of the call.
     """
 
     __slots__ = (
         *("__weakref__", "_accumulates", "_ambient", "_attributes", "_copied"),
-        *("_done", "_handles", "_held", "_hows", "_kinds", "_metas", "_needs"),
-        *("_is_inside", "_outer", "_own", "_snapshot", "_versions"),
+        *("_done", "_following", "_handles", "_held", "_hows", "_inner", "_is_inside"),
+        *("_kinds", "_metas", "_needs", "_outer", "_own", "_policy", "_prune"),
+        *("_place", "_snapshot", "_versions"),
     )
 
     def __init__(
@@ -101,8 +108,11 @@ class Saved:
         leaves: Sequence[Tensor],
         needs: list[bool],
         hows: Sequence[Any],
+        options: Options,
     ) -> None:
         self._snapshot, self._needs, self._hows = snapshot, needs, hows
+        self._policy, self._prune = options.joined(), options.prune
+        self._inner: list[Any] = []
         self._outer = outer = top_hooks(True)
         self._is_inside = outer is not None and outer[1] is unpack
         self._handles: list[weakref.ref[Handle] | None] = []
@@ -116,6 +126,8 @@ class Saved:
         self._held = [self._hold(i, t) for i, t in enumerate(leaves)]
         self._ambient = Ambient(snapshot.streams, snapshot.always)
         self._done = self._accumulates = False
+        self._following: Following | None = None
+        self._place: int | None = None
 
     def _hold(self, i: int, t: Tensor) -> Any:
         """Return what is held of an input: never the graph that it has."""
@@ -134,53 +146,99 @@ class Saved:
 
     # --- The forward ---
 
+    def follow(self, owner: Any, leaves: Sequence[Tensor]) -> None:
+        """Decide whether the call is recorded, or follows a record."""
+        policy, prune, snapshot = self._policy, self._prune, self._snapshot
+        if policy is None and prune is not True:
+            return
+        around = CONTEXT.decisions
+        nested = self._is_inside
+        if around is not None and around.again:
+            decision = around.next()
+            if decision is not None:
+                self._following = Following.again(decision, leaves, self._outer)
+            return
+        self._place = around and around.reserve()
+        call = Situation(is_saved=True, is_compiled=snapshot.compiled, kind=self._kind())
+        why = why_as_it_is(policy, prune, call)
+        warn_if_asked(policy, prune, call, snapshot.label, why)
+        if why:
+            return
+        key = (
+            *("saved", snapshot.signature, str(self._hows), *self._needs),
+            *(reference(policy), prune, self._ambient.key),
+        )
+        trace = trace_of(key, leaves).of(owner)
+        tracing = Tracing(trace, policy, prune, leaves)
+        self._following = Following(tracing, self._outer, nested=nested)
+
+    def _kind(self) -> str:
+        """Return the class of an input that sees what is done with it, if there is."""
+        kinds = () if self._kinds is None else self._kinds
+        return next((kind.__name__ for kind in kinds if kind not in PLAIN), "")
+
     def forward(
         self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Sequence[Tensor]
     ) -> Any:
         """Run the function as it is."""
         own = [leaves[i] for i in self._own]
         grads = gradients_of(own)
-        outer, before = self._outer, CONTEXT.saves
-        CONTEXT.saves = outer is None or (before and outer[1] is unpack)
-        push_hooks(self._packer(leaves), unpack)
-        try:
-            result = fn(*args, **kwargs)
-        finally:
-            pop_hooks()
-            CONTEXT.saves = before
-        if any(self.alive()):
+        with Saving(self._packer(leaves), self._outer, self._policy, self._inner):
+            following = self._following
+            if following is None or following.mode is None:
+                result = fn(*args, **kwargs)
+            else:
+                with within(self._policy, followed=True), following.mode:
+                    result = fn(*args, **kwargs)
+                following.mode.end()
+        handles = [None if ref is None else ref() for ref in self._handles]
+        if handles.count(None) < len(handles):
             self._accumulates = gradients_of(own) != grads
             self._ambient.forward_done(keeps_casts=True)
             self._note_changes(leaves)
+            if following is not None:
+                self._finish(following, handles)
             self._done = True
         return result
+
+    def _finish(self, following: Following, handles: Sequence[Handle | None]) -> None:
+        following.finish(handles)
+        for i, absent in following.dropped.items():
+            self._held[i] = absent
+        if self._place is not None:
+            CONTEXT.decisions.note(self._place, following.decision)
 
     def _packer(self, leaves: Sequence[Tensor]) -> Callable[[Tensor], Any]:
         """Return the hook that saves a tensor in the forward."""
         index = dict(zip(map(id, leaves), itertools.count(), strict=False))
         versions, held, snapshot = self._versions, self._held, self._snapshot
-        handles, metas, within = self._handles, self._metas, self._outer is not None
+        handles, metas, following = self._handles, self._metas, self._following
+
+        def itself(t: Tensor, i: int | None) -> Any:
+            handles.append(None)
+            metas.append(None)
+            if following is not None:
+                following.pack(len(handles) - 1, None)
+            if i is not None and type(held[i]) is Outer:
+                return held[i]
+            return Kept(t, snapshot, i)
 
         def pack(t: Tensor) -> Any:
             i = index.get(id(t))
             if i is not None and version_of(t) == versions[i]:
-                handles.append(None)
-                metas.append(None)
-                is_outer = within and type(held[i]) is Outer
-                return held[i] if is_outer else Kept(t, snapshot, i)
+                return itself(t, i)
             if is_of_torch_func(t):
                 t = unwrap_dead(t)
                 if is_of_torch_func(t):  # of a level that was opened inside
-                    handles.append(None)
-                    metas.append(None)
+                    itself(t, None)
                     return without_node(t)
             if t.requires_grad and t.is_leaf:
-                handles.append(None)
-                metas.append(None)
-                return Kept(t, snapshot, None)
+                return itself(t, None)
             handle = Handle(self, len(handles))
             handles.append(weakref.ref(handle))
             metas.append((t.shape, t.dtype, type(t.grad_fn)))
+            if following is not None:
+                following.pack(handle.place, t)
             return handle
 
         return pack
@@ -205,10 +263,10 @@ class Saved:
                 raise MutationError(message)
 
     def alive(self) -> Iterator[Handle]:
-        """Yield the handles that some node still holds."""
+        """Yield the handles that some node still holds, of what is not kept."""
         for ref in self._handles:
             handle = None if ref is None else ref()
-            if handle is not None:
+            if handle is not None and handle.residual is None:
                 yield handle
 
     # --- The recompute ---
@@ -221,36 +279,71 @@ class Saved:
             MutationError: it reads what was changed in place since.
         """
         in_backward = current_task() >= 0
-        handles = self.alive() if in_backward else [asked]
-        filling = Filling(handles, self._metas, self._snapshot.label)
-        if in_backward and filling.left > 1:
+        handles = [*self.alive()] if in_backward else [asked]
+        if len(handles) > 1:
             when_done(functools.partial(_forget, weakref.ref(self)))
         try:
-            below_all_levels(self._recompute, filling)
+            self._fill(handles)
         except Exception as error:
             error.add_note(f"remat: raised while recomputing {self._snapshot.label}.")
             raise
-        if filling.left:
-            raise filling.differs()
         value = asked.value
+        assert value is not None
         if keeps_graph():
             asked.value = None
         return value
 
-    def _recompute(self, filling: Filling) -> None:
-        tensors, held = self._tensors(), self._held
+    def _fill(self, handles: Sequence[Handle]) -> None:
+        """Recompute what handles stand for, along a plan if there is one that fits."""
+        following, check = self._following, None
+        if following is not None:
+            replaying = following.replay(handles)
+            if replaying is not None:
+                if self._fills(handles, replaying):
+                    return
+                if following.dropped:
+                    raise following.read_what_is_gone(replaying)
+            check = following.check()
+        filling = Filling(handles, self._metas, self._snapshot.label)
+        below_all_levels(self._recompute, filling, self._tensors(), check)
+        if filling.left:
+            raise filling.differs()
+
+    def _fills(self, handles: Sequence[Handle], replaying: Replaying) -> bool:
+        """Recompute along a plan; say whether it fit."""
+        filling = Filling(handles, self._metas, self._snapshot.label)
+        tensors = replaying.stand_ins(self._tensors())
+        try:
+            below_all_levels(self._recompute, filling, tensors, replaying.mode)
+        except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
+            replaying.failed(error)
+            return False
+        if filling.left or replaying.mode.trouble:
+            replaying.failed(None)
+            return False
+        replaying.succeeded()
+        return True
+
+    def _recompute(
+        self, filling: Filling, tensors: Sequence[Tensor], mode: Any
+    ) -> None:
+        held = self._held
         own = [held[i] for i in self._own]
         attributes = self._attributes and [self._attributes[i] for i in self._own]
         with (
-            Recomputing(filling),
+            Saving(filling.pack, None, self._policy, self._inner, again=True),
             self._as_before(tensors),
             Untouched(own, attributes),
             contextlib.suppress(Stop),
+            within(self._policy, followed=mode is not None),
+            mode or contextlib.nullcontext(),
         ):
             if self._hows:
                 batched_again(self._run_on, self._hows)(*tensors)
             else:
                 self._run_on(*tensors)
+            if mode is not None:
+                mode.end()
 
     def _run_on(self, *tensors: Tensor) -> tuple[()]:
         held = self._held
@@ -267,6 +360,8 @@ class Saved:
         for i, (held, need) in enumerate(zip(self._held, self._needs, strict=True)):
             if i in copied:
                 tensors.append(held.clone())
+            elif type(held) is Absent:
+                tensors.append(held)
             elif i in own and held.requires_grad == need and not self._accumulates:
                 tensors.append(held)
             else:
@@ -306,7 +401,7 @@ class Saved:
 
     def _changed(self) -> list[int]:
         """Return the inputs that were changed in place since."""
-        held = [None if type(t) is Outer else t for t in self._held]
+        held = [None if type(t) in (Absent, Outer) else t for t in self._held]
         return [
             i
             for i, (t, then) in enumerate(zip(held, self._versions, strict=True))
@@ -348,8 +443,7 @@ def _forget(ref: weakref.ref[Saved]) -> None:
     call = ref()
     if call is not None:
         for handle in call.alive():
-            if not handle.is_kept:
-                handle.value = None
+            handle.value = None
 
 
 _IN_PLACE = (

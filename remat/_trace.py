@@ -9,7 +9,7 @@ and some operations choose another kernel.
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -283,8 +283,13 @@ class Recorder(LeanDispatchMode):
 
     # --- The result ---
 
-    def record(self, outs: Sequence[Any]) -> Record:
-        """Return the record."""
+    def record(self, outs: Sequence[Any], gone: Container[int] = ()) -> Record:
+        """Return the record.
+
+        Args:
+            outs: of the function.
+            gone: the handles that no backward can reach.
+        """
         steps = self._steps
         if self._names:
             steps = [*map(self._named, steps)]
@@ -298,7 +303,10 @@ class Recorder(LeanDispatchMode):
             ]
         if any(self._updates):
             steps = self._with_updates(steps)
-        roots = [frozenset(roots) for roots in self._roots]
+        roots = [
+            frozenset(() if place in gone else roots)
+            for place, roots in enumerate(self._roots)
+        ]
         ends = [self.known(o) for o in outs]
         packs = tuple(self._packs)
         return Record(tuple(steps), self.inputs, tuple(roots), tuple(ends), packs)

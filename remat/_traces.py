@@ -38,16 +38,14 @@ class Scripts:
     Attributes:
         full: the plan for all outputs, laid out.
         places: where each of its residuals is kept.
+        saved_at: of the handles that stand for what is kept, the residual that each is.
+        feeding: the residuals that a recompute reads.
+        are_saved: whether there is such a handle for each residual.
     """
 
     __slots__ = (
-        "_narrowed",
-        "decisions",
-        "full",
-        "learned",
-        "places",
-        "prune",
-        "record",
+        *("_narrowed", "are_saved", "decisions", "feeding", "full", "learned"),
+        *("places", "prune", "record", "saved_at"),
     )
     full: Script
 
@@ -66,6 +64,28 @@ class Scripts:
         self.full = Script(record, made)
         self.places = [decisions[i] for i, _ in made.residuals]
         self._narrowed: dict[tuple[int, ...], Script] = {}
+        steps, packs = record.steps, record.packs
+        numbers = [steps[i].makes[k] for i, k in made.residuals]
+        number = {s: k for k, s in enumerate(numbers)}
+        pairs = ((j, p) for j, p in enumerate(packs) if p is not None)
+        self.saved_at = {j: number[p.storage] for j, p in pairs if p.storage in number}
+        self.are_saved = {*self.saved_at.values()} == {*range(len(numbers))}
+        read = {
+            s
+            for step, fate in zip(steps, made.fates, strict=True)
+            if fate.is_run
+            for s in step.reads
+        }
+        read |= self.learned
+        self.feeding = frozenset(k for k, s in enumerate(numbers) if s in read)
+
+    def held(self, recorder: Any) -> list[Tensor]:
+        """Return the residuals of the call that was recorded."""
+        steps = self.record.steps
+        return [
+            recorder.residual(steps[i].op.outputs[k], steps[i].makes[k])
+            for i, k in self.full.plan.residuals
+        ]
 
     def of(self, given: Sequence[int]) -> Script:
         """Return the script for the outputs that have cotangents."""
@@ -204,12 +224,6 @@ class _Traces:
 
 TRACES = _Traces(512)
 _meta = operator.attrgetter("shape", "dtype", "device")
-_SMALL = 2**15  # elements
-
-
-def is_small(leaves: Sequence[Tensor]) -> bool:
-    """Say whether "auto" does not even look: too little is there to be worth it."""
-    return sum(map(Tensor.numel, leaves)) < _SMALL
 
 
 def trace_of(signature: Hashable, leaves: Sequence[Tensor]) -> Trace:

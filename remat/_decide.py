@@ -1,0 +1,72 @@
+"""Whether a call is recorded and follows its record, and if not, why.
+
+Invariant: calls and reports ask this one function, so that a report says what a call
+does. Rejected: to decide in each lowering. They would differ, and a report with them.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+from remat._options import Prune
+from remat.policies import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a call is, as far as it decides about records.
+
+    Attributes:
+        is_saved: whether its graph is plain's own, with handles.
+        is_compiled: whether it reaches code of torch.compile or TorchScript.
+        is_pushed: whether forward mode differentiates it.
+        kind: the class of an input that sees what is done with it, "" if there is none.
+        elements: how many its inputs have in all.
+        given_up: why calls like it are not recorded any more, "" if they are.
+    """
+
+    is_saved: bool
+    is_compiled: bool = False
+    is_pushed: bool = False
+    kind: str = ""
+    elements: int = 0
+    given_up: str = ""
+
+
+SMALL = 2**15  # elements, below which "auto" has too little to leave out
+
+
+def why_as_it_is(policy: Policy | None, prune: Prune, call: Situation) -> str:
+    """Say why a call is neither recorded nor follows a record; "" if it does."""
+    if policy is None and prune is False:
+        return "prune=False"
+    if policy is None and prune == "auto":
+        if call.is_saved:
+            return "the graph itself tells what its backward reads"
+        if call.elements < SMALL:
+            return f"its inputs have only {call.elements:,} elements in all"
+    if call.is_compiled:
+        return "it calls compiled code, whose operations cannot be left out"
+    if call.is_pushed:
+        return "forward mode differentiates it"
+    if call.kind:
+        return f"an input is a {call.kind}, which sees what is done with it"
+    return call.given_up
+
+
+def warn_if_asked(
+    policy: Policy | None, prune: Prune, call: Situation, label: str, why: str
+) -> None:
+    """Warn, once for each function, that a policy or `prune=True` is not followed."""
+    asked = "the policy" if policy is not None else "prune=True"
+    if not why or call.is_pushed or (policy is None and prune is not True):
+        return
+    if (label, why) not in _WARNED:
+        _WARNED.add((label, why))
+        message = _NOT_FOLLOWED.format(asked=asked, label=label, why=why)
+        warnings.warn(message, stacklevel=2)
+
+
+_WARNED: set[tuple[str, str]] = set()
+_NOT_FOLLOWED = (
+    "remat: {asked} of {label} is not followed, and all is recomputed: {why}."
+)
