@@ -109,6 +109,11 @@ class Ambient:
         if self._autocast:
             torch.clear_autocast_cache()
 
+    @property
+    def moved(self) -> Sequence[tuple[Any, Any]]:
+        """The streams that the forward drew from, and their states before."""
+        return self._moved
+
     def restored(self) -> AbstractContextManager[None]:
         """Run the body in the noted state, and leave everything as it was before."""
         unchanged = self._settings == read_settings()

@@ -57,6 +57,11 @@ class Call(Program):
         return self._snapshot.signature
 
     @property
+    def label(self) -> str:
+        """What errors and reports call it."""
+        return self._label
+
+    @property
     def compiled(self) -> bool:
         """Whether it reaches code that torch.compile or TorchScript made."""
         return self._snapshot.compiled

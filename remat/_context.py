@@ -16,6 +16,9 @@ class _Context(threading.local):
         followed: how many modes of ours follow what the thread does.
         recomputing: how many recomputes it is in.
         decisions: of the calls within the innermost one, in order.
+        examining: what a report notes of the calls within one, None where none does.
+        inside: the calls that run their forwards, from the outermost in; kept only for
+            such a report.
         saves: whether only calls of remat are asked what is saved here: then what is
             saved by torch.func inside is no business of theirs.
     """
@@ -24,6 +27,8 @@ class _Context(threading.local):
     followed: int = 0
     recomputing: int = 0
     decisions: "Decisions | None" = None
+    examining: Any = None
+    inside: tuple[Any, ...] = ()
     saves: bool = False
 
 

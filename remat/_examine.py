@@ -1,15 +1,14 @@
 """Runs a call once for a report: its record, and who reads what in the backward.
 
-It is the forward of a `remat` call, followed as one that has no record yet, under the
-options it would have; only nothing is kept, and nothing is recomputed.
+It is the forward of a `remat` call, recorded whatever its options are; nothing is kept,
+and nothing is recomputed.
 
 Invariant: what is found is what a call does with the same arguments. No graph, stream,
 gradient or buffer is other than before. Rejected: a trace on fake tensors. Some
 operations choose another kernel there, and the user's code may look at values.
 """
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,20 +17,22 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from remat import _tree
+from remat._capture import Search
 from remat._compat import base_tensor
-from remat._graph import nodes_of
+from remat._context import CONTEXT
+from remat._decide import Situation
+from remat._graph import handles_at, nodes_of
 from remat._inputs import Inputs
 from remat._options import Options
-from remat._plan import Fate, Record
-from remat._primal import Primal
-from remat._program import Program
-from remat._tracing import Tracing, is_droppable
+from remat._plan import Record
 from remat._reporting import called, reader_of, stream_name
+from remat._saved import Saved
+from remat._snapshot import Snapshot
 from remat._storages import Ledger, parts
 from remat._trace import Recorder
-from remat._traces import Trace
-from remat._decide import SMALL
-from remat._transform import record
+from remat._traces import Kind
+from remat._tracing import is_droppable
 from remat._types import Fn
 
 
@@ -65,14 +66,12 @@ class Examined:
         readers: for each storage, by number, what reads it in the backward.
         sizes: the bytes of each storage.
         leaves: its inputs.
-        elements: how many they have in all.
-        small: whether that is so few that "auto" does not even look.
+        saved: the storages that the graph saves, recomputed or not.
+        situation: what decides whether it is recorded.
         scalar: whether the outputs are of one element each.
         inner: how often calls of `remat` within it recompute each operation, and which.
-        compiled: whether it reaches compiled code.
-        given_up: why calls like it are not pruned any more, "" if they are.
         taken: the storages whose memory Python takes.
-        learned: those, and others that are needed, as calls like it have shown.
+        kind: what it has in common with those that share its record.
         streams: the random streams that it draws from.
     """
 
@@ -80,14 +79,12 @@ class Examined:
     readers: Mapping[int, tuple[str, ...]]
     sizes: Mapping[int, int]
     leaves: tuple[Leaf, ...]
-    elements: int
-    small: bool
+    saved: frozenset[int]
+    situation: Situation
     scalar: bool
     inner: tuple[tuple[int, str], ...]
-    compiled: bool
-    given_up: str
     taken: frozenset[int]
-    learned: frozenset[int]
+    kind: Kind
     streams: tuple[str, ...]
 
 
@@ -96,10 +93,16 @@ def examine(
 ) -> Examined | None:
     """Run a call, and put everything back; None if nothing is to be differentiated."""
     with _undone(fn, args, kwargs) as inputs:
-        program = _Examining(fn, label, inputs.args, inputs.kwargs, options)
-        leaves, needs = program.take_leaves()
-        outs = record(program, leaves, needs)
-        return None if outs is None else program.result(leaves, outs)
+        search = Search(shallow=True)
+        snapshot = Snapshot(fn, label, inputs.args, inputs.kwargs, search)
+        leaves = search.found.tensors
+        needs = [t.requires_grad for t in leaves]
+        if True not in needs:
+            return None
+        call = _Examining(snapshot, leaves, needs, (), options)
+        call.follow(getattr(fn, "__self__", fn), leaves)
+        result = call.forward(fn, inputs.args, inputs.kwargs, leaves)
+        return call.found(leaves, result)
 
 
 @contextmanager
@@ -116,48 +119,55 @@ def _undone(fn: Fn, args: Any, kwargs: Any) -> Iterator[Inputs]:
             yield inputs
 
 
-class _Examining(Primal):
+class _Examining(Saved):
     """A call that is recorded whatever its options are."""
 
-    __slots__ = ("_noting", "_trace_of_calls", "_usual")
+    __slots__ = ("_noting", "_situation")
 
     @override
-    def _tracing(
-        self, program: Program, leaves: Sequence[Tensor], inner: Sequence[Tensor]
-    ) -> Tracing:
-        self._usual = super()._tracing(program, leaves, inner)
-        self._trace_of_calls = Trace()
-        tracing = Tracing(self._trace_of_calls, None, True, leaves, inner)
-        tracing.mode = self._noting = _Noting(inner)
-        return tracing
+    def follow(self, owner: Any, leaves: Sequence[Tensor]) -> None:
+        self._situation = self.situation(leaves)
+        del owner
+        self._noting = _Noting(leaves)
 
-    def result(self, leaves: Sequence[Tensor], outs: Sequence[Any]) -> Examined:
+    @override
+    def forward(
+        self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Sequence[Tensor]
+    ) -> Any:
+        before, CONTEXT.examining = CONTEXT.examining, self._noting.observe
+        try:
+            with self._noting:
+                return super().forward(fn, args, kwargs, leaves)
+        finally:
+            CONTEXT.examining = before
+
+    def found(self, leaves: Sequence[Tensor], result: Any) -> Examined:
         """Return what was found."""
-        scripts = self._trace_of_calls.scripts
-        assert scripts is not None
+        outs = [t for t in _tree.flatten(result)[0] if isinstance(t, Tensor)]
         noting = self._noting
-        usual = None if self._usual is None else self._usual.trace
-        known = None if usual is None else usual.scripts
+        alive = {handle.place for handle in self.alive()}
+        gone = {*range(len(self._handles))} - alive
+        record = noting.record(outs, gone)
+        noting.note_readers(outs, leaves)
         return Examined(
-            record=scripts.record,
+            record=record,
             readers={s: tuple(names) for s, names in noting.readers.items()},
             sizes=noting.sizes,
             leaves=tuple(self._leaf(i, t) for i, t in enumerate(leaves)),
-            elements=sum(t.numel() for t in leaves),
-            small=sum(t.numel() for t in leaves) < SMALL,
+            saved=frozenset(noting.readers).union(*record.roots),
+            situation=self._situation,
             scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
-            inner=tuple(_inner(noting.calls, scripts.record)),
-            compiled=self.compiled,
-            given_up="" if usual is None else usual.reason,
+            inner=tuple(noting.inner(self)),
             taken=frozenset(noting.taken),
-            learned=frozenset(noting.taken).union(known.learned if known else ()),
-            streams=tuple(stream_name(stream) for stream, _ in self._ambient._moved),
+            kind=self.kind(leaves),
+            streams=tuple(stream_name(stream) for stream, _ in self._ambient.moved),
         )
 
     def _leaf(self, i: int, tensor: Tensor) -> Leaf:
         nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
-        meta = tensor.dtype, tuple(tensor.shape), nbytes, self.facts.needs[i]
-        return Leaf(self.name_of(i), *meta, _stays(_as_real(tensor)))
+        meta = tensor.dtype, tuple(tensor.shape), nbytes, self._needs[i]
+        name = self._snapshot.name_of(i)
+        return Leaf(name, *meta, _stays(_as_real(tensor)))
 
 
 def _stays(leaf: Tensor) -> str:
@@ -184,15 +194,15 @@ class _Noting(Recorder):
     Attributes:
         readers: for each storage, by number, what reads it in the backward.
         sizes: the bytes of each storage.
-        calls: for each operation, the calls of `remat` that it runs in, from the
-            outermost one in.
     """
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self.readers: dict[int, dict[str, None]] = {}
         self.sizes: dict[int, int] = {}
-        self.calls: list[list[Primal]] = []
-        self._outside = len(_calls()) + 1  # with the one that is recorded
+        # For each operation, the calls that it runs in, from the outermost one in.
+        self._inside: list[tuple[Saved, ...]] = []
+        # For each call, the storages of its handles, and how many operations were before.
+        self._packed: dict[int, tuple[Saved, dict[int, tuple[int, int]]]] = {}
         super().__init__(leaves, None)
 
     @override
@@ -206,47 +216,50 @@ class _Noting(Recorder):
     @override
     def _note(self, *args: Any, **kwargs: Any) -> None:
         super()._note(*args, **kwargs)
-        self.calls.append(_calls()[self._outside :])
+        self._inside.append(CONTEXT.inside[1:])
 
-    @override
-    def ask(self, outs: Sequence[Any]) -> None:
-        super().ask(outs)
-        for node, tensors in nodes_of(outs):
+    def observe(
+        self, call: Saved, observe: Callable[[int, Tensor | None], None] | None
+    ) -> Callable[[int, Tensor | None], None]:
+        """Return what is told of what a call saves."""
+        packed: dict[int, tuple[int, int]] = {}
+        is_first = not self._packed
+        self._packed[id(call)] = call, packed
+
+        def both(place: int, tensor: Tensor | None) -> None:
+            if is_first:
+                self.pack(tensor)
+            if tensor is not None:
+                packed[place] = self.number(base_tensor(tensor)), len(self._steps)
+            if observe is not None:
+                observe(place, tensor)
+
+        return both
+
+    def note_readers(self, outs: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
+        """Note which nodes of the graph read each storage."""
+        numbers: dict[int, int] = {}
+        for call, packed in self._packed.values():
+            for place, (number, _) in packed.items():
+                handle = call.handle_at(place)
+                if handle is not None:
+                    numbers[id(handle)] = number
+        for node, tensors in nodes_of(outs, {t.grad_fn for t in leaves}):
             reader = reader_of(node)
-            for tensor in tensors:
-                number = self.number(base_tensor(tensor))
+            found = [self.number(base_tensor(t)) for t in tensors]
+            found += [numbers[id(h)] for h in handles_at(node) if id(h) in numbers]
+            for number in found:
                 self.readers.setdefault(number, {})[reader] = None
 
-
-# --- Calls within ---
-
-
-def _calls() -> list[Primal]:
-    """Return, by the stack, the calls whose forwards run, from the outermost one in."""
-    found: list[Primal] = []
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _FOLLOWED and frame.f_locals["first"]:
-            found.append(frame.f_locals["self"])
-        frame = frame.f_back
-    return found[::-1]
-
-
-_FOLLOWED = Primal._followed.__code__
-
-
-def _inner(
-    calls: Sequence[Sequence[Primal]], record: Record
-) -> Iterator[tuple[int, str]]:
-    """Yield how often the calls within recompute each operation, and the innermost."""
-    times = [0] * len(record.steps)
-    for call in {id(c): c for inside in calls for c in inside}.values():
-        where = [i for i, inside in enumerate(calls) if call in inside]
-        recipe = call.facts.recipe
-        fates = None if recipe is None else recipe.scripts.full.plan.fates
-        if fates is None or len(fates) != len(where):
-            fates = [Fate.RUN] * len(where)
-        for i, fate in zip(where, fates, strict=True):
-            times[i] += fate.is_run
-    for i, inside in enumerate(calls):
-        yield times[i], called(inside[-1]) if inside else ""
+    def inner(self, outermost: Saved) -> Iterator[tuple[int, str]]:
+        """Yield how often calls within recompute each operation, and the innermost."""
+        times = [0] * len(self._steps)
+        for call, packed in self._packed.values():
+            if call is outermost:
+                continue
+            where = [i for i, inside in enumerate(self._inside) if call in inside]
+            last = max((packed[h.place][1] for h in call.alive()), default=0)
+            for i, fate in zip(where, call.fates(len(where)), strict=True):
+                times[i] += fate.is_run and i < last
+        for i, inside in enumerate(self._inside):
+            yield times[i], called(inside[-1].label) if inside else ""

@@ -153,10 +153,10 @@ _NO_GRAD_ADVICE = (
 def _explained(
     label: str, options: Options, found: Examined, plainly: Examined
 ) -> Explanation:
-    outcome = outcome_of(found, options.policy, options.prune)
+    outcome = outcome_of(found, options)
     made, unpruned = outcome.plan, outcome.unpruned
-    reasons = Reasons(found.record, made, found.readers, found.learned, unpruned)
-    inputs, counted = _inputs(found, outcome, reasons)
+    reasons = Reasons(found.record, made, found.readers, found.taken, unpruned)
+    inputs, counted = _inputs(found, outcome, reasons, options)
     indices = range(len(made.fates))
     report = Explanation(
         label=label,
@@ -176,7 +176,7 @@ def _explained(
 
 
 def _inputs(
-    found: Examined, outcome: Outcome, reasons: Reasons
+    found: Examined, outcome: Outcome, reasons: Reasons, options: Options
 ) -> tuple[tuple[ExplainedInput, ...], set[int]]:
     """Return what becomes of the inputs, and the storages that are kept with them."""
     rows: list[ExplainedInput] = []
@@ -184,7 +184,7 @@ def _inputs(
     for i, (leaf, s) in enumerate(zip(found.leaves, found.record.inputs, strict=True)):
         kept = i not in outcome.dropped
         nbytes = 0 if s in counted else found.sizes[s]
-        linked = i in outcome.plan.linked and leaf.needs
+        linked = options.higher_order and i in outcome.plan.linked and leaf.needs
         why = reasons.of_input(s) or _why(leaf, kept, linked, outcome.unpruned)
         rows.append(
             ExplainedInput(leaf.name, leaf.dtype, leaf.shape, nbytes, kept, why)
@@ -243,7 +243,7 @@ def _bytes_of(found: Examined, storages: Iterable[int]) -> int:
 
 def _saved_by_plain(found: Examined) -> frozenset[int]:
     """Return the storages that stay alive for the backward without remat."""
-    return frozenset(found.readers).union(*found.record.roots)
+    return found.saved
 
 
 # --- Advice ---

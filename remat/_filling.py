@@ -135,6 +135,7 @@ class Saving:
     """A context in which a call runs: what is saved in it is packed for that call.
 
     Args:
+        call: the call.
         pack: is given each tensor that a graph saves.
         outer: the hooks around, a pair, or None.
         policy: of the call, and of those around it.
@@ -142,10 +143,14 @@ class Saving:
         again: whether the call is recomputed, whatever goes on around.
     """
 
-    __slots__ = ("_again", "_before", "_grad_mode", "_now", "_pack", "_suspended")
+    __slots__ = (
+        *("_again", "_before", "_call", "_grad_mode", "_inside", "_now", "_pack"),
+        "_suspended",
+    )
 
     def __init__(
         self,
+        call: Any,
         pack: Callable[[Tensor], Any],
         outer: Any,
         policy: Any,
@@ -153,7 +158,7 @@ class Saving:
         *,
         again: bool = False,
     ) -> None:
-        self._pack, self._again = pack, again
+        self._call, self._pack, self._again = call, pack, again
         harmless = outer is None or (CONTEXT.saves and outer[1] is unpack)
         self._now = harmless, policy, Decisions(inner, again=again)
 
@@ -161,6 +166,8 @@ class Saving:
         context = CONTEXT
         self._before = context.saves, context.policy, context.decisions
         context.saves, context.policy, context.decisions = self._now
+        if context.examining is not None:
+            self._inside, context.inside = context.inside, (*context.inside, self._call)
         if self._again:
             self._suspended, self._grad_mode = suspend_hooks(), torch.is_grad_enabled()
             set_grad_enabled(True)
@@ -171,6 +178,8 @@ class Saving:
         context = CONTEXT
         pop_hooks()
         context.saves, context.policy, context.decisions = self._before
+        if context.examining is not None:
+            context.inside = self._inside
         if self._again:
             context.recomputing -= 1
             set_grad_enabled(self._grad_mode)

@@ -5,7 +5,8 @@ Rejected: saved-tensor hooks, to learn what autograd saves. torch.func refuses t
 under them, and they do not say for which outputs a value is saved.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -15,17 +16,25 @@ from remat import _tree
 from remat._absent import tensors_of
 from remat._capture import Search
 from remat._compat import AccumulateGrad, saved_by
+from remat._handles import Handle, held_by, innermost
 from remat._program import Program
 
 
-def nodes_of(outs: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
-    """Yield the nodes of the graphs of outputs and of what those saved, and that."""
+def nodes_of(
+    outs: Iterable[Any], ends: Container[Any] = ()
+) -> Iterator[tuple[Any, list[Tensor]]]:
+    """Yield the nodes of the graphs of outputs and of what those saved, and that.
+
+    Args:
+        outs: the outputs.
+        ends: nodes that are of other graphs.
+    """
     roots = {o.grad_fn for o in outs if o is not None and o.requires_grad}
     todo = [node for node in roots if node is not None]
     seen = {*todo}
     while todo:
         here = todo.pop()
-        if type(here) is AccumulateGrad:
+        if type(here) is AccumulateGrad or here in ends:
             continue
         tensors = tensors_at(here)
         yield here, tensors
@@ -40,12 +49,23 @@ def nodes_of(outs: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
 
 def tensors_at(node: Any) -> list[Tensor]:
     """Return the tensors that a node saved, or that its Function keeps on its ctx."""
-    found = tensors_of(saved_by(node))
+    packed = saved_by(node)
+    found = [*tensors_of(packed), *chain.from_iterable(map(held_by, _flat(packed)))]
     is_function = isinstance(node, FunctionCtx)
     # A call of ours has saved all its tensors.
     if is_function and not isinstance(getattr(node, "program", None), Program):
         found += tensors_reached([*vars(node).values()])
     return found
+
+
+def handles_at(node: Any) -> list[Handle]:
+    """Return the handles that a node holds in place of tensors."""
+    found = (innermost(packed) for packed in _flat(saved_by(node)))
+    return [packed for packed in found if isinstance(packed, Handle)]
+
+
+def _flat(tree: Any) -> list[Any]:
+    return _tree.flatten(tree)[0]
 
 
 def tensors_reached(tree: Any) -> list[Tensor]:

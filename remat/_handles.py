@@ -69,10 +69,10 @@ class Kept:
         index: of the tensor among the inputs; None if it is none.
     """
 
-    __slots__ = ("_index", "_snapshot", "_tensor", "_version")
+    __slots__ = ("_index", "_snapshot", "_version", "tensor")
 
     def __init__(self, tensor: Tensor, snapshot: Snapshot, index: int | None) -> None:
-        self._tensor, self._version = tensor, version_of(tensor)
+        self.tensor, self._version = tensor, version_of(tensor)
         self._snapshot, self._index = snapshot, index
 
     def unpacked(self) -> Tensor:
@@ -81,7 +81,7 @@ class Kept:
         Raises:
             MutationError: it was changed in place.
         """
-        tensor = self._tensor
+        tensor = self.tensor
         if self._version is not None and tensor._version != self._version:
             i, names = self._index, self._snapshot
             name = describe(tensor) if i is None else f"`{names.name_of(i)}`"
@@ -92,20 +92,37 @@ class Kept:
 class Outer:
     """Stands for a tensor as other hooks packed it."""
 
-    __slots__ = ("_packed", "_unpack")
+    __slots__ = ("_unpack", "packed")
 
     def __init__(self, tensor: Tensor, hooks: Any) -> None:
         pack, self._unpack = hooks
-        self._packed = pack(tensor)
+        self.packed = pack(tensor)
 
     def unpacked(self) -> Tensor:
         """Return the tensor."""
-        return self._unpack(self._packed)
+        return self._unpack(self.packed)
 
 
 def unpack(packed: Any) -> Tensor:
     """Be the hook that gives a saved tensor back."""
     return packed if isinstance(packed, Tensor) else packed.unpacked()
+
+
+def innermost(packed: Any) -> Any:
+    """Return what stands for a tensor in the outermost call that packed it."""
+    while isinstance(packed, Outer):
+        packed = packed.packed
+    return packed
+
+
+def held_by(packed: Any) -> list[Tensor]:
+    """Return the tensors that are kept alive by what stands for one."""
+    packed = innermost(packed)
+    if isinstance(packed, Kept):
+        return [packed.tensor]
+    if isinstance(packed, Handle) and packed.residual is not None:
+        return packed.residual.stored()
+    return []
 
 
 # What torch.func saves inside a call is of levels that the call's hooks leave alone.

@@ -36,11 +36,12 @@ COPIED_ITERATORS = frozenset(
 # Whose instances are searched all the same, though they are of the standard library.
 _OPEN = (argparse.Namespace, types.SimpleNamespace, ChainMap, UserDict, UserList)
 # Whose instances are torch's own, and hold no state of a model: operators and their
-# kernels, compiled code, process groups, streams, graphs, optimizers.
+# kernels, compiled code, process groups, streams, graphs, optimizers. And our calls.
 _TORCHS = (
     *("torch._ops", "torch._library", "torch._dynamo", "torch._inductor"),
     *("torch.distributed", "torch.fx", "torch.jit", "torch.optim", "torch.cuda"),
     *("torch.export", "torch._functorch"),
+    *("remat._handles", "remat._saved"),
 )
 
 

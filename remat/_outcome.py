@@ -1,18 +1,20 @@
 """What a call does under its options, by the plan of its record.
 
-Invariant: it is decided as in `_recipe`, which plans the calls themselves; the tests
-hold the two together, by counting operations and bytes. Rejected: to ask `_recipe`. It
-decides while it holds the tensors to be kept, once, and for one policy.
+Invariant: it is decided by the functions that calls ask (`_decide`, `_plan`); the tests
+hold the two together, by counting operations and bytes. Rejected: to ask the lowerings.
+They decide while they hold the tensors to be kept, once, and for one policy.
 """
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from remat._cost import reason_against
+from remat._decide import why_as_it_is
 from remat._examine import Examined, Leaf
 from remat._op import Value
-from remat._options import Prune
-from remat._plan import Plan, Record, Step, plan
+from remat._options import Options, Prune
+from remat._plan import Fate, Plan, Step, plan
 from remat._tracing import WORTH_DROPPING
 from remat.policies import Decision, Policy
 
@@ -23,49 +25,72 @@ class Outcome:
 
     Attributes:
         plan: what becomes of each operation.
+        last: how many operations a recompute comes to, at most.
         dropped: the leaves that are not kept.
         offloaded: the operations whose results are kept elsewhere.
         unpruned: why nothing is left out, "" if it is.
     """
 
     plan: Plan
+    last: int
     dropped: frozenset[int]
     offloaded: frozenset[int]
     unpruned: str
 
 
-def outcome_of(found: Examined, policy: Policy | None, prune: Prune) -> Outcome:
-    """Return what a call does, as `_recipe` decides it."""
+def outcome_of(found: Examined, options: Options) -> Outcome:
+    """Return what a call does under its options."""
+    policy, prune = options.policy, options.prune
     record, steps = found.record, found.record.steps
-    unpruned = _why_as_it_is(found, policy, prune)
+    is_saved = not options.higher_order
+    trace = found.kind.trace(policy, prune)
+    learned = found.taken.union(trace.scripts.learned if trace.scripts else ())
+    given_up = trace.reason if is_saved else ""
+    call = dataclasses.replace(found.situation, is_saved=is_saved, given_up=given_up)
+    unpruned = why_as_it_is(policy, prune, call)
     if unpruned:
-        return _as_it_is(record, unpruned)
+        return _as_it_is(found, options, unpruned)
     decisions = [_decision(step, policy, found.taken) for step in steps]
     saveable = [i for i, decision in enumerate(decisions) if decision]
     pruned = prune is not False
-    made = plan(record, saveable, learned=found.learned, prune=pruned)
+    made = plan(record, saveable, learned=learned, prune=pruned)
     if policy is None and prune == "auto":
         unpruned = reason_against(record, made)
         if unpruned:
-            return _as_it_is(record, unpruned)
+            return _as_it_is(found, options, unpruned)
     away = [i for i in saveable if _moves(decisions[i], steps[i].op.outputs)]
-    dropped = frozenset(_dropped(found.leaves, made, prune))
-    return Outcome(made, dropped, frozenset(away), "" if pruned else "prune=False")
+    dropped = frozenset(_dropped(found.leaves, made, prune, is_saved))
+    unpruned = "" if pruned else "prune=False"
+    return _stopped(found, options, Outcome(made, 0, dropped, frozenset(away), unpruned))
 
 
-def _as_it_is(record: Record, why: str) -> Outcome:
-    return Outcome(plan(record, prune=False), frozenset(), frozenset(), why)
+def _as_it_is(found: Examined, options: Options, why: str) -> Outcome:
+    made = plan(found.record, prune=False)
+    return _stopped(found, options, Outcome(made, 0, frozenset(), frozenset(), why))
 
 
-def _why_as_it_is(found: Examined, policy: Policy | None, prune: Prune) -> str:
-    """Say why the function is run again as it is, before any plan; "" if it is not."""
-    if found.compiled:
-        return "it calls compiled code, whose operations cannot be left out"
-    if policy is None and prune is False:
-        return "prune=False"
-    if policy is None and prune == "auto" and found.small:
-        return f"its inputs have only {found.elements:,} elements in all"
-    return found.given_up
+def _stopped(found: Examined, options: Options, outcome: Outcome) -> Outcome:
+    """Have a recompute stop where all that it is for is there.
+
+    Where it is for nothing, it does not start, and nothing is kept for it.
+    """
+    record, made = found.record, outcome.plan
+    if options.higher_order:
+        return dataclasses.replace(outcome, last=len(record.steps))
+    kept = {record.steps[i].makes[k] for i, k in made.residuals}
+    roots = zip(record.packs, record.roots, strict=True)
+    wanted = [p for p, root in roots if p is not None and root and p.storage not in kept]
+    last = max((p.after for p in wanted), default=0)
+    fates = [
+        fate if i < last or fate is Fate.KEEP else Fate.DEAD
+        for i, fate in enumerate(made.fates)
+    ]
+    made = dataclasses.replace(made, fates=tuple(fates))
+    dropped = outcome.dropped
+    if not wanted:
+        leaves = [*enumerate(record.inputs)]
+        dropped = frozenset(i for i, s in leaves if s not in found.saved)
+    return dataclasses.replace(outcome, plan=made, last=last, dropped=dropped)
 
 
 def _decision(step: Step, policy: Policy | None, taken: Collection[int]) -> Decision:
@@ -80,10 +105,13 @@ def _moves(decision: Decision, outputs: Sequence[Value]) -> bool:
     return decision is Decision.OFFLOAD_TO_DISK or (decision.offloads and away)
 
 
-def _dropped(leaves: Sequence[Leaf], made: Plan, prune: Prune) -> list[int]:
+def _dropped(
+    leaves: Sequence[Leaf], made: Plan, prune: Prune, is_saved: bool
+) -> list[int]:
     """Return the leaves that are dropped, if they are worth it."""
     unneeded = (i for i in range(len(leaves)) if i not in made.needed)
-    free = (i for i in unneeded if not (i in made.linked and leaves[i].needs))
+    # Under handles, what is kept has plain's own graph.
+    free = (i for i in unneeded if is_saved or not (i in made.linked and leaves[i].needs))
     found = [i for i in free if not leaves[i].stays]
     nbytes = sum(leaves[i].nbytes for i in found)
     return found if prune is True or nbytes >= WORTH_DROPPING else []

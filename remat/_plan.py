@@ -79,10 +79,18 @@ class Step(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """One tensor that a graph saved: its storage, and how it looks at that."""
+    """One tensor that a graph saved, of which a handle stands.
+
+    Attributes:
+        storage: its storage.
+        value: how it looks at that.
+        after: how many operations had run by then: a recompute stops there, at the
+            latest.
+    """
 
     storage: int
     value: Value
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def reader_of(node: Any) -> str:
     program = getattr(node, "program", None)
     if isinstance(program, Program):
         call = call_of(program)
-        return "remat" if call is None else f"remat({called(call)})"
+        return "remat" if call is None else f"remat({called(call.label)})"
     name = re.sub(r"Backward\d*$", "", type(node).__name__)
     if isinstance(node, torch.autograd.function.FunctionCtx):
         return name
@@ -71,6 +71,6 @@ def call_of(program: Any) -> Call | None:
     return program if isinstance(program, Call) else None
 
 
-def called(call: Call) -> str:
-    """Return the name of the function of a call."""
-    return call._label.split("`")[1]
+def called(label: str) -> str:
+    """Return the name of the function of a call, by its label."""
+    return label.split("`")[1]

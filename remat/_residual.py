@@ -52,6 +52,11 @@ class Residual:
         return self._tensor
 
 
+    def stored(self) -> list[Tensor]:
+        """Return what is kept, for reports; nothing if hooks have it."""
+        return [] if self._unpack is not None else [self._tensor]
+
+
 class Offloaded:
     """One tensor that is kept elsewhere, among those of a call."""
 
@@ -64,31 +69,38 @@ class Offloaded:
         """Return the tensor, brought back."""
         return self._away.take(self._k)
 
+    def stored(self) -> list[Tensor]:
+        """Return what is kept, for reports."""
+        return [self._away.stored[self._k]]
+
 
 class Away:
     """What a call keeps elsewhere, in the order in which the forward made it.
 
     A backward reads it from the end: while one is used, the one before is fetched.
+
+    Attributes:
+        stored: what stands for each.
     """
 
-    __slots__ = ("_fetched", "_origins", "_stored")
+    __slots__ = ("_fetched", "_origins", "stored")
 
     def __init__(self) -> None:
-        self._stored: list[Tensor] = []
+        self.stored: list[Tensor] = []
         self._origins: list[Origin] = []
         self._fetched: Fetched | None = None
 
     def put(self, tensor: Tensor, decision: Decision) -> Offloaded:
         """Move a tensor away."""
         self._origins.append(origin_of(tensor))
-        self._stored.append(PUT[decision](tensor))
-        return Offloaded(self, len(self._stored) - 1)
+        self.stored.append(PUT[decision](tensor))
+        return Offloaded(self, len(self.stored) - 1)
 
     def take(self, k: int) -> Tensor:
         """Bring a tensor back."""
         if self._fetched is None:
-            self._fetched = Fetched(self._stored[::-1], self._origins[::-1])
-        return self._fetched.take(len(self._stored) - 1 - k)
+            self._fetched = Fetched(self.stored[::-1], self._origins[::-1])
+        return self._fetched.take(len(self.stored) - 1 - k)
 
 
 def keep(

@@ -54,10 +54,11 @@ from remat._filling import Filling, Saving, Stop
 from remat._following import Following, Replaying
 from remat._handles import Handle, Kept, Outer, unpack
 from remat._leaves import Untouched, attributes_of, gradients_of
-from remat._options import Options, reference
+from remat._options import Options
+from remat._plan import Fate
 from remat._restore import Run
 from remat._snapshot import Snapshot
-from remat._traces import trace_of
+from remat._traces import Kind, metas_of
 from remat._tracing import Tracing
 from remat._types import TENSORS, Fn
 
@@ -148,34 +149,38 @@ class Saved:
 
     def follow(self, owner: Any, leaves: Sequence[Tensor]) -> None:
         """Decide whether the call is recorded, or follows a record."""
-        policy, prune, snapshot = self._policy, self._prune, self._snapshot
+        policy, prune, around = self._policy, self._prune, CONTEXT.decisions
         if policy is None and prune is not True:
             return
-        around = CONTEXT.decisions
-        nested = self._is_inside
         if around is not None and around.again:
             decision = around.next()
             if decision is not None:
                 self._following = Following.again(decision, leaves, self._outer)
             return
         self._place = around and around.reserve()
-        call = Situation(is_saved=True, is_compiled=snapshot.compiled, kind=self._kind())
+        call, label = self.situation(leaves), self._snapshot.label
         why = why_as_it_is(policy, prune, call)
-        warn_if_asked(policy, prune, call, snapshot.label, why)
-        if why:
-            return
-        key = (
-            *("saved", snapshot.signature, str(self._hows), *self._needs),
-            *(reference(policy), prune, self._ambient.key),
-        )
-        trace = trace_of(key, leaves).of(owner)
-        tracing = Tracing(trace, policy, prune, leaves)
-        self._following = Following(tracing, self._outer, nested=nested)
+        warn_if_asked(policy, prune, call, label, why)
+        if not why:
+            trace = self.kind(leaves).trace(policy, prune).of(owner)
+            tracing = Tracing(trace, policy, prune, leaves)
+            self._following = Following(tracing, self._outer, nested=self._is_inside)
 
-    def _kind(self) -> str:
-        """Return the class of an input that sees what is done with it, if there is."""
+    def situation(self, leaves: Sequence[Tensor]) -> Situation:
+        """Return what decides whether the call is recorded."""
         kinds = () if self._kinds is None else self._kinds
-        return next((kind.__name__ for kind in kinds if kind not in PLAIN), "")
+        others = (kind.__name__ for kind in kinds if kind not in PLAIN)
+        return Situation(
+            is_saved=True,
+            is_compiled=self._snapshot.compiled,
+            kind=next(others, ""),
+            elements=sum(map(Tensor.numel, leaves)),
+        )
+
+    def kind(self, leaves: Sequence[Tensor]) -> Kind:
+        """Return what the call has in common with those that share its record."""
+        signature = self._snapshot.signature, str(self._hows), self._ambient.key
+        return Kind((*signature, *self._needs), metas_of(leaves))
 
     def forward(
         self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Sequence[Tensor]
@@ -183,7 +188,7 @@ class Saved:
         """Run the function as it is."""
         own = [leaves[i] for i in self._own]
         grads = gradients_of(own)
-        with Saving(self._packer(leaves), self._outer, self._policy, self._inner):
+        with Saving(self, self._packer(leaves), self._outer, self._policy, self._inner):
             following = self._following
             if following is None or following.mode is None:
                 result = fn(*args, **kwargs)
@@ -212,13 +217,16 @@ class Saved:
         """Return the hook that saves a tensor in the forward."""
         index = dict(zip(map(id, leaves), itertools.count(), strict=False))
         versions, held, snapshot = self._versions, self._held, self._snapshot
-        handles, metas, following = self._handles, self._metas, self._following
+        handles, metas = self._handles, self._metas
+        observe = None if self._following is None else self._following.pack
+        if CONTEXT.examining is not None:
+            observe = CONTEXT.examining(self, observe)
 
         def itself(t: Tensor, i: int | None) -> Any:
             handles.append(None)
             metas.append(None)
-            if following is not None:
-                following.pack(len(handles) - 1, None)
+            if observe is not None:
+                observe(len(handles) - 1, None)
             if i is not None and type(held[i]) is Outer:
                 return held[i]
             return Kept(t, snapshot, i)
@@ -237,8 +245,8 @@ class Saved:
             handle = Handle(self, len(handles))
             handles.append(weakref.ref(handle))
             metas.append((t.shape, t.dtype, type(t.grad_fn)))
-            if following is not None:
-                following.pack(handle.place, t)
+            if observe is not None:
+                observe(handle.place, t)
             return handle
 
         return pack
@@ -268,6 +276,27 @@ class Saved:
             handle = None if ref is None else ref()
             if handle is not None and handle.residual is None:
                 yield handle
+
+    # --- For reports ---
+
+    @property
+    def label(self) -> str:
+        """What errors and reports call it."""
+        return self._snapshot.label
+
+    def handle_at(self, place: int) -> Handle | None:
+        """Return a handle by its number among all that was saved, if it is alive."""
+        ref = self._handles[place]
+        return None if ref is None else ref()
+
+    def fates(self, count: int) -> Sequence[Fate]:
+        """Return what becomes of its operations in a recompute, so many as there are."""
+        decision = self._following and self._following.decision
+        if decision:
+            fates = decision[1].full.plan.fates
+            if len(fates) == count:
+                return fates
+        return [Fate.RUN] * count
 
     # --- The recompute ---
 
@@ -331,7 +360,7 @@ class Saved:
         own = [held[i] for i in self._own]
         attributes = self._attributes and [self._attributes[i] for i in self._own]
         with (
-            Saving(filling.pack, None, self._policy, self._inner, again=True),
+            Saving(self, filling.pack, None, self._policy, self._inner, again=True),
             self._as_before(tensors),
             Untouched(own, attributes),
             contextlib.suppress(Stop),

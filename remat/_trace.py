@@ -245,7 +245,7 @@ class Recorder(LeanDispatchMode):
             return
         base = base_tensor(tensor)
         number = self.number(base)
-        self._packs.append(Pack(number, value_of(base)))
+        self._packs.append(Pack(number, value_of(base), len(self._steps)))
         self._roots.append({number})
 
     def ask(self, outs: Sequence[Any]) -> None:

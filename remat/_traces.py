@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from remat._naming import names_given
 from remat._plan import Record, plan
 from remat._script import Script
-from remat.policies import Decision
+from remat._options import reference
+from remat.policies import Decision, Policy
 
 
 _STRIKES = 3  # records that did not fit, before no more is made
@@ -228,10 +230,27 @@ _meta = operator.attrgetter("shape", "dtype", "device")
 
 def trace_of(signature: Hashable, leaves: Sequence[Tensor]) -> Trace:
     """Return what is shared by the calls of a signature, on such leaves."""
+    return TRACES[signature, metas_of(leaves)]
+
+
+def metas_of(leaves: Sequence[Tensor]) -> Hashable:
+    """Return how leaves look."""
     metas: list[Any] = [*map(_meta, leaves)]
     try:
         if not all(map(Tensor.is_contiguous, leaves)):
             metas += map(Tensor.stride, leaves)
     except RuntimeError:  # of sparse tensors
         metas += [(t.layout, type(t)) for t in leaves]
-    return TRACES[signature, tuple(metas)]
+    return tuple(metas)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What tells calls under base autograd apart, but for what is asked of them."""
+
+    signature: Hashable
+    metas: Hashable
+
+    def trace(self, policy: Policy | None, prune: Any) -> Trace:
+        """Return what calls of this kind share that are asked for the same."""
+        return TRACES[(self.signature, reference(policy), prune), self.metas]

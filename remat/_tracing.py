@@ -30,7 +30,7 @@ class Tracing:
         policy: which results may be kept.
         prune: "auto", True or False.
         leaves: of the call.
-        inner: what stands for them in it.
+        inner: what stands for them in it; None if the graph is plain's own.
 
     Attributes:
         trace: of the signature.
@@ -50,8 +50,8 @@ class Tracing:
         inner: Sequence[Tensor] | None = None,
     ) -> None:
         self.trace, self._policy, self._prune = trace, policy, prune
-        self._inner = inner = leaves if inner is None else inner
-        self.leaves = leaves
+        self.leaves, self._inner = leaves, inner
+        inner = leaves if inner is None else inner
         self.scripts: Scripts | None = None if trace.reason else trace.scripts
         self.mode: Any = None
         if trace.reason:
@@ -80,12 +80,12 @@ class Tracing:
 
     def droppable(self, script: Script) -> list[int]:
         """Return the leaves to be dropped, if they are worth it."""
-        leaves, inner, linked = self.leaves, self._inner, script.plan.linked
-        found = [
-            i
-            for i in script.unneeded
-            if is_droppable(leaves[i]) and not (i in linked and inner[i].requires_grad)
-        ]
+        leaves = self.leaves
+        found = [i for i in script.unneeded if is_droppable(leaves[i])]
+        if self._inner is not None:
+            # What is kept is differentiated again by way of what it was computed from.
+            inner, linked = self._inner, script.plan.linked
+            found = [i for i in found if not (i in linked and inner[i].requires_grad)]
         if self._prune is not True:
             size = sum(leaves[i].numel() * leaves[i].itemsize for i in found)
             return found if size >= WORTH_DROPPING else []
