@@ -116,7 +116,7 @@ class Following:
         for place, k in scripts.saved_at.items():
             handle, pack = handles[place], packs[place]
             if handle is not None and pack is not None:
-                handle.residual = kept[k]
+                handle.call, handle.residual = None, kept[k]
                 handle.view = None if pack.value == value_of(tensors[k]) else pack.value
         self._feeding = [r if k in scripts.feeding else None for k, r in enumerate(kept)]
 
@@ -160,6 +160,10 @@ class Following:
         if len(found) < len(residuals):
             return None
         return [found[k] for k in range(len(residuals))]
+
+    def residuals_held(self) -> list[Residual | Offloaded]:
+        """Return what the call holds for a recompute."""
+        return [r for r in self._feeding if r is not None]
 
     # --- The recompute ---
 

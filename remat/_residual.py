@@ -29,10 +29,11 @@ class Residual:
         hooks: for saved tensors, around the call: a pair, or None.
     """
 
-    __slots__ = ("_op", "_tensor", "_unpack", "_version")
+    __slots__ = ("_tensor", "_unpack", "_version", "op")
+    decision = Decision.SAVE
 
     def __init__(self, tensor: Tensor, op: Op, hooks: Any = None) -> None:
-        self._op, self._unpack = op, None
+        self.op, self._unpack = op, None
         self._version = base_tensor(tensor)._version
         self._tensor: Any = tensor
         if hooks is not None:
@@ -48,7 +49,7 @@ class Residual:
         if self._unpack is not None:
             return self._unpack(self._tensor)
         if base_tensor(self._tensor)._version != self._version:
-            raise MutationError(_CHANGED.format(op=self._op.func, where=self._op.source))
+            raise MutationError(_CHANGED.format(op=self.op.func, where=self.op.source))
         return self._tensor
 
 
@@ -60,10 +61,10 @@ class Residual:
 class Offloaded:
     """One tensor that is kept elsewhere, among those of a call."""
 
-    __slots__ = ("_away", "_k")
+    __slots__ = ("_away", "_k", "decision", "op")
 
-    def __init__(self, away: "Away", k: int) -> None:
-        self._away, self._k = away, k
+    def __init__(self, away: "Away", k: int, op: Op, decision: Decision) -> None:
+        self._away, self._k, self.op, self.decision = away, k, op, decision
 
     def value(self) -> Tensor:
         """Return the tensor, brought back."""
@@ -90,11 +91,11 @@ class Away:
         self._origins: list[Origin] = []
         self._fetched: Fetched | None = None
 
-    def put(self, tensor: Tensor, decision: Decision) -> Offloaded:
+    def put(self, tensor: Tensor, op: Op, decision: Decision) -> Offloaded:
         """Move a tensor away."""
         self._origins.append(origin_of(tensor))
         self.stored.append(PUT[decision](tensor))
-        return Offloaded(self, len(self.stored) - 1)
+        return Offloaded(self, len(self.stored) - 1, op, decision)
 
     def take(self, k: int) -> Tensor:
         """Bring a tensor back."""
@@ -124,7 +125,7 @@ def keep(
     kept: list[Residual | Offloaded] = []
     for tensor, decision, op in zip(tensors, decisions, ops, strict=True):
         if decision in PUT and not nested:
-            kept.append(away.put(tensor, decision))
+            kept.append(away.put(tensor, op, decision))
         else:
             kept.append(Residual(tensor, op, hooks))
     return kept

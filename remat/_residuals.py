@@ -30,12 +30,20 @@ from remat._compat import (
     sequence_number,
     unpack_hooks_of,
 )
-from remat._graph import tensors_at, tensors_reached
+from remat._graph import handles_at, tensors_at, tensors_reached
+from remat._handles import Handle
 from remat._inputs import Inputs
 from remat._naming import told_of_names
 from remat._op import Op
 from remat._recipe import Recipe
-from remat._reporting import call_of, reader_of, refuse_transforms, stream_name
+from remat._reporting import (
+    call_of,
+    called,
+    reader_of,
+    refuse_transforms,
+    stream_name,
+)
+from remat._saved import Saved
 from remat._storages import (
     CONSTANT,
     MADE,
@@ -164,6 +172,7 @@ class _Notes:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._saved: set[int] = set()
+        self._calls: set[int] = set()
         self._states: list[Residual] = []
 
     def ask(self, roots: Sequence[Any], start: int) -> None:
@@ -172,6 +181,8 @@ class _Notes:
             reader, call = reader_of(node), call_of(getattr(node, "program", None))
             if call is not None:
                 self._note_call(node, call, reader)
+            for handle in handles_at(node):
+                self._note_handle(handle, reader)
             for t in tensors_at(node):
                 self._note(t, reader, "from a constant")
             # Of these not all are held: a hook may refer to a global.
@@ -201,23 +212,50 @@ class _Notes:
                     for entry in self._note(t, reader, origin):
                         entry.origin = origin
         ambient = getattr(call, "_ambient", None)
-        for stream, state in ambient._moved if ambient is not None else ():
+        for stream, state in ambient.moved if ambient is not None else ():
             self._note_state(stream, state, reader)
+
+    def _note_handle(self, handle: Handle, reader: str) -> None:
+        """Note what a handle stands for, and what its call keeps to recompute it."""
+        kept = handle.residual
+        if kept is not None:
+            self._note_kept(kept.stored(), kept.op, kept.decision, reader)
+            return
+        call: Saved = handle.call
+        if id(call) in self._calls:
+            return
+        self._calls.add(id(call))
+        reader = f"remat({called(call.label)})"
+        for i, t in call.inputs_held():
+            origin = f"copy of `{call.name_of(i)}` as it was before the call"
+            copied = call.is_copied(i)
+            for entry in self._note(t, reader, origin if copied else "from a constant"):
+                if copied:
+                    entry.origin = origin
+        for residual in call.residuals_held():
+            self._note_kept(residual.stored(), residual.op, residual.decision, reader)
+        for stream, state in call.streams:
+            self._note_state(stream, state, reader)
+
+    def _note_kept(
+        self, stored: Sequence[Tensor], op: Op, decision: Decision, reader: str
+    ) -> None:
+        """Note what a policy keeps."""
+        origin = origin_text(op.func, sorted(op.names))
+        for t in stored:
+            is_new = not self._ledger.has_met(t)
+            for entry in self._note(t, reader, origin):
+                if is_new:
+                    entry.rank, entry.source = MADE, op.source
+                if is_new or _would_move(t, decision):
+                    entry.place = _PLACES.get(decision, "")
 
     def _note_offloaded(
         self, residuals: Sequence[Any], recipe: Recipe, reader: str
     ) -> None:
         """Note what was made here and is kept elsewhere."""
-        for value, kept in zip(residuals, _kept_by(recipe), strict=True):
-            op, decision = kept
-            origin = origin_text(op.func, sorted(op.names))
-            for t in tensors_in(value):
-                is_new = not self._ledger.has_met(t)
-                for entry in self._note(t, reader, origin):
-                    if is_new:
-                        entry.rank, entry.source = MADE, op.source
-                    if is_new or _would_move(t, decision):
-                        entry.place = _PLACES.get(decision, "")
+        for value, (op, decision) in zip(residuals, _kept_by(recipe), strict=True):
+            self._note_kept(tensors_in(value), op, decision, reader)
 
     def _note_state(self, stream: Any, state: Any, reader: str) -> None:
         """Note the state of a stream to be set back."""

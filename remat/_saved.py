@@ -56,6 +56,7 @@ from remat._handles import Handle, Kept, Outer, unpack
 from remat._leaves import Untouched, attributes_of, gradients_of
 from remat._options import Options
 from remat._plan import Fate
+from remat._residual import Offloaded, Residual
 from remat._restore import Run
 from remat._snapshot import Snapshot
 from remat._traces import Kind, metas_of
@@ -283,6 +284,28 @@ class Saved:
     def label(self) -> str:
         """What errors and reports call it."""
         return self._snapshot.label
+
+    def name_of(self, index: int) -> str:
+        """Write where an input comes from, as the function's author would."""
+        return self._snapshot.name_of(index)
+
+    def inputs_held(self) -> list[tuple[int, Tensor]]:
+        """Return the inputs that are kept for a recompute, each with its index."""
+        held = enumerate(self._held)
+        return [(i, t) for i, t in held if isinstance(t, Tensor) and type(t) is not Absent]
+
+    def is_copied(self, index: int) -> bool:
+        """Say whether an input is kept as a copy."""
+        return index in self._copied
+
+    def residuals_held(self) -> Sequence[Residual | Offloaded]:
+        """Return what a policy keeps for a recompute."""
+        return () if self._following is None else self._following.residuals_held()
+
+    @property
+    def streams(self) -> Sequence[tuple[Any, Any]]:
+        """The random streams to be set back, and their states."""
+        return self._ambient.moved
 
     def handle_at(self, place: int) -> Handle | None:
         """Return a handle by its number among all that was saved, if it is alive."""
