@@ -112,7 +112,7 @@ class Ambient:
     @property
     def moved(self) -> Sequence[tuple[Any, Any]]:
         """The streams that the forward drew from, and their states before."""
-        return self._moved
+        return getattr(self, "_moved", ())
 
     def restored(self) -> AbstractContextManager[None]:
         """Run the body in the noted state, and leave everything as it was before."""

@@ -412,8 +412,6 @@ class Saved:
         for i, (held, need) in enumerate(zip(self._held, self._needs, strict=True)):
             if i in copied:
                 tensors.append(held.clone())
-            elif type(held) is Absent:
-                tensors.append(held)
             elif i in own and held.requires_grad == need and not self._accumulates:
                 tensors.append(held)
             else:
@@ -423,7 +421,7 @@ class Saved:
 
     def _stand_in(self, i: int, t: Tensor, need: bool) -> Tensor:
         """Return a leaf that is what an input was, but for its graph and its hooks."""
-        if self._kinds and type(t) is Tensor is not self._kinds[i]:
+        if self._kinds and type(t) is Tensor and self._kinds[i] is not Tensor:
             t = t.as_subclass(self._kinds[i])  # as a plain one it came back from hooks
         if type(t) is nn.Parameter:
             new = Tensor._make_subclass(nn.Parameter, t, need)
