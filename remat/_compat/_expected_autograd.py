@@ -60,13 +60,64 @@ def _refuse(_: Any) -> Any:
     raise AssertionError("a hook on saved tensors ran")
 
 
-@expects("without_hooks")
+@expects(
+    *("pop_hooks", "push_hooks", "resume_hooks", "suspend_hooks", "top_hooks"),
+    "without_hooks",
+)
 def _hooks_are_suspended() -> None:
     x = leaf()
     with graph.saved_tensors_hooks(_refuse, _refuse):
+        hooks = _autograd.top_hooks(True)
+        assert hooks == (_refuse, _refuse)
+        _autograd.pop_hooks()
+        assert _autograd.top_hooks(True) is None
+        _autograd.push_hooks(*hooks)
         out = _autograd.without_hooks(torch.sin, x)
-        assert _autograd.top_hooks(True) is not None
+        suspended = _autograd.suspend_hooks()
+        assert _autograd.top_hooks(True) is None
+        _autograd.resume_hooks(suspended)
+        assert _autograd.top_hooks(True) == hooks
     assert same(out, x.sin())
+
+
+@expects("are_hooks_allowed", "leave_hooks_on")
+def _hooks_are_left_on() -> None:
+    manager: Any = graph.disable_saved_tensors_hooks
+    (cell,) = manager.__closure__
+    before = cell.cell_contents  # remat's own, after its import
+    assert _autograd.are_hooks_allowed() is True
+    try:
+        for harmless in (True, False):
+            cell.cell_contents = manager.__wrapped__
+            _autograd.leave_hooks_on(_always if harmless else bool)
+            with manager("refused"):
+                assert _autograd.are_hooks_allowed() is harmless
+    finally:
+        cell.cell_contents = before
+
+
+def _always() -> bool:
+    return True
+
+
+@expects("current_task", "keeps_graph", "when_done")
+def _a_backward_tells_of_itself() -> None:
+    x = leaf()
+    told: list[Any] = []
+
+    def tell(_: Tensor) -> None:
+        told.append((_autograd.current_task() >= 0, _autograd.keeps_graph()))
+        _autograd.when_done(note_end)
+
+    def note_end() -> None:
+        told.append("end")
+
+    x.register_hook(tell)
+    out = x.sin().sum()
+    for keep in (True, False):
+        torch.autograd.grad(out, x, retain_graph=keep)
+    assert told == [(True, True), "end", (True, False), "end"]
+    assert _autograd.current_task() == -1
 
 
 class _Sine(Function):

@@ -77,7 +77,11 @@ def _forward_levels_are_known() -> None:
         assert _levels.maybe_get_level(up) == layer.level()
 
 
-@expects("grad_level", "leaf_at", "base_tensor", "unwrap_dead", "is_of_level_above")
+@expects(
+    *("GRAD", "are_all_vmaps", "base_tensor", "below_all_levels", "grad_level"),
+    *("is_of_level_above", "is_of_torch_func", "leaf_at", "unwrap_dead"),
+    "without_node",
+)
 def _a_level_is_opened() -> None:
     x = torch.ones(2)
     with _levels.grad_level() as level:
@@ -89,7 +93,31 @@ def _a_level_is_opened() -> None:
         assert _levels.unwrap_dead(t) is t
         assert _levels.is_of_level_above(t) is False
         assert _levels.call_below_vmap(_levels.is_of_level_above, t) is True
+        assert _levels.below_all_levels(_levels.current_layer) is None
+        layer = _levels.current_layer()
+        assert layer is not None
+        assert _levels.kind_of(layer) == _levels.GRAD
+        assert _levels.are_all_vmaps() is False
+        alone = _levels.without_node(t.sin())
+        assert alone.grad_fn is None
+        assert _levels.maybe_get_level(alone) == level
+        assert [*map(_levels.is_of_torch_func, (t, x))] == [True, False]
     assert _levels.unwrap_dead(t) is x
+    assert _levels.are_all_vmaps() is True
+    # The vmap of `is_grads_batched`.
+    assert _nesting() == 1
+    torch._C._vmapmode_increment_nesting()
+    try:
+        assert _levels.below_all_levels(_nesting) == 1
+        assert _nesting() == 2
+    finally:
+        torch._C._vmapmode_decrement_nesting()
+
+
+def _nesting() -> int:
+    depth = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return depth
 
 
 @expects("requires_grad_at_any_level")
@@ -105,7 +133,10 @@ def _levels_below_are_asked() -> None:
     assert asked == [True, False]
 
 
-@expects("VMAP", "batched", "batch", "call_below_vmap", "is_batch_of_cotangents")
+@expects(
+    *("VMAP", "batch", "batched", "batched_again", "call_below_vmap"),
+    *("is_batch_of_cotangents", "unbatched"),
+)
 def _a_batch_is_sent_below() -> None:
     x = torch.ones(2, 3)
 
@@ -120,6 +151,11 @@ def _a_batch_is_sent_below() -> None:
         assert _levels.call_below_vmap(_levels.current_layer) is None
         assert _levels.is_batch_of_cotangents([x]) is True
         assert _levels.is_batch_of_cotangents([t]) is False
+        assert _levels.are_all_vmaps() is True
+        below, hows = _levels.unbatched([t])
+        again = _levels.batched_again(_sine_of, hows)
+        (outs, dims) = _levels.below_all_levels(again, *below)
+        assert same(outs[0].movedim(dims[0], 1), x.sin())
         (out,) = _levels.batched([t], lower)
         assert out.shape == (2,)
         return out
@@ -148,7 +184,9 @@ def _maps_tell_their_randomness() -> None:
     assert asked == [True, False, False, False]
 
 
-@expects("with_autograd")
-def _inference_mode_is_left() -> None:
+@expects("with_derivatives_off")
+def _derivatives_are_switched_off() -> None:
+    assert _levels.with_derivatives_off(torch.is_grad_enabled) is False
+    assert torch.is_grad_enabled()
     with torch.inference_mode():
-        assert _levels.with_autograd(torch.is_inference_mode_enabled) is False
+        assert _levels.with_derivatives_off(torch.is_inference_mode_enabled) is False

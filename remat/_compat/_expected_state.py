@@ -5,6 +5,7 @@ Rejected: to have Dynamo compile something. Importing it takes seconds, so what 
 for is looked up in its text.
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -159,13 +160,13 @@ def _traces_are_seen() -> None:
     assert torch._C._get_dispatch_mode(_state._PROXY) is None
 
 
-@expects("is_parametrization_cached", "swap_parametrization_cache")
+@expects("parametrization_cache", "swap_parametrization_cache")
 def _parametrizations_are_cached() -> None:
-    assert _state.is_parametrization_cached() is False
+    assert _state.parametrization_cache() is None
     fresh: dict[Any, Any] = {}
     with parametrize.cached():
-        assert _state.is_parametrization_cached() is True
         before = _state.swap_parametrization_cache(fresh)
+        assert _state.parametrization_cache() is fresh
         assert _state.swap_parametrization_cache(before) is fresh
         assert parametrize._cache is before
 
@@ -237,6 +238,20 @@ def _tensors_are_made_without_data() -> None:
     raise AssertionError("the address of nothing was given")
 
 
+@expects("call_kernel")
+def _kernels_resolve_lazy_bits() -> None:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate)
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        assert _is_conjugate_excluded()
+        assert _state.call_kernel(_is_conjugate_excluded) is False
+        assert _is_conjugate_excluded()
+
+
+def _is_conjugate_excluded() -> bool:
+    key = torch._C.DispatchKey.Conjugate
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+
+
 @expects("is_lazy")
 def _lazy_bits_are_seen() -> None:
     x = torch.ones(2, dtype=torch.complex64)
@@ -264,7 +279,9 @@ def _flags() -> dict[str, Any]:
     return {k: v for k, v in vars(_python_dispatch).items() if type(v) is bool}
 
 
-@expects("LeanDispatchMode", "undisturbed", "viewed", "without_dispatch_mode")
+@expects(
+    *("LeanDispatchMode", "undisturbed", "unseen", "viewed", "without_dispatch_mode")
+)
 def _dispatch_modes_are_entered_and_left() -> None:
     before = _flags()
     with _python_dispatch.TorchDispatchMode():
@@ -282,8 +299,9 @@ def _dispatch_modes_are_entered_and_left() -> None:
     with mode:
         assert _flags() == inside != before
         x.sin()
-        for quiet in (_state.undisturbed(), _state.without_dispatch_mode(mode)):
-            with quiet:
+        alone = functools.partial(_state.without_dispatch_mode, mode)
+        for quiet in (_state.undisturbed, _state.unseen, alone):
+            with quiet():  # some are at work as soon as they are made
                 x.cos()
         view = _state.viewed(x, (2,), (2,), 1)
     assert mode.op is torch.ops.aten.sin.default
