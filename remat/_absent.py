@@ -170,6 +170,11 @@ def are_tensors(args: Any, kwargs: Any) -> bool:
 PLAIN = TENSORS | {Absent}
 
 
+def may_be_absent(leaf: Tensor) -> bool:
+    """Say whether a leaf is of no class that sees what is done with it."""
+    return type(leaf) in PLAIN or hasattr(leaf, "fake_mode")
+
+
 def inputs_of(args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors among an operation's arguments, in order."""
     if are_tensors(args, kwargs):

@@ -47,6 +47,7 @@ class Leaf:
         nbytes: its bytes, of whatever storage it is a view of.
         needs: whether it is differentiated.
         stays: why it is kept even if it is not needed; "" if it is not.
+        is_copied: whether the forward writes to it, so that a recompute has a copy.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Leaf:
     nbytes: int
     needs: bool
     stays: str
+    is_copied: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Examined:
         readers: for each storage, by number, what reads it in the backward.
         sizes: the bytes of each storage.
         leaves: its inputs.
-        saved: the storages that the graph saves, recomputed or not.
+        itself: the storages that the graph saves themselves.
         situation: what decides whether it is recorded.
         scalar: whether the outputs are of one element each.
         inner: how often calls of `remat` within it recompute each operation, and which.
@@ -79,7 +81,7 @@ class Examined:
     readers: Mapping[int, tuple[str, ...]]
     sizes: Mapping[int, int]
     leaves: tuple[Leaf, ...]
-    saved: frozenset[int]
+    itself: frozenset[int]
     situation: Situation
     scalar: bool
     inner: tuple[tuple[int, str], ...]
@@ -154,7 +156,7 @@ class _Examining(Saved):
             readers={s: tuple(names) for s, names in noting.readers.items()},
             sizes=noting.sizes,
             leaves=tuple(self._leaf(i, t) for i, t in enumerate(leaves)),
-            saved=frozenset(noting.readers).union(*record.roots),
+            itself=frozenset(noting.itself),
             situation=self._situation,
             scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
             inner=tuple(noting.inner(self)),
@@ -167,7 +169,7 @@ class _Examining(Saved):
         nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
         meta = tensor.dtype, tuple(tensor.shape), nbytes, self._needs[i]
         name = self._snapshot.name_of(i)
-        return Leaf(name, *meta, _stays(_as_real(tensor)))
+        return Leaf(name, *meta, _stays(_as_real(tensor)), self.is_copied(i))
 
 
 def _stays(leaf: Tensor) -> str:
@@ -194,11 +196,13 @@ class _Noting(Recorder):
     Attributes:
         readers: for each storage, by number, what reads it in the backward.
         sizes: the bytes of each storage.
+        itself: the storages that the graph saves themselves.
     """
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self.readers: dict[int, dict[str, None]] = {}
         self.sizes: dict[int, int] = {}
+        self.itself: set[int] = set()
         # For each operation, the calls that it runs in, from the outermost one in.
         self._inside: list[tuple[Saved, ...]] = []
         # For each call, the storages of its handles, and how many operations were before.
@@ -247,6 +251,7 @@ class _Noting(Recorder):
         for node, tensors in nodes_of(outs, {t.grad_fn for t in leaves}):
             reader = reader_of(node)
             found = [self.number(base_tensor(t)) for t in tensors]
+            self.itself.update(found)
             found += [numbers[id(h)] for h in handles_at(node) if id(h) in numbers]
             for number in found:
                 self.readers.setdefault(number, {})[reader] = None

@@ -155,7 +155,8 @@ def _explained(
 ) -> Explanation:
     outcome = outcome_of(found, options)
     made, unpruned = outcome.plan, outcome.unpruned
-    reasons = Reasons(found.record, made, found.readers, found.taken, unpruned)
+    readers, itself = found.readers, found.itself
+    reasons = Reasons(found.record, made, readers, itself, found.taken, unpruned)
     inputs, counted = _inputs(found, outcome, reasons, options)
     indices = range(len(made.fates))
     report = Explanation(
@@ -184,6 +185,7 @@ def _inputs(
     for i, (leaf, s) in enumerate(zip(found.leaves, found.record.inputs, strict=True)):
         kept = i not in outcome.dropped
         nbytes = 0 if s in counted else found.sizes[s]
+        nbytes += leaf.nbytes if leaf.is_copied and outcome.last else 0
         linked = options.higher_order and i in outcome.plan.linked and leaf.needs
         why = reasons.of_input(s) or _why(leaf, kept, linked, outcome.unpruned)
         rows.append(
@@ -243,7 +245,7 @@ def _bytes_of(found: Examined, storages: Iterable[int]) -> int:
 
 def _saved_by_plain(found: Examined) -> frozenset[int]:
     """Return the storages that stay alive for the backward without remat."""
-    return found.saved
+    return found.itself.union(found.readers, *found.record.roots)
 
 
 # --- Advice ---

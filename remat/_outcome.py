@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from remat._cost import reason_against
 from remat._decide import why_as_it_is
-from remat._examine import Examined, Leaf
+from remat._examine import Examined
 from remat._op import Value
 from remat._options import Options, Prune
 from remat._plan import Fate, Plan, Step, plan
@@ -59,7 +59,7 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
         if unpruned:
             return _as_it_is(found, options, unpruned)
     away = [i for i in saveable if _moves(decisions[i], steps[i].op.outputs)]
-    dropped = frozenset(_dropped(found.leaves, made, prune, is_saved))
+    dropped = frozenset(_dropped(found, made, prune, is_saved))
     unpruned = "" if pruned else "prune=False"
     return _stopped(found, options, Outcome(made, 0, dropped, frozenset(away), unpruned))
 
@@ -89,7 +89,7 @@ def _stopped(found: Examined, options: Options, outcome: Outcome) -> Outcome:
     dropped = outcome.dropped
     if not wanted:
         leaves = [*enumerate(record.inputs)]
-        dropped = frozenset(i for i, s in leaves if s not in found.saved)
+        dropped = frozenset(i for i, s in leaves if s not in found.itself)
     return dataclasses.replace(outcome, plan=made, last=last, dropped=dropped)
 
 
@@ -105,13 +105,15 @@ def _moves(decision: Decision, outputs: Sequence[Value]) -> bool:
     return decision is Decision.OFFLOAD_TO_DISK or (decision.offloads and away)
 
 
-def _dropped(
-    leaves: Sequence[Leaf], made: Plan, prune: Prune, is_saved: bool
-) -> list[int]:
+def _dropped(found: Examined, made: Plan, prune: Prune, is_saved: bool) -> list[int]:
     """Return the leaves that are dropped, if they are worth it."""
-    unneeded = (i for i in range(len(leaves)) if i not in made.needed)
-    # Under handles, what is kept has plain's own graph.
-    free = (i for i in unneeded if is_saved or not (i in made.linked and leaves[i].needs))
-    found = [i for i in free if not leaves[i].stays]
-    nbytes = sum(leaves[i].nbytes for i in found)
-    return found if prune is True or nbytes >= WORTH_DROPPING else []
+    leaves, inputs = found.leaves, found.record.inputs
+    unneeded = [i for i in range(len(leaves)) if i not in made.needed]
+    if is_saved:
+        # What is kept has plain's own graph, which may hold inputs.
+        free = [i for i in unneeded if inputs[i] not in found.itself]
+    else:
+        free = [i for i in unneeded if not (i in made.linked and leaves[i].needs)]
+    found_free = [i for i in free if not leaves[i].stays]
+    nbytes = sum(leaves[i].nbytes for i in found_free)
+    return found_free if prune is True or nbytes >= WORTH_DROPPING else []

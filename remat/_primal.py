@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._absent import PLAIN, Absent
+from remat._absent import Absent, may_be_absent
 from remat._ambient import Ambient
 from remat._buffers import shield, update, written
 from remat._call import Call
@@ -143,7 +143,7 @@ class Primal(Call):
     def situation(self, leaves: Sequence[Tensor]) -> Situation:
         """Return what decides whether the call is recorded."""
         kinds = [] if not self._classes else leaves
-        others = (type(t).__name__ for t in kinds if not _may_be_absent(t))
+        others = (type(t).__name__ for t in kinds if not may_be_absent(t))
         return Situation(
             is_saved=False,
             is_compiled=self._snapshot.compiled,
@@ -359,11 +359,6 @@ class Primal(Call):
             message = _GRADLESS.format(label=self._label, now=now, then=then)
             raise RecomputeError(message)
         return True
-
-
-def _may_be_absent(leaf: Tensor) -> bool:
-    """Say whether a leaf is of no class that sees what is done with it."""
-    return type(leaf) in PLAIN or hasattr(leaf, "fake_mode")
 
 
 def _as_class(tensor: Tensor, kind: type) -> Tensor:

@@ -45,6 +45,7 @@ class Reasons:
         record: of a forward.
         plan: made of it.
         readers: for each storage, what reads it in the backward.
+        itself: the storages that the graph saves themselves.
         learned: storages that something reads which is no operation.
         unpruned: why nothing is left out, "" if it is.
     """
@@ -54,11 +55,12 @@ class Reasons:
         record: Record,
         plan: Plan,
         readers: Mapping[int, Sequence[str]],
+        itself: Collection[int] = (),
         learned: Collection[int] = (),
         unpruned: str = "",
     ) -> None:
         self._record, self._plan, self._readers = record, plan, readers
-        self._learned, self._unpruned = learned, unpruned
+        self._learned, self._unpruned, self._itself = learned, unpruned, itself
         self._users: dict[int, list[int]] = {}
         for i, step in enumerate(record.steps):
             for s in {*step.reads}:
@@ -95,7 +97,7 @@ class Reasons:
         return f"read by {self._steps(running)}" if running else ""
 
     def _roots(self) -> frozenset[int]:
-        return frozenset().union(*self._record.roots)
+        return frozenset(self._itself).union(*self._record.roots)
 
     def _unused(self, touched: set[int], i: int) -> str:
         users = [j for j in self._users_of(touched) if j > i]

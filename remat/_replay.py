@@ -320,8 +320,10 @@ class Replay(Follow):
         """Note which tensors are there from the start."""
         if not self._residuals:
             return
-        kept, residuals = self.script.kept, self._residuals
-        tensors = (*leaves, *[residuals[place] for place, _ in kept])
+        residuals = self._residuals
+        kept = [(residuals[place], number) for place, number in self.script.kept]
+        kept = [(t, number) for t, number in kept if t is not None]
+        tensors = (*leaves, *[t for t, _ in kept])
         numbers = (*self.script.record.inputs, *[number for _, number in kept])
         self._known = _by_storage(tensors, numbers)
 

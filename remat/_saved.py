@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from remat._absent import PLAIN, Absent
+from remat._absent import Absent, may_be_absent
 from remat._ambient import Ambient
 from remat._buffers import is_same as has_same_bytes
 from remat._capture import Search
@@ -169,8 +169,8 @@ class Saved:
 
     def situation(self, leaves: Sequence[Tensor]) -> Situation:
         """Return what decides whether the call is recorded."""
-        kinds = () if self._kinds is None else self._kinds
-        others = (kind.__name__ for kind in kinds if kind not in PLAIN)
+        kinds = () if self._kinds is None else leaves
+        others = (type(t).__name__ for t in kinds if not may_be_absent(t))
         return Situation(
             is_saved=True,
             is_compiled=self._snapshot.compiled,
@@ -189,14 +189,18 @@ class Saved:
         """Run the function as it is."""
         own = [leaves[i] for i in self._own]
         grads = gradients_of(own)
-        with Saving(self, self._packer(leaves), self._outer, self._policy, self._inner):
-            following = self._following
-            if following is None or following.mode is None:
-                result = fn(*args, **kwargs)
-            else:
-                with within(self._policy, followed=True), following.mode:
+        following = self._following
+        pack, empty = self._packer(leaves)
+        try:
+            with Saving(self, pack, self._outer, self._policy, self._inner):
+                if following is None or following.mode is None:
                     result = fn(*args, **kwargs)
-                following.mode.end()
+                else:
+                    with within(self._policy, followed=True), following.mode:
+                        result = fn(*args, **kwargs)
+                    following.mode.end()
+        finally:
+            empty()
         handles = [None if ref is None else ref() for ref in self._handles]
         if handles.count(None) < len(handles):
             self._accumulates = gradients_of(own) != grads
@@ -214,8 +218,14 @@ class Saved:
         if self._place is not None:
             CONTEXT.decisions.note(self._place, following.decision)
 
-    def _packer(self, leaves: Sequence[Tensor]) -> Callable[[Tensor], Any]:
-        """Return the hook that saves a tensor in the forward."""
+    def _packer(
+        self, leaves: Sequence[Tensor]
+    ) -> tuple[Callable[[Tensor], Any], Callable[[], None]]:
+        """Return the hook that saves a tensor in the forward, and what empties it.
+
+        What a hook saved holds the hook, also where it does not need the call.
+        """
+        call: Saved | None = self
         index = dict(zip(map(id, leaves), itertools.count(), strict=False))
         versions, held, snapshot = self._versions, self._held, self._snapshot
         handles, metas = self._handles, self._metas
@@ -243,14 +253,18 @@ class Saved:
                     return without_node(t)
             if t.requires_grad and t.is_leaf:
                 return itself(t, None)
-            handle = Handle(self, len(handles))
+            handle = Handle(call, len(handles))
             handles.append(weakref.ref(handle))
             metas.append((t.shape, t.dtype, type(t.grad_fn)))
             if observe is not None:
                 observe(handle.place, t)
             return handle
 
-        return pack
+        def empty() -> None:
+            nonlocal call, index, versions, held, snapshot, handles, metas, observe
+            del call, index, versions, held, snapshot, handles, metas, observe
+
+        return pack, empty
 
     def _note_changes(self, leaves: Sequence[Tensor]) -> None:
         """Drop copies of what is as it was, and refuse what changed and has none."""
@@ -363,7 +377,8 @@ class Saved:
 
     def _fills(self, handles: Sequence[Handle], replaying: Replaying) -> bool:
         """Recompute along a plan; say whether it fit."""
-        filling = Filling(handles, self._metas, self._snapshot.label)
+        label = self._snapshot.label
+        filling = Filling(handles, self._metas, label, is_replay=True)
         tensors = replaying.stand_ins(self._tensors())
         try:
             below_all_levels(self._recompute, filling, tensors, replaying.mode)
