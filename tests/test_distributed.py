@@ -8,6 +8,7 @@ All arrangements of a test share their processes, for these take seconds to star
 
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -459,9 +460,32 @@ def assert_as_plain(name, ways):
     assert any(g.any() for g in zero)
     # A linear layer is unused, and so is another in one process.
     assert sum(not g.any() for g in zero) <= 4 * BLOCKS * (name == "unused")
-    assert more["sin"] == 2 * ops["sin"] > 0
+    sines, again = ops["sin"], more["sin"] - ops["sin"]
+    assert again == sines > 0, f"{again} of {sines} sines run again"
     talked, allowed = collectives(more), collectives(of_checkpoint)
     assert talked <= allowed, f"{talked} collectives, {allowed} with the checkpoint"
+
+
+def a_result(sines=2, talks=1, grad=1.0):
+    grads = [[torch.tensor([grad])]]
+    return {"gradients": grads}, Counter({"sin": sines, "c10d::allreduce_": talks})
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [
+        (a_result(sines=1), "0 of 1 sines run again"),
+        (a_result(talks=2), "2 collectives, 1 with the checkpoint"),
+        (a_result(grad=1.5), "differs in value"),
+        ("Traceback", "remat: Traceback"),
+    ],
+)
+def test_the_comparison_fails_on_what_is_wrong(ours, said):
+    checkpoint = a_result()
+    ways = {"plain": a_result(sines=1), "remat": a_result(), "checkpoint": checkpoint}
+    assert_as_plain("right", ways)
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=said):
+        assert_as_plain("wrong", {**ways, "remat": ours})
 
 
 # FSDP2 takes about half a minute.
