@@ -3,8 +3,8 @@
 Each operator is called with the samples that torch tests it with, between a product by
 one and a sine: so there is always something to recompute, and it is on the way to the
 gradient. One remat object is called three times (the first call records, the others
-follow), each time with plain's bits as result and gradient; in the last, operations
-are counted. Where plain raises, remat has to raise too.
+follow), each time with plain's bits as result and gradient; of one call more, the
+operations are counted. Where plain raises, remat has to raise too.
 """
 
 import copy
@@ -241,11 +241,12 @@ def deviation(transform: Any, case: Case, wrap: Any, want: Any) -> tuple[str, in
     ours = wrap(case.fn)
     for call in range(CALLS):
         try:
-            with count_ops() if call == CALLS - 1 else nullcontext() as ops:
-                got = run(transform, case, lambda _: ours)
-            assert_same(got, want)
+            assert_same(run(transform, case, lambda _: ours), want)
         except Exception as error:  # noqa: BLE001
             return f"call {call}: {type(error).__name__}: {error}", 0
+    # Not compared: under a mode torch has other formulas for some derivatives.
+    with count_ops() as ops:
+        run(transform, case, lambda _: ours)
     return "", total(ops)
 
 
@@ -295,7 +296,7 @@ def check(transform, op, amounts, *, wrap=remat, call=None, more=None):
         want = attempt(transform, case, plainly)
         if not isinstance(want, Exception):
             if not same(run(transform, case), want):
-                continue  # by where its memory lies, say
+                continue
             compared += 1
             said, ran = deviation(transform, case, wrap, want)
             if not said and name not in UNCOUNTED.get(kind, ()):
