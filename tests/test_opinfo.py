@@ -116,10 +116,17 @@ RAISES = {
         ),
     },
 }
-# Plain can't, and a recomputation can: it runs outside of the level that refuses.
-BETTER = {"vmap_grad": {"index_reduce-prod", "scatter_reduce-prod"}}
+# Plain can't under a level of torch.func, and a recomputation can, which runs below it.
+BETTER = {
+    "func_grad": {
+        "nn.functional.linear_cross_entropy-chunked",
+        "nn.functional.linear_cross_entropy-chunked_none",
+        "tensor_split",
+    },
+    "vmap_grad": {"index_reduce-prod", "scatter_reduce-prod"},
+}
 # Plain runs other operations for it under these levels than a recomputation does.
-UNCOUNTED = {"vmap_grad": {"masked_select", "logit"}}
+UNCOUNTED = {"func_grad": {"linalg.slogdet"}, "vmap_grad": {"masked_select", "logit"}}
 
 
 def differentiable(value: Any) -> bool:
@@ -227,6 +234,19 @@ def vmap_grad(fn: Any, leaves: list[Tensor]) -> Any:
     return torch.func.vmap(grad, randomness="different")(*batched)
 
 
+def without_levels(transform: Any, case: Case) -> Any:
+    """What `func_grad` or `vmap_grad` would give, by plain autograd."""
+
+    def grads(*leaves: Tensor) -> tuple[Tensor, ...]:
+        leaves = tuple(x.clone().requires_grad_() for x in leaves)
+        return torch.autograd.grad(scalar(case.fn)(*leaves), leaves)
+
+    if transform is func_grad:
+        return grads(*case.leaves)
+    rows = grads(*case.leaves), grads(*(x * 1.001 for x in case.leaves))
+    return tuple(map(torch.stack, zip(*rows, strict=True)))
+
+
 # --- The comparison ---
 
 
@@ -305,7 +325,9 @@ def check(transform, op, amounts, *, wrap=remat, call=None, more=None):
             continue
         errors.append(want)
         got = attempt(transform, case, wrap)
-        if not isinstance(got, Exception) and name not in BETTER.get(kind, ()):
+        if name in BETTER.get(kind, ()):
+            assert_same(got[0], without_levels(transform, case), reassociated=True)
+        elif not isinstance(got, Exception):
             found[sample] = f"plain raises {type(want).__name__}: {want}"
     lines = [f"{sample}: {text}" for sample, text in found.items() if text]
     assert not lines, "\n".join(lines)
