@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from remat._code import user_line
 from remat._compat import (
@@ -91,7 +92,11 @@ class Filling:
         """Say whether something else is saved."""
         if then is None or meta[:2] != then[:2]:
             return True
-        return not self._is_replay and _name_of(meta[2]) != _name_of(then[2])
+        nodes = meta[2], then[2]
+        if self._is_replay or any(issubclass(node, FunctionCtx) for node in nodes):
+            # Hooks may put Functions in between that change nothing, as FSDP's do.
+            return False
+        return _name_of(nodes[0]) != _name_of(nodes[1])
 
     def differs(self) -> RecomputeError:
         """Return the error that the recompute saved something else than the forward."""
@@ -113,10 +118,9 @@ class Filling:
 
 
 def _name_of(node: type) -> str:
-    """Return the name of a node: torch makes classes of some anew in each call."""
-    name = node.__name__
+    """Return the name of a node."""
     # Which of both `reshape` makes depends on whether a mode is active.
-    return "ViewBackward0" if name == "ReshapeAliasBackward0" else name
+    return "ViewBackward0" if node.__name__ == "ReshapeAliasBackward0" else node.__name__
 
 
 _NOTHING = object()

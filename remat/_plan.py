@@ -59,6 +59,8 @@ class Step(NamedTuple):
         may_draw: whether it would with other arguments.
         blind: the outputs that do not depend on the values of its arguments.
         runs: whether it runs in any case: Python reads what it gives, or nobody knows.
+        opaque: whether some of its tensors are of a class of their own, so that nobody
+            knows what shares memory.
         result: what it returned, with a `Slot` or `Passed` for each tensor.
     """
 
@@ -70,6 +72,7 @@ class Step(NamedTuple):
     may_draw: bool = False
     blind: tuple[int, ...] = ()
     runs: bool = False
+    opaque: bool = False
     result: Any = _FIRST
 
     @property
@@ -111,6 +114,11 @@ class Record:
     roots: tuple[frozenset[int], ...]
     outputs: tuple[int | None, ...] = ()
     packs: tuple[Pack | None, ...] = ()
+
+    @property
+    def can_be_pruned(self) -> bool:
+        """Whether it is known of all tensors what shares memory."""
+        return not any(step.opaque for step in self.steps)
 
     @property
     def names(self) -> frozenset[str]:

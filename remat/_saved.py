@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from remat._absent import Absent, may_be_absent
+from remat._absent import Absent
 from remat._ambient import Ambient
 from remat._buffers import is_same as has_same_bytes
 from remat._capture import Search
@@ -169,12 +169,9 @@ class Saved:
 
     def situation(self, leaves: Sequence[Tensor]) -> Situation:
         """Return what decides whether the call is recorded."""
-        kinds = () if self._kinds is None else leaves
-        others = (type(t).__name__ for t in kinds if not may_be_absent(t))
         return Situation(
             is_saved=True,
             is_compiled=self._snapshot.compiled,
-            kind=next(others, ""),
             elements=sum(map(Tensor.numel, leaves)),
         )
 

@@ -44,6 +44,7 @@ from remat._values import (
     Given,
     Looks,
     Returned,
+    is_of_own_class,
     is_plain,
     key_if,
     key_of,
@@ -131,10 +132,10 @@ class Recorder(LeanDispatchMode):
         returned = Returned(result, given)
         outputs = returned.tensors
         makes = self._numbers_of(returned)
+        others = [t for t in (*given.tensors, *outputs) if is_of_own_class(t)]
+        plain = others or (all(given.plain) and all(returned.plain))
         runs = (
-            traits.is_read_by_python
-            or not (all(given.plain) and all(returned.plain))
-            or self._does_more(outputs, writes)
+            traits.is_read_by_python or not plain or self._does_more(outputs, writes)
         )
         self._made.update(range(known, len(self._numbers)))
         op = Op(func, *given.described, tuple(returned.values), source=user_line())
@@ -147,6 +148,7 @@ class Recorder(LeanDispatchMode):
             may_draw=traits.may_draw,
             blind=blind_outputs(func, len(outputs)),
             runs=runs,
+            opaque=bool(others),
             result=returned.form,
         )
         self._steps.append(step)
@@ -192,7 +194,8 @@ class Recorder(LeanDispatchMode):
             return Decision.RECOMPUTE
 
     def _hold(self, tensor: Tensor, number: int) -> None:
-        if number not in self._kept and is_plain(tensor):
+        can_be = is_plain(tensor) or is_of_own_class(tensor)
+        if number not in self._kept and can_be:
             self._kept[number] = tensor
 
     def end(self) -> None:

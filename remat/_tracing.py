@@ -106,7 +106,8 @@ class Tracing:
         """
         trace, policy = self.trace, self._policy
         decisions = recorder.decisions(record)
-        prune, learned = self._prune is not False, recorder.taken
+        prune = self._prune is not False and record.can_be_pruned
+        learned = recorder.taken
         scripts = Scripts(record, decisions, prune=prune, learned=learned)
         if self._prune == "auto" and policy is None:
             trace.reason = reason_against(record, scripts.full.plan)

@@ -51,6 +51,11 @@ def is_plain(tensor: Tensor) -> bool:
     return plain and not (tensor.is_quantized or tensor.is_nested)
 
 
+def is_of_own_class(tensor: Tensor) -> bool:
+    """Say whether a tensor is of a class that sees what is done with it."""
+    return type(tensor) not in PLAIN and not hasattr(tensor, "fake_mode")
+
+
 def value_of(tensor: Tensor) -> Value:
     """Return the metadata of a tensor."""
     with no_torch_functions():  # as in `_storage_of`
