@@ -49,7 +49,7 @@ class Call(Program):
         self._fn, self._label = fn, label
         self._search: Search | None = Search()
         self._snapshot = Snapshot(fn, label, args, kwargs, self._search)
-        self._leaves: list[Tensor] = self._search.found.tensors
+        self._leaves: list[Tensor] = self._search.tensors
 
     @property
     @override
@@ -102,7 +102,7 @@ class Call(Program):
         assert search is not None
         if search.scripted:
             raise CaptureError(_SCRIPTED.format(name=search.scripted))
-        run = Forward(leaves, search.found.tensors, search.originals())
+        run = Forward(leaves, search.tensors, search.originals())
         with run:
             built = self._snapshot.built(run)
             run.note()

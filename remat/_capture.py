@@ -14,7 +14,7 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +34,7 @@ from remat._modules import ModuleNode
 from remat._nodes import (
     CellNode,
     Composite,
+    ContainerNode,
     CopyNode,
     DictNode,
     FunctionNode,
@@ -47,8 +48,15 @@ from remat._nodes import (
     WrapperNode,
 )
 from remat._objects import by_class, defines
-from remat._sources import Sources, has_own_code, is_scripted, is_stream
-from remat._structure import Found, Path
+from remat._sources import (
+    Sources,
+    has_defaults,
+    has_own_code,
+    is_scripted,
+    is_stream,
+)
+from remat._structure import Path, written
+from remat._types import TENSORS
 
 
 def holds_tensors(value: Any) -> bool:
@@ -59,7 +67,7 @@ def holds_tensors(value: Any) -> bool:
         return True
     search = Search()
     search.visit(value, None)
-    return bool(search.found.tensors)
+    return bool(search.tensors)
 
 
 _LARGE = 1000  # entries, above which a container is not copied in each call
@@ -72,7 +80,10 @@ class Search:
         shallow: whether containers of very many entries are only watched.
 
     Attributes:
-        found: the tensors.
+        tensors: each once, those passed first.
+        origins: the path of each.
+        buffers: the tensors that the function may update in place, as it would without
+            remat: index, and whether it is a module's registered buffer.
         code: the code found, in order: of functions, types of objects, modes of
             modules.
         in_arguments: whether what is searched is an argument.
@@ -83,34 +94,44 @@ class Search:
 
     __slots__ = (
         *("_index", "_is_compiled", "_memo", "_shallow", "_sharded", "_sources"),
-        *("code", "found", "in_arguments", "is_contained", "is_lazy", "scripted"),
+        *("buffers", "code", "in_arguments", "is_contained", "is_lazy", "origins"),
+        *("scripted", "tensors"),
     )
 
     def __init__(self, *, shallow: bool = False) -> None:
-        self.found = Found()
+        self.tensors: list[Tensor] = []
+        self.origins: list[Path] = []
+        self.buffers: dict[int, bool] = {}
         self.code: list[Any] = []
-        self.in_arguments, self.is_lazy, self.scripted = True, False, ""
-        self.is_contained = True
+        self.in_arguments = self.is_contained = True
+        self.is_lazy, self.scripted = False, ""
         self._shallow, self._sharded, self._is_compiled = shallow, False, False
-        self._sources = Sources()
+        self._sources: Sources | None = None
         self._index: dict[int, int] = {}
         # Each value walked is held, so that its identity is not used again.
         self._memo: dict[int, tuple[Any, Composite | None]] = {}
 
     @property
-    def streams(self) -> list[Any]:
+    def streams(self) -> Sequence[Any]:
         """The random streams found."""
-        return [*self._sources.streams.values()]
+        return () if self._sources is None else [*self._sources.streams.values()]
 
     @property
     def always(self) -> bool:
         """Whether some code found reads or sets the state of a stream itself."""
-        return self._sources.handles_states
+        return self._sources is not None and self._sources.handles_states
 
     @property
     def compiled(self) -> bool:
         """Whether something found is compiled code, of torch.compile or TorchScript."""
-        return self._sources.compiled
+        return self._sources is not None and self._sources.compiled
+
+    @property
+    def sources(self) -> Sources:
+        """What looks for random streams."""
+        if self._sources is None:
+            self._sources = Sources()
+        return self._sources
 
     def originals(self) -> dict[int, Any]:
         """Return the user's own value for each node, by the identity of the node."""
@@ -122,29 +143,26 @@ class Search:
         kind = type(value)
         if kind in INERT:
             return None
+        if kind in TENSORS:
+            return self._tensor(value, path)
         known = self._memo.get(id(value))
         return _visit_of(kind)(self, value, path) if known is None else known[1]
 
-    def tensor(self, value: Tensor, path: Path) -> int:
+    def tensor(self, value: Tensor, path: Path, *, registered: bool = False) -> int:
         """Return the index of `value` among the tensors found."""
         index = self._index.get(id(value))
         if index is None:
-            index = self._index[id(value)] = len(self.found.tensors)
-            self.found.tensors.append(value)
-            self.found.origins.append(path)
-        return index
-
-    def _index_of(self, value: Tensor, path: Path, registered: bool) -> int:
-        known = len(self.found.tensors)
-        index = self.tensor(value, path)
-        is_reached = registered or not self.in_arguments
-        if index == known and is_reached and not value.requires_grad:
-            self.found.buffers[index] = registered
+            index = self._index[id(value)] = len(self.tensors)
+            self.tensors.append(value)
+            self.origins.append(path)
+            if not self.in_arguments or registered:
+                self.is_contained = False
+                if not value.requires_grad:
+                    self.buffers[index] = registered
         return index
 
     def _tensor(self, value: Tensor, path: Path) -> Node:
-        self.is_contained = False
-        return TensorNode.of(self._index_of(value, path, registered=False))
+        return TensorNode.of(self.tensor(value, path))
 
     def _inert(self, value: Any, path: Path) -> None:
         del value, path
@@ -152,13 +170,14 @@ class Search:
     def _source(self, value: Any, path: Path) -> None:
         del path
         self.is_contained = False
-        self._sources.walk(value)
+        self.sources.walk(value)
 
     def _mutable(self, value: Any, node: Composite, path: Path) -> Composite:
         """Search what a value holds, which may be another thing later."""
         self._memo[id(value)] = value, node
         self.code.append(type(value))
-        self.is_contained = self.is_contained and type(node) is FunctionNode
+        if type(node) is not FunctionNode and not self.in_arguments:
+            self.is_contained = False
         for key, part, text in node.parts():
             if type(part) not in INERT:
                 child = self.visit(part, (path, text))
@@ -183,13 +202,36 @@ class Search:
         is_fixed = isinstance(value, (tuple, frozenset))
         if is_fixed and type(value) in SEQUENCES and INERT.issuperset(map(type, value)):
             return None
-        search = self._fixed if is_fixed else self._mutable
-        return search(value, SequenceNode(value), path)
+        node = SequenceNode(value)
+        self._memo[id(value)] = value, node
+        self._items(node, range(len(node.items)), path)
+        self._mutable(value, node, path)
+        if is_fixed and not (node.children or node.tensors):
+            self._memo[id(value)] = value, None
+            return None
+        return node
 
     def _dict(self, value: Any, path: Path) -> Node:
         if self._is_watched(value):
             return self._large(value, path)
-        return self._mutable(value, DictNode(value), path)
+        node = DictNode(value)
+        self._memo[id(value)] = value, node
+        keys = node.keys
+        for i, key in enumerate(keys):
+            if type(key) not in INERT:
+                child = self.visit(key, path)
+                if child is not None:
+                    node.hold_key(i, child)
+        self._items(node, keys, path)
+        return self._mutable(value, node, path)
+
+    def _items(self, node: ContainerNode, keys: Sequence[Any], path: Path) -> None:
+        """Search what a container holds."""
+        for i, part in enumerate(node.items):
+            if type(part) not in INERT:
+                child = self.visit(part, (path, keys[i], None))
+                if child is not None:
+                    node.hold_item(i, child)
 
     def _is_watched(self, value: Any) -> bool:
         if len(value) <= _LARGE:
@@ -200,7 +242,7 @@ class Search:
         return INERT.issuperset(map(type, items))
 
     def _large(self, value: Any, path: Path) -> Node:
-        node = LargeNode(value, "".join(_texts(path)).lstrip("."))
+        node = LargeNode(value, written(path)[1].lstrip("."))
         self._memo[id(value)] = value, node
         return node
 
@@ -213,13 +255,17 @@ class Search:
     # --- What can be called ---
 
     def _function(self, fn: types.FunctionType, path: Path) -> Node | None:
-        self._sources.of_function(fn)
         self.code.append(fn.__code__)
-        known, outer = known_code(fn), self._is_compiled
+        known = known_code(fn)
+        if known.is_settled and not (fn.__closure__ or fn.__dict__ or has_defaults(fn)):
+            self._memo[id(fn)] = fn, None
+            return None
+        self.sources.of_function(fn)
+        outer = self._is_compiled
         # Compiled code looks its own parts up in the globals it was compiled with.
         self._is_compiled = outer or hasattr(fn, "_torchdynamo_orig_callable")
-        names = () if self._is_compiled else known.open
-        node = FunctionNode(fn, names, () if self._is_compiled else known.names.stored)
+        names = ((), ()) if self._is_compiled else (known.open, known.names.stored)
+        node = FunctionNode(fn, *names)
         if node.is_settled:
             self._memo[id(fn)] = fn, None
             found = None
@@ -258,7 +304,7 @@ class Search:
             return self._source(value, path)
         self._of_class(kind)
         if is_scripted(kind):
-            self._sources.compiled = True
+            self.sources.compiled = True
         node = ObjectNode(value)
         if not (node.entries or can_be_made_anew(kind)):
             return self._source(value, path)  # of an extension module
@@ -267,7 +313,7 @@ class Search:
     def _of_class(self, kind: type) -> None:
         """Look for random streams in the code of a class."""
         if has_own_code(kind):
-            self._sources.of_class(kind)
+            self.sources.of_class(kind)
 
     def _module(self, module: nn.Module, path: Path) -> Node | None:
         kind = type(module)
@@ -297,10 +343,10 @@ class Search:
 
     def _script_module(self, module: Any, path: Path) -> None:
         """Note the parameters of a module that cannot be taken apart."""
-        self._sources.compiled = True
+        self.sources.compiled = True
         self.scripted = self.scripted or module.original_name
         for name, value in module.named_parameters():
-            self._index_of(value, (path, f".{name}"), registered=False)
+            self.tensor(value, (path, f".{name}"))
 
     def _registered(
         self, entries: dict[str, Any], path: Path, is_buffer: bool
@@ -312,12 +358,8 @@ class Search:
                 continue
             if type(value) is not nn.Parameter and is_lazy(value):
                 self.is_lazy = True
-            indices[name] = self._index_of(value, (path, f".{name}"), is_buffer)
+            indices[name] = self.tensor(value, (path, f".{name}"), registered=is_buffer)
         return indices
-
-
-def _texts(path: Path) -> list[str]:
-    return [*_texts(path[0]), path[1]] if isinstance(path, tuple) else []
 
 
 _Visit: TypeAlias = Callable[[Search, Any, Path], Node | None]

@@ -55,12 +55,15 @@ class KnownCode(NamedTuple):
         open: those loaded that may stand for something of the user's.
         settled: the others, which are builtins or what packages define, and what they
             were then.
+        is_settled: whether there are no open ones, and none that it assigns, and it
+            does nothing to the state of a random stream.
     """
 
     code: types.CodeType
     names: GlobalNames
     open: tuple[str, ...]
     settled: dict[str, Any]
+    is_settled: bool
 
 
 # Oldest first. By identity: hashing a code object reads all of it.
@@ -84,11 +87,13 @@ def known_code(fn: types.FunctionType) -> KnownCode:
 def _find_known(fn: types.FunctionType) -> KnownCode:
     code, scope = fn.__code__, fn.__globals__
     names = _find_names(code)
-    if is_library(scope):
-        return KnownCode(code, names, (), {})
-    settled = {n: scope.get(n) for n in names.loaded if _is_settled(n, scope)}
-    opened = tuple(n for n in names.loaded if n not in settled)
-    return KnownCode(code, names, opened, settled)
+    settled: dict[str, Any] = {}
+    opened: tuple[str, ...] = ()
+    if not is_library(scope):
+        settled = {n: scope.get(n) for n in names.loaded if _is_settled(n, scope)}
+        opened = tuple(n for n in names.loaded if n not in settled)
+    touches = names.stored or names.handles_states or fn.__name__ in STATES
+    return KnownCode(code, names, opened, settled, not (opened or touches))
 
 
 def _find_names(code: types.CodeType) -> GlobalNames:

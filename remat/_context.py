@@ -8,8 +8,8 @@ import threading
 from typing import Any
 
 
-class _Context(threading.local):
-    """The calls that a thread is in.
+class Context:
+    """The calls that one thread is in.
 
     Attributes:
         policy: of the calls around, joined.
@@ -23,16 +23,31 @@ class _Context(threading.local):
             saved by torch.func inside is no business of theirs.
     """
 
-    policy: Any = None
-    followed: int = 0
-    recomputing: int = 0
-    decisions: "Decisions | None" = None
-    examining: Any = None
-    inside: tuple[Any, ...] = ()
-    saves: bool = False
+    __slots__ = (
+        *("decisions", "examining", "followed", "inside", "policy", "recomputing"),
+        "saves",
+    )
+
+    def __init__(self) -> None:
+        self.policy: Any = None
+        self.followed = self.recomputing = 0
+        self.decisions: Decisions | None = None
+        self.examining: Any = None
+        self.inside: tuple[Any, ...] = ()
+        self.saves = False
 
 
-CONTEXT = _Context()
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.context = Context()
+
+
+_THREADS = _Threads()
+
+
+def here() -> Context:
+    """Return what the thread that asks is in the middle of."""
+    return _THREADS.context
 
 
 class Decisions:
@@ -68,27 +83,27 @@ class Decisions:
 
 def is_recomputing() -> bool:
     """Say whether this thread runs a function again for a backward."""
-    return CONTEXT.recomputing > 0
+    return here().recomputing > 0
 
 
 def is_followed() -> bool:
     """Say whether a mode of ours follows what this thread does."""
-    return CONTEXT.followed > 0
+    return here().followed > 0
 
 
 class within:  # noqa: N801
     """A context that is part of a call with a policy, followed by a mode or not."""
 
-    __slots__ = ("_before", "_followed", "_policy")
+    __slots__ = ("_before", "_context", "_followed", "_policy")
 
     def __init__(self, policy: Any, *, followed: bool) -> None:
         self._policy, self._followed = policy, followed
 
     def __enter__(self) -> None:
-        context = CONTEXT
+        self._context = context = here()
         self._before, context.policy = context.policy, self._policy
         context.followed += self._followed
 
     def __exit__(self, *_: object) -> None:
-        CONTEXT.policy = self._before
-        CONTEXT.followed -= self._followed
+        self._context.policy = self._before
+        self._context.followed -= self._followed

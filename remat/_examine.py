@@ -20,12 +20,12 @@ from typing_extensions import override
 from remat import _tree
 from remat._capture import Search
 from remat._compat import base_tensor
-from remat._context import CONTEXT
+from remat._context import here
 from remat._decide import Situation
 from remat._graph import handles_at, nodes_of
 from remat._inputs import Inputs
 from remat._options import Options
-from remat._plan import Record
+from remat._plan import Fate, Record
 from remat._reporting import called, reader_of, stream_name
 from remat._saved import Saved
 from remat._snapshot import Snapshot
@@ -97,7 +97,7 @@ def examine(
     with _undone(fn, args, kwargs) as inputs:
         search = Search(shallow=True)
         snapshot = Snapshot(fn, label, inputs.args, inputs.kwargs, search)
-        leaves = search.found.tensors
+        leaves = search.tensors
         needs = [t.requires_grad for t in leaves]
         if True not in needs:
             return None
@@ -136,12 +136,13 @@ class _Examining(Saved):
     def forward(
         self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Sequence[Tensor]
     ) -> Any:
-        before, CONTEXT.examining = CONTEXT.examining, self._noting.observe
+        context = here()
+        before, context.examining = context.examining, self._noting.observe
         try:
             with self._noting:
                 return super().forward(fn, args, kwargs, leaves)
         finally:
-            CONTEXT.examining = before
+            context.examining = before
 
     def found(self, leaves: Sequence[Tensor], result: Any) -> Examined:
         """Return what was found."""
@@ -162,14 +163,14 @@ class _Examining(Saved):
             inner=tuple(noting.inner(self)),
             taken=frozenset(noting.taken),
             kind=self.kind(leaves),
-            streams=tuple(stream_name(stream) for stream, _ in self._ambient.moved),
+            streams=tuple(stream_name(stream) for stream, _ in self.ambient.moved),
         )
 
     def _leaf(self, i: int, tensor: Tensor) -> Leaf:
         nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
-        meta = tensor.dtype, tuple(tensor.shape), nbytes, self._needs[i]
+        meta = tensor.dtype, tuple(tensor.shape), nbytes, self.held.needs[i]
         name = self._snapshot.name_of(i)
-        return Leaf(name, *meta, _stays(_as_real(tensor)), self.is_copied(i))
+        return Leaf(name, *meta, _stays(_as_real(tensor)), i in self.held.copied)
 
 
 def _stays(leaf: Tensor) -> str:
@@ -220,7 +221,7 @@ class _Noting(Recorder):
     @override
     def _note(self, *args: Any, **kwargs: Any) -> None:
         super()._note(*args, **kwargs)
-        self._inside.append(CONTEXT.inside[1:])
+        self._inside.append(here().inside[1:])
 
     def observe(
         self, call: Saved, observe: Callable[[int, Tensor | None], None] | None
@@ -264,7 +265,14 @@ class _Noting(Recorder):
                 continue
             where = [i for i, inside in enumerate(self._inside) if call in inside]
             last = max((packed[h.place][1] for h in call.alive()), default=0)
-            for i, fate in zip(where, call.fates(len(where)), strict=True):
+            for i, fate in zip(where, _fates(call, len(where)), strict=True):
                 times[i] += fate.is_run and i < last
         for i, inside in enumerate(self._inside):
             yield times[i], called(inside[-1].label) if inside else ""
+
+
+def _fates(call: Saved, count: int) -> Sequence[Fate]:
+    """Return what becomes of a call's operations in its recompute, so many there are."""
+    decision = call.following and call.following.decision
+    fates = decision[1].full.plan.fates if decision else ()
+    return fates if len(fates) == count else [Fate.RUN] * count

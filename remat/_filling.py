@@ -6,7 +6,6 @@ graph of the recompute has a node: it would be a cycle that Python does not see.
 Rejected: to compare values. That is for `remat.testing.check_replay`.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from remat._compat import (
     unwrap_dead,
     without_node,
 )
-from remat._context import CONTEXT, Decisions
+from remat._context import Decisions, here
 from remat._errors import RecomputeError
 from remat._handles import Handle, unpack
 
@@ -67,25 +66,28 @@ class Filling:
         """Be the hook that saves a tensor."""
         if not self.left:
             raise Stop
-        place = len(self._saved)
+        saved, metas = self._saved, self._metas
+        place = len(saved)
         if is_of_torch_func(t):
             t = unwrap_dead(t)
             if is_of_torch_func(t):
-                self._saved.append(None)
+                saved.append(None)
                 return without_node(t)
-        meta = t.shape, t.dtype, type(t.grad_fn)
-        self._saved.append(meta)
         value = t if t.is_leaf else t.detach()
         handle = self._handles.get(place)
-        if handle is not None:
-            if meta != self._metas[place] and self._is_other(meta, self._metas[place]):
+        if handle is None:
+            saved.append(None)
+            if place >= len(metas):
                 raise self.differs()
-            handle.value = value
-            self.left -= 1
-            if not self.left:
-                raise Stop
-        elif place >= len(self._metas):
+            return value
+        meta = t.shape, t.dtype, type(t.grad_fn)
+        saved.append(meta)
+        if meta != metas[place] and self._is_other(meta, metas[place]):
             raise self.differs()
+        handle.value = value
+        self.left -= 1
+        if not self.left:
+            raise Stop
         return value
 
     def _is_other(self, meta: Any, then: Any) -> bool:
@@ -101,11 +103,9 @@ class Filling:
     def differs(self) -> RecomputeError:
         """Return the error that the recompute saved something else than the forward."""
         then, now = self._metas, self._saved
-        # What stays itself is not compared, and not kept track of.
-        pairs = itertools.zip_longest(then, now, fillvalue=_NOTHING)
-        first = next(
-            (k for k, (a, b) in enumerate(pairs) if a is not None and a != b), len(now)
-        )
+        # What stays itself is not compared, nor what nobody reads.
+        pairs = enumerate(zip(then, now, strict=False))
+        first = next((k for k, (a, b) in pairs if a and b and a != b), len(now))
         where = user_line()
         return RecomputeError(
             _DIFFERS.format(
@@ -123,8 +123,6 @@ def _name_of(node: type) -> str:
     return "ViewBackward0" if node.__name__ == "ReshapeAliasBackward0" else node.__name__
 
 
-_NOTHING = object()
-
 
 def _listed(metas: Sequence[Any], first: int) -> str:
     """Write what was saved around the first difference."""
@@ -135,7 +133,7 @@ def _listed(metas: Sequence[Any], first: int) -> str:
 
 def _line(k: int, meta: Any) -> str:
     if meta is None:
-        return f"    {k}: an input, or a leaf"
+        return f"    {k}: an input, a leaf, or what is not read"
     shape, dtype, node = meta
     name = "no graph" if node is type(None) else node.__name__
     return f"    {k}: {str(dtype).removeprefix('torch.')}{[*shape]} of {name}"
@@ -163,8 +161,8 @@ class Saving:
     """
 
     __slots__ = (
-        *("_again", "_before", "_call", "_grad_mode", "_inside", "_now", "_pack"),
-        "_suspended",
+        *("_again", "_before", "_call", "_context", "_grad_mode", "_inside", "_now"),
+        *("_pack", "_suspended"),
     )
 
     def __init__(
@@ -178,11 +176,12 @@ class Saving:
         again: bool = False,
     ) -> None:
         self._call, self._pack, self._again = call, pack, again
-        harmless = outer is None or (CONTEXT.saves and outer[1] is unpack)
+        self._context = context = here()
+        harmless = outer is None or (context.saves and outer[1] is unpack)
         self._now = harmless, policy, Decisions(inner, again=again)
 
     def __enter__(self) -> None:
-        context = CONTEXT
+        context = self._context
         self._before = context.saves, context.policy, context.decisions
         context.saves, context.policy, context.decisions = self._now
         if context.examining is not None:
@@ -194,7 +193,7 @@ class Saving:
         push_hooks(self._pack, unpack)
 
     def __exit__(self, *_: object) -> None:
-        context = CONTEXT
+        context = self._context
         pop_hooks()
         context.saves, context.policy, context.decisions = self._before
         if context.examining is not None:

@@ -73,4 +73,4 @@ def tensors_reached(tree: Any) -> list[Tensor]:
     search = Search()
     for leaf in _tree.flatten(tree)[0]:
         search.visit(leaf, None)
-    return search.found.tensors
+    return search.tensors

@@ -13,13 +13,13 @@ Rejected: the tensor itself in place of `Kept`. torch compares no versions under
 so that a change in place would go unnoticed.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from remat._checks import describe, version_of
+from remat._checks import describe
 from remat._compat import keeps_graph, leave_hooks_on, viewed
-from remat._context import CONTEXT
+from remat._context import here
 from remat._errors import MutationError
 from remat._op import Value
 from remat._residual import Offloaded, Residual
@@ -60,20 +60,20 @@ class Handle:
         return viewed(kept, view.shape, view.stride, view.offset)
 
 
-class Kept:
+class Kept(NamedTuple):
     """Stands for a tensor that is saved itself.
 
-    Args:
+    Attributes:
         tensor: the tensor.
+        version: how often it had been changed; None if that is not counted.
         snapshot: of the call, for the name.
         index: of the tensor among the inputs; None if it is none.
     """
 
-    __slots__ = ("_index", "_snapshot", "_version", "tensor")
-
-    def __init__(self, tensor: Tensor, snapshot: Snapshot, index: int | None) -> None:
-        self.tensor, self._version = tensor, version_of(tensor)
-        self._snapshot, self._index = snapshot, index
+    tensor: Tensor
+    version: int | None
+    snapshot: Snapshot
+    index: int | None
 
     def unpacked(self) -> Tensor:
         """Return the tensor.
@@ -81,9 +81,8 @@ class Kept:
         Raises:
             MutationError: it was changed in place.
         """
-        tensor = self.tensor
-        if self._version is not None and tensor._version != self._version:
-            i, names = self._index, self._snapshot
+        tensor, version, names, i = self
+        if version is not None and tensor._version != version:
             name = describe(tensor) if i is None else f"`{names.name_of(i)}`"
             raise MutationError(_CHANGED.format(name=name, label=names.label))
         return tensor
@@ -126,7 +125,7 @@ def held_by(packed: Any) -> list[Tensor]:
 
 
 # What torch.func saves inside a call is of levels that the call's hooks leave alone.
-leave_hooks_on(lambda: CONTEXT.saves)
+leave_hooks_on(lambda: here().saves)
 
 
 _CHANGED = (

@@ -38,7 +38,7 @@ class Inputs:
     def __init__(self, fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         search = Search()
         self._snapshot = Snapshot(_named(fn), "", args, kwargs, search)
-        self.tensors = search.found.tensors
+        self.tensors = search.tensors
         devices = map(stream_of, device_generators())
         self._streams = [*search.streams, *(s for s in devices if s is not None)]
         leaves, treedef = _tree.flatten((args, kwargs))

@@ -19,6 +19,8 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _hooks_of = operator.attrgetter(*_HOOKS)
 _grad_of = operator.attrgetter("grad")
 _attributes_of = operator.attrgetter("__dict__")
+_marks_of = operator.attrgetter(*_HOOKS, "__dict__")
+_UNMARKED = None, None, {}
 _NONE = None, None
 
 
@@ -31,7 +33,16 @@ def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
 def gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
     """Return what tells the gradients that leaves have from others."""
     grads = [*map(_grad_of, leaves)]
-    return [None if g is None else (id(g), g._version) for g in grads]
+    return [g if g is None else (id(g), g._version) for g in grads]
+
+
+def are_marked(leaves: Sequence[Tensor]) -> bool:
+    """Say whether something was set on some of the leaves.
+
+    If nothing was after a forward, a recompute sets nothing either.
+    """
+    marks = [*map(_marks_of, leaves)]
+    return marks.count(_UNMARKED) < len(marks)
 
 
 class Untouched:
@@ -58,25 +69,28 @@ class Untouched:
 
     def __exit__(self, *_: object) -> None:
         leaves = self._leaves
-        if _hooks(leaves) != self._hooks:
-            for t, before in zip(leaves, self._hooks, strict=True):
+        if self._hooks is not None or _hooks(leaves) is not None:
+            befores = self._hooks or [_NONE] * len(leaves)
+            for t, before in zip(leaves, befores, strict=True):
                 for name, hooks in zip(_HOOKS, before, strict=True):
                     _put_back(t, name, hooks)
         if self._after or any(map(_attributes_of, leaves)):
             _set_attributes(leaves, self._after)
 
 
-def _hooks(leaves: Sequence[Tensor]) -> list[Any]:
+def _hooks(leaves: Sequence[Tensor]) -> list[Any] | None:
+    """Return copies of the hooks of leaves; None where there are none."""
     hooks = [*map(_hooks_of, leaves)]
-    if hooks.count(_NONE) == len(hooks):  # most often, and quickly
-        return hooks
+    if hooks.count(_NONE) == len(hooks):
+        return None
     return [tuple(h if h is None else h.copy() for h in both) for both in hooks]
 
 
 def _put_back(tensor: Tensor, name: str, before: Any) -> None:
     now = getattr(tensor, name)
     if now is None or before is None:
-        setattr(tensor, name, before)
+        if now is not before:
+            setattr(tensor, name, before)
     elif now != before:
         now.clear()
         now.update(before)

@@ -14,14 +14,14 @@ import copy
 import functools
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from typing_extensions import override
 
 from remat._errors import RecomputeError
-from remat._kinds import can_be_made_anew
+from remat._kinds import SEQUENCES, can_be_made_anew
 from remat._objects import attributes, identities, set_attributes
 
 
@@ -67,10 +67,11 @@ class TensorNode(Node):
         self.index = index
 
     @staticmethod
-    @functools.lru_cache(maxsize=4096)
     def of(index: int) -> "TensorNode":
         """Return the node of a tensor; there is one for each index."""
-        return TensorNode(index)
+        while index >= len(_TENSOR_NODES):
+            _TENSOR_NODES.append(TensorNode(len(_TENSOR_NODES)))
+        return _TENSOR_NODES[index]
 
     @override
     def build(self, run: Building) -> Any:
@@ -78,6 +79,7 @@ class TensorNode(Node):
         return run.tensors[self.index]
 
 
+_TENSOR_NODES: list[TensorNode] = []
 _Part = tuple[Any, Any, str]  # key, value, and how it is written
 
 
@@ -121,127 +123,127 @@ class Composite(Node):
 # --- Containers ---
 
 
-class SequenceNode(Composite):
-    """A list, tuple, set, frozenset or deque, or an instance of a subclass."""
+class ContainerNode(Composite):
+    """A container, or an instance of a subclass of one.
 
-    __slots__ = ("_base", "_entries", "_items", "_kind", "_rest")
+    Attributes:
+        items: what it holds, None in place of tensors and children. The latter are
+            keyed by position, by name if they are attributes.
+        tensors: the positions of tensors, and their indices among those found.
+        entries: the attributes of an instance of a subclass.
+    """
 
-    def __init__(self, value: Any) -> None:
+    __slots__ = ("_base", "_kind", "entries", "items", "tensors")
+
+    def __init__(self, value: Any, bases: Sequence[type], items: list[Any]) -> None:
         super().__init__()
         self._kind: Any = type(value)
-        self._base: Any = _base_of(self._kind, (list, tuple, set, frozenset, deque))
-        self._items = [*value]
-        self._rest = (value.maxlen,) if self._base is deque else ()
-        self._entries = entries_of_subclass(value, self._base)
+        self._base: Any = _base_of(self._kind, bases)
+        self.items = items
+        self.tensors: list[tuple[int, int]] = []
+        self.entries = {} if self._kind is self._base else attributes(value)
 
     @override
     def parts(self) -> Iterator[_Part]:
-        for i, item in enumerate(self._items):
-            yield i, item, f"[{i}]"
-        yield from named(self._entries)
+        yield from named(self.entries)
 
     @override
     def hold(self, key: Any, node: Node) -> None:
         super().hold(key, node)
-        if isinstance(key, str):
-            self._entries[key] = None
+        self.entries[key] = None
+
+    def hold_item(self, i: int, node: Node) -> None:
+        """Hold a node in place of an item."""
+        self.items[i] = None
+        if type(node) is TensorNode:
+            self.tensors.append((i, node.index))
         else:
-            self._items[key] = None
+            self.children[i] = node
 
     @override
-    def new(self, run: Building) -> Any:
-        base = self._base
-        if base in (tuple, frozenset):
-            is_struct = hasattr(self._kind, "n_sequence_fields")
-            make = self._kind if is_struct else functools.partial(base.__new__, self._kind)
-            new = run.built[id(self)] = make(self._contents(run))
-        else:
-            new = base.__new__(self._kind)
-            run.built[id(self)] = new  # it may hold itself
-            base.__init__(new, self._contents(run), *self._rest)
-        if self._entries:
-            set_attributes(new, filled(self._entries, self.children, run))
-        return new
+    def settle(self) -> None:
+        super().settle()
+        self.live = self.live or bool(self.tensors)
 
-    def _contents(self, run: Building) -> list[Any]:
-        items = self._items.copy()
+    def _filled(self, run: Building) -> list[Any]:
+        """Return the items around a run's tensors."""
+        items, tensors = self.items.copy(), run.tensors
+        for i, index in self.tensors:
+            items[i] = tensors[index]
         for key, child in self.children.items():
-            if not isinstance(key, str):
+            if isinstance(key, int):
                 items[key] = child.build(run)
         return items
 
+    def _give_entries(self, new: Any, run: Building) -> None:
+        if self.entries:
+            set_attributes(new, filled(self.entries, self.children, run))
 
-class DictNode(Composite):
-    """A dict or an instance of a subclass.
 
-    Children are keyed by position for values, by `~position` for keys.
-    """
+class SequenceNode(ContainerNode):
+    """A list, tuple, set, frozenset or deque."""
 
-    __slots__ = ("_base", "_entries", "_factory", "_keys", "_kind", "_values")
+    __slots__ = ("_rest",)
 
     def __init__(self, value: Any) -> None:
-        super().__init__()
-        self._kind: Any = type(value)
-        self._base: Any = _base_of(self._kind, (OrderedDict, dict))
-        self._keys, self._values = [*value], [*value.values()]
-        self._factory = getattr(value, "default_factory", None)
-        self._entries = entries_of_subclass(value, self._base)
+        super().__init__(value, SEQUENCES, [*value])
+        self._rest = (value.maxlen,) if self._base is deque else ()
 
     @override
-    def parts(self) -> Iterator[_Part]:
-        for i, key in enumerate(self._keys):
-            if type(key) is not str:
-                yield ~i, key, ""
-            yield i, self._values[i], f"[{key!r}]"
-        if self._factory is not None:
-            yield "default_factory", self._factory, ".default_factory"
-        yield from named(self._entries)
-
-    @override
-    def hold(self, key: Any, node: Node) -> None:
-        super().hold(key, node)
-        if not isinstance(key, int):
-            self._entries[key] = None
-            self._factory = None
-        elif key >= 0:
-            self._values[key] = None
+    def new(self, run: Building) -> Any:
+        base, kind = self._base, self._kind
+        if base in (tuple, frozenset):
+            is_struct = hasattr(kind, "n_sequence_fields")
+            make = kind if is_struct else functools.partial(base.__new__, kind)
+            new = run.built[id(self)] = make(self._filled(run))
         else:
-            self._keys[~key] = None
+            new = base.__new__(kind)
+            run.built[id(self)] = new  # it may hold itself
+            base.__init__(new, self._filled(run), *self._rest)
+        self._give_entries(new, run)
+        return new
+
+
+class DictNode(ContainerNode):
+    """A dict.
+
+    Attributes:
+        keys: its keys, which are children by `~position`.
+    """
+
+    __slots__ = ("_factory", "keys")
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value, (OrderedDict, dict), [*value.values()])
+        self.keys = [*value]
+        self._factory = getattr(value, "default_factory", None)
+        if self._factory is not None:
+            self.entries["default_factory"] = self._factory
+
+    def hold_key(self, i: int, node: Node) -> None:
+        """Hold a node in place of a key."""
+        self.keys[i] = None
+        self.children[str(i)] = node
 
     @override
     def new(self, run: Building) -> Any:
         new = self._base.__new__(self._kind)
         run.built[id(self)] = new  # it may hold itself
-        keys, values = self._keys.copy(), self._values.copy()
-        entries = self._entries.copy()
-        for key, child in self.children.items():
-            built = child.build(run)
-            if not isinstance(key, int):
-                entries[key] = built
-            elif key >= 0:
-                values[key] = built
-            else:
-                keys[~key] = built
+        keys, values = self.keys, self._filled(run)
+        if None in keys:
+            built = ((k, self.children.get(str(i))) for i, k in enumerate(keys))
+            keys = [key if child is None else child.build(run) for key, child in built]
         if self._base is dict:
             dict.update(new, zip(keys, values, strict=True))
         else:
             for key, value in zip(keys, values, strict=True):
                 OrderedDict.__setitem__(new, key, value)
-        factory = entries.pop("default_factory", self._factory)
-        if issubclass(self._kind, defaultdict):
-            new.default_factory = factory
-        if entries:
-            set_attributes(new, entries)
+        self._give_entries(new, run)
         return new
 
 
 def _base_of(kind: type, bases: Sequence[type]) -> type:
     return kind if kind in bases else next(b for b in bases if issubclass(kind, b))
-
-
-def entries_of_subclass(value: Any, base: type) -> dict[str, Any]:
-    """Return the attributes of a container, which only one of a subclass has."""
-    return {} if type(value) is base else attributes(value)
 
 
 def named(entries: dict[str, Any]) -> Iterator[_Part]:

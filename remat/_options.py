@@ -8,7 +8,7 @@ backward, where other calls surround it, or none.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from remat._context import CONTEXT
+from remat._context import here
 from remat.policies import Policy
 
 
@@ -32,7 +32,7 @@ class Options:
 
     def joined(self) -> Policy | None:
         """Return the policy, joined with that of the calls around."""
-        policy, outer = self.policy, CONTEXT.policy
+        policy, outer = self.policy, here().policy
         if outer is None or policy is None:
             return policy or outer
         return policy | outer

@@ -45,7 +45,7 @@ from remat._compat import (
 )
 from remat._decide import Situation, warn_if_asked, why_as_it_is
 from remat._errors import CaptureError, MutationError, RecomputeError
-from remat._context import CONTEXT, is_followed, within
+from remat._context import here, is_followed, within
 from remat._options import DEFAULT, Options, reference
 from remat._program import Program, detached
 from remat._recipe import finish
@@ -96,11 +96,12 @@ class Primal(Call):
             raise
 
     def _recompute(self, out: Out, leaves: Sequence[Tensor], mode: Any) -> Outputs:
-        CONTEXT.recomputing += 1
+        context = here()
+        context.recomputing += 1
         try:
             return self._run_again(out, leaves, mode)
         finally:
-            CONTEXT.recomputing -= 1
+            context.recomputing -= 1
 
     def _run_again(self, out: Out, leaves: Sequence[Tensor], mode: Any) -> Outputs:
         with self._as_before(leaves, mode):
@@ -206,7 +207,7 @@ class Primal(Call):
         facts = self.facts
         if isinstance(tracing.mode, Recorder):
             tracing.mode.ask(outs)
-        may_drop = not facts.above and not CONTEXT.saves
+        may_drop = not facts.above and not here().saves
         facts.recipe, residuals = finish(tracing, outs, may_drop=may_drop)
         facts.residuals = len(residuals)
         facts.differentiable = [*facts.differentiable, *[False] * len(residuals)]

@@ -226,15 +226,16 @@ class _Notes:
             return
         self._calls.add(id(call))
         reader = f"remat({called(call.label)})"
-        for i, t in call.inputs_held():
+        for i, t in call.held.kept():
             origin = f"copy of `{call.name_of(i)}` as it was before the call"
-            copied = call.is_copied(i)
+            copied = i in call.held.copied
             for entry in self._note(t, reader, origin if copied else "from a constant"):
                 if copied:
                     entry.origin = origin
-        for residual in call.residuals_held():
+        following = call.following
+        for residual in following.residuals_held() if following else ():
             self._note_kept(residual.stored(), residual.op, residual.decision, reader)
-        for stream, state in call.streams:
+        for stream, state in call.ambient.moved:
             self._note_state(stream, state, reader)
 
     def _note_kept(

@@ -50,10 +50,6 @@ class Run:
         self._holds_lock = False
 
     def __enter__(self) -> Self:
-        if self._anew != "all":
-            self._holds_lock = _EXCHANGING.acquire(blocking=False)
-            if not self._holds_lock:
-                self._anew = "all"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,7 +71,7 @@ class Run:
     def make_object(self, node: ObjectNode) -> Any:
         """Return an object that holds what it held."""
         value = node.ref()
-        if value is None or self._anew == "all" or (self._anew == "live" and node.live):
+        if value is None or self._makes_anew(node):
             new = self.built[id(node)] = replica_of(node.kind, value)
             set_attributes(new, node.contents(self, None))
             return new
@@ -84,3 +80,12 @@ class Run:
         contents = node.contents(self, value)
         self._undo.append((value, exchange_attributes(value, contents)))
         return value
+
+    def _makes_anew(self, node: ObjectNode) -> bool:
+        if self._anew == "all" or (self._anew == "live" and node.live):
+            return True
+        if not self._holds_lock:
+            self._holds_lock = _EXCHANGING.acquire(blocking=False)
+            if not self._holds_lock:
+                self._anew = "all"
+        return not self._holds_lock

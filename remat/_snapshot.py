@@ -27,7 +27,7 @@ from remat._compat import (
 from remat._errors import CaptureError
 from remat._kinds import INERT, is_spent_by_use
 from remat._nodes import Building, Node, TensorNode
-from remat._structure import Path
+from remat._structure import Path, parts_of, written
 from remat._types import Fn
 
 
@@ -72,7 +72,8 @@ class Snapshot:
         self._count, self._names = len(args), [*kwargs]
         self._values: list[Any] = [*args, *kwargs.values()]
         self._nodes: dict[int, Node] = {}
-        self._target = _named(fn)
+        is_simple = type(fn) is types.FunctionType and not fn.__dict__
+        self._target = (fn.__code__, 0) if is_simple else _named(fn)
         for k, value in enumerate(self._values):
             if type(value) is Tensor:
                 self._nodes[k] = TensorNode.of(search.tensor(value, k))
@@ -90,7 +91,7 @@ class Snapshot:
         for k in self._nodes:
             self._values[k] = None
         self._code = search.code
-        self.origins, self.buffers = search.found.origins, search.found.buffers
+        self.origins, self.buffers = search.origins, search.buffers
         self.streams, self.always = search.streams, search.always
         self.is_contained = search.is_contained
         self.compiled = search.compiled
@@ -116,20 +117,28 @@ class Snapshot:
 
     def call(self, run: Building) -> Any:
         """Call the function again, under the modes of the call and no others."""
-        return self.called(*self.built(run))
+        if self._modes or self._cache is not None or function_mode_count():
+            return self.called(*self.built(run))
+        args, kwargs = self._arguments(run)
+        return _built(self._fn, run)(*args, **kwargs)
 
     def built(self, run: Building) -> tuple[Any, Any, Any]:
         """Return a function without arguments, the modes, and a cache."""
+        args, kwargs = self._arguments(run)
+        fn = functools.partial(_built(self._fn, run), *args, **kwargs)
+        modes = [_built(mode, run) for mode in self._modes]
+        return fn, modes, None if self._cache is None else self._cache.build(run)
+
+    def _arguments(self, run: Building) -> tuple[list[Any], dict[str, Any]]:
         values = self._values
         if self._nodes:
             values = values.copy()
             for k, node in self._nodes.items():
                 values[k] = node.build(run)
+        if not self._names:
+            return values, {}
         args, named = values[: self._count], values[self._count :]
-        kwargs = dict(zip(self._names, named, strict=True))
-        fn = functools.partial(_built(self._fn, run), *args, **kwargs)
-        modes = [_built(mode, run) for mode in self._modes]
-        return fn, modes, None if self._cache is None else self._cache.build(run)
+        return args, dict(zip(self._names, named, strict=True))
 
     def called(self, fn: Fn, modes: list[Any], cache: Any) -> Any:
         """Call what `built` returned."""
@@ -143,8 +152,7 @@ class Snapshot:
 
     def name_of(self, index: int) -> str:
         """Write where an input comes from, as the function's author would."""
-        root, parts = _path_of(self.origins[index])
-        text = "".join(parts)
+        root, text = written(self.origins[index])
         return text.lstrip(".") if root is None else self._argument(root) + text
 
     def origin_of(self, index: int) -> tuple[str, bool]:
@@ -152,10 +160,10 @@ class Snapshot:
 
         What a function refers to is written like what an object holds.
         """
-        root, parts = _path_of(self.origins[index])
+        root, parts = parts_of(self.origins[index])
         if root is None:
-            written = (p if p[:1] in ("", ".", "[") else f".{p}" for p in parts)
-            return "".join(written).lstrip("."), False
+            texts = (p if p[:1] in ("", ".", "[") else f".{p}" for p in parts)
+            return "".join(texts).lstrip("."), False
         return self._argument(root) + "".join(parts), True
 
     def _argument(self, k: int) -> str:
@@ -178,15 +186,6 @@ def _with_cache(fn: Fn, cache: dict[Any, Any]) -> Fn:
             swap_parametrization_cache(before)
 
     return run
-
-
-def _path_of(path: Path) -> tuple[int | None, list[str]]:
-    """Return the root of a path, and what is written after it."""
-    parts: list[str] = []
-    while isinstance(path, tuple):
-        path, part = path
-        parts.append(part)
-    return path, parts[::-1]
 
 
 def _static(value: Any) -> Any:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat._compat import no_torch_functions
+from remat._compat import function_mode_count, no_torch_functions
 
 
 class Stream(NamedTuple):
@@ -59,6 +59,8 @@ def _torch_access(value: torch.Generator) -> tuple[Callable[[], Any], Any]:
 
 def _state_bytes(generator: torch.Generator) -> bytes:
     state = generator.get_state()
+    if not function_mode_count():
+        return ctypes.string_at(state.data_ptr(), state.numel())
     with no_torch_functions():  # who reads memory is no business of theirs
         return ctypes.string_at(state.data_ptr(), state.numel())
 

@@ -14,26 +14,24 @@ from remat._errors import RecomputeError
 from remat._types import Leaf, Outputs
 
 
-# The position of an argument, `None` for the function, or a chain of `(parent, text)`.
-Path: TypeAlias = tuple[Any, str] | int | None
+# The position of an argument, `None` for the function, or a chain of `(parent, text)`,
+# `(parent, key, None)` for an item: to write the key costs as much as to search it.
+Path: TypeAlias = tuple[Any, ...] | int | None
 
 
-class Found:
-    """The tensors that one call refers to.
+def written(path: Path) -> tuple[int | None, str]:
+    """Return the root of a path, and how it is written from there."""
+    root, parts = parts_of(path)
+    return root, "".join(parts)
 
-    Attributes:
-        tensors: each once, those passed first.
-        origins: the path of each.
-        buffers: the tensors that the function may update in place, as it would without
-            remat: index, and whether it is a module's registered buffer.
-    """
 
-    __slots__ = ("buffers", "origins", "tensors")
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.origins: list[Path] = []
-        self.buffers: dict[int, bool] = {}
+def parts_of(path: Path) -> tuple[int | None, list[str]]:
+    """Return the root of a path, and the texts after it."""
+    parts: list[str] = []
+    while isinstance(path, tuple):
+        path, part, *is_item = path
+        parts.append(f"[{part!r}]" if is_item else part)
+    return path, parts[::-1]
 
 
 class Out:
