@@ -402,6 +402,23 @@ class Primal(Call):
             raise RecomputeError(message)
         return True
 
+    @override
+    def check_reached(
+        self, outs: Sequence[Any], inner: Sequence[Tensor], missing: Sequence[int]
+    ) -> None:
+        """Check that a recomputation reaches the leaves that the forward reached.
+
+        Raises:
+            RecomputeError: it does not reach one, whose gradient would be lost.
+        """
+        if self._contained and self.facts.exact:
+            return  # where nobody has looked what the forward reaches
+        reached = {*reached_leaves(outs, inner)[0]}
+        for i in missing:
+            if i not in reached:
+                name = self.name_of(i)
+                raise RecomputeError(_LOST.format(name=name, label=self._label))
+
 
 def is_recomputing() -> bool:
     """Say, by the stack, whether this thread runs a function again for a backward."""
@@ -441,6 +458,11 @@ _LEAKED = (
 _GRADLESS = (
     "remat: recomputing {label} gave outputs that require grad: {now}, where in the "
     "forward: {then}. The function must compute the same thing twice."
+)
+_LOST = (
+    "remat: recomputing {label} gave results that do not depend on `{name}`, where in "
+    "the forward they did. The function must compute the same thing twice: if it "
+    "depends on outside state that changed, pass that state as an argument."
 )
 _IN_PLACE = (
     "remat: `{name}` was changed in place inside {label}. A recomputation would start "

@@ -7,6 +7,7 @@ keeps nothing. At the base it uses plain autograd and dual numbers, which cost h
 
 import functools
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -75,15 +76,17 @@ class Vjp(Program):
     def _pull(
         self, cts: tuple[Tensor, ...], primals: Sequence[Tensor], mode: Any
     ) -> Outputs:
-        recorded = records((*primals, *cts))
+        recorded, checked = records((*primals, *cts)), False
         if current_layer() is None:
             inner, outs = self._recompute(primals, recorded, mode)
+            checked = self._of.is_as_recorded(outs)
         elif self._of.facts.batched or not is_batch_of_cotangents(primals):
-            return self._run_under_transforms(primals, cts, mode)
+            recorded = torch.is_grad_enabled()  # perhaps below this level
+            inner, outs = self._recompute_at_level(primals, mode)
         else:
             # One recomputation, and one set of draws, serves a batch of cotangents.
             inner, outs = call_below_vmap(self._recompute, primals, recorded, mode)
-        checked = self._of.is_as_recorded(outs)
+            checked = self._of.is_as_recorded(outs)
         ours: Any = tuple([outs[j] for j in self._given])
         if not (checked or all(map(requires_grad, ours))):
             pairs = zip(ours, cts, strict=True)
@@ -94,11 +97,15 @@ class Vjp(Program):
         if self._in_grad_mode and self._of.facts.modal and not recorded:
             pull_in_grad_mode(ours)
         inputs = tuple([inner[i] for i in self._wanted])
-        return pull_back(ours, cts, inputs, create_graph=recorded)
+        grads = pull_back(ours, cts, inputs, create_graph=recorded)
+        if NoneType in map(type, grads):
+            pairs = zip(self._wanted, grads, strict=True)
+            self._of.check_reached(outs, inner, [i for i, g in pairs if g is None])
+        return grads
 
     def _recompute(
         self, primals: Sequence[Tensor], recorded: bool, mode: Any
-    ) -> tuple[list[Tensor], Outputs]:
+    ) -> tuple[Sequence[Tensor], Outputs]:
         needs = self._of.facts.needs
         if recorded:
             # Those that are differentiated here, though not in what records this.
@@ -112,16 +119,16 @@ class Vjp(Program):
             outs = run(*inner) if recorded else without_hooks(run, *inner)
         return inner, outs
 
-    def _run_under_transforms(
-        self, primals: Sequence[Tensor], cts: Sequence[Tensor], mode: Any
-    ) -> Outputs:
-        def of_wanted(*wanted: Tensor) -> Outputs:
-            outs = self._of.run(*replace(primals, self._wanted, wanted), mode=mode)
-            return tuple(outs[j] for j in self._given)
-
-        wanted = [primals[i] for i in self._wanted]
-        pull = torch.func.vjp(of_wanted, *wanted)[1]
-        return pull(tuple(cts))
+    def _recompute_at_level(
+        self, primals: Sequence[Tensor], mode: Any
+    ) -> tuple[Sequence[Tensor], Outputs]:
+        """Recompute under transforms: in a level of its own."""
+        with grad_level() as level, grad_mode(True):
+            ours = [
+                leaf_at(level, primals[i], requires_grad=True) for i in self._wanted
+            ]
+            inner = replace(primals, self._wanted, ours)
+            return inner, self._of.run(*inner, mode=mode)
 
 
 class Jvp(Program):
@@ -231,6 +238,13 @@ class Batch(Program):
             self.facts.modal = self.facts.modal or modal
             self.facts.above = (*self.facts.above, found)
             return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
+
+    @override
+    def check_reached(
+        self, outs: Sequence[Any], inner: Sequence[Tensor], missing: Sequence[int]
+    ) -> None:
+        """Check that the program reaches what it reached."""
+        self._of.check_reached(outs, inner, missing)
 
     @property
     @override

@@ -1,12 +1,23 @@
 """Faults of `torch.func`, and of calls that are recorded and replayed."""
 
+import functools
+from typing import ClassVar
+
 import pytest
 import torch
-from helpers import assert_not_vanishing, leaves_of, make
-from torch.func import grad
+from helpers import (
+    W,
+    X,
+    assert_not_vanishing,
+    assert_rematerialized,
+    counted,
+    leaves_of,
+    make,
+)
+from torch.func import grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from remat import explain, policies, remat
+from remat import RecomputeError, explain, policies, remat
 from remat._match import constants_of
 from remat.testing import count_ops
 
@@ -176,6 +187,129 @@ def test_what_has_no_edge_at_a_level_is_evaluated_below_it():
     expected = torch.full_like(A, 2.0)
     for _ in range(3):
         wrapped = remat(fn, prune=True)
-        assert torch.equal(grad(lambda x: wrapped(x.sin()).sum())(A), expected * A.cos())
+        assert torch.equal(
+            grad(lambda x: wrapped(x.sin()).sum())(A), expected * A.cos()
+        )
     assert levels == [None] * len(levels)
     assert len(levels) == 6
+
+
+# --- Edges: to the leaves that the results depend on, and to no others ---
+
+
+class Watched(torch.autograd.Function):
+    """A copy that notes when a gradient comes by."""
+
+    seen: ClassVar[list[None]] = []
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        Watched.seen.append(None)
+        return cotangent
+
+
+@pytest.mark.parametrize("prune", [False, True])
+def test_what_leads_to_an_input_that_is_only_read_gets_no_gradient(prune):
+    def fn(x, scale):
+        return x.exp() * scale.detach()
+
+    def transform(f):
+        Watched.seen.clear()
+        result = grad(lambda x: f(x.sin(), Watched.apply(x)).sum())(A)
+        return result, len(Watched.seen)
+
+    wrap = functools.partial(remat, prune=prune)
+    assert_rematerialized(transform, fn, evaluations=2, wrap=wrap)
+    assert transform(remat(fn))[1] == 0
+
+
+def test_results_that_depend_on_no_input_of_a_level_are_constants_there():
+    fn, calls = counted(lambda w, x: (w.detach() * x.sin()).sum())
+    (x,) = leaves_of(A)
+
+    def loss(w):
+        value = remat(fn)(w, x)
+        assert not value.requires_grad
+        return value * w.sum()
+
+    result = grad(loss)(A)
+    assert torch.equal(result, torch.full_like(A, (A * A.sin()).sum().item()))
+    # The level below still differentiates them.
+    (below,) = torch.autograd.grad(result.sum(), x)
+    assert torch.allclose(below, A * A.cos() * A.numel())
+    assert len(calls) == 2
+
+
+def lost_in_vmap_grad(f):
+    return vmap(grad(lambda w, x: f(w, x).sum(), (0, 1)))(W, X)
+
+
+def lost_in_grad_vmap(f):
+    return grad(lambda w, x: vmap(f)(w, x).sum(), (0, 1))(W, X)
+
+
+def lost_in_second_order(f):
+    inner = grad(lambda w, x: f(w, x).sum(), (0, 1))
+    return grad(lambda w: inner(w, X)[1].sum())(W)
+
+
+LOST = {
+    "grad": lambda f: grad(lambda w, x: f(w, x).sum(), (0, 1))(W, X),
+    "vmap_grad": lost_in_vmap_grad,
+    "grad_vmap": lost_in_grad_vmap,
+    "grad_grad": lost_in_second_order,
+}
+
+
+@pytest.mark.parametrize("prune", [False, True])
+@pytest.mark.parametrize("how", LOST)
+def test_an_input_that_the_recompute_does_not_reach_is_an_error(how, prune):
+    calls = []
+
+    def fn(weight, x):
+        calls.append(None)
+        return x.sin() * (weight if len(calls) == 1 else weight.detach())
+
+    with pytest.raises(RecomputeError, match="do not depend on `weight`"):
+        LOST[how](remat(fn, prune=prune))
+    assert len(calls) >= 2
+
+
+def test_an_input_may_be_reached_and_get_no_gradient():
+    def transform(f):
+        def loss(w, x):
+            first, _ = f(w, x)
+            return first.sum()
+
+        return grad(loss, (0, 1))(W, X)
+
+    assert_rematerialized(transform, lambda w, x: (x.sin(), w.exp()), evaluations=2)
+
+
+# --- Formulas that choose other kernels where grad mode is on ---
+
+
+MODAL = {
+    "silu": torch.nn.functional.silu,
+    "mish": torch.nn.functional.mish,
+    "group_norm": lambda x: torch.nn.functional.group_norm(x, 2),
+    "logit": lambda x: (x.sigmoid() / 2).logit(),
+}
+
+
+@pytest.mark.parametrize("case", MODAL)
+def test_vmap_of_grad_chooses_the_same_kernels(case):
+    xs = make(3, 5, 4, 6, seed=30).float()
+
+    def transform(f):
+        return vmap(grad(lambda x: f(x.sin()).square().sum()))(xs)
+
+    assert_rematerialized(transform, MODAL[case], evaluations=2)

@@ -52,7 +52,7 @@ from remat._compat._levels import (
     requires_grad_at_any_level as requires_grad_at_any_level,
     unwrap_dead as unwrap_dead,
     unwrap_for_grad as unwrap_for_grad,
-    with_derivatives_off as with_derivatives_off,
+    without_grad_mode as without_grad_mode,
     wrap_for_grad as wrap_for_grad,
 )
 from remat._compat._process import (

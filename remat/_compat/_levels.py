@@ -196,22 +196,20 @@ batch = restore_vmap
 
 
 # Deleted by: torch.func levels that are lowered keeping inference mode switched off.
-def with_derivatives_off(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` as the forward of a Function: it may switch on again what is off.
+def without_grad_mode(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn`, which may switch grad mode on, where it is off.
 
     Autograd can record there, below a level in inference mode too.
     """
-    grad, forward_ad = torch.is_grad_enabled(), is_forward_ad_enabled()
-    if not grad and torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+    before = torch.is_grad_enabled()
+    if not before and torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
         with torch.inference_mode(False):
             return fn(*args)
     set_grad_enabled(False)
-    set_forward_ad(False)
     try:
         return fn(*args)
     finally:
-        set_grad_enabled(grad)
-        set_forward_ad(forward_ad)
+        set_grad_enabled(before)
 
 
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
