@@ -38,7 +38,7 @@ _metadata = operator.attrgetter("shape", "dtype", "device")
 
 
 def constants_of(args: Any, kwargs: Any) -> list[str]:
-    """Write the arguments that are no tensors, with the names of those that have one."""
+    """Write the arguments that are no tensors, with their names if they have one."""
     if are_tensors(args, kwargs):
         return []
     given = (*args, *(kwargs or {}).items())

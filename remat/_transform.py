@@ -18,7 +18,7 @@ and `jvp` as plain code (silent zeros for jacfwd of jacfwd).
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any
 
