@@ -45,6 +45,29 @@ def constants_of(args: Any, kwargs: Any) -> list[str]:
     return [repr(arg) for arg in given if not tensors_of(arg)]
 
 
+def is_reflection(func: Any, of: Any) -> bool:
+    """Say whether an operation is another with its two arguments exchanged.
+
+    Of `p > t` Python tries `t < p` first where the class of `t` is derived from that of
+    `p`, as that of an absent tensor is.
+
+    Example:
+        >>> gt, lt = torch.ops.aten.gt.Tensor, torch.ops.aten.lt.Tensor
+        >>> is_reflection(lt, of=gt), is_reflection(gt, of=gt)
+        (True, False)
+    """
+    return _REFLECTIONS.get(func) is of
+
+
+_REFLECTIONS: dict[Any, Any] = {
+    getattr(torch.ops.aten, name).Tensor: getattr(torch.ops.aten, other).Tensor
+    for name, other in (
+        *(("eq", "eq"), ("ne", "ne"), ("gt", "lt")),
+        *(("lt", "gt"), ("ge", "le"), ("le", "ge")),
+    )
+}
+
+
 class Expected:
     """What is compared of an operation that is left out."""
 

@@ -1,6 +1,7 @@
 """Faults of `torch.func`, and of calls that are recorded and replayed."""
 
 import functools
+import operator
 from typing import ClassVar
 
 import pytest
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from remat import RecomputeError, explain, policies, remat
 from remat._match import constants_of
-from remat.testing import count_ops
+from remat.testing import assert_same, count_ops
 
 
 A = make(6, 3, seed=21)
@@ -310,3 +311,32 @@ def test_vmap_of_grad_chooses_the_same_kernels(case):
         return vmap(grad(lambda x: f(x.sin()).square().sum()))(xs)
 
     assert_rematerialized(transform, MODAL[case], evaluations=2)
+
+
+# --- Comparisons, of which Python tries the reflected one on what is absent first ---
+
+
+COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (4, 1)])
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_a_comparison_with_what_was_left_out(name, shape):
+    w = W[:, : shape[1]]
+
+    def fn(w, x):
+        mask = getattr(operator, name)(w, x.sin())  # of which only the mask is read
+        return torch.where(mask, x.exp(), x.cos()).square().sum() * w.sum()
+
+    def gradient(f):
+        return grad(lambda w, x: f(w, x.exp()), (0, 1))(w, X)
+
+    expected = gradient(fn)
+    wrapped = remat(fn, policy=policies.everything_saveable, prune=True)
+    for _ in range(5):
+        with count_ops() as ops:
+            actual = gradient(wrapped)
+        assert_same(actual, expected)
+        assert sum(map(ops.__getitem__, COMPARISONS)) == 1  # it is kept
+        assert ops["sin"] == 2  # of the forward, and the derivative of cos
+    assert_not_vanishing(expected)
