@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from helpers import (
+    XS,
     W,
     X,
     assert_not_vanishing,
@@ -339,4 +340,37 @@ def test_a_comparison_with_what_was_left_out(name, shape):
         assert_same(actual, expected)
         assert sum(map(ops.__getitem__, COMPARISONS)) == 1  # it is kept
         assert ops["sin"] == 2  # of the forward, and the derivative of cos
+    assert_not_vanishing(expected)
+
+
+# --- Operations that resize what they write to ---
+
+
+def resized_in_place(x):
+    total = torch.ones(4, dtype=torch.double)
+    total.addbmm_(XS, XS)  # it has one row now for each of theirs
+    return (x.exp() * 2).sum() * len(total), total
+
+
+def resized_as_out(x):
+    shifted = torch.empty(0, dtype=torch.double)
+    torch.add(X, 1, out=shifted)
+    return (x.exp() * 2).sum() * len(shifted), shifted
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable])
+@pytest.mark.parametrize("fn", [resized_in_place, resized_as_out])
+def test_an_operation_that_resizes_is_run_again(fn, policy):
+    def gradient(f):
+        return grad(lambda x: f(x.sin())[0])(X)
+
+    expected = gradient(fn)
+    wrapped = remat(fn, policy=policy, prune=True)
+    for _ in range(4):
+        with count_ops() as ops:
+            actual = gradient(wrapped)
+        assert torch.equal(actual, expected)
+        # Where a replay did not fit it would be run three times, as exp would be.
+        assert ops["addbmm_"] + ops["add"] == 2
+        assert ops["exp"] == (2 if policy is None else 1)
     assert_not_vanishing(expected)
