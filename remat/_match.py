@@ -53,14 +53,14 @@ def is_reflection(func: Any, of: Any) -> bool:
 
     Example:
         >>> gt, lt = torch.ops.aten.gt.Tensor, torch.ops.aten.lt.Tensor
-        >>> is_reflection(lt, of=gt), is_reflection(gt, of=gt)
-        (True, False)
+        >>> is_reflection(lt, of=gt), is_reflection(gt, of=gt), is_reflection(gt, None)
+        (True, False, False)
     """
-    return _REFLECTIONS.get(func) is of
+    return (func, of) in _REFLECTIONS
 
 
-_REFLECTIONS: dict[Any, Any] = {
-    getattr(torch.ops.aten, name).Tensor: getattr(torch.ops.aten, other).Tensor
+_REFLECTIONS = {
+    (getattr(torch.ops.aten, name).Tensor, getattr(torch.ops.aten, other).Tensor)
     for name, other in (
         *(("eq", "eq"), ("ne", "ne"), ("gt", "lt")),
         *(("lt", "gt"), ("ge", "le"), ("le", "ge")),

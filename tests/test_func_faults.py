@@ -15,6 +15,7 @@ from helpers import (
     counted,
     leaves_of,
     make,
+    scalar,
 )
 from torch.func import grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
@@ -374,3 +375,50 @@ def test_an_operation_that_resizes_is_run_again(fn, policy):
         assert ops["addbmm_"] + ops["add"] == 2
         assert ops["exp"] == (2 if policy is None else 1)
     assert_not_vanishing(expected)
+
+
+# --- Sizes as arguments ---
+
+
+SIZES = {
+    "positional": lambda f, x, size: f(x, size),
+    "keyword": lambda f, x, size: f(x, size=size),
+    "in_a_dict": lambda f, x, size: f({"x": x, "size": size}),
+}
+
+
+def reshaped(x, size=None):
+    if size is None:
+        x, size = x["x"], x["size"]
+    assert type(size) is torch.Size
+    return x.sin().reshape(size).cumsum(0), size
+
+
+@pytest.mark.parametrize("prune", [False, True])
+@pytest.mark.parametrize("how", SIZES)
+def test_a_size_is_an_argument_like_any_other(how, prune):
+    def transform(f):
+        def gradient(*shape):
+            size = torch.Size(shape)  # of an argument torch.func makes a tuple
+
+            def loss(x):
+                value, returned = SIZES[how](f, x, size)
+                assert returned == size
+                assert type(returned) is torch.Size
+                return scalar(value)
+
+            return grad(loss)(A)
+
+        return gradient(3, 6), gradient(2, 9), gradient(3, 6)
+
+    wrap = functools.partial(remat, prune=prune)
+    assert_rematerialized(transform, reshaped, plain=3, evaluations=6, wrap=wrap)
+
+
+def test_a_size_is_an_argument_under_backward():
+    def transform(f):
+        (x,) = leaves_of(A)
+        scalar(f(x, torch.Size((3, 6)))[0]).backward()
+        return x.grad
+
+    assert_rematerialized(transform, reshaped, evaluations=2)
