@@ -8,6 +8,7 @@ inputs, whatever holds it.
 """
 
 import operator
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any
@@ -40,6 +41,7 @@ from remat._compat import (
     unwrap_dead,
 )
 from remat._draws import without_draws
+from remat._foreign import holds_graph
 from remat._program import Program
 from remat._rebuild import Node, build, is_same, pass_on
 from remat._structure import Out, Path
@@ -76,6 +78,8 @@ class Call(Program):
     Attributes:
         compiled: whether it reaches code that torch.compile or TorchScript made.
         own: the leaves that it runs on themselves, not on stand-ins.
+        above: the leaves as they were passed, until the forward has run, if they may be
+            used in a way that there is not below the levels that they are of.
     """
 
     __slots__ = (
@@ -84,6 +88,7 @@ class Call(Program):
         "_code",
         "_constants",
         "_contained",
+        "_differentiates",
         "_first",
         "_fn",
         "_label",
@@ -100,6 +105,7 @@ class Call(Program):
         "_streams",
         "_treedef",
         "_values",
+        "above",
         "compiled",
         "own",
     )
@@ -122,6 +128,7 @@ class Call(Program):
         self._positions: list[tuple[int, int]] | None = None
         self._nodes: dict[int, Node] = {}
         self.own: Sequence[int] = ()
+        self.above: Sequence[Tensor] = ()
         self._places = None
         self._first: int | None = None
         self._modes = function_modes() if function_mode_count() else ()
@@ -138,6 +145,7 @@ class Call(Program):
             code = None
         self._contained = code is not None
         self._only_computes = code is not None and code.only_computes
+        self._differentiates = code is None or code.differentiates
         if self._contained:
             values, self._treedef, layout = take_apart(args, kwargs, known.layout)
             self._layout = layout
@@ -258,13 +266,19 @@ class Call(Program):
         """
         leaves = self._leaves
         self._leaves: list[Tensor] = []
-        if current_layer() is None:
+        layer = current_layer()
+        if layer is None:
             needs = [*map(_requires_grad, leaves)]
             self._places = places_of(leaves, needs)
             # What has a place in memory wraps nothing: others may.
             if self._places is not None and False not in needs:
                 return leaves, needs
-        leaves = [*map(unwrap_dead, leaves)]
+        above, leaves = leaves, [*map(unwrap_dead, leaves)]
+        if layer is not None and (self._differentiates or not self._contained):
+            self.above = above
+        if True in map(operator.is_not, leaves, above) and holds_graph(above, leaves):
+            warnings.warn(_PULLBACK.format(label=self._label), stacklevel=3)
+            return leaves, [False] * len(leaves)
         return leaves, [*map(requires_grad_at_any_level, leaves)]
 
     def join(self, outs: Sequence[Any], leaves: Sequence[Tensor]) -> Any:
@@ -328,6 +342,13 @@ class Call(Program):
         if root is None:
             return text.lstrip(".")
         return argument_name(self._fn, self._treedef, root) + text
+
+
+_PULLBACK = (
+    "remat: {label} holds a pullback of torch.func.vjp. Its graph, recorded outside, "
+    "can't be computed again: the function is called as it is, and no memory is saved. "
+    "Call torch.func.vjp inside it."
+)
 
 
 def _with_own_cache(fn: Fn) -> Fn:

@@ -16,6 +16,7 @@ import types
 import weakref
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class GlobalNames:
         handles_states: whether it reads or sets the state of a random stream.
         only_computes: whether it surely does nothing to what it is passed but compute
             with it.
+        differentiates: whether it may call autograd.
     """
 
     loaded: tuple[str, ...]
@@ -41,6 +43,7 @@ class GlobalNames:
     plain: bool
     handles_states: bool
     only_computes: bool
+    differentiates: bool
 
 
 _REFLECTION = {"__import__", "eval", "exec", "getattr", "globals", "locals", "vars"}
@@ -65,6 +68,8 @@ _MORE_EFFECTS = {
     *("share_memory_", "swap_tensors", "vector_to_parameters"),
 }
 _SETTERS = {"DELETE_ATTR", "STORE_ATTR"}
+# Without one of these names nobody calls autograd, or makes a tensor require grad.
+_DIFFERENTIATES = {"autograd", "backward", "grad", "requires_grad_"}
 
 
 # Oldest first. By identity: hashing a code object reads all of it.
@@ -87,8 +92,10 @@ def _find_names(code: types.CodeType) -> GlobalNames:
     found: dict[str, dict[str, None]] = {"LOAD": {}, "STORE": {}, "DELETE": {}}
     todo = [code]
     plain, states, computes = True, False, True
+    names = set[str]()
     while todo:
         here = todo.pop()
+        names.update(here.co_names)
         for step in dis.get_instructions(here):
             action, _, where = step.opname.partition("_")
             if where in ("GLOBAL", "NAME") and action in found:
@@ -105,7 +112,9 @@ def _find_names(code: types.CodeType) -> GlobalNames:
     stored = (*found["STORE"], *found["DELETE"])
     plain = plain and not stored and not (_REFLECTION & found["LOAD"].keys())
     plain = plain and not states
-    return GlobalNames(tuple(found["LOAD"]), stored, plain, states, computes)
+    loaded = tuple(found["LOAD"])
+    differentiates = not _DIFFERENTIATES.isdisjoint(names)
+    return GlobalNames(loaded, stored, plain, states, computes, differentiates)
 
 
 def _words(code: types.CodeType, loaded: Container[str]) -> Iterator[str]:
@@ -209,23 +218,34 @@ class Contained:
     Attributes:
         fn: the function.
         only_computes: whether they surely do nothing to what is passed but compute.
+        differentiates: whether they may call autograd.
     """
 
-    __slots__ = ("_functions", "_held", "_scopes", "_states", "fn", "only_computes")
+    __slots__ = (
+        "_functions",
+        "_held",
+        "_scopes",
+        "_states",
+        "differentiates",
+        "fn",
+        "only_computes",
+    )
 
     def __init__(self, functions: Sequence[types.FunctionType]) -> None:
         self.fn, self._functions = functions[0], functions
         self._states = [(f.__code__, None, {}, None, None) for f in functions]
-        self.only_computes = True
+        self.only_computes, self.differentiates = True, False
         loaded: dict[int, tuple[Any, dict[str, None]]] = {}
         for f in functions:
             names, scope = global_names(f.__code__), f.__globals__
             self.only_computes = self.only_computes and names.only_computes
+            self.differentiates |= names.differentiates
             found = loaded.setdefault(id(scope), (scope.get, {}))[1]
             found.update(dict.fromkeys(names.loaded))
         scopes = [(get, tuple(names)) for get, names in loaded.values()]
         # Held, so that nothing else has the same identities.
         self._held = [[*map(get, names)] for get, names in scopes]
+        self.differentiates |= any(map(_is_autograd, chain(*self._held)))
         ids = [[*map(id, values)] for values in self._held]
         pairs = zip(scopes, ids, strict=True)
         self._scopes = [(get, names, numbers) for (get, names), numbers in pairs]
@@ -241,6 +261,11 @@ class Contained:
             if [*map(id, map(get, names))] != ids:
                 return False
         return True
+
+
+def _is_autograd(value: Any) -> bool:
+    kind = type(value)
+    return kind is types.ModuleType and value.__name__.startswith("torch.autograd")
 
 
 _state = operator.attrgetter(

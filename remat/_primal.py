@@ -28,7 +28,6 @@ from remat._call import Call, Known, backward_hooks
 from remat._capture import holds_tensors
 from remat._checks import (
     Escape,
-    Foreign,
     Watch,
     data_moved,
     places_of,
@@ -47,6 +46,7 @@ from remat._compat import (
     without_hooks,
 )
 from remat._errors import CaptureError, MutationError, RecomputeError
+from remat._foreign import Foreign
 from remat._options import DEFAULT, Options, is_followed, reference, within
 from remat._program import Program, detached
 from remat._recipe import Tracing
@@ -83,7 +83,12 @@ class Primal(Call):
     def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
         """Recompute, in the state of the forward; the first time, be the forward."""
         if self._out is None:
-            result = self._followed(leaves, mode, first=True)
+            if self.above:
+                with Foreign(self.above, leaves, self.name_of):
+                    result = self._followed(leaves, mode, first=True)
+                self.above = ()
+            else:
+                result = self._followed(leaves, mode, first=True)
             outs, self._out = Out.split(result, leaves)
             for value in self._out.statics.values():
                 if holds_tensors(value):
@@ -244,10 +249,7 @@ class Primal(Call):
         if mode is not None:
             run = functools.partial(run, mode=mode)
         try:
-            if self.facts.exact or self._contained:
-                return run(*inner)
-            with Foreign():
-                return self._labelled(run, *inner)
+            return self._labelled(run, *inner) if self.above else run(*inner)
         except RuntimeError as error:
             if "a leaf Variable that requires grad" not in str(error):
                 raise

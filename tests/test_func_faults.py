@@ -17,10 +17,11 @@ from helpers import (
     make,
     scalar,
 )
-from torch.func import grad, vmap
+from torch.autograd import functional
+from torch.func import grad, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from remat import RecomputeError, explain, policies, remat
+from remat import CaptureError, RecomputeError, explain, policies, remat
 from remat._match import constants_of
 from remat.testing import assert_same, count_ops
 
@@ -422,3 +423,146 @@ def test_a_size_is_an_argument_under_backward():
         return x.grad
 
     assert_rematerialized(transform, reshaped, evaluations=2)
+
+
+# --- Graphs that were made outside of the call ---
+
+
+def pulled(f, x):
+    """A call that holds a pullback: of the gradient of a cube, say."""
+    y, pull = vjp(lambda x: x**3, x)
+    return f(lambda ct: pull(ct)[0].sin())(y)
+
+
+def pulled_below(f, x):
+    (below,) = leaves_of(A)
+    _, pull = vjp(lambda y: y * below, below)
+    result = grad(lambda x: scalar(f(lambda ct: pull(ct)[0])(x)))(x)
+    return result, torch.autograd.grad(result.sum(), below)
+
+
+PULLED = {
+    "grad": lambda f: grad(lambda x: scalar(pulled(f, x)))(A),
+    "vmap_grad": lambda f: vmap(grad(lambda x: scalar(pulled(f, x))))(A),
+    "grad_grad": lambda f: grad(
+        lambda x: scalar(grad(lambda x: scalar(pulled(f, x)))(x))
+    )(A),
+    "base": lambda f: pulled_below(f, A),
+}
+
+
+@pytest.mark.parametrize("how", PULLED)
+def test_a_call_that_holds_a_pullback_is_called_as_it_is(how):
+    with pytest.warns(UserWarning, match="holds a pullback of torch.func.vjp"):
+        actual = PULLED[how](remat)
+    assert_same(actual, PULLED[how](lambda f: f))
+    assert_not_vanishing(actual)
+
+
+def test_a_pullback_made_inside_is_recomputed():
+    def fn(x):
+        y, pull = vjp(lambda x: x**3, x)
+        return pull(y)[0]
+
+    assert_rematerialized(lambda f: grad(lambda x: scalar(f(x)))(A), fn, evaluations=2)
+
+
+def test_a_tensor_left_over_from_another_level_holds_no_graph():
+    kept = []
+
+    def noting(x):
+        kept.append(x.sin())
+        return x.sum()
+
+    grad(noting)(A)
+    # Plain code takes it for the constant that it is by now.
+    assert_rematerialized(
+        lambda f: grad(lambda x: scalar(f(x)))(A),
+        lambda x: x.exp() * kept[0],
+        evaluations=2,
+    )
+
+
+def derivative_of(h, x):
+    (result,) = torch.autograd.grad(h.sum(), x, create_graph=True, allow_unused=True)
+    return 0 * x if result is None else result
+
+
+def partly_of(h, x):
+    return derivative_of(h * x, x)
+
+
+def edge_of(h, x):
+    edge = torch.autograd.graph.get_gradient_edge(h)
+    return lambda y: torch.autograd.grad(edge, x, y.sin(), create_graph=True)[0]
+
+
+@pytest.mark.parametrize("fn", [derivative_of, partly_of])
+@pytest.mark.parametrize("lower", [lambda f: f, vmap])
+def test_a_derivative_of_what_was_computed_outside_is_refused(fn, lower):
+    def loss(f):
+        return lambda x: scalar(f(x.sin() * x, x))
+
+    assert_not_vanishing(lower(grad(loss(fn)))(A))  # which plain code gives
+    with pytest.raises(CaptureError, match="`h` was computed outside of the function"):
+        lower(grad(loss(remat(fn))))(A)
+
+
+def test_a_captured_edge_of_a_graph_is_refused():
+    def loss(wrap):
+        return lambda x: scalar(wrap(edge_of(x.sin() * x, x))(x))
+
+    with pytest.raises(CaptureError, match="a GradientEdge was computed outside"):
+        grad(loss(remat))(A)
+    assert_not_vanishing(grad(loss(lambda f: f))(A))
+
+
+def test_a_derivative_of_what_was_computed_inside_is_recomputed():
+    def fn(h, x):
+        return derivative_of((h * x).sin(), h) + derivative_of(x.exp(), x)
+
+    def transform(f):
+        return grad(lambda x: scalar(f(x.sin(), x.cos())))(A)
+
+    assert_rematerialized(transform, fn, evaluations=2, reassociated=True)
+
+
+def jacobian_of(x):
+    return torch.autograd.functional.jacobian(torch.sin, x)
+
+
+def jacobian_by_name(x):
+    return functional.jacobian(torch.sin, x)
+
+
+FUNCTIONAL = {
+    "jacobian": lambda x: torch.autograd.functional.jacobian(torch.sin, x),
+    "vjp": lambda x: torch.autograd.functional.vjp(torch.sin, x, x.detach())[1],
+    "hessian": lambda x: torch.autograd.functional.hessian(lambda x: x.sin().sum(), x),
+    "requires_grad_": lambda x: derivative_of(*2 * (x.detach().requires_grad_(),)),
+}
+
+
+@pytest.mark.parametrize("case", FUNCTIONAL)
+def test_what_torch_refuses_under_its_transforms_is_refused(case):
+    fn, calls = counted(FUNCTIONAL[case])
+    messages = "You are attempting to call Tensor", "remat: Tensor"
+    for f, message in zip((fn, remat(fn)), messages, strict=True):
+        with pytest.raises(RuntimeError, match=rf"^{message}.requires_grad_\(\)"):
+            grad(lambda x, f=f: scalar(f(x.sin())))(A)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("fn", [jacobian_of, jacobian_by_name])
+def test_it_is_refused_also_where_a_function_refers_to_nothing_else(fn):
+    with pytest.raises(RuntimeError, match=r"^remat: Tensor.requires_grad_\(\)"):
+        grad(lambda x: scalar(remat(fn)(x.sin())))(A)
+
+
+def test_autograds_functional_transforms_that_record_are_recomputed():
+    def fn(x):
+        return torch.autograd.functional.jacobian(torch.sin, x, create_graph=True)
+
+    assert_rematerialized(
+        lambda f: grad(lambda x: scalar(f(x)))(A[0]), fn, evaluations=2
+    )

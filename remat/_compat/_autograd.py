@@ -71,7 +71,9 @@ def detach_dual(tensor: Tensor) -> Tensor:
     primal, tangent = forward_ad.unpack_dual(tensor)
     if tangent is None or not is_forward_ad_enabled():
         return primal.detach()
-    return forward_ad.make_dual(primal.detach().requires_grad_(), tangent.detach())
+    primal = primal.detach()
+    primal.requires_grad = True  # see `_program._leaf`
+    return forward_ad.make_dual(primal, tangent.detach())
 
 
 # Deleted by: `forward_ad.unpack_dual` working where forward AD is disabled.
