@@ -28,7 +28,7 @@ from remat._errors import CaptureError
 
 
 # A node and which of its outputs, or a leaf.
-_Edge: TypeAlias = tuple[Any, int]
+Edge: TypeAlias = tuple[Any, int]
 
 
 class Foreign(TorchFunctionMode):
@@ -67,13 +67,13 @@ class Foreign(TorchFunctionMode):
 
     def _check_graph(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
         """Refuse a gradient whose way leads through what is above."""
-        reached = edges_behind(map(_edge_of, _listed(outputs)))
-        asked = {*map(_edge_of, _listed(inputs))}
-        inner, above = map(_edge_of, self._inner), map(_edge_of, self._above)
+        reached = edges_behind(map(edge_of, _listed(outputs)))
+        asked = {*map(edge_of, _listed(inputs))}
+        inner, above = map(edge_of, self._inner), map(edge_of, self._above)
         ours = [*zip(inner, above, itertools.count(), strict=False)]
         outside = {up for down, up, _ in ours if down in asked and down != up}
         for down, up, i in ours:
-            behind = edges_behind([up]) - {up} if down in reached else set[_Edge]()
+            behind = edges_behind([up]) - {up} if down in reached else set[Edge]()
             if not behind.isdisjoint(outside | asked):
                 raise CaptureError(_COMPUTED.format(name=f"`{self._name_of(i)}`"))
         if not reached.isdisjoint(outside):
@@ -84,7 +84,8 @@ def _listed(value: Any) -> Sequence[Any]:
     return [value] if isinstance(value, (Tensor, GradientEdge)) else [*value]
 
 
-def _edge_of(value: Any) -> _Edge:
+def edge_of(value: Any) -> Edge:
+    """Return where the graph of a tensor begins; a GradientEdge as that."""
     if isinstance(value, Tensor):
         node = value.grad_fn
         return (id(value), 0) if node is None else (node, value.output_nr)
@@ -92,14 +93,14 @@ def _edge_of(value: Any) -> _Edge:
     return (id(node.variable), 0) if type(node) is AccumulateGrad else (node, number)
 
 
-def edges_behind(edges: Iterable[_Edge]) -> set[_Edge]:
+def edges_behind(edges: Iterable[Edge]) -> set[Edge]:
     """Return the edges of a graph that some edges lead to, and those."""
     found = {*edges}
     todo = [node for node, _ in found if not isinstance(node, int)]
     seen = {*todo}
     for node in todo:  # which grow
         parents = [edge for edge in node.next_functions if edge[0] is not None]
-        found.update(map(_edge_of, parents))
+        found.update(map(edge_of, parents))
         new = {parent for parent, _ in parents}.difference(seen)
         todo += [parent for parent in new if type(parent) is not AccumulateGrad]
         seen |= new
@@ -116,7 +117,7 @@ def holds_graph(above: Sequence[Tensor], leaves: Sequence[Tensor]) -> bool:
         leaves: the same, without wrappers of levels that are gone.
     """
     dead = compress(above, map(operator.is_not, above, leaves))
-    edges = {*map(_edge_of, dead)}
+    edges = {*map(edge_of, dead)}
     return any(len(edges & edges_behind([edge])) > 1 for edge in edges)
 
 

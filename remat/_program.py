@@ -65,10 +65,17 @@ class Above(NamedTuple):
 
 
 class Program:
-    """A flat function of tensors."""
+    """A flat function of tensors.
+
+    Attributes:
+        facts: of this call.
+        once: the outputs that torch does not differentiate, with the Function that says
+            so, and whether torch leaves it at that.
+    """
 
     __slots__ = ("facts",)
     facts: Facts
+    once: Mapping[int, Any] = {}  # never changed, only replaced
 
     def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
         """Evaluate in the ambient modes: recorded exactly if the caller records.

@@ -67,7 +67,8 @@ def call(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     # In a level of its own it would do other operations than the forward did.
     level = layer.level()
     below = [unwrap_for_grad(t, level) for t in leaves]
-    return _wrapped(call_below(layer, GRAD, call, program, below), level)
+    outs = call_below(layer, GRAD, call, program, below)
+    return [None if o is None else wrap_for_grad(o, level) for o in outs]
 
 
 @eager_only
@@ -102,8 +103,8 @@ def _dispatch_at(
     if forward_mode:
         program.facts.pushed = True
     below = [unwrap_for_grad(t, level) for t in leaves]
-    outs = call_below(layer, kind, dispatch, program, below)
-    outs = _wrapped(outs, level)
+    results = call_below(layer, kind, dispatch, program, below)
+    outs = [None if o is None else wrap_for_grad(o, level) for o in results]
     ends = leaves
     if True in map(_requires_grad, below):
         # What is a constant of this level is to have no edge to what is below.
@@ -258,10 +259,6 @@ def _saved(
     if facts.recipe is None:
         return leaves
     return [*facts.recipe.kept(leaves), *outs[end:]]
-
-
-def _wrapped(outs: Sequence[Any], level: int) -> Sequence[Any]:
-    return [None if o is None else wrap_for_grad(o, level) for o in outs]
 
 
 def _as_views(

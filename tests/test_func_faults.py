@@ -18,6 +18,7 @@ from helpers import (
     scalar,
 )
 from torch.autograd import functional
+from torch.autograd.function import once_differentiable
 from torch.func import grad, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -566,3 +567,99 @@ def test_autograds_functional_transforms_that_record_are_recomputed():
     assert_rematerialized(
         lambda f: grad(lambda x: scalar(f(x)))(A[0]), fn, evaluations=2
     )
+
+
+# --- Functions that are to be differentiated once ---
+
+
+class Once(torch.autograd.Function):
+    """A cube, as torch.func takes it."""
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, cotangent):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * cotangent
+
+
+class OnceAtBase(Once):
+    """The same, as torch.func does not take it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    setup_context = torch.autograd.Function.setup_context
+
+
+def backward_over_grad(f):
+    (x,) = leaves_of(A)
+    scalar(grad(lambda x: scalar(f(x)))(x)).backward()
+    return x.grad
+
+
+def grad_over_grad(f):
+    return grad(lambda x: scalar(grad(lambda x: scalar(f(x)))(x)))(A)
+
+
+def backward_over_backward(f):
+    (x,) = leaves_of(A)
+    (first,) = torch.autograd.grad(scalar(f(x)), x, create_graph=True)
+    scalar(first).backward()
+    return x.grad
+
+
+REFUSED = {
+    # What torch finds in its way differs.
+    "backward_grad": (backward_over_grad, Once, "does not require grad"),
+    "backward_grad_old": (backward_over_grad, OnceAtBase, "setup_context"),
+    "grad_grad_old": (grad_over_grad, OnceAtBase, "setup_context"),
+    "backward_backward": (backward_over_backward, Once, "@once_differentiable"),
+}
+
+
+@pytest.mark.parametrize("after", [torch.sin, lambda y: 2 * y])
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_second_derivative_that_torch_refuses_is_not_dropped(case, after):
+    transform, function, of_torch = REFUSED[case]
+    fn, calls = counted(lambda x: after(function.apply(x)))
+    with pytest.raises(RuntimeError, match=of_torch):
+        transform(fn)
+    calls.clear()
+    with pytest.raises(RuntimeError, match="marked with @once_differentiable"):
+        transform(remat(fn))
+    assert len(calls) >= 2
+
+
+def test_the_first_derivative_is_not_refused():
+    for function in Once, OnceAtBase:
+        fn, calls = counted(function.apply)
+        assert torch.equal(grad(lambda x, f=fn: remat(f)(x).sum())(A), 3 * A**2)
+        assert len(calls) == 2
+
+
+def test_second_derivatives_beside_it_are_not_refused():
+    for function in Once, OnceAtBase:
+        x, y = leaves_of(A, 2 * A)
+        fn, calls = counted(lambda x, y, f=function: f.apply(x) * 2 + y**3)
+        by_y = grad(lambda x, y, f=fn: remat(f)(x, y).sum(), 1)
+        (result,) = torch.autograd.grad(by_y(x, y).sum(), y)
+        assert torch.equal(result, 6 * y)
+        assert len(calls) == 3
+
+
+@pytest.mark.parametrize("transform", [grad_over_grad, backward_over_grad])
+def test_where_torch_drops_it_the_values_are_those_of_torch(transform):
+    def fn(x):
+        return Once.apply(x) * 2 + x.exp()
+
+    assert_rematerialized(transform, fn, evaluations=4, reassociated=True)

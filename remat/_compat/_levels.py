@@ -136,17 +136,23 @@ def call_below(
     layer: CInterpreter, kind: int, fn: Callable[..., Any], *args: Any
 ) -> Any:
     """Call `fn` below a grad or jvp level, in the modes it was entered in."""
-    before = torch.is_grad_enabled(), is_forward_ad_enabled()
-    is_grad = kind == GRAD
-    set_grad_enabled(not is_grad or CGradInterpreterPtr(layer).prevGradMode())
-    set_forward_ad(is_grad or CJvpInterpreterPtr(layer).prevFwdGradMode())
+    before, forward_ad = torch.is_grad_enabled(), is_forward_ad_enabled()
+    if kind == GRAD:
+        # Off inside of a level, it is off for all below as well.
+        set_grad_enabled(before and CGradInterpreterPtr(layer).prevGradMode())
+        changes = not forward_ad
+    else:
+        changes = forward_ad != CJvpInterpreterPtr(layer).prevFwdGradMode()
+    if changes:
+        set_forward_ad(not forward_ad)
     popped = pop_dynamic_layer_stack()
     try:
         return fn(*args)
     finally:
         push_dynamic_layer_stack(popped)
-        set_grad_enabled(before[0])
-        set_forward_ad(before[1])
+        set_grad_enabled(before)
+        if changes:
+            set_forward_ad(forward_ad)
 
 
 # Deleted by: `torch.autograd.grad(is_grads_batched=True)` saying that it is at work.
