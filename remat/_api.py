@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from remat._call import Known
-from remat._compat import must_inline
+from remat._compat import is_traced_symbolically, must_inline, not_scriptable
 from remat._draws import without_draws
 from remat._options import Options, Prune, Rng
 from remat._primal import Primal
@@ -159,7 +159,7 @@ class Rematerialized(Generic[P, R]):
             raise TypeError(f"remat: {fn!r} is not callable")
         if isinstance(fn, nn.Module) or not hasattr(fn, "__qualname__"):
             self.__wrapped__ = fn
-            name = type(fn).__qualname__
+            name = self.__name__ = type(fn).__qualname__
         else:
             functools.update_wrapper(self, fn)
             name = fn.__qualname__
@@ -189,9 +189,16 @@ class Rematerialized(Generic[P, R]):
         return self if unbound else types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__code__" and is_traced_symbolically():
+            raise TypeError(_SYMBOLIC.format(label=self._label))
         if name.startswith("__"):
-            raise AttributeError(name)
+            # TorchScript asks a method for its globals, and tells what it was told.
+            raise AttributeError(_SCRIPTED if name == "__globals__" else name)
         return getattr(self.__wrapped__, name)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse to be compiled by TorchScript."""
+        raise TypeError(_SCRIPTED)
 
     def __repr__(self) -> str:
         return f"remat({self.__wrapped__!r})"
@@ -209,6 +216,18 @@ class Rematerialized(Generic[P, R]):
     def __remat_rewrap__(self, fn: Callable[P, R]) -> "Rematerialized[P, R]":
         """Return the same transform of `fn`: `__wrapped__` around other tensors."""
         return Rematerialized(fn, self._where, self._options)
+
+
+_SCRIPTED = (
+    "remat: TorchScript cannot compile a rematerialized function. Script the function "
+    "without remat (`fn.__wrapped__`), trace it with torch.jit.trace, or use "
+    "torch.compile."
+)
+_SYMBOLIC = (
+    "remat: torch.fx cannot trace {label} itself. Trace the function without remat "
+    "(`fn.__wrapped__`), or one that calls it: a trace holds no recomputation."
+)
+not_scriptable(remat, _SCRIPTED)
 
 
 def _find(decorated: Any) -> Any:
