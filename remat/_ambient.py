@@ -124,7 +124,9 @@ class Ambient:
     def restored_within(self) -> AbstractContextManager[None]:
         """Do so while the forward still runs."""
         before, others = self._before
-        return self._restored([*zip(self._global.streams, before, strict=True), *others])
+        return self._restored(
+            [*zip(self._global.streams, before, strict=True), *others]
+        )
 
     @contextmanager
     def _restored(self, states: list[tuple[Any, Any]]) -> Iterator[None]:

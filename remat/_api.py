@@ -15,7 +15,7 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
 import torch
 from torch import nn
 
-from remat._compat import must_inline
+from remat._compat import is_traced_symbolically, not_scriptable
 from remat._draws import without_draws
 from remat._lowering import Lowering, lowering_of
 from remat._options import Options, Prune, Rng
@@ -38,6 +38,7 @@ def remat(
     policy: PolicyLike = None,
     prune: Prune = "auto",
     rng: Rng = "replay",
+    higher_order: bool = False,
 ) -> "Rematerialized[P, R]": ...
 @overload
 def remat(
@@ -47,6 +48,7 @@ def remat(
     policy: PolicyLike = None,
     prune: Prune = "auto",
     rng: Rng = "replay",
+    higher_order: bool = False,
 ) -> "Callable[[Callable[P, R]], Rematerialized[P, R]]": ...
 def remat(
     fn: Callable[..., Any] | None = None,
@@ -55,6 +57,7 @@ def remat(
     policy: PolicyLike = None,
     prune: Prune = "auto",
     rng: Rng = "replay",
+    higher_order: bool = False,
 ) -> Any:
     """Return a function equal to `fn` that recomputes values instead of storing them.
 
@@ -62,10 +65,14 @@ def remat(
     tensors in its arguments, and those that `fn` reaches through closures, defaults,
     globals, bound objects and modules; and of what it computes, that which a policy
     lets be kept, if the backward reads it. The backward runs `fn` again on the same
-    tensors, in the same random, autocast and device state, and differentiates that. A
-    backward is itself such a call, so the same holds under `torch.func` transforms and
-    for higher derivatives. With nothing to differentiate, calling the result is calling
-    `fn`, and no policy is asked.
+    tensors, in the same random, autocast and device state.
+
+    Under `.backward()` the graph is the one that plain code makes, and gradients are
+    those of plain code bit for bit: only the tensors that the graph saves are given
+    back by the second run, which ends with the last of them. Under `torch.func` a call
+    is one function whose backward is itself such a call, so that the same holds under
+    its transforms and for higher derivatives. With nothing to differentiate, calling
+    the result is calling `fn`, and no policy is asked.
 
     The first call of a kind records what `fn` does. Later recomputations leave out the
     operations that the backward does not read, and, once that has worked, calls do not
@@ -89,6 +96,11 @@ def remat(
             followed anyhow, that is always. Results never depend on it.
         rng: `"replay"` restores the global random streams for a recomputation;
             `"error"` refuses a `fn` that draws from them.
+        higher_order: whether `.backward()`, too, differentiates a call as `torch.func`
+            does: then the backward is itself such a call, and a second derivative
+            (`create_graph=True`) recomputes as well. Else what a first backward with
+            `create_graph=True` computes stays in memory, as in plain code. See
+            "Higher derivatives" in the docs for what it takes instead.
 
     Returns:
         A callable with the signature, name and docstring of `fn`, which is its
@@ -123,7 +135,9 @@ def remat(
         >>> tanhs_and_products(remat(f, policy=policies.dots_saveable))
         (4, 6)
     """
-    options = Options(_checked(policy, prune, rng), prune, rng)
+    if higher_order not in (False, True):
+        raise ValueError(f"remat: higher_order={higher_order!r}: use True or False")
+    options = Options(_checked(policy, prune, rng), prune, rng, higher_order)
     where = "compiled code" if torch.compiler.is_compiling() else _caller()
     if fn is None:
         return functools.partial(Rematerialized, where=where, options=options)
@@ -160,7 +174,7 @@ class Rematerialized(Generic[P, R]):
             raise TypeError(f"remat: {fn!r} is not callable")
         if isinstance(fn, nn.Module) or not hasattr(fn, "__qualname__"):
             self.__wrapped__ = fn
-            name = type(fn).__qualname__
+            name = self.__name__ = type(fn).__qualname__
         else:
             functools.update_wrapper(self, fn)
             name = fn.__qualname__
@@ -190,9 +204,16 @@ class Rematerialized(Generic[P, R]):
         return self if unbound else types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__code__" and is_traced_symbolically():
+            raise TypeError(_SYMBOLIC.format(label=self._label))
         if name.startswith("__"):
-            raise AttributeError(name)
+            # TorchScript asks a method for its globals, and tells what it was told.
+            raise AttributeError(_SCRIPTED if name == "__globals__" else name)
         return getattr(self.__wrapped__, name)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse to be compiled by TorchScript."""
+        raise TypeError(_SCRIPTED)
 
     def __repr__(self) -> str:
         return f"remat({self.__wrapped__!r})"
@@ -206,6 +227,18 @@ class Rematerialized(Generic[P, R]):
     def __remat_options__(self) -> tuple[str, Options]:
         """What makes another one like it of another function."""
         return self._where, self._options
+
+
+_SCRIPTED = (
+    "remat: TorchScript cannot compile a rematerialized function. Script the function "
+    "without remat (`fn.__wrapped__`), trace it with torch.jit.trace, or use "
+    "torch.compile."
+)
+_SYMBOLIC = (
+    "remat: torch.fx cannot trace {label} itself. Trace the function without remat "
+    "(`fn.__wrapped__`), or one that calls it: a trace holds no recomputation."
+)
+not_scriptable(remat, _SCRIPTED)
 
 
 def _find(decorated: Any) -> Any:

@@ -8,6 +8,7 @@ inputs, whatever holds it.
 """
 
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from remat._capture import Search
 from remat._compat import current_layer, requires_grad_at_any_level, unwrap_dead
 from remat._draws import without_draws
 from remat._errors import CaptureError
+from remat._foreign import holds_graph
 from remat._handing_on import Forward
 from remat._program import Program
 from remat._restore import Run
@@ -30,9 +32,14 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Call(Program):
-    """One call of a user's function, taken apart."""
+    """One call of a user's function, taken apart.
 
-    __slots__ = ("_fn", "_label", "_leaves", "_out", "_search", "_snapshot")
+    Attributes:
+        above: the leaves as they were passed, until the forward has run, if it runs
+            below the levels that they are of.
+    """
+
+    __slots__ = ("_fn", "_label", "_leaves", "_out", "_search", "_snapshot", "above")
     _out: Out | None
 
     def __init__(
@@ -46,6 +53,7 @@ class Call(Program):
         if rng == "error":
             fn = without_draws(fn, label)
         self._out = None
+        self.above: Sequence[Tensor] = ()
         self._fn, self._label = fn, label
         self._search: Search | None = Search()
         self._snapshot = Snapshot(fn, label, args, kwargs, self._search)
@@ -82,10 +90,14 @@ class Call(Program):
 
         And forget them.
         """
-        leaves = [*map(unwrap_dead, self._leaves)]
-        self._leaves = []
+        above, self._leaves = self._leaves, []
+        leaves = [*map(unwrap_dead, above)]
+        if True in map(operator.is_not, leaves, above) and holds_graph(above, leaves):
+            warnings.warn(_PULLBACK.format(label=self._label), stacklevel=3)
+            return leaves, [False] * len(leaves)
         if current_layer() is None:
             return leaves, [*map(_requires_grad, leaves)]
+        self.above = above
         return leaves, [*map(requires_grad_at_any_level, leaves)]
 
     def join(self, outs: Sequence[Any], leaves: Sequence[Tensor]) -> Any:
@@ -115,6 +127,11 @@ class Call(Program):
         return self._snapshot.name_of(index)
 
 
+_PULLBACK = (
+    "remat: {label} holds a pullback of torch.func.vjp. Its graph, recorded outside, "
+    "can't be computed again: the function is called as it is, and no memory is saved. "
+    "Call torch.func.vjp inside it."
+)
 _SCRIPTED = (
     "remat: {name} is a TorchScript module, whose parameters cannot be stood in for. "
     "Pass the eager module instead."

@@ -1,8 +1,8 @@
 """Checks that a call is what remat takes it for.
 
-`reached_leaves` and `Foreign` refuse tensors that were used without being inputs, and
-`Watch` refuses to read an input that changed since the forward. What changed is told by
-versions and places.
+`reached_leaves` refuses tensors that were used without being inputs, and `Watch` refuses
+to read an input that changed since the forward. What changed is told by versions and
+places.
 
 Invariant: a check raises an error; none changes a value. Rejected: comparing contents,
 which would cost a copy of every input.
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -28,7 +27,6 @@ from remat._compat import (
     current_layer,
     function_mode_count,
     is_held,
-    is_of_level_above,
     no_torch_functions,
 )
 from remat._errors import CaptureError, MutationError
@@ -64,7 +62,7 @@ def reached_leaves(
         if i is not None:
             used.append(i)
         elif is_held(node):
-            raise CaptureError(_NOT_LIFTED.format(what=describe(node.variable)))
+            raise CaptureError(NOT_LIFTED.format(what=describe(node.variable)))
     modal = not MODAL_NODES.isdisjoint(map(_name, map(type, nodes)))
     return sorted(used), modal
 
@@ -78,7 +76,7 @@ def describe(tensor: Tensor) -> str:
     return f"{dtype}{list(tensor.shape)} on {tensor.device}"
 
 
-_NOT_LIFTED = (
+NOT_LIFTED = (
     "a tensor that is differentiated or batched is used but is no input of the call: "
     "{what}. remat finds tensors in arguments, closures, defaults, globals, bound "
     "objects and modules, but not this one. Pass it as an argument."
@@ -87,22 +85,6 @@ _RETURNED_LEAF = (
     "a leaf that requires grad is returned but is no input of the call. Return a "
     "tensor computed from the inputs, or pass the leaf as an argument."
 )
-
-
-class Foreign(TorchFunctionMode):
-    """Refuses tensors of a torch.func level that is off the stack."""
-
-    is_remats_check = True
-
-    @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and is_of_level_above(leaf):
-                raise CaptureError(_NOT_LIFTED.format(what=describe(leaf)))
-        return func(*args, **(kwargs or {}))
 
 
 class Watch(TorchDispatchMode):

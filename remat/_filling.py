@@ -120,8 +120,9 @@ class Filling:
 def _name_of(node: type) -> str:
     """Return the name of a node."""
     # Which of both `reshape` makes depends on whether a mode is active.
-    return "ViewBackward0" if node.__name__ == "ReshapeAliasBackward0" else node.__name__
-
+    return (
+        "ViewBackward0" if node.__name__ == "ReshapeAliasBackward0" else node.__name__
+    )
 
 
 def _listed(metas: Sequence[Any], first: int) -> str:

@@ -118,7 +118,9 @@ class Following:
             if handle is not None and pack is not None:
                 handle.call, handle.residual = None, kept[k]
                 handle.view = None if pack.value == value_of(tensors[k]) else pack.value
-        self._feeding = [r if k in scripts.feeding else None for k, r in enumerate(kept)]
+        self._feeding = [
+            r if k in scripts.feeding else None for k, r in enumerate(kept)
+        ]
 
     def _residuals(self, handles: Sequence[Handle | None]) -> list[Tensor] | None:
         """Return what is to be kept; None if the plan is not of this forward."""

@@ -38,11 +38,34 @@ _metadata = operator.attrgetter("shape", "dtype", "device")
 
 
 def constants_of(args: Any, kwargs: Any) -> list[str]:
-    """Write the arguments that are no tensors, with the names of those that have one."""
+    """Write the arguments that are no tensors, with their names if they have one."""
     if are_tensors(args, kwargs):
         return []
     given = (*args, *(kwargs or {}).items())
     return [repr(arg) for arg in given if not tensors_of(arg)]
+
+
+def is_reflection(func: Any, of: Any) -> bool:
+    """Say whether an operation is another with its two arguments exchanged.
+
+    Of `p > t` Python tries `t < p` first where the class of `t` is derived from that of
+    `p`, as that of an absent tensor is.
+
+    Example:
+        >>> gt, lt = torch.ops.aten.gt.Tensor, torch.ops.aten.lt.Tensor
+        >>> is_reflection(lt, of=gt), is_reflection(gt, of=gt), is_reflection(gt, None)
+        (True, False, False)
+    """
+    return (func, of) in _REFLECTIONS
+
+
+_REFLECTIONS = {
+    (getattr(torch.ops.aten, name).Tensor, getattr(torch.ops.aten, other).Tensor)
+    for name, other in (
+        *(("eq", "eq"), ("ne", "ne"), ("gt", "lt")),
+        *(("lt", "gt"), ("ge", "le"), ("le", "ge")),
+    )
+}
 
 
 class Expected:

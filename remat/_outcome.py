@@ -61,7 +61,9 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
     away = [i for i in saveable if _moves(decisions[i], steps[i].op.outputs)]
     dropped = frozenset(_dropped(found, made, prune, is_saved))
     unpruned = "" if pruned else "prune=False"
-    return _stopped(found, options, Outcome(made, 0, dropped, frozenset(away), unpruned))
+    return _stopped(
+        found, options, Outcome(made, 0, dropped, frozenset(away), unpruned)
+    )
 
 
 def _as_it_is(found: Examined, options: Options, why: str) -> Outcome:
@@ -79,7 +81,9 @@ def _stopped(found: Examined, options: Options, outcome: Outcome) -> Outcome:
         return dataclasses.replace(outcome, last=len(record.steps))
     kept = {record.steps[i].makes[k] for i, k in made.residuals}
     roots = zip(record.packs, record.roots, strict=True)
-    wanted = [p for p, root in roots if p is not None and root and p.storage not in kept]
+    wanted = [
+        p for p, root in roots if p is not None and root and p.storage not in kept
+    ]
     last = max((p.after for p in wanted), default=0)
     fates = [
         fate if i < last or fate is Fate.KEEP else Fate.DEAD

@@ -26,7 +26,6 @@ from remat._buffers import shield, update, written
 from remat._call import Call
 from remat._capture import holds_tensors
 from remat._checks import (
-    Foreign,
     Watch,
     data_moved,
     places_of,
@@ -43,11 +42,12 @@ from remat._compat import (
     torch_functions,
     without_hooks,
 )
+from remat._context import here, is_followed, within
 from remat._decide import Situation, warn_if_asked, why_as_it_is
 from remat._errors import CaptureError, MutationError, RecomputeError
-from remat._context import here, is_followed, within
+from remat._foreign import Foreign
 from remat._options import DEFAULT, Options, reference
-from remat._program import Program, detached
+from remat._program import Program
 from remat._recipe import finish
 from remat._replay import Replay
 from remat._structure import Out
@@ -82,7 +82,12 @@ class Primal(Call):
     def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
         """Recompute, in the state of the forward; the first time, be the forward."""
         if self._out is None:
-            result = self._followed(leaves, mode, first=True)
+            if self.above:
+                with Foreign(self.above, leaves, self.name_of):
+                    result = self._followed(leaves, mode, first=True)
+                self.above = ()
+            else:
+                result = self._followed(leaves, mode, first=True)
             outs, self._out = Out.split(result, leaves)
             for value in self._out.statics.values():
                 if holds_tensors(value):
@@ -218,10 +223,7 @@ class Primal(Call):
         if mode is not None:
             run = functools.partial(run, mode=mode)
         try:
-            if self.facts.exact or self._snapshot.is_contained:
-                return run(*inner)
-            with Foreign():
-                return self._labelled(run, *inner)
+            return self._labelled(run, *inner) if self.above else run(*inner)
         except RuntimeError as error:
             if "a leaf Variable that requires grad" not in str(error):
                 raise
@@ -361,6 +363,23 @@ class Primal(Call):
             raise RecomputeError(message)
         return True
 
+    @override
+    def check_reached(
+        self, outs: Sequence[Any], inner: Sequence[Tensor], missing: Sequence[int]
+    ) -> None:
+        """Check that a recomputation reaches the leaves that the forward reached.
+
+        Raises:
+            RecomputeError: it does not reach one, whose gradient would be lost.
+        """
+        if self._snapshot.is_contained and self.facts.exact:
+            return  # where nobody has looked what the forward reaches
+        reached = {*reached_leaves(outs, inner)[0]}
+        for i in missing:
+            if i not in reached:
+                name = self.name_of(i)
+                raise RecomputeError(_LOST.format(name=name, label=self._label))
+
 
 def _as_class(tensor: Tensor, kind: type) -> Tensor:
     if type(tensor) is not Tensor or not issubclass(kind, Tensor):
@@ -384,6 +403,11 @@ _LEAKED = (
 _GRADLESS = (
     "remat: recomputing {label} gave outputs that require grad: {now}, where in the "
     "forward: {then}. The function must compute the same thing twice."
+)
+_LOST = (
+    "remat: recomputing {label} gave results that do not depend on `{name}`, where in "
+    "the forward they did. The function must compute the same thing twice: if it "
+    "depends on outside state that changed, pass that state as an argument."
 )
 _IN_PLACE = (
     "remat: `{name}` was changed in place inside {label}. A recomputation would start "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from remat._compat import (
     detach_dual,
     dual_level_active,
+    function_mode_count,
     set_grad_enabled,
     without_hooks,
 )
@@ -64,10 +65,17 @@ class Above(NamedTuple):
 
 
 class Program:
-    """A flat function of tensors."""
+    """A flat function of tensors.
+
+    Attributes:
+        facts: of this call.
+        once: the outputs that torch does not differentiate, with the Function that says
+            so, and whether torch leaves it at that.
+    """
 
     __slots__ = ("facts",)
     facts: Facts
+    once: Mapping[int, Any] = {}  # never changed, only replaced
 
     def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
         """Evaluate in the ambient modes: recorded exactly if the caller records.
@@ -107,6 +115,18 @@ class Program:
         del outs
         return False
 
+    def check_reached(
+        self, outs: Sequence[Any], inner: Sequence[Tensor], missing: Sequence[int]
+    ) -> None:
+        """Check that a recomputation reaches the leaves that the forward reached.
+
+        Args:
+            outs: of the recomputation.
+            inner: what it was on.
+            missing: the leaves that no gradient came to.
+        """
+        del outs, inner, missing
+
     def evaluate(self, leaves: Sequence[Tensor]) -> Sequence[Any]:
         """Evaluate at the base, note which outputs are differentiable, drop the graph.
 
@@ -135,7 +155,10 @@ def detached(leaves: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
     """Return fresh autograd leaves for those that `needs` marks, others as they are."""
     if dual_level_active():
         pairs = zip(leaves, needs, strict=True)
-        return [detach_dual(t).requires_grad_() if need else t for t, need in pairs]
+        return [_leaf(detach_dual(t)) if need else t for t, need in pairs]
+    if function_mode_count():
+        pairs = zip(leaves, needs, strict=True)
+        return [_stand_in(t) if need else t for t, need in pairs]
     return [
         t
         if not need
@@ -146,12 +169,18 @@ def detached(leaves: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
     ]
 
 
+def _leaf(tensor: Tensor) -> Tensor:
+    # Not by `requires_grad_`, which a call around this may refuse to its function.
+    tensor.requires_grad = True
+    return tensor
+
+
 def _stand_in(tensor: Tensor) -> Tensor:
     """Return a fresh leaf of the same class with the same attributes."""
     if type(tensor) is nn.Parameter:
         new: Tensor = Tensor._make_subclass(nn.Parameter, tensor, True)
     else:
-        new = tensor.detach().requires_grad_()
+        new = _leaf(tensor.detach())
     held = tensor.__dict__
     if held:
         new.__dict__.update(held)

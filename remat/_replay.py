@@ -42,6 +42,7 @@ from remat._match import (
     described,
     fits_metadata,
     has_same_constants,
+    is_reflection,
 )
 from remat._op import Value
 from remat._plan import Fate, Slot, Step, filled
@@ -81,6 +82,8 @@ class Keep(Follow):
     ) -> Any:
         i = self._next
         if self._funcs[i] is not func:
+            if is_reflection(func, of=self._funcs[i]):
+                return self.__torch_dispatch__(self._funcs[i], types, args[::-1])
             if func not in IGNORED:
                 self._give_up()
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -203,6 +206,8 @@ class Replay(Follow):
 
     def _not_run(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
         step, fate = self.script.record.steps[i], self._fates[i]
+        if is_reflection(func, of=func) and _number(args[0]) == step.reads[1]:
+            args = args[::-1]
         if fate is Fate.KEEP:
             self._check_wiring(i, step, args, kwargs)
             return self._result(step, step.result, (), self.script.places[i])
@@ -214,6 +219,8 @@ class Replay(Follow):
         """Return the result of an operation that is none of the function's."""
         if func in IGNORED:
             return func(*args)
+        if is_reflection(func, of=self._funcs[i]):
+            return self.__torch_dispatch__(self._funcs[i], (), args[::-1])
         if args and type(args[0]) is Absent:
             if is_view_op(func):
                 return self._made_again(func, args, kwargs)
@@ -344,6 +351,11 @@ class Replay(Follow):
         return like(leaf, self._shared(self.script.record.inputs[i]))
 
 
+def _number(tensor: Tensor) -> int | None:
+    """Return the number of the storage of what is absent."""
+    return tensor.storage_of.number if type(tensor) is Absent else None
+
+
 def _by_storage(tensors: Sequence[Tensor], numbers: Sequence[int]) -> dict[int, int]:
     if TENSORS.issuperset(map(type, tensors)):
         # Most often all have one, and looking at each costs as much as an operation.
@@ -395,7 +407,8 @@ class Check(Follow):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if not _is_by_the_way(func):
-            if self._funcs[self._next] is not func:
+            then = self._funcs[self._next]
+            if then is not func and not is_reflection(func, of=then):
                 raise self._differs(func)
             self._next += 1
         return call_kernel(func, *args, **(kwargs or {}))

@@ -52,7 +52,6 @@ class Residual:
             raise MutationError(_CHANGED.format(op=self.op.func, where=self.op.source))
         return self._tensor
 
-
     def stored(self) -> list[Tensor]:
         """Return what is kept, for reports; nothing if hooks have it."""
         return [] if self._unpack is not None else [self._tensor]

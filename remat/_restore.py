@@ -17,10 +17,9 @@ copy, and a recompute would find nothing there, or something else.
 import threading
 from collections.abc import Sequence
 from types import CellType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch import Tensor
-from typing_extensions import Self
 
 from remat._nodes import CellNode, Composite, ObjectNode
 from remat._objects import exchange_attributes, replica_of, set_attributes

@@ -6,7 +6,8 @@ keeps nothing. At the base it uses plain autograd and dual numbers, which cost h
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -24,12 +25,15 @@ from remat._compat import (
     grad_level,
     grad_mode,
     is_batch_of_cotangents,
+    is_for_transforms,
     leaf_at,
+    once_differentiable_function,
     pull_back,
     pull_in_grad_mode,
     unwrap_for_grad,
     without_hooks,
 )
+from remat._foreign import edge_of, edges_behind
 from remat._program import Above, Program, has_derivatives
 from remat._types import Outputs
 
@@ -44,13 +48,24 @@ class Vjp(Program):
         given: the outputs that have cotangents.
     """
 
-    __slots__ = ("_arity", "_given", "_in_grad_mode", "_of", "_wanted")
+    __slots__ = (
+        "_arity",
+        "_at_base",
+        "_given",
+        "_in_grad_mode",
+        "_of",
+        "_wanted",
+        "once",
+    )
+    once: Mapping[int, Any]
 
     def __init__(
         self, of: Program, arity: int, wanted: Sequence[int], given: Sequence[int]
     ) -> None:
         self._of, self._arity, self._wanted, self._given = of, arity, wanted, given
         self._in_grad_mode = torch.is_grad_enabled()
+        self._at_base = current_layer() is None
+        self.once = _NONE
 
     @override
     def uses(self, count: int) -> Sequence[int]:
@@ -75,15 +90,34 @@ class Vjp(Program):
     def _pull(
         self, cts: tuple[Tensor, ...], primals: Sequence[Tensor], mode: Any
     ) -> Outputs:
-        recorded = records((*primals, *cts))
+        recorded, checked = records((*primals, *cts)), False
         if current_layer() is None:
             inner, outs = self._recompute(primals, recorded, mode)
+            checked = self._of.is_as_recorded(outs)
         elif self._of.facts.batched or not is_batch_of_cotangents(primals):
-            return self._run_under_transforms(primals, cts, mode)
+            recorded = torch.is_grad_enabled()  # perhaps below this level
+            inner, outs = self._recompute_at_level(primals, mode)
         else:
             # One recomputation, and one set of draws, serves a batch of cotangents.
             inner, outs = call_below_vmap(self._recompute, primals, recorded, mode)
-        checked = self._of.is_as_recorded(outs)
+            checked = self._of.is_as_recorded(outs)
+        grads = self._pull_back(outs, cts, inner, recorded=recorded, checked=checked)
+        if NoneType in map(type, grads):
+            pairs = zip(self._wanted, grads, strict=True)
+            self._of.check_reached(outs, inner, [i for i, g in pairs if g is None])
+        if self._of.once:
+            self._check_once(grads)
+        return grads
+
+    def _pull_back(
+        self,
+        outs: Outputs,
+        cts: Sequence[Tensor],
+        inner: Sequence[Tensor],
+        *,
+        recorded: bool,
+        checked: bool,
+    ) -> Outputs:
         ours: Any = tuple([outs[j] for j in self._given])
         if not (checked or all(map(requires_grad, ours))):
             pairs = zip(ours, cts, strict=True)
@@ -94,11 +128,25 @@ class Vjp(Program):
         if self._in_grad_mode and self._of.facts.modal and not recorded:
             pull_in_grad_mode(ours)
         inputs = tuple([inner[i] for i in self._wanted])
-        return pull_back(ours, cts, inputs, create_graph=recorded)
+        if recorded:
+            self.once = _once_differentiable(ours, inputs, at_base=self._at_base)
+        return pull_back(ours, tuple(cts), inputs, create_graph=recorded)
+
+    def _check_once(self, grads: Outputs) -> None:
+        """Refuse second derivatives that torch refuses, and would be lost here.
+
+        Raises:
+            RuntimeError: a Function that is to be differentiated once leads to them.
+        """
+        none_left = {*map(type, grads)} == {NoneType}
+        for j in self._of.once.keys() & {*self._given}:
+            function, is_dropped = self._of.once[j]
+            if not is_dropped or (none_left and self._at_base):
+                raise RuntimeError(_ONCE.format(name=function.__qualname__))
 
     def _recompute(
         self, primals: Sequence[Tensor], recorded: bool, mode: Any
-    ) -> tuple[list[Tensor], Outputs]:
+    ) -> tuple[Sequence[Tensor], Outputs]:
         needs = self._of.facts.needs
         if recorded:
             # Those that are differentiated here, though not in what records this.
@@ -112,16 +160,41 @@ class Vjp(Program):
             outs = run(*inner) if recorded else without_hooks(run, *inner)
         return inner, outs
 
-    def _run_under_transforms(
-        self, primals: Sequence[Tensor], cts: Sequence[Tensor], mode: Any
-    ) -> Outputs:
-        def of_wanted(*wanted: Tensor) -> Outputs:
-            outs = self._of.run(*replace(primals, self._wanted, wanted), mode=mode)
-            return tuple(outs[j] for j in self._given)
+    def _recompute_at_level(
+        self, primals: Sequence[Tensor], mode: Any
+    ) -> tuple[Sequence[Tensor], Outputs]:
+        """Recompute under transforms: in a level of its own."""
+        with grad_level() as level, grad_mode(True):
+            ours = [
+                leaf_at(level, primals[i], requires_grad=True) for i in self._wanted
+            ]
+            inner = replace(primals, self._wanted, ours)
+            return inner, self._of.run(*inner, mode=mode)
 
-        wanted = [primals[i] for i in self._wanted]
-        pull = torch.func.vjp(of_wanted, *wanted)[1]
-        return pull(tuple(cts))
+
+def _once_differentiable(
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], *, at_base: bool
+) -> dict[int, tuple[Any, bool]]:
+    """Return which inputs lead to a Function that is to be differentiated once.
+
+    And whether torch drops its second derivative, as torch.func does, and raises no
+    error.
+    """
+    found: dict[int, tuple[Any, bool]] = {}
+    for node, number in edges_behind(map(edge_of, outs)):
+        function = once_differentiable_function(node)
+        if function is not None:
+            behind = edges_behind([(node, number)])
+            known = function, not at_base and is_for_transforms(function)
+            found |= {j: known for j, t in enumerate(inputs) if edge_of(t) in behind}
+    return found
+
+
+_NONE: Mapping[int, Any] = {}
+_ONCE = (
+    "remat: trying to differentiate twice a function that was marked with "
+    "@once_differentiable: {name}. Its second derivative would be lost."
+)
 
 
 class Jvp(Program):
@@ -192,7 +265,8 @@ class Batch(Program):
         out_dims: where its outputs are batched, once it has run.
     """
 
-    __slots__ = ("_above", "_how", "_of", "out_dims")
+    __slots__ = ("_above", "_how", "_of", "once", "out_dims")
+    once: Mapping[int, Any]
 
     def __init__(
         self, of: Program, above: Sequence[bool], how: tuple[Any, int, str]
@@ -200,6 +274,7 @@ class Batch(Program):
         self.facts = of.facts
         self.out_dims: tuple[Any, ...] = ()
         self._of, self._above, self._how = of, above, how
+        self.once = _NONE
 
     @override
     def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
@@ -208,6 +283,7 @@ class Batch(Program):
         run = self._run_forward if of.is_forward and True in self._above else of.run
         run = functools.partial(run, mode=mode)
         outs, self.out_dims = batch(run, *self._how)(*leaves)
+        self.once = of.once
         return outs
 
     @property
@@ -231,6 +307,13 @@ class Batch(Program):
             self.facts.modal = self.facts.modal or modal
             self.facts.above = (*self.facts.above, found)
             return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
+
+    @override
+    def check_reached(
+        self, outs: Sequence[Any], inner: Sequence[Tensor], missing: Sequence[int]
+    ) -> None:
+        """Check that the program reaches what it reached."""
+        self._of.check_reached(outs, inner, missing)
 
     @property
     @override

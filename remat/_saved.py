@@ -98,7 +98,16 @@ class Saved:
 
     __slots__ = (
         *("__weakref__", "_accumulates", "_done", "_following", "_handles", "_hows"),
-        *("_inner", "_marked", "_metas", "_nested", "_outer", "_place", "_policy", "_prune"),
+        *(
+            "_inner",
+            "_marked",
+            "_metas",
+            "_nested",
+            "_outer",
+            "_place",
+            "_policy",
+            "_prune",
+        ),
         *("_snapshot", "ambient", "held"),
     )
 

@@ -27,7 +27,7 @@ from remat._compat import (
 from remat._errors import CaptureError
 from remat._kinds import INERT, is_spent_by_use
 from remat._nodes import Building, Node, TensorNode
-from remat._structure import Path, parts_of, written
+from remat._structure import parts_of, written
 from remat._types import Fn
 
 
@@ -112,7 +112,9 @@ class Snapshot:
         modules, the structure of the arguments and those that are constants. It holds
         no tensor and no user's object.
         """
-        values = [_static(value) if is_static(value) else None for value in self._values]
+        values = [
+            _static(value) if is_static(value) else None for value in self._values
+        ]
         return self._count, *self._names, *values, *map(_code_of, self._code)
 
     def call(self, run: Building) -> Any:

@@ -126,7 +126,8 @@ class Recorder(LeanDispatchMode):
     ) -> None:
         args, kwargs = given.args, given.kwargs
         reads = self._numbers_of(given)
-        writes = tuple(map(self.number, declared_writes(traits, args, kwargs)))
+        written = declared_writes(traits, args, kwargs)
+        writes = tuple(map(self.number, written))
         updates = tuple(map(self.number, updated_statistics(traits, args, kwargs)))
         known = len(self._numbers)
         returned = Returned(result, given)
@@ -135,7 +136,10 @@ class Recorder(LeanDispatchMode):
         others = [t for t in (*given.tensors, *outputs) if is_of_own_class(t)]
         plain = others or (all(given.plain) and all(returned.plain))
         runs = (
-            traits.is_read_by_python or not plain or self._does_more(outputs, writes)
+            traits.is_read_by_python
+            or not plain
+            or self._does_more(outputs, writes)
+            or (bool(written) and _resizes(written, given))
         )
         self._made.update(range(known, len(self._numbers)))
         op = Op(func, *given.described, tuple(returned.values), source=user_line())
@@ -392,6 +396,12 @@ _TAKES_MEMORY = {
 _MANY = 16  # outputs, for each of which the graph is walked
 # Nodes that do not tell what they saved: of in-place operations on views, and in C++.
 _SILENT = {"CopySlices", "CppFunction"}
+
+
+def _resizes(written: Iterable[Tensor], given: Given) -> bool:
+    """Say whether an operation gave what it wrote to another shape: Python sees it."""
+    before = dict(zip(map(id, given.tensors), given.values, strict=True))
+    return any(value_of(t) != before[id(t)] for t in written)
 
 
 def _are_inference(outputs: Iterable[Tensor]) -> bool:

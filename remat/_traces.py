@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from remat._naming import names_given
+from remat._options import reference
 from remat._plan import Record, plan
 from remat._script import Script
-from remat._options import reference
 from remat.policies import Decision, Policy
 
 

@@ -18,7 +18,7 @@ and `jvp` as plain code (silent zeros for jacfwd of jacfwd).
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -38,6 +38,7 @@ from remat._compat import (
     current_layer,
     dual_level_active,
     eager_only,
+    forward_ad_enabled,
     kind_of,
     lifted,
     requires_grad_at_any_level,
@@ -45,7 +46,7 @@ from remat._compat import (
     unwrap_dead,
     unwrap_for_grad,
     viewed,
-    with_derivatives_off,
+    without_grad_mode,
     without_tangent,
     wrap_for_grad,
 )
@@ -63,7 +64,10 @@ def call(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     if layer is None or kind_of(layer) != GRAD:
         return program.run(*leaves)
     # In a level of its own it would do other operations than the forward did.
-    return _evaluate_below(layer, GRAD, call, program, leaves)
+    level = layer.level()
+    below = [unwrap_for_grad(t, level) for t in leaves]
+    outs = call_below(layer, GRAD, call, program, below)
+    return [None if o is None else wrap_for_grad(o, level) for o in outs]
 
 
 @eager_only
@@ -91,12 +95,20 @@ def _dispatch_at(
     kind = kind_of(layer)
     if kind == VMAP:
         return batched(leaves, functools.partial(_dispatch_batch, program))
+    forward_mode, level = kind == JVP, layer.level()
     if dual_level_active():
         leaves = lifted(layer, kind, leaves)
-    forward_mode = kind == JVP or base_dual_level_active()
-    program.facts.pushed |= forward_mode
-    outs = _evaluate_below(layer, kind, dispatch, program, leaves)
-    ends = _ends(program.facts, leaves, forward_mode)
+        forward_mode = forward_mode or base_dual_level_active()
+    if forward_mode:
+        program.facts.pushed = True
+    below = [unwrap_for_grad(t, level) for t in leaves]
+    results = call_below(layer, kind, dispatch, program, below)
+    outs = [None if o is None else wrap_for_grad(o, level) for o in results]
+    ends = leaves
+    if True in map(_requires_grad, below):
+        # What is a constant of this level is to have no edge to what is below.
+        ends = lifted(layer, kind, leaves)
+    ends = _ends(program.facts, ends, forward_mode)
     if not ends:
         return outs
     return apply_at_level(_apply, (program, leaves, outs, forward_mode), *ends)
@@ -104,8 +116,12 @@ def _dispatch_at(
 
 def _dispatch_at_base(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     facts, forward_mode = program.facts, base_dual_level_active()
-    facts.pushed |= forward_mode
-    outs = with_derivatives_off(program.evaluate, leaves)
+    if forward_mode:
+        facts.pushed = True
+        with forward_ad_enabled(False):
+            outs = without_grad_mode(program.evaluate, leaves)
+    else:
+        outs = without_grad_mode(program.evaluate, leaves)
     # If only levels above differentiate, nothing is to be saved down here.
     if not (facts.exact or forward_mode or records(leaves)):
         return outs
@@ -242,19 +258,6 @@ def _saved(
     if facts.recipe is None:
         return leaves
     return [*facts.recipe.kept(leaves), *outs[end:]]
-
-
-def _evaluate_below(
-    layer: Any,
-    kind: int,
-    evaluate: Callable[..., Any],
-    program: Program,
-    leaves: Sequence[Tensor],
-) -> Sequence[Any]:
-    level = layer.level()
-    below = [unwrap_for_grad(t, level) for t in leaves]
-    outs = call_below(layer, kind, evaluate, program, below)
-    return [None if o is None else wrap_for_grad(o, level) for o in outs]
 
 
 def _as_views(

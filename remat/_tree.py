@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import optree
+import torch
 from torch import Tensor, nn
 
 from remat._compat import TORCH_NODES, register_torch_node
@@ -72,12 +73,13 @@ def paths(treedef: Treedef) -> list[str]:
     return [accessor.codify("") for accessor in treedef.accessors()]
 
 
-_PLAIN = {Tensor, nn.Parameter, int, float, bool, str, bytes, complex}
+# A size is one value: torch takes it apart, and makes a tuple of it.
+_PLAIN = {Tensor, nn.Parameter, int, float, bool, str, bytes, complex, torch.Size}
 
 
 def _adopt(cls: type) -> bool:
     """Register `cls` if it is a pytree elsewhere; say whether it was."""
-    if issubclass(cls, (Tensor, nn.Module)):
+    if cls in _PLAIN or issubclass(cls, (Tensor, nn.Module)):
         return False
     if cls in TORCH_NODES:
         _adopt_torch(cls)

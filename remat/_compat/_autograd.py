@@ -19,7 +19,8 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks as top_hooks,
 )
 from torch._functorch import eager_transforms
-from torch.autograd import forward_ad, graph
+from torch.autograd import Function, forward_ad, graph
+from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -71,7 +72,9 @@ def detach_dual(tensor: Tensor) -> Tensor:
     primal, tangent = forward_ad.unpack_dual(tensor)
     if tangent is None or not is_forward_ad_enabled():
         return primal.detach()
-    return forward_ad.make_dual(primal.detach().requires_grad_(), tangent.detach())
+    primal = primal.detach()
+    primal.requires_grad = True  # see `_program._leaf`
+    return forward_ad.make_dual(primal, tangent.detach())
 
 
 # Deleted by: `forward_ad.unpack_dual` working where forward AD is disabled.
@@ -302,6 +305,35 @@ def _unpacked(node: Any, name: str, raws: Sequence[Any]) -> list[Any]:
         return [getattr(node, name)]
     except RuntimeError:  # changed in place since
         return []
+
+
+# Deleted by: nodes that say whether they can be differentiated twice.
+def once_differentiable_function(node: Any) -> Any:
+    """Return the Function of a node if its backward is marked `once_differentiable`.
+
+    Under torch.func a node is of a Function made around that of the user.
+    """
+    kind = getattr(type(node), "_forward_cls", None)
+    backward = getattr(kind, "backward", None)
+    while backward is not None and backward.__code__ is not _ONCE:
+        cells = [cell.cell_contents for cell in backward.__closure__ or ()]
+        kinds = [c for c in cells if isinstance(c, type) and issubclass(c, Function)]
+        kind = kinds[0] if kinds else None
+        backward = getattr(kind, "backward", None)
+    return kind
+
+
+def _nothing(_ctx: Any) -> None:
+    pass
+
+
+_ONCE = once_differentiable(_nothing).__code__
+
+
+# Deleted by: a public way to ask whether torch.func takes a Function.
+def is_for_transforms(function: Any) -> bool:
+    """Say whether a Function can be used under torch.func."""
+    return function.setup_context is not Function.setup_context
 
 
 def unpack_hooks_of(node: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad, graph
+from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from remat._compat import _autograd
@@ -242,3 +243,33 @@ def _a_change_is_not_counted() -> None:
         x.add_(1)
     assert x._version == 0
     assert same(x, torch.full((2,), 2.0))
+
+
+@expects("once_differentiable_function")
+def _what_is_differentiated_once_is_known() -> None:
+    class Twice(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Any) -> Any:
+            return cotangents[0]
+
+    class Once(Twice):
+        backward = staticmethod(once_differentiable(Twice.backward))
+
+    nodes = [f.apply(leaf()).grad_fn for f in (Twice, Once)]
+    known = [*map(_autograd.once_differentiable_function, nodes)]
+    assert known == [None, Once]
+
+
+@expects("is_for_transforms")
+def _a_function_for_transforms_sets_its_context_up() -> None:
+    class Apart(Function):
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+    assert _autograd.is_for_transforms(Apart)
+    assert not _autograd.is_for_transforms(Function)

@@ -184,9 +184,12 @@ def _maps_tell_their_randomness() -> None:
     assert asked == [True, False, False, False]
 
 
-@expects("with_derivatives_off")
-def _derivatives_are_switched_off() -> None:
-    assert _levels.with_derivatives_off(torch.is_grad_enabled) is False
+@expects("without_grad_mode")
+def _grad_mode_is_switched_off() -> None:
+    assert _levels.without_grad_mode(torch.is_grad_enabled) is False
     assert torch.is_grad_enabled()
-    with torch.inference_mode():
-        assert _levels.with_derivatives_off(torch.is_inference_mode_enabled) is False
+    with torch.inference_mode(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
+        assert _levels.without_grad_mode(torch.is_inference_mode_enabled) is False
+
+
+_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)

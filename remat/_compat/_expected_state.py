@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, overrides
+from torch.fx import _symbolic_trace
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch, _pytree, checkpoint
 from typing_extensions import override
@@ -307,3 +308,23 @@ def _dispatch_modes_are_entered_and_left() -> None:
     assert mode.op is torch.ops.aten.sin.default
     assert (view.shape, view.storage_offset()) == ((2,), 1)
     assert _flags() == before
+
+
+@expects("is_traced_symbolically")
+def _a_symbolic_trace_is_noticed() -> None:
+    assert not _state.is_traced_symbolically()
+    with _replaced(vars(_symbolic_trace), "_is_fx_tracing_flag", True):
+        assert _state.is_traced_symbolically()
+        assert _state.must_inline()
+
+
+@expects("not_scriptable")
+def _torchscript_is_refused() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x
+
+    _state.not_scriptable(fn, "no script")
+    # To compile it would warn, and import much.
+    assert vars(fn)["__script_unsupported"] == "no script"
+    text = Path(sys.modules["torch.jit._script"].__file__ or "").read_text("utf-8")
+    assert "__script_unsupported" in text

@@ -144,17 +144,23 @@ def call_below(
     layer: CInterpreter, kind: int, fn: Callable[..., Any], *args: Any
 ) -> Any:
     """Call `fn` below a grad or jvp level, in the modes it was entered in."""
-    before = torch.is_grad_enabled(), is_forward_ad_enabled()
-    is_grad = kind == GRAD
-    set_grad_enabled(not is_grad or CGradInterpreterPtr(layer).prevGradMode())
-    set_forward_ad(is_grad or CJvpInterpreterPtr(layer).prevFwdGradMode())
+    before, forward_ad = torch.is_grad_enabled(), is_forward_ad_enabled()
+    if kind == GRAD:
+        # Off inside of a level, it is off for all below as well.
+        set_grad_enabled(before and CGradInterpreterPtr(layer).prevGradMode())
+        changes = not forward_ad
+    else:
+        changes = forward_ad != CJvpInterpreterPtr(layer).prevFwdGradMode()
+    if changes:
+        set_forward_ad(not forward_ad)
     popped = pop_dynamic_layer_stack()
     try:
         return fn(*args)
     finally:
         push_dynamic_layer_stack(popped)
-        set_grad_enabled(before[0])
-        set_forward_ad(before[1])
+        set_grad_enabled(before)
+        if changes:
+            set_forward_ad(forward_ad)
 
 
 # Deleted by: `torch.autograd.grad(is_grads_batched=True)` saying that it is at work.
@@ -264,22 +270,20 @@ def batched_again(fn: Callable[..., Any], hows: Sequence[How]) -> Callable[..., 
 
 
 # Deleted by: torch.func levels that are lowered keeping inference mode switched off.
-def with_derivatives_off(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` as the forward of a Function: it may switch on again what is off.
+def without_grad_mode(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn`, which may switch grad mode on, where it is off.
 
     Autograd can record there, below a level in inference mode too.
     """
-    grad, forward_ad = torch.is_grad_enabled(), is_forward_ad_enabled()
-    if not grad and torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+    before = torch.is_grad_enabled()
+    if not before and torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
         with torch.inference_mode(False):
             return fn(*args)
     set_grad_enabled(False)
-    set_forward_ad(False)
     try:
         return fn(*args)
     finally:
-        set_grad_enabled(grad)
-        set_forward_ad(forward_ad)
+        set_grad_enabled(before)
 
 
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality

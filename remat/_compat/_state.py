@@ -27,6 +27,7 @@ from torch._ops import (
     OpOverload as OpOverload,
     OpOverloadPacket as OpOverloadPacket,
 )
+from torch.fx import _symbolic_trace
 from torch.library import CustomOpDef
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch, _pytree, checkpoint
@@ -115,14 +116,27 @@ def must_inline() -> bool:
     """Say whether a function is to be called as it is, though it is differentiated.
 
     While Dynamo traces, which drops a Function's backward under torch.func; in a trace
-    by make_fx, which has no memory to save; and in inference mode, where a torch.func
-    level records but nothing below it can.
+    by make_fx, torch.fx or TorchScript, which has no memory to save; and in inference
+    mode, where a torch.func level records but nothing below it can.
     """
     return (
         torch.compiler.is_compiling()
         or torch._C._get_dispatch_mode(_PROXY) is not None
         or torch.is_inference_mode_enabled()
+        or torch._C._is_tracing()
+        or _symbolic_trace._is_fx_tracing_flag
     )
+
+
+def is_traced_symbolically() -> bool:
+    """Say whether torch.fx traces, on stand-ins that are no tensors."""
+    return _symbolic_trace._is_fx_tracing_flag
+
+
+# Deleted by: a public way to say that TorchScript cannot compile a function.
+def not_scriptable(fn: Callable[..., Any], why: str) -> None:
+    """Have TorchScript refuse to compile a function, and say why."""
+    vars(fn)["__script_unsupported"] = why
 
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY

@@ -35,9 +35,9 @@ from remat._compat import (
     show_to_traced_modes,
     without_dispatch_mode,
 )
+from remat._context import is_recomputing
 from remat._draws import Guard
 from remat._errors import RandomnessError
-from remat._context import is_recomputing
 from remat.random._key import Key, KeyLike, data_of, fold_in
 from remat.random._rerouted import DRAWS
 from remat.random._rerouted_nn import LAYERS

@@ -81,7 +81,9 @@ def _deliver(
     value = make(device, dtype or default or torch.get_default_dtype())
     if pin_memory:
         value = value.pin_memory()
-    return value.requires_grad_() if requires_grad else value
+    if requires_grad:
+        value.requires_grad = True  # as by torch.rand, also where torch.func is at work
+    return value
 
 
 def _factory(sample: Sampler) -> Rule:
@@ -120,7 +122,9 @@ def _deliver_like(
     requires_grad = options.pop("requires_grad", False)
     value = _deliver(make, input.dtype, **options)
     value = laid_out(value, input, memory_format)
-    return value.requires_grad_() if requires_grad else value
+    if requires_grad:
+        value.requires_grad = True  # as by torch.rand, also where torch.func is at work
+    return value
 
 
 def laid_out(

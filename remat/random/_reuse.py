@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from remat._code import user_line
 from remat._compat import base_tensor, must_inline
-from remat._errors import KeyReuseError
 from remat._context import is_recomputing
+from remat._errors import KeyReuseError
 
 
 P = ParamSpec("P")
