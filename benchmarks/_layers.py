@@ -256,14 +256,17 @@ def two_of_many(*shape: int) -> Work:
 
 
 SMALL, LARGE, IMAGES = (2, 32, 64), (2, 64, 256), (4, 16, 16, 16)
+LARGE_LAYERS = {
+    "decoder, d=256": lambda: decoder(MODULE, *LARGE),
+    "decoder.forward, d=256": lambda: decoder(METHOD, *LARGE),
+}
 LAYERS = {
     "decoder, d=64": lambda: decoder(MODULE, *SMALL),
     "decoder.forward, d=64": lambda: decoder(METHOD, *SMALL),
-    "decoder, d=256": lambda: decoder(MODULE, *LARGE),
-    "decoder.forward, d=256": lambda: decoder(METHOD, *LARGE),
+    **LARGE_LAYERS,
     "conv, batch norm": lambda: of_module(ConvBlock(IMAGES[1]), MODULE, *IMAGES),
-    "forward of it": lambda: of_module(ConvBlock(IMAGES[1]), METHOD, *IMAGES),
+    "its forward": lambda: of_module(ConvBlock(IMAGES[1]), METHOD, *IMAGES),
     "fifty objects": lambda: of_module(HoldingParts(SMALL[-1]), MODULE, *SMALL),
-    "forward of them": lambda: of_module(HoldingParts(SMALL[-1]), METHOD, *SMALL),
+    "their forward": lambda: of_module(HoldingParts(SMALL[-1]), METHOD, *SMALL),
     "2 of 32 blocks": lambda: two_of_many(*SMALL),
 }
