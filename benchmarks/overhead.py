@@ -50,7 +50,7 @@ SHAPE = (2, 8, 32)  # of the block: batch, time, width
 FACTOR = 2
 
 
-def body(x: Tensor) -> Tensor:
+def ops(x: Tensor) -> Tensor:
     """Run four ops, each of which saves something for its backward."""
     return torch.sin(torch.tanh(x * 2.0).exp())
 
@@ -84,22 +84,26 @@ def four_ops(style: str) -> Work:
     x = torch.linspace(-1, 1, 4).requires_grad_()
     if style in (MODULE, METHOD):
         return module_work(FourOps(), x, style)
-    return Work(body if style == FUNCTION else configured_ops(0), (x,), [x])
+    return Work(ops if style == FUNCTION else configured_ops(0), (x,), [x])
 
 
 # --- What is counted -----------------------------------------------------------------
 
 
-# The systems of each body, and the loops of a round.
-BODIES: dict[str, tuple[Callable[[str], Work], Sequence[str], int]] = {
-    FOUR_OPS: (
-        four_ops,
-        (PLAIN, REENTRANT, BASELINE, TORCH_REMAT, DEFAULT, PRUNED),
-        30,
-    ),
-    BLOCK: (
+@dataclass(frozen=True)
+class Body:
+    """What is checkpointed, by which systems beside plain, so often in each round."""
+
+    in_style: Callable[[str], Work]
+    systems: Sequence[str]
+    loops: int
+
+
+BODIES = {
+    FOUR_OPS: Body(four_ops, (REENTRANT, BASELINE, TORCH_REMAT, DEFAULT, PRUNED), 30),
+    BLOCK: Body(
         lambda style: block_work(style, *SHAPE),
-        (PLAIN, BASELINE, SELECTIVE, TORCH_REMAT, DEFAULT, PRUNED, SAVING),
+        (BASELINE, SELECTIVE, TORCH_REMAT, DEFAULT, PRUNED, SAVING),
         6,
     ),
 }
@@ -113,12 +117,12 @@ OTHERS = [*range(40, 44)]  # to warm up on
 
 def body_step(name: str, style: str, system: str) -> Step:
     """Return a step of a body."""
-    return BODIES[name][0](style).step(SYSTEMS[system])
+    return BODIES[name].in_style(style).step(SYSTEMS[system])
 
 
 def func_grad_step(system: str) -> Step:
     """Return a derivative of the four ops by torch.func."""
-    fn, x = SYSTEMS[system](body), torch.linspace(-1, 1, 4)
+    fn, x = SYSTEMS[system](ops), torch.linspace(-1, 1, 4)
     gradient = grad(lambda x: fn(x).sum())
     return lambda: gradient(x)
 
@@ -146,11 +150,11 @@ def step_of_new_functions(system: str) -> Step:
 def cases() -> dict[Label, Case]:
     """Return all that is counted."""
     found: dict[Label, Case] = {}
-    for name, (_, systems, loops) in BODIES.items():
-        for style, system in itertools.product(STYLES, systems):
+    for name, of in BODIES.items():
+        for style, system in itertools.product(STYLES, (PLAIN, *of.systems)):
             make = functools.partial(body_step, name, style, system)
-            found[name, style, system] = Case(make, loops=loops)
-    for system in BODIES[FOUR_OPS][1]:
+            found[name, style, system] = Case(make, loops=of.loops)
+    for system in (PLAIN, *BODIES[FOUR_OPS].systems):
         make = functools.partial(func_grad_step, system)
         found[FUNC_GRAD, FUNCTION, system] = Case(make)
     for system in FIRST_CALLS:
@@ -185,7 +189,7 @@ class Target:
         """Write it down."""
         if self.functions == self.modules:
             return f"<= {self.functions}"
-        return f"<= {self.functions}, as a module {self.modules}"
+        return f"<= {self.functions}, modules {self.modules}"
 
 
 TARGETS = (
@@ -210,7 +214,7 @@ def all_beyond(counts: Counts, body: str, screen: Console) -> None:
     cells = table(f"Instructions of {body}: {PLAIN}, and beyond it", "system", *STYLES)
     plain = [number(counts[body, style, PLAIN]) for style in STYLES]
     cells.add_row(PLAIN, *plain)
-    for system in BODIES[body][1][1:]:
+    for system in BODIES[body].systems:
         row = [number(beyond(counts, body, style, system)) for style in STYLES]
         cells.add_row(system, *row)
     screen.print(cells)
@@ -219,7 +223,7 @@ def all_beyond(counts: Counts, body: str, screen: Console) -> None:
 def shares(counts: Counts, screen: Console) -> bool:
     """Print ours as shares of what they replace; return whether targets are met."""
     title = "Shares of what another system costs beyond plain"
-    headings = "target", "dearest style / cheapest", "target"
+    headings = "target", "dearest / cheapest", "target"
     cells = table(title, "system, of another", *STYLES, *headings)
     all_met = True
     for target in TARGETS:
@@ -254,7 +258,7 @@ def func_grads(counts: Counts, screen: Console) -> bool:
     cells = table(title, "system", "instructions", "target")
     found = {
         system: beyond(counts, FUNC_GRAD, FUNCTION, system)
-        for system in BODIES[FOUR_OPS][1][1:]
+        for system in BODIES[FOUR_OPS].systems
     }
     met = _number(found[DEFAULT]) <= MOST_FUNC_GRAD
     for system, own in found.items():
