@@ -8,11 +8,14 @@
   ``checkpoint_sequential`` does.
 """
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from _block import Block, stream
-from _styles import METHOD, MODULE, Work
+from _styles import METHOD, MODULE, Work, module_work
 from _systems import TensorFn
 from torch import Tensor, nn
 from torch.nn import functional
@@ -232,11 +235,14 @@ class HoldingParts(nn.Module):
         return x + self.down(h) * self.listed[3].options["scale"]
 
 
-def of_module(module: nn.Module, style: str, *shape: int) -> Work:
-    """Return a call of a module on one tensor."""
-    x = stream(*shape)
-    fn = module.forward if style == METHOD else module
-    return Work(fn, (x,), [x, *module.parameters()])
+def conv_block(style: str, *shape: int) -> Work:
+    """Return a call of the convolutions."""
+    return module_work(ConvBlock(shape[1]), stream(*shape), style)
+
+
+def holding_parts(style: str, *shape: int) -> Work:
+    """Return a call of the MLP."""
+    return module_work(HoldingParts(shape[-1]), stream(*shape), style)
 
 
 def two_of_many(*shape: int) -> Work:
@@ -255,18 +261,28 @@ def two_of_many(*shape: int) -> Work:
     return Work(running(4, 5), (x,), [x, *used])
 
 
-SMALL, LARGE, IMAGES = (2, 32, 64), (2, 64, 256), (4, 16, 16, 16)
-LARGE_LAYERS = {
-    "decoder, d=256": lambda: decoder(MODULE, *LARGE),
-    "decoder.forward, d=256": lambda: decoder(METHOD, *LARGE),
-}
-LAYERS = {
-    "decoder, d=64": lambda: decoder(MODULE, *SMALL),
-    "decoder.forward, d=64": lambda: decoder(METHOD, *SMALL),
-    **LARGE_LAYERS,
-    "conv, batch norm": lambda: of_module(ConvBlock(IMAGES[1]), MODULE, *IMAGES),
-    "its forward": lambda: of_module(ConvBlock(IMAGES[1]), METHOD, *IMAGES),
-    "fifty objects": lambda: of_module(HoldingParts(SMALL[-1]), MODULE, *SMALL),
-    "their forward": lambda: of_module(HoldingParts(SMALL[-1]), METHOD, *SMALL),
-    "2 of 32 blocks": lambda: two_of_many(*SMALL),
+@dataclass(frozen=True)
+class Layer:
+    """A layer, and the shapes of its input to be timed and to be counted on."""
+
+    make: Callable[..., Work]
+    timed: tuple[int, ...]
+    counted: tuple[int, ...]  # few numbers: products are the same for all, and slow
+
+
+def _in_both_styles(
+    name: str, make: Callable[..., Work], *shapes: Any
+) -> dict[str, Layer]:
+    return {
+        name: Layer(functools.partial(make, MODULE), *shapes),
+        f"{name}, its forward": Layer(functools.partial(make, METHOD), *shapes),
+    }
+
+
+LAYERS: dict[str, Layer] = {
+    **_in_both_styles("decoder, d=64", decoder, (2, 32, 64), (1, 4, 64)),
+    **_in_both_styles("decoder, d=256", decoder, (2, 64, 256), (1, 4, 256)),
+    **_in_both_styles("conv, batch norm", conv_block, (4, 16, 16, 16), (1, 16, 4, 4)),
+    **_in_both_styles("50 objects", holding_parts, (2, 32, 64), (1, 4, 64)),
+    "2 of 32 blocks": Layer(two_of_many, (2, 32, 64), (1, 4, 64)),
 }
