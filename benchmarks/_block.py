@@ -1,55 +1,22 @@
-"""The transformer block that the benchmarks checkpoint, and the systems that do it.
+"""The transformer block that the benchmarks checkpoint, in four styles.
 
-The block is pre-norm, attention and an MLP: a function of a pytree of parameters and
-the residual stream, or a module. The systems are wrappers of one function, as in
-``_systems.py``. Those that save dots save the results of the same operators, ``DOTS``.
+The block is pre-norm, attention and an MLP. It is a function of a pytree of parameters
+and the residual stream; one that closes over its configuration and reads numbers of
+this module; a module; or the method of one, as in ``remat(module.forward)``.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
-from _systems import BASELINE, SYSTEMS, Wrapper
+from _styles import CLOSURE, FUNCTION, Step, Work, module_work
+from _systems import DOTS, TensorFn
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from remat import policies, remat
 from remat.testing import count_ops
 
 
 Params = dict[str, Tensor]
-Step = Callable[[], None]
 
-HEADS = 4
-
-
-# --- The systems ---------------------------------------------------------------------
-
-
-_aten = torch.ops.aten
-_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
-DOTS = (_aten.mm, _aten.addmm, _aten.bmm, _ATTENTION)
-SELECTIVE = "torch SAC, dots"
-DEFAULT, PRUNED, SAVING = "remat", "remat, prune=True", "remat, dots"
-
-
-def selective(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap in torch's selective activation checkpointing, which saves ``DOTS``."""
-    saved = [packet.default for packet in DOTS]
-    contexts = functools.partial(create_selective_checkpoint_contexts, saved)
-    return functools.partial(checkpoint, fn, use_reentrant=False, context_fn=contexts)
-
-
-BLOCK_SYSTEMS: dict[str, Wrapper] = {
-    "plain": SYSTEMS["plain"],
-    BASELINE: SYSTEMS[BASELINE],
-    SELECTIVE: selective,
-    DEFAULT: remat,
-    PRUNED: functools.partial(remat, prune=True),
-    SAVING: functools.partial(remat, policy=policies.dots_saveable),
-}
+HEADS, EPS = 4, 1e-5
 
 
 # --- The block -----------------------------------------------------------------------
@@ -106,6 +73,25 @@ def block_params(width: int, seed: int = 0) -> Params:
     return {key: value.requires_grad_() for key, value in params.items()}
 
 
+def configured(causal: bool, parts: int) -> TensorFn:
+    """Return the same as a function that closes over its configuration."""
+
+    def apply(params: Params, x: Tensor, gelu: str = "none") -> Tensor:
+        scale, shift = params["scale1"], params["shift1"]
+        h = functional.layer_norm(x, (x.shape[-1],), scale, shift, EPS)
+        h = functional.linear(h, params["qkv"], params["qkv_bias"])
+        q, k, v = h.unflatten(-1, (parts, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        h = functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        x = add_attention(params, x, h.transpose(1, 2).flatten(2))
+        scale, shift = params["scale2"], params["shift2"]
+        h = functional.layer_norm(x, (x.shape[-1],), scale, shift, EPS)
+        h = functional.linear(h, params["up"], params["up_bias"])
+        h = functional.gelu(h, approximate=gelu)
+        return x + functional.linear(h, params["down"], params["down_bias"])
+
+    return apply
+
+
 class Block(nn.Module):
     """The same as a module of six modules, which hold the parameters."""
 
@@ -121,7 +107,7 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
-# --- Steps ---------------------------------------------------------------------------
+# --- A step --------------------------------------------------------------------------
 
 
 def stream(*shape: int) -> Tensor:
@@ -130,28 +116,14 @@ def stream(*shape: int) -> Tensor:
     return torch.randn(shape, generator=generator).requires_grad_()
 
 
-def block_step(wrap: Wrapper, *shape: int) -> Step:
-    """Return one forward and backward of a wrapped block, to all that it reads."""
-    fn, params, x = wrap(block), block_params(shape[-1]), stream(*shape)
-    return differentiated(lambda: fn(params, x, HEADS), [x, *params.values()])
-
-
-def module_step(wrap: Wrapper, *shape: int) -> Step:
-    """Return the same for the module."""
-    module, x = Block(shape[-1]), stream(*shape)
-    fn = wrap(module)
-    return differentiated(lambda: fn(x), [x, *module.parameters()])
-
-
-def differentiated(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Step:
-    """Return forward and backward, after which the leaves have no gradients."""
-
-    def step() -> None:
-        forward().sum().backward()
-        for leaf in leaves:
-            leaf.grad = None
-
-    return step
+def block_work(style: str, *shape: int) -> Work:
+    """Return one call of a block in a style, and all that it reads."""
+    params, x = block_params(shape[-1]), stream(*shape)
+    if style == FUNCTION:
+        return Work(block, (params, x, HEADS), [x, *params.values()])
+    if style == CLOSURE:
+        return Work(configured(True, 3), (params, x), [x, *params.values()])
+    return module_work(Block(shape[-1]), x, style)
 
 
 def dots_run(step: Step) -> int:
@@ -159,8 +131,3 @@ def dots_run(step: Step) -> int:
     with count_ops() as ops:
         step()
     return sum(ops[packet.__name__] for packet in DOTS)
-
-
-def verdict(met: bool, bound: str) -> str:
-    """Say whether a number meets its target."""
-    return f"{'met' if met else 'MISSED'} ({bound})"

@@ -2,22 +2,28 @@
 
 A script that uses this has a function ``cases`` and is imported again by a process of
 its own, which runs under ``valgrind --tool=callgrind``. A helper that is compiled here
-switches the counter on around the loops. Without valgrind or a C compiler it is
-``perf stat`` on two lengths of the loop, of which the difference is taken.
+reads the counter around the loops. All cases take turns there, for some rounds, of
+which the median counts. Without valgrind or a C compiler it is ``perf stat`` on two
+lengths of the loop, in processes of their own, of which the difference is taken.
 
-Instructions are stable where times are not: they repeat to a few in a hundred.
+Invariant: the process starts alike each time, hashes included, so that instructions
+repeat where times do not. Rejected: to count with the collector off. What a call leaves
+to it costs instructions, too.
 """
 
 import argparse
 import ctypes
+import gc
 import importlib
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,28 +36,29 @@ from rich.progress import Progress
 
 HELPER = """
 #include <valgrind/callgrind.h>
-void on(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }
-void off(const char *label) {
-    CALLGRIND_DUMP_STATS_AT(label);
-    CALLGRIND_STOP_INSTRUMENTATION;
-}
+void start(void) { CALLGRIND_START_INSTRUMENTATION; }
+void zero(void) { CALLGRIND_ZERO_STATS; }
+void dump(const char *label) { CALLGRIND_DUMP_STATS_AT(label); }
 """
+
+ROUNDS = 3
+REPEATABLE = {**os.environ, "PYTHONHASHSEED": "0"}
 
 LABEL = re.compile(r"^desc: Trigger: Client Request: (.*)$", re.MULTILINE)
 TOTAL = re.compile(r"^(?:totals|summary): (\d+)", re.MULTILINE)
 
 Step = Callable[[], object]
-Label = tuple[str, str]  # of a table: its column and its row
+Label = tuple[str, ...]  # where a table shows it
 Counts = dict[Label, float | str]  # of one step; text: why there is none
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is counted: ``make`` returns a step, which is called so many times."""
+    """What is counted: ``make`` returns a step, called so many times in each round."""
 
     make: Callable[[], Step]
     warmup: int = 20
-    loops: int = 200
+    loops: int = 40
 
 
 def count(script: str) -> Counts:
@@ -116,17 +123,21 @@ def _run_child(command: list[str], name: str, messages: TextIO) -> Counts:
     with (
         Progress(transient=True) as progress,
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=messages, text=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=messages,
+            text=True,
+            env=REPEATABLE,
         ) as child,
     ):
-        total = len(_cases(name))
+        total = len(_cases(name)) * (ROUNDS + 1)
         task = progress.add_task("starting torch under valgrind", total=total)
         assert child.stdout is not None, "it is a pipe"
         for line in child.stdout:
-            column, row, error = line.rstrip("\n").split("\t")
-            progress.update(task, advance=1, description=f"{column}, {row}")
+            *label, error = line.rstrip("\n").split("\t")
+            progress.update(task, advance=1, description=", ".join(label))
             if error:
-                failures[column, row] = error
+                failures[tuple(label)] = error
     if child.returncode:
         messages.seek(0)
         raise SystemExit(f"the measured process failed:\n{messages.read()}")
@@ -134,29 +145,40 @@ def _run_child(command: list[str], name: str, messages: TextIO) -> Counts:
 
 
 def _measured_process(name: str, library: str) -> None:
-    """Be the child: run every case between two calls that switch the counter."""
+    """Be the child: run every case between two calls that read the counter."""
     helper = ctypes.CDLL(library)
+    steps: dict[Label, tuple[Step, int]] = {}
     for label, case in _cases(name).items():
         step, error = _failure(case)
-        if step is not None:
-            helper.on()
-            for _ in range(case.loops):
-                step()
-            helper.off("\t".join(label).encode())
         print(*label, error, sep="\t", flush=True)
+        if step is not None:
+            steps[label] = step, case.loops
+    gc.collect()
+    gc.freeze()  # collections are of what the steps leave, not of all that is imported
+    helper.start()  # once: to switch it off and on means to translate all code again
+    for _ in range(ROUNDS):
+        for label, (step, loops) in steps.items():
+            gc.collect()
+            helper.zero()
+            for _ in range(loops):
+                step()
+            helper.dump("\t".join(label).encode())
+            print(*label, "", sep="\t", flush=True)
 
 
 def _read_dumps(folder: Path, name: str) -> Counts:
     """Read label and total of every dump that callgrind wrote."""
-    counts: Counts = {}
-    cases = _cases(name)
+    totals: dict[Label, list[int]] = defaultdict(list)
     for dump in folder.glob("dump.*"):
         text = dump.read_text()
         label, total = LABEL.search(text), TOTAL.search(text)
         if label and total:
-            column, row = label[1].split("\t")
-            counts[column, row] = int(total[1]) / cases[column, row].loops
-    return counts
+            totals[tuple(label[1].split("\t"))].append(int(total[1]))
+    cases = _cases(name)
+    return {
+        label: statistics.median(found) / cases[label].loops
+        for label, found in totals.items()
+    }
 
 
 # --- perf ----------------------------------------------------------------------------
@@ -171,8 +193,9 @@ def _count_with_perf(name: str) -> Counts:
         if error:
             counts[label] = error
             continue
-        many, none = (_perf_instructions(name, label, n) for n in (case.loops, 0))
-        counts[label] = (many - none) / case.loops
+        loops = ROUNDS * case.loops
+        many, none = (_perf_instructions(name, label, n) for n in (loops, 0))
+        counts[label] = (many - none) / loops
     return counts
 
 
@@ -180,8 +203,9 @@ def _perf_instructions(name: str, label: Label, loops: int) -> int:
     """Count the user-mode instructions of a whole process with so many loops."""
     argv = [sys.executable, __file__, name, "--once", *label, str(loops)]
     perf = ["perf", "stat", "-x,", "-e", "instructions:u", *argv]
-    fixed = {**os.environ, "PYTHONHASHSEED": "0"}  # starts alike each time
-    done = subprocess.run(perf, capture_output=True, text=True, check=True, env=fixed)
+    done = subprocess.run(
+        perf, capture_output=True, text=True, check=True, env=REPEATABLE
+    )
     match = re.search(r"^(\d+),.*instructions", done.stderr, re.MULTILINE)
     if match is None:
         raise SystemExit(f"perf counts no instructions here:\n{done.stderr}")
@@ -206,15 +230,15 @@ def _main() -> None:
     """Be one of the children."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("name", help="the script, without .py")
-    parser.add_argument("--helper", help="the library that switches the counter")
-    parser.add_argument("--once", nargs=3, metavar=("COLUMN", "ROW", "LOOPS"))
+    parser.add_argument("--helper", help="the library that reads the counter")
+    parser.add_argument("--once", nargs="+", metavar="LABEL ... LOOPS")
     options = parser.parse_args()
     _quiet()
     if options.helper:
         _measured_process(options.name, options.helper)
     else:
-        column, row, loops = options.once
-        _single_process(options.name, (column, row), int(loops))
+        *label, loops = options.once
+        _single_process(options.name, tuple(label), int(loops))
 
 
 if __name__ == "__main__":

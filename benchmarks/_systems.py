@@ -1,38 +1,54 @@
-"""The systems that the benchmarks compare, each as a wrapper of one function.
+"""The systems that the benchmarks compare, each as a wrapper of one function or module.
 
-A wrapper takes a function of tensors and returns what a user of that system would call
-instead. What a system cannot do raises, and the tables say so.
+A wrapper takes what computes tensors and returns what a user of that system would call
+instead. What a system cannot do raises, and the tables say so. Those that save dots
+save the results of the same operators, ``DOTS``.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import torch
 import torch_remat
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from remat import remat
+from remat import policies, remat
 
 
 TensorFn = Callable[..., Tensor]
 Wrapper = Callable[[TensorFn], TensorFn]
 
-BASELINE = "torch non-reentrant"
+PLAIN, REENTRANT, BASELINE = "plain", "torch reentrant", "torch non-reentrant"
+SELECTIVE, TORCH_REMAT = "torch SAC, dots", "torch_remat 0.2.2"
+DEFAULT, PRUNED, SAVING = "remat", "remat, prune=True", "remat, dots"
+
+_aten = torch.ops.aten
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
+DOTS = (_aten.mm, _aten.addmm, _aten.bmm, _ATTENTION)
 
 
-def _torch_checkpoint(use_reentrant: bool) -> Wrapper:
+def _torch_checkpoint(**options: Any) -> Wrapper:
     def wrap(fn: TensorFn) -> TensorFn:
-        return functools.partial(checkpoint, fn, use_reentrant=use_reentrant)
+        return functools.partial(checkpoint, fn, **options)
 
     return wrap
 
 
+_selective_contexts = functools.partial(
+    create_selective_checkpoint_contexts, [packet.default for packet in DOTS]
+)
+
 SYSTEMS: dict[str, Wrapper] = {
-    "plain": lambda fn: fn,
-    "torch reentrant": _torch_checkpoint(use_reentrant=True),
+    PLAIN: lambda fn: fn,
+    REENTRANT: _torch_checkpoint(use_reentrant=True),
     BASELINE: _torch_checkpoint(use_reentrant=False),
-    "torch_remat 0.2.2": torch_remat.checkpoint(),
-    "remat": functools.partial(remat, prune=False),
+    SELECTIVE: _torch_checkpoint(use_reentrant=False, context_fn=_selective_contexts),
+    TORCH_REMAT: torch_remat.checkpoint(),
+    DEFAULT: remat,
+    PRUNED: functools.partial(remat, prune=True),
+    SAVING: functools.partial(remat, policy=policies.dots_saveable),
 }
 
 

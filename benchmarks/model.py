@@ -19,11 +19,7 @@ from pathlib import Path
 
 import torch
 from _block import (
-    BLOCK_SYSTEMS,
-    DEFAULT,
     HEADS,
-    SAVING,
-    SELECTIVE,
     Params,
     add_attention,
     add_mlp,
@@ -33,13 +29,12 @@ from _block import (
     hidden,
     queries,
     stream,
-    verdict,
 )
 from _files import timelines
-from _systems import BASELINE, Wrapper
+from _systems import BASELINE, DEFAULT, PLAIN, SAVING, SELECTIVE, SYSTEMS, Wrapper
+from _tables import console, table, verdict
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from remat import checkpoint_name, policies, remat
@@ -48,9 +43,8 @@ from remat import checkpoint_name, policies, remat
 NAMES, ALL, DISK = "remat, names", "remat, everything", "remat, dots to disk"
 NAMED = policies.save_only_these_names("qkv", "hidden")
 TO_DISK = policies.dots_saveable.but_offload(to="disk")
-SYSTEMS: dict[str, Wrapper] = {
-    name: BLOCK_SYSTEMS[name]
-    for name in ("plain", BASELINE, SELECTIVE, DEFAULT, SAVING)
+CHOSEN: dict[str, Wrapper] = {
+    name: SYSTEMS[name] for name in (PLAIN, BASELINE, SELECTIVE, DEFAULT, SAVING)
 } | {
     NAMES: functools.partial(remat, policy=NAMED),
     ALL: functools.partial(remat, policy=policies.everything_saveable),
@@ -63,7 +57,7 @@ TARGETS = {
     SAVING: ("<", SELECTIVE, BOTH),
     NAMES: ("<", SAVING, BOTH),
     # Its residuals are freed when the backward of a block ends, not one by one.
-    ALL: ("<=", "plain", ("alive",)),
+    ALL: ("<=", PLAIN, ("alive",)),
     DISK: ("<=", DEFAULT, BOTH),
 }
 
@@ -136,20 +130,18 @@ def target(rows: dict[str, Row], name: str) -> str:
     return verdict(all(less(*pair) for pair in pairs), f"{relation} {other}")
 
 
-def report(rows: dict[str, Row], console: Console) -> bool:
+def report(rows: dict[str, Row], screen: Console) -> bool:
     """Print the table; return whether every target is met."""
-    table = Table(title="Bytes of a model, and products computed again")
-    for heading in ("system", "after forward", "peak", "in files", "again", "target"):
-        right = heading not in ("system", "target")
-        table.add_column(heading, justify="right" if right else "left")
+    headings = "after forward", "peak", "in files", "again", "target"
+    cells = table("Bytes of a model, and products computed again", "system", *headings)
     all_met = True
     for name, row in rows.items():
         text = target(rows, name)
-        again = row.again - rows["plain"].again
+        again = row.again - rows[PLAIN].again
         sizes = [f"{size:,}" for size in (row.alive, row.peak, row.files)]
-        table.add_row(name, *sizes, str(again), text)
+        cells.add_row(name, *sizes, str(again), text)
         all_met &= not text.startswith("MISSED")
-    console.print(table)
+    screen.print(cells)
     return all_met
 
 
@@ -194,19 +186,17 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     """Measure, print the table, write the plot; exit with 1 if a target is missed."""
-    options, console = parse_options(), Console()
+    options, screen = parse_options(), console()
     torch.set_num_threads(1)  # bytes are the same, and a busy machine no matter
     rows = {
         name: measure(wrap, options)
-        for name, wrap in track(
-            SYSTEMS.items(), transient=True, description="measuring"
-        )
+        for name, wrap in track(CHOSEN.items(), transient=True, description="measuring")
     }
-    all_met = report(rows, console)
+    all_met = report(rows, screen)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "model_memory.png"
     plot(rows, path)
-    console.print(f"Bytes under each policy: {path}")
+    screen.print(f"Bytes under each policy: {path}")
     sys.exit(not all_met)
 
 

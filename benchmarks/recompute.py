@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _block import BLOCK_SYSTEMS, DEFAULT, HEADS, PRUNED, block, block_params, verdict
-from _systems import BASELINE, Wrapper
+from _block import HEADS, block, block_params
+from _systems import BASELINE, DEFAULT, PLAIN, PRUNED, SYSTEMS, Wrapper
+from _tables import console, table, verdict
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import (
@@ -31,7 +31,7 @@ from torch.utils.flop_counter import (
 
 
 WIDTH = 256
-SYSTEMS = ("plain", BASELINE, DEFAULT, PRUNED)
+CHOSEN = PLAIN, BASELINE, DEFAULT, PRUNED
 
 _aten = torch.ops.aten
 
@@ -185,23 +185,20 @@ def _normal(shape: tuple[int, ...]) -> Tensor:
     return (torch.randn(shape) / shape[-1] ** 0.5).requires_grad_()
 
 
-def report(console: Console) -> bool:
+def report(screen: Console) -> bool:
     """Count, print the table, and return whether every target is met."""
-    table = Table(title="MFLOPs of a step, and those computed again")
-    table.add_column("block")
-    for name in SYSTEMS:
-        table.add_column(name, justify="right")
-    table.add_column("target")
+    title = "MFLOPs of a step, and those computed again"
+    rows = table(title, "block", *CHOSEN, "target")
     all_met = True
     for name, work in track(SUITE.items(), transient=True, description="counting"):
-        plain, *others = (flops(work, BLOCK_SYSTEMS[system]) for system in SYSTEMS)
+        plain, *others = (flops(work, SYSTEMS[system]) for system in CHOSEN)
         torchs, *ours = (total - plain for total in others)
         met = max(ours) < torchs if work.strict else max(ours) <= torchs
         cells = [f"{n / 1e6:,.1f}" for n in (plain, torchs, *ours)]
         target = verdict(met, f"{'<' if work.strict else '<='} torch")
-        table.add_row(name, *cells, target)
+        rows.add_row(name, *cells, target)
         all_met &= met
-    console.print(table)
+    screen.print(rows)
     return all_met
 
 
@@ -210,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.parse_args()
     torch.set_num_threads(1)
-    sys.exit(not report(Console()))
+    sys.exit(not report(console()))
 
 
 if __name__ == "__main__":
