@@ -83,7 +83,7 @@ class Ambient:
         """Keep only the streams that moved since.
 
         Args:
-            keeps_casts: whether what autocast cast stays in its cache, as in plain code.
+            keeps_casts: whether autocast's casts stay in its cache, as in plain code.
         """
         before, others = self._before
         del self._before

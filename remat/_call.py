@@ -54,10 +54,11 @@ class Call(Program):
             fn = without_draws(fn, label)
         self._out = None
         self.above: Sequence[Tensor] = ()
-        self._fn, self._label = fn, label
+        self._fn: Any = fn
+        self._label = label
         self._search: Search | None = Search()
         self._snapshot = Snapshot(fn, label, args, kwargs, self._search)
-        self._leaves: list[Tensor] = self._search.tensors
+        self._leaves = self._search.tensors
 
     @property
     @override
@@ -90,7 +91,8 @@ class Call(Program):
 
         And forget them.
         """
-        above, self._leaves = self._leaves, []
+        above = self._leaves
+        self._leaves: list[Tensor] = []
         leaves = [*map(unwrap_dead, above)]
         if True in map(operator.is_not, leaves, above) and holds_graph(above, leaves):
             warnings.warn(_PULLBACK.format(label=self._label), stacklevel=3)

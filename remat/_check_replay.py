@@ -11,25 +11,27 @@ values are apart could be told only by running the function a third time, when i
 something else.
 """
 
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
 from typing_extensions import override
 
-from remat import _rules
 from remat._api import Rematerialized
+from remat._capture import Search
 from remat._compare import CompareValues, KeepValues, has_values
-from remat._compat import (
-    grad_mode,
-    without_hooks,
-)
+from remat._compat import below_all_levels, unwrap_dead
+from remat._draws import without_draws
 from remat._errors import RecomputeError
+from remat._filling import Filling
+from remat._inputs import Inputs
 from remat._options import DEFAULT
-from remat._primal import Primal
-from remat._program import Facts, Program, detached, has_derivatives
 from remat._reporting import label_of, refuse_transforms
+from remat._restore import Run
+from remat._saved import Saved
+from remat._snapshot import Snapshot
+from remat._structure import Out
 from remat._traces import TRACES
 from remat._types import Fn
 
@@ -98,26 +100,31 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     options, label = DEFAULT, label_of(fn)
     if isinstance(fn, Rematerialized):
         fn, options, label = fn.__wrapped__, fn._options, fn._label
-    forward = KeepValues()
-    call = _Call(fn, label, args, kwargs, replace(options, prune=False))
-    call.mode = forward
-    leaves, _ = call.take_leaves()
-    if not all(has_values(t) for t in leaves):
+    if options.rng == "error":
+        fn = without_draws(fn, label)
+    inputs, search = Inputs(fn, args, kwargs), Search(shallow=True)
+    args, kwargs = inputs.args, inputs.kwargs
+    snapshot = Snapshot(fn, label, args, kwargs, search)
+    leaves = [*map(unwrap_dead, search.tensors)]
+    if not all(map(has_values, leaves)):
         raise RuntimeError(_NO_VALUES)
+    needs = [t.requires_grad for t in leaves]
+    call = _Twice(snapshot, leaves, needs, (), replace(options, prune=False))
+    forward = KeepValues()
     TRACES.clear()  # calls within do in both what a first call does
-    saved = call.run_forward(leaves)
+    result = call.run_forward(fn, args, kwargs, leaves, forward)
     TRACES.clear()
     recomputation = CompareValues(forward.steps)
     try:
-        call.run_again(saved, recomputation)
+        call.run_again(recomputation)
     except Exception as error:
         if recomputation.difference is None:
             raise
         raise RecomputeError(recomputation.described(label)) from error
     if recomputation.difference is not None:
         raise RecomputeError(recomputation.described(label))
-    values, nbytes = forward.values, forward.nbytes
-    return Agreement(len(forward.steps), values, nbytes)
+    del result
+    return Agreement(len(forward.steps), forward.values, forward.nbytes)
 
 
 _NO_VALUES = (
@@ -129,64 +136,48 @@ _NO_VALUES = (
 # --- The two runs ---
 
 
-class _Call(Primal):
-    """A call that a mode follows."""
+class _Twice(Saved):
+    """A call that a mode follows, and whose recomputation runs to its end."""
 
-    __slots__ = ("mode",)
-    mode: Any
+    __slots__ = ("_out",)
+    _out: Out
 
-    @override
-    def _tracing(
-        self, program: Program, leaves: Sequence[Tensor], inner: Sequence[Tensor]
+    def run_forward(
+        self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Any, mode: Any
     ) -> Any:
-        """Have the forward followed by our mode, and nothing kept."""
-        del program, leaves
-        return _Tracing(self.mode)
+        """Be the forward; return its result, whose graph holds the handles."""
+        followed: Any = _Followed(mode)
+        self._following = followed
+        result = self.forward(fn, args, kwargs, leaves)
+        self._following = None
+        self._out = Out.split(result, leaves)[1]
+        return result
+
+    def run_again(self, mode: Any) -> None:
+        """Be the recomputation."""
+        filling = Filling([*self.alive()], self._metas, self.label)
+        filling.left += 1  # or it would stop at the last handle
+        tensors = self.held.tensors(as_they_are=True)
+        below_all_levels(self._recompute, filling, tensors, mode)
+        if filling.left > 1 and mode.difference is None:
+            raise filling.differs()
 
     @override
-    def own_among(
-        self, leaves: Sequence[Tensor], needs: Sequence[bool]
-    ) -> Sequence[int]:
-        """Return none, for what autograd does not know of may be differentiated."""
-        del leaves, needs
-        return ()
-
-    def run_forward(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Be the forward; return what a call would save."""
-        self.facts = Facts(self._needs(leaves), self.uses(len(leaves)), exact=True)
-        with grad_mode(False):
-            outs = self.forward(self, leaves)
-        kept = self.facts.kept
-        return _rules.replace(leaves, kept, outs[len(outs) - len(kept) :])
-
-    def _needs(self, leaves: Sequence[Tensor]) -> list[bool]:
-        needs = [t.requires_grad for t in leaves]
-        if True in needs:
-            return needs
-        passed = [isinstance(path, int) for path in self._origins]
-        return [p and has_derivatives(t) for p, t in zip(passed, leaves, strict=True)]
-
-    def run_again(self, saved: Sequence[Tensor], mode: Any) -> None:
-        """Be the recomputation."""
-        inner = detached(saved, self.facts.needs)
-        with grad_mode(True):
-            outs = without_hooks(self._run_under, mode, inner)
-        if mode.difference is None:
-            self.is_as_recorded(outs)
-
-    def _run_under(self, mode: Any, leaves: Sequence[Tensor]) -> Any:
-        return self.run(*leaves, mode=mode)
+    def _again(self, run: Run) -> None:
+        self._out.split_again(self._snapshot.call(run), run.tensors)
 
 
-class _Tracing:
-    """In place of what traces a forward."""
+class _Followed:
+    """In place of what follows a record."""
+
+    dropped: Mapping[int, Any] = types.MappingProxyType({})
+    decision: Any = None
 
     def __init__(self, mode: Any) -> None:
         self.mode = mode
 
-    def finish(
-        self, outs: Sequence[Any], *, may_drop: bool
-    ) -> tuple[None, list[Tensor]]:
-        """Return no recipe and no residuals."""
-        del outs, may_drop
-        return None, []
+    def pack(self, place: int, tensor: Any) -> None:
+        """Be told what is saved."""
+
+    def finish(self, handles: Any) -> None:
+        """Keep nothing."""

@@ -1,7 +1,7 @@
 """Checks that a call is what remat takes it for.
 
-`reached_leaves` refuses tensors that were used without being inputs, and `Watch` refuses
-to read an input that changed since the forward. What changed is told by versions and
+`reached_leaves` refuses tensors that were used without being inputs, and `Watch` to
+read an input that changed since the forward. What changed is told by versions and
 places.
 
 Invariant: a check raises an error; none changes a value. Rejected: comparing contents,

@@ -206,7 +206,7 @@ class _Noting(Recorder):
         self.itself: set[int] = set()
         # For each operation, the calls that it runs in, from the outermost one in.
         self._inside: list[tuple[Saved, ...]] = []
-        # For each call, the storages of its handles, and how many operations were before.
+        # For each call, its handles' storages, and how many operations were before.
         self._packed: dict[int, tuple[Saved, dict[int, tuple[int, int]]]] = {}
         super().__init__(leaves, None)
 
@@ -272,7 +272,8 @@ class _Noting(Recorder):
 
 
 def _fates(call: Saved, count: int) -> Sequence[Fate]:
-    """Return what becomes of a call's operations in its recompute, so many there are."""
-    decision = call.following and call.following.decision
+    """Return what a call's recompute does with its operations, so many there are."""
+    following = call.following
+    decision = None if following is None else following.decision
     fates = decision[1].full.plan.fates if decision else ()
     return fates if len(fates) == count else [Fate.RUN] * count

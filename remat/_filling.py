@@ -26,7 +26,7 @@ from remat._compat import (
 )
 from remat._context import Decisions, here
 from remat._errors import RecomputeError
-from remat._handles import Handle, unpack
+from remat._handles import Handle, meta_of, unpack
 
 
 class Stop(BaseException):
@@ -80,7 +80,7 @@ class Filling:
             if place >= len(metas):
                 raise self.differs()
             return value
-        meta = t.shape, t.dtype, type(t.grad_fn)
+        meta = meta_of(t)
         saved.append(meta)
         if meta != metas[place] and self._is_other(meta, metas[place]):
             raise self.differs()
@@ -119,10 +119,9 @@ class Filling:
 
 def _name_of(node: type) -> str:
     """Return the name of a node."""
+    name = node.__name__
     # Which of both `reshape` makes depends on whether a mode is active.
-    return (
-        "ViewBackward0" if node.__name__ == "ReshapeAliasBackward0" else node.__name__
-    )
+    return "ViewBackward0" if name == "ReshapeAliasBackward0" else name
 
 
 def _listed(metas: Sequence[Any], first: int) -> str:

@@ -99,7 +99,8 @@ class Following:
             handles: by place; None for what stays itself, and for what is gone.
         """
         tensors = self._residuals(handles)
-        self._tracing, self.mode, self._taken = None, None, {}
+        self._tracing = self.mode = None
+        self._taken.clear()
         scripts = self._scripts
         if scripts is None:
             return
@@ -175,14 +176,14 @@ class Following:
         if scripts is None:
             return None
         given = tuple(sorted(handle.place for handle in handles))
-        kept = [None if r is None else r.value() for r in self._feeding]
+        kept: list[Any] = [None if r is None else r.value() for r in self._feeding]
         replay = Replay(scripts.of(given), kept, kept.__getitem__, self._constants)
         return Replaying(self._trace, scripts, given, replay)
 
     def check(self) -> Check | None:
         """Return what compares a full recompute with the forward, if that was seen."""
-        seen = self._seen and self._scripts is not None
-        return Check(self._scripts.full) if seen else None
+        scripts = self._scripts if self._seen else None
+        return None if scripts is None else Check(scripts.full)
 
     def read_what_is_gone(self, replaying: "Replaying") -> RecomputeError:
         """Return the error that a recompute needs an input that was let go."""

@@ -13,7 +13,7 @@ Rejected: the tensor itself in place of `Kept`. torch compares no versions under
 so that a change in place would go unnoticed.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,9 +21,12 @@ from remat._checks import describe
 from remat._compat import keeps_graph, leave_hooks_on, viewed
 from remat._context import here
 from remat._errors import MutationError
-from remat._op import Value
-from remat._residual import Offloaded, Residual
 from remat._snapshot import Snapshot
+
+
+if TYPE_CHECKING:
+    from remat._op import Value
+    from remat._residual import Offloaded, Residual
 
 
 class Handle:
@@ -100,6 +103,14 @@ class Outer:
     def unpacked(self) -> Tensor:
         """Return the tensor."""
         return self._unpack(self.packed)
+
+
+def meta_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells a saved tensor from others: shape, dtype, and whose it is."""
+    try:
+        return tensor.shape, tensor.dtype, type(tensor.grad_fn)
+    except RuntimeError:  # a nested tensor has no shape
+        return None, tensor.dtype, type(tensor.grad_fn)
 
 
 def unpack(packed: Any) -> Tensor:

@@ -149,9 +149,9 @@ class Held:
             as_they_are: whether it is on the user's own leaves, where it can be.
         """
         values, needs = self.values, self.needs
-        if as_they_are and len(self.own) == len(values):
-            if [*map(_requires_grad, values)] == needs:
-                return [*values]
+        is_all = as_they_are and len(self.own) == len(values)
+        if is_all and [*map(_requires_grad, values)] == needs:
+            return [*values]
         own = {*self.own} if as_they_are else ()
         tensors = []
         for i, (value, need) in enumerate(zip(values, needs, strict=True)):

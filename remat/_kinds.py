@@ -27,10 +27,12 @@ INERT = frozenset(
 )
 SEQUENCES = (list, tuple, set, frozenset, deque)
 # Iterators that `copy.copy` copies, rather than sharing what they iterate over.
+_EMPTY: dict[Any, Any] = {}
 COPIED_ITERATORS = frozenset(
     {
         *map(type, map(iter, ([], (), range(0), range(2**64), "", b"", {}, set()))),
-        *(type(iter({}.values())), type(iter({}.items())), type(reversed([]))),
+        *(type(iter(_EMPTY.values())), type(iter(_EMPTY.items()))),
+        type(reversed([0])),
     }
 )
 # Whose instances are searched all the same, though they are of the standard library.

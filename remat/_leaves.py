@@ -20,7 +20,7 @@ _hooks_of = operator.attrgetter(*_HOOKS)
 _grad_of = operator.attrgetter("grad")
 _attributes_of = operator.attrgetter("__dict__")
 _marks_of = operator.attrgetter(*_HOOKS, "__dict__")
-_UNMARKED = None, None, {}
+_UNMARKED: tuple[Any, ...] = None, None, {}
 _NONE = None, None
 
 

@@ -93,7 +93,8 @@ class ModuleNode(ObjectNode):
         else:
             contents["_parameters"] = _filled(self.parameters, tensors)
         contents["_buffers"] = _filled(self.buffers, tensors)
-        contents["_modules"] = modules = {}
+        modules: dict[str, Any] = {}
+        contents["_modules"] = modules
         for name, node in self.modules.items():
             modules[name] = None if node is None else node.build(run)
         return contents

@@ -194,7 +194,7 @@ class SequenceNode(ContainerNode):
         base, kind = self._base, self._kind
         if base in (tuple, frozenset):
             is_struct = hasattr(kind, "n_sequence_fields")
-            make = kind if is_struct else functools.partial(base.__new__, kind)
+            make: Any = kind if is_struct else functools.partial(base.__new__, kind)
             new = run.built[id(self)] = make(self._filled(run))
         else:
             new = base.__new__(kind)

@@ -15,7 +15,7 @@ from torch import Tensor
 from remat._checks import version_of
 from remat._compat import is_of_torch_func, unwrap_dead, without_node
 from remat._context import here
-from remat._handles import Handle, Kept, Outer
+from remat._handles import Handle, Kept, Outer, meta_of
 from remat._held import Held
 from remat._snapshot import Snapshot
 
@@ -74,7 +74,7 @@ class Packing:
         place = len(handles)
         handle = Handle(self._call, place)
         handles.append(weakref.ref(handle))
-        self.metas.append((t.shape, t.dtype, type(t.grad_fn)))
+        self.metas.append(meta_of(t))
         if self._observe is not None:
             self._observe(place, t)
         return handle

@@ -148,7 +148,7 @@ class Primal(Call):
 
     def situation(self, leaves: Sequence[Tensor]) -> Situation:
         """Return what decides whether the call is recorded."""
-        kinds = [] if not self._classes else leaves
+        kinds = leaves if self._classes else ()
         others = (type(t).__name__ for t in kinds if not may_be_absent(t))
         return Situation(
             is_saved=False,
@@ -186,7 +186,8 @@ class Primal(Call):
         if tracing is not None:
             results += self._trace(tracing, outs)
         del outs, mode, tracing  # which hold what the graph does
-        self._fn = self._search = None
+        self._fn: Any = None
+        self._search = None
         self._check_leaks(leaves, inner)
         for above in facts.above:
             facts.used = sorted({*facts.used, *above.used})

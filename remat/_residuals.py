@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ from remat._reporting import (
     refuse_transforms,
     stream_name,
 )
-from remat._saved import Saved
 from remat._storages import (
     CONSTANT,
     MADE,
@@ -57,6 +56,10 @@ from remat._storages import (
 )
 from remat._types import Fn
 from remat.policies import Decision
+
+
+if TYPE_CHECKING:
+    from remat._saved import Saved
 
 
 def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:

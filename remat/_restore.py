@@ -16,7 +16,6 @@ copy, and a recompute would find nothing there, or something else.
 
 import threading
 from collections.abc import Sequence
-from types import CellType
 from typing import Any, Literal, Self
 
 from torch import Tensor
@@ -45,7 +44,7 @@ class Run:
         self.tensors, self._anew = tensors, anew
         self.built: dict[int, Any] = {}
         self._undo: list[tuple[Any, dict[str, Any]]] = []
-        self._cells: list[CellType] = []
+        self._cells: list[Any] = []
         self._holds_lock = False
 
     def __enter__(self) -> Self:

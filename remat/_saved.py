@@ -70,7 +70,8 @@ def call_saved(
         fn = without_draws(fn, label)
     search = Search(shallow=True)
     snapshot = Snapshot(fn, label, args, kwargs, search)
-    leaves, hows = [*map(unwrap_dead, search.tensors)], []
+    leaves = [*map(unwrap_dead, search.tensors)]
+    hows: Sequence[Any] = ()
     if current_layer() is not None:
         leaves, hows = unbatched(leaves)
     needs = [*map(_requires_grad, leaves)]
@@ -98,17 +99,8 @@ class Saved:
 
     __slots__ = (
         *("__weakref__", "_accumulates", "_done", "_following", "_handles", "_hows"),
-        *(
-            "_inner",
-            "_marked",
-            "_metas",
-            "_nested",
-            "_outer",
-            "_place",
-            "_policy",
-            "_prune",
-        ),
-        *("_snapshot", "ambient", "held"),
+        *("_inner", "_marked", "_metas", "_nested", "_outer", "_place", "_policy"),
+        *("_prune", "_snapshot", "ambient", "held"),
     )
 
     def __init__(
@@ -146,7 +138,7 @@ class Saved:
             if decision is not None:
                 self._following = Following.again(decision, leaves, self._outer)
             return
-        self._place = around and around.reserve()
+        self._place = None if around is None else around.reserve()
         call, label = self.situation(leaves), self._snapshot.label
         why = why_as_it_is(policy, prune, call)
         warn_if_asked(policy, prune, call, label, why)
@@ -282,7 +274,6 @@ class Saved:
     def _recompute(
         self, filling: Filling, tensors: Sequence[Tensor], mode: Any
     ) -> None:
-        held = self.held
         run = batched_again(self._run, self._hows) if self._hows else self._run
         try:
             with (
@@ -303,8 +294,11 @@ class Saved:
         # Who uses the user's modules meanwhile must not see others in them.
         in_place = not self._hows and self.held.are_own(tensors)
         with Run(tensors, "none" if in_place else "all") as run:
-            self._snapshot.call(run)
+            self._again(run)
         return ()
+
+    def _again(self, run: Run) -> None:
+        self._snapshot.call(run)
 
     def _untouched(self) -> AbstractContextManager[Any]:
         """Leave nothing on the user's own leaves."""

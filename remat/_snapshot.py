@@ -214,7 +214,7 @@ def _named(fn: Any) -> tuple[Any, int]:
         if isinstance(fn, types.FunctionType):
             if "__wrapped__" not in fn.__dict__:
                 return fn.__code__, skip
-            fn = fn.__wrapped__
+            fn = fn.__dict__["__wrapped__"]
         elif isinstance(fn, types.MethodType):
             fn, skip = fn.__func__, skip + 1
         elif isinstance(fn, functools.partial):
@@ -223,7 +223,9 @@ def _named(fn: Any) -> tuple[Any, int]:
             fn = fn.forward
         elif hasattr(type(fn), "__remat_options__"):
             fn = fn.__wrapped__
-        elif isinstance(getattr(type(fn), "__call__", None), types.FunctionType):
+        elif isinstance(
+            inspect.getattr_static(type(fn), "__call__", None), types.FunctionType
+        ):
             fn, skip = type(fn).__call__, skip + 1
         else:
             return None, 0

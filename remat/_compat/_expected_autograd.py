@@ -247,29 +247,29 @@ def _a_change_is_not_counted() -> None:
 
 @expects("once_differentiable_function")
 def _what_is_differentiated_once_is_known() -> None:
-    class Twice(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+    rules: dict[str, Any] = {
+        "forward": staticmethod(_copied),
+        "backward": staticmethod(_as_it_is),
+    }
+    often: Any = type("Often", (Function,), rules)
+    rules["backward"] = staticmethod(once_differentiable(_as_it_is))
+    once: Any = type("Once", (Function,), rules)
+    nodes = [f.apply(leaf()).grad_fn for f in (often, once)]
+    assert [*map(_autograd.once_differentiable_function, nodes)] == [None, once]
 
-        @staticmethod
-        def backward(ctx: Any, *cotangents: Any) -> Any:
-            return cotangents[0]
 
-    class Once(Twice):
-        backward = staticmethod(once_differentiable(Twice.backward))
+def _copied(ctx: Any, x: Tensor) -> Tensor:
+    del ctx
+    return x.clone()
 
-    nodes = [f.apply(leaf()).grad_fn for f in (Twice, Once)]
-    known = [*map(_autograd.once_differentiable_function, nodes)]
-    assert known == [None, Once]
+
+def _as_it_is(ctx: Any, *cotangents: Any) -> Any:
+    del ctx
+    return cotangents[0]
 
 
 @expects("is_for_transforms")
 def _a_function_for_transforms_sets_its_context_up() -> None:
-    class Apart(Function):
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            pass
-
-    assert _autograd.is_for_transforms(Apart)
+    apart = type("Apart", (Function,), {"setup_context": staticmethod(_as_it_is)})
+    assert _autograd.is_for_transforms(apart)
     assert not _autograd.is_for_transforms(Function)
