@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from remat._absent import inputs_of
 from remat._checks import NOT_LIFTED, describe
 from remat._compat import AccumulateGrad, current_layer, is_of_level_above
 from remat._errors import CaptureError
@@ -56,8 +56,8 @@ class Foreign(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and is_of_level_above(leaf):
+        for leaf in inputs_of(args, kwargs):
+            if is_of_level_above(leaf):
                 raise CaptureError(NOT_LIFTED.format(what=describe(leaf)))
         if func is torch.autograd.grad:
             self._check_graph(*args, **(kwargs or {}))
