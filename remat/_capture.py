@@ -21,32 +21,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from remat._callables import (
+    CellNode,
+    FunctionNode,
+    MethodNode,
+    PartialNode,
+    WrapperNode,
+)
 from remat._code import known_code
+from remat._containers import (
+    ContainerNode,
+    CopyNode,
+    DictNode,
+    LargeNode,
+    SequenceNode,
+    SpentNode,
+)
 from remat._kinds import (
     COPIED_ITERATORS,
     INERT,
     SEQUENCES,
     can_be_made_anew,
+    is_buffer,
     is_left_alone,
     is_sharded,
+    is_spent_by_use,
 )
 from remat._modules import ModuleNode
-from remat._nodes import (
-    CellNode,
-    Composite,
-    ContainerNode,
-    CopyNode,
-    DictNode,
-    FunctionNode,
-    LargeNode,
-    MethodNode,
-    Node,
-    ObjectNode,
-    PartialNode,
-    SequenceNode,
-    TensorNode,
-    WrapperNode,
-)
+from remat._nodes import Composite, Node, ObjectNode, TensorNode
 from remat._objects import by_class, defines
 from remat._sources import (
     Sources,
@@ -246,6 +248,16 @@ class Search:
         self._memo[id(value)] = value, node
         return node
 
+    def _spent(self, value: Any, path: Path) -> Node:
+        name = written(path)[1].lstrip(".")
+        what = f"the {type(value).__name__} `{name}`"
+        node = SpentNode(what)
+        self._memo[id(value)] = value, node
+        return node
+
+    def _buffer(self, value: Any, path: Path) -> Node | None:
+        return self._copied(value, path) if len(value) <= _LARGE else None
+
     def _copied(self, value: Any, path: Path) -> Node:
         del path
         node = CopyNode(value)
@@ -391,6 +403,10 @@ def _visit_of(kind: type) -> _Visit:
         return _VISITS[kind]
     if is_stream(kind):
         return Search._source
+    if is_spent_by_use(kind):
+        return Search._spent
+    if is_buffer(kind):
+        return Search._buffer
     for cls, visit in _VISITS_OF_SUBCLASSES:
         if issubclass(kind, cls):
             return visit

@@ -15,17 +15,10 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from remat._callables import EMPTY, CellNode, FunctionNode, content_of
+from remat._containers import DictNode, SequenceNode
 from remat._modules import REGISTRIES, ModuleNode
-from remat._nodes import (
-    EMPTY,
-    CellNode,
-    Composite,
-    DictNode,
-    FunctionNode,
-    ObjectNode,
-    SequenceNode,
-    content_of,
-)
+from remat._nodes import Composite, ObjectNode
 from remat._objects import (
     attributes,
     differing,

@@ -5,6 +5,7 @@ Rejected: asking each attribute of each object what it is.
 """
 
 import argparse
+import array
 import sys
 import threading
 import types
@@ -75,6 +76,16 @@ def is_sharded(kind: type) -> bool:
     )
 
 
-def is_spent_by_use(value: Any) -> bool:
-    """Say whether a value is an iterator that can be read only once."""
-    return isinstance(value, Iterator) and not hasattr(value, "__dict__")
+@by_class
+def is_spent_by_use(kind: type) -> bool:
+    """Say whether instances of a class are iterators that can be read only once."""
+    is_iterator = issubclass(kind, Iterator) and kind not in COPIED_ITERATORS
+    return is_iterator and not kind.__dictoffset__
+
+
+@by_class
+def is_buffer(kind: type) -> bool:
+    """Say whether instances of a class are numbers that change in place."""
+    return kind in (bytearray, array.array) or (
+        kind.__module__ == "numpy" and kind.__name__ == "ndarray"
+    )

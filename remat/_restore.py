@@ -20,7 +20,8 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from remat._nodes import CellNode, Composite, ObjectNode
+from remat._callables import CellNode
+from remat._nodes import Composite, ObjectNode
 from remat._objects import exchange_attributes, replica_of, set_attributes
 
 

@@ -18,6 +18,7 @@ at other times, and gradients of all inputs arrive together, whichever were aske
 import contextlib
 import functools
 import operator
+import types
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -43,7 +44,7 @@ from remat._compat import (
 from remat._context import here, within
 from remat._decide import Situation, warn_if_asked, why_as_it_is
 from remat._draws import without_draws
-from remat._errors import MutationError
+from remat._errors import CaptureError, MutationError
 from remat._filling import Filling, Saving, Stop
 from remat._following import Following, Replaying
 from remat._handles import Handle, unpack
@@ -79,7 +80,20 @@ def call_saved(
         return fn(*args, **kwargs)
     call = Saved(snapshot, leaves, needs, hows, options)
     call.follow(getattr(fn, "__self__", fn), leaves)
-    return call.forward(fn, args, kwargs, leaves)
+    result = call.forward(fn, args, kwargs, leaves)
+    if isinstance(result, _LATER):
+        kind = type(result).__name__
+        if hasattr(result, "close"):
+            result.close()  # or Python warns that nobody awaited it
+        raise CaptureError(_RUNS_LATER.format(label=label, kind=kind))
+    return result
+
+
+_LATER = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
+_RUNS_LATER = (
+    "remat: {label} returned a {kind}, whose body runs after the call: nothing of it "
+    "would be recomputed. Rematerialize the functions that the body calls."
+)
 
 
 class Saved:

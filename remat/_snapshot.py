@@ -97,7 +97,7 @@ class Snapshot:
         self.compiled = search.compiled
 
     def _visit(self, k: int, value: Any, search: Search) -> None:
-        if is_spent_by_use(value):
+        if is_spent_by_use(type(value)):
             name, kind = self._argument(k), type(value).__name__
             raise CaptureError(_SPENT.format(name=name, kind=kind))
         node = search.visit(value, k)

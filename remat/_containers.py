@@ -1,0 +1,232 @@
+"""Containers as nodes, and what else holds items: iterators, buffers of numbers.
+
+Invariant: as of nodes; but for a container too large to be copied in each call, which
+is held and compared.
+Rejected: to hold each item by a node. A list of numbers is copied in one piece.
+"""
+
+import copy
+import functools
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from remat._errors import RecomputeError
+from remat._kinds import SEQUENCES
+from remat._nodes import Building, Composite, Node, Part, TensorNode, filled, named
+from remat._objects import attributes, identities, set_attributes
+
+
+class ContainerNode(Composite):
+    """A container, or an instance of a subclass of one.
+
+    Attributes:
+        items: what it holds, None in place of tensors and children. The latter are
+            keyed by position, by name if they are attributes.
+        tensors: the positions of tensors, and their indices among those found.
+        entries: the attributes of an instance of a subclass.
+    """
+
+    __slots__ = ("_base", "_kind", "entries", "items", "tensors")
+
+    def __init__(self, value: Any, bases: Sequence[type], items: list[Any]) -> None:
+        super().__init__()
+        self._kind: Any = type(value)
+        self._base: Any = _base_of(self._kind, bases)
+        self.items = items
+        self.tensors: list[tuple[int, int]] = []
+        self.entries = {} if self._kind is self._base else attributes(value)
+
+    @override
+    def parts(self) -> Iterator[Part]:
+        yield from named(self.entries)
+
+    @override
+    def hold(self, key: Any, node: Node) -> None:
+        super().hold(key, node)
+        self.entries[key] = None
+
+    def hold_item(self, i: int, node: Node) -> None:
+        """Hold a node in place of an item."""
+        self.items[i] = None
+        if type(node) is TensorNode:
+            self.tensors.append((i, node.index))
+        else:
+            self.children[i] = node
+
+    @override
+    def settle(self) -> None:
+        super().settle()
+        self.live = self.live or bool(self.tensors)
+
+    def _filled(self, run: Building) -> list[Any]:
+        """Return the items around a run's tensors."""
+        items, tensors = self.items.copy(), run.tensors
+        for i, index in self.tensors:
+            items[i] = tensors[index]
+        for key, child in self.children.items():
+            if isinstance(key, int):
+                items[key] = child.build(run)
+        return items
+
+    def _give_entries(self, new: Any, run: Building) -> None:
+        entries = self.entries
+        if not entries:
+            return
+        entries = filled(entries, self.children, run)
+        if _FACTORY in entries:
+            new.default_factory = entries.pop(_FACTORY)
+        if entries:
+            set_attributes(new, entries)
+
+
+class SequenceNode(ContainerNode):
+    """A list, tuple, set, frozenset or deque."""
+
+    __slots__ = ("_rest",)
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value, SEQUENCES, [*value])
+        self._rest = (value.maxlen,) if self._base is deque else ()
+
+    @override
+    def new(self, run: Building) -> Any:
+        base, kind = self._base, self._kind
+        if base in (tuple, frozenset):
+            is_struct = hasattr(kind, "n_sequence_fields")
+            make: Any = kind if is_struct else functools.partial(base.__new__, kind)
+            new = run.built[id(self)] = make(self._filled(run))
+        else:
+            new = base.__new__(kind)
+            run.built[id(self)] = new  # it may hold itself
+            base.__init__(new, self._filled(run), *self._rest)
+        self._give_entries(new, run)
+        return new
+
+
+class DictNode(ContainerNode):
+    """A dict.
+
+    Attributes:
+        keys: its keys, which are children by `~position`.
+    """
+
+    __slots__ = ("keys",)
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value, (OrderedDict, dict), [*value.values()])
+        self.keys = [*value]
+        factory = getattr(value, _FACTORY, None)
+        if factory is not None:
+            self.entries[_FACTORY] = factory
+
+    def hold_key(self, i: int, node: Node) -> None:
+        """Hold a node in place of a key."""
+        self.keys[i] = None
+        self.children[str(i)] = node
+
+    @override
+    def new(self, run: Building) -> Any:
+        new = self._base.__new__(self._kind)
+        run.built[id(self)] = new  # it may hold itself
+        keys, values = self.keys, self._filled(run)
+        if None in keys:
+            built = ((k, self.children.get(str(i))) for i, k in enumerate(keys))
+            keys = [key if child is None else child.build(run) for key, child in built]
+        if self._base is dict:
+            dict.update(new, zip(keys, values, strict=True))
+        else:
+            for key, value in zip(keys, values, strict=True):
+                OrderedDict.__setitem__(new, key, value)
+        self._give_entries(new, run)
+        return new
+
+
+_FACTORY = "default_factory"
+
+
+def _base_of(kind: type, bases: Sequence[type]) -> type:
+    return kind if kind in bases else next(b for b in bases if issubclass(kind, b))
+
+
+class LargeNode(Composite):
+    """A container of many entries: not copied in each call, only compared.
+
+    This one holds the container itself, since nothing else would find it again.
+    """
+
+    __slots__ = ("_identities", "_name", "_value")
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__()
+        self._value, self._name, self.live = value, name, False
+        self._identities = _identities_of(value)
+
+    @override
+    def new(self, run: Building) -> Any:
+        """Return the container.
+
+        Raises:
+            RecomputeError: it holds something else than it did.
+        """
+        if _identities_of(self._value) != self._identities:
+            count = f"{len(self._value):,}"
+            raise RecomputeError(_LARGE.format(name=self._name, count=count))
+        run.built[id(self)] = self._value
+        return self._value
+
+
+def _identities_of(value: Any) -> bytes:
+    items = identities(value)
+    return items + identities(value.values()) if isinstance(value, dict) else items
+
+
+_LARGE = (
+    "remat: `{name}` changed since the call. It has {count} entries, too many to be "
+    "copied in each call, and a recomputation would read it as it is now. Pass what is "
+    "needed of it as an argument, or change it after the backward."
+)
+
+
+class CopyNode(Composite):
+    """A value that only `copy.copy` copies: an iterator, or a buffer of numbers."""
+
+    __slots__ = ("_copy",)
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._copy, self.live = copy.copy(value), False
+
+    @override
+    def new(self, run: Building) -> Any:
+        new = run.built[id(self)] = copy.copy(self._copy)
+        return new
+
+
+class SpentNode(Composite):
+    """An iterator that was read by the forward, and cannot be read again."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what, self.live = what, False
+
+    @override
+    def new(self, run: Building) -> Any:
+        """Return what raises an error as soon as it is read."""
+        new = run.built[id(self)] = _spent(self._what)
+        return new
+
+
+def _spent(what: str) -> Iterator[None]:
+    raise RecomputeError(_SPENT.format(what=what))
+    yield  # a generator, then
+
+
+_SPENT = (
+    "remat: a recomputation reads {what}, which the forward has read already. Pass "
+    "what was read as an argument, or make the iterator inside the function."
+)
