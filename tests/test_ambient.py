@@ -492,6 +492,10 @@ def test_what_was_cast_is_freed_when_a_call_fails(failing):
 
     failed()
     assert live_bytes(failed) == 0
+    # And everything works again.
+    with autocast(), count_ops() as ops:
+        remat(cast)(x, w).sum().backward()
+    assert ops["sin"] == 2
 
 
 def test_autocast_with_another_setting_of_its_cache():

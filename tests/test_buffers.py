@@ -262,3 +262,6 @@ def test_synchronized_batch_norm_is_refused_where_torch_refuses_it():
         distributed.destroy_process_group()
     before["num_batches_tracked"] += 2  # both counted before they looked
     assert_same(buffers(norm), before)
+    with count_ops() as ops:
+        remat(nn.Sequential(norm, Sines()))(x).sum().backward()
+    assert ops["sin"] == 2 + 1
