@@ -11,11 +11,13 @@ values are apart could be told only by running the function a third time, when i
 something else.
 """
 
+import operator
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
 from typing_extensions import override
 
 from remat._api import Rematerialized
@@ -85,12 +87,11 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
             torch.compile; or an input is a meta or fake tensor.
 
     Example:
-        >>> import torch
+        >>> import time, torch
         >>> from remat import remat
         >>> check_replay(remat(lambda x: x.sin().sin()), torch.ones(3))
         Agreement(operations=2, values=3, nbytes=36)
-        >>> scales = iter([2.0, 3.0])
-        >>> f = lambda x: x * next(scales)
+        >>> f = lambda x: x * time.perf_counter()
         >>> check_replay(f, torch.ones(3))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         remat._errors.RecomputeError: remat: recomputing `<lambda>` does something...
@@ -131,15 +132,22 @@ _NO_VALUES = (
     "remat: check_replay compares values, and a meta or fake tensor has none. Pass "
     "tensors that are on a device."
 )
+_GRADLESS = (
+    "remat: recomputing {label} gave outputs that require grad: {now}, where in the "
+    "forward: {then}. The function must compute the same thing twice."
+)
 
 
 # --- The two runs ---
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class _Twice(Saved):
     """A call that a mode follows, and whose recomputation runs to its end."""
 
-    __slots__ = ("_out",)
+    __slots__ = ("_needs_grad", "_out")
+    _needs_grad: list[bool]
     _out: Out
 
     def run_forward(
@@ -150,21 +158,49 @@ class _Twice(Saved):
         self._following = followed
         result = self.forward(fn, args, kwargs, leaves)
         self._following = None
-        self._out = Out.split(result, leaves)[1]
+        outs, self._out = Out.split(result, leaves)
+        self._needs_grad = [*map(_requires_grad, outs)]
         return result
 
     def run_again(self, mode: Any) -> None:
         """Be the recomputation."""
-        filling = Filling([*self.alive()], self._metas, self.label)
-        filling.left += 1  # or it would stop at the last handle
+        filling = _ToTheEnd([*self.alive()], self._metas, self.label)
         tensors = self.held.tensors(as_they_are=True)
         below_all_levels(self._recompute, filling, tensors, mode)
-        if filling.left > 1 and mode.difference is None:
+        if mode.difference is None and filling.error is not None:
+            raise filling.error
+        if mode.difference is None and filling.left > 1:
             raise filling.differs()
 
     @override
     def _again(self, run: Run) -> None:
-        self._out.split_again(self._snapshot.call(run), run.tensors)
+        outs = self._out.split_again(self._snapshot.call(run), run.tensors)
+        now, then = [*map(_requires_grad, outs)], self._needs_grad
+        if now != then:
+            raise RecomputeError(_GRADLESS.format(label=self.label, now=now, then=then))
+
+
+class _ToTheEnd(Filling):
+    """Lets a recomputation go on when all is filled, or something else is saved.
+
+    Attributes:
+        error: the first that was to be raised.
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.left += 1  # or it would stop at the last handle
+        self.error: RecomputeError | None = None
+
+    @override
+    def pack(self, t: Tensor) -> Any:
+        try:
+            return super().pack(t)
+        except RecomputeError as error:
+            self.error = self.error or error
+            return t if t.is_leaf else t.detach()
 
 
 class _Followed:

@@ -90,13 +90,14 @@ def exchange_attributes(value: Any, entries: dict[str, Any]) -> dict[str, Any]:
     """Have an object hold `entries` and nothing else; return what it held."""
     slots = slots_of(type(value))
     if not slots:
-        with contextlib.suppress(AttributeError, TypeError):
+        with contextlib.suppress(Exception):  # it has none, or pretends not to
             before = object.__getattribute__(value, "__dict__")
             object.__setattr__(value, "__dict__", entries)
             return before
     # Some have a dict that cannot be exchanged, only its contents.
     before = attributes(value)
-    set_attributes(value, entries)
+    if entries:
+        set_attributes(value, entries)
     for name in before.keys() - entries.keys():
         if name in slots:
             object.__delattr__(value, name)

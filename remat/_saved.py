@@ -303,6 +303,10 @@ class Saved:
                         mode.end()
         except Stop:
             pass
+        except Exception:
+            # TorchScript's interpreter raises another error in place of `Stop`.
+            if filling.left:
+                raise
 
     def _run(self, *tensors: Tensor) -> tuple[()]:
         # Who uses the user's modules meanwhile must not see others in them.

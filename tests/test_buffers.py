@@ -12,9 +12,11 @@ from remat import remat
 from remat.testing import assert_same, count_ops
 
 
-class Sin(nn.Module):
+class Sines(nn.Module):
+    """The first sine is recomputed; what the second makes, nobody needs."""
+
     def forward(self, x):
-        return x.sin()
+        return x.sin().sin()
 
 
 class Counter(nn.Module):
@@ -63,7 +65,7 @@ modules = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES.keys())
 
 
 def twins(make):
-    plain = nn.Sequential(make(), Sin())
+    plain = nn.Sequential(make(), Sines())
     return plain, copy.deepcopy(plain)
 
 
@@ -75,7 +77,7 @@ def gradients(module, x):
     return x.grad, {n: p.grad for n, p in module.named_parameters()}
 
 
-def check_updates(plain, module, step, *, reassociated=False):
+def check_updates(plain, module, step):
     """Assert that three steps leave the same buffers and gradients, and recompute."""
     x = torch.randn(4, 3)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -86,9 +88,7 @@ def check_updates(plain, module, step, *, reassociated=False):
         with count_ops() as more:
             step(remat(module), b)
         assert_same(buffers(module), buffers(plain))
-        assert_same(
-            gradients(module, b), gradients(plain, a), reassociated=reassociated
-        )
+        assert_same(gradients(module, b), gradients(plain, a))
         sines.append(more["sin"] - ops["sin"])
     assert min(sines) > 0
     return a.grad
@@ -113,7 +113,7 @@ def test_buffers_are_updated_when_the_forward_has_run(make):
         assert_same(buffers(module), buffers(plain))
         y.sum().backward()
     assert_same(buffers(module), buffers(plain))
-    assert ops["sin"] == 2
+    assert ops["sin"] == 2 + 1
 
 
 @modules
@@ -132,8 +132,7 @@ def test_two_calls_before_either_backward(make):
         y, z = call(x), call(x)
         (2 * y.pow(3).sum() + z.pow(2).sum()).backward()
 
-    # A spectral norm uses its weight twice in each of the two calls.
-    check_updates(*twins(make), step, reassociated=True)
+    check_updates(*twins(make), step)
 
 
 @modules
@@ -145,13 +144,13 @@ def test_a_second_derivative(make):
     plain, module = twins(make)
     x = torch.randn(4, 3)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    step(plain, a)
     with count_ops() as ops:
+        step(plain, a)
+    with count_ops() as more:
         step(remat(module), b)
-    assert ops["sin"] > 3
+    assert more["sin"] > ops["sin"]
     assert_same(buffers(module), buffers(plain))
-    # Parameters are used in the first and in the second derivative.
-    assert_same(gradients(module, b), gradients(plain, a), reassociated=True)
+    assert_same(gradients(module, b), gradients(plain, a))
 
 
 def test_a_recomputation_starts_from_the_buffers_of_its_forward():
@@ -186,13 +185,13 @@ def test_a_captured_tensor_that_is_no_buffer_is_updated_once():
     mean, var = torch.zeros(3), torch.ones(3)
 
     def fn(x):
-        return nn.functional.batch_norm(x, mean, var, training=True).sin()
+        return nn.functional.batch_norm(x, mean, var, training=True).sin().sin()
 
     x = torch.randn(4, 3, requires_grad=True)
     module(x)
     with count_ops() as ops:
         remat(fn)(x).sum().backward()
-    assert ops["sin"] == 2
+    assert ops["sin"] == 2 + 1
     assert_same([mean, var], [module.running_mean, module.running_var])
 
 
@@ -204,7 +203,7 @@ def test_nothing_is_recomputed_and_buffers_are_updated_in_no_grad():
     assert_same(buffers(module), buffers(plain))
     with count_ops() as ops:
         remat(module)(x).sum().backward()
-    assert ops["sin"] == 2
+    assert ops["sin"] == 2 + 1
 
 
 def test_functional_call_updates_the_buffers_it_was_given():
@@ -224,7 +223,7 @@ def test_functional_call_updates_the_buffers_it_was_given():
     want = run(plain)
     with count_ops() as ops:
         got = run(wrapped)
-    assert ops["sin"] == 2
+    assert ops["sin"] == 2 * 2
     assert_same(got, want)
     assert got[1][-1] == 1
     assert module[0].num_batches_tracked == 0
@@ -261,5 +260,8 @@ def test_synchronized_batch_norm_is_refused_where_torch_refuses_it():
                 call(x)
     finally:
         distributed.destroy_process_group()
-    before["num_batches_tracked"] += 1  # plain counted before it looked
+    before["num_batches_tracked"] += 2  # both counted before they looked
     assert_same(buffers(norm), before)
+    with count_ops() as ops:
+        remat(nn.Sequential(norm, Sines()))(x).sum().backward()
+    assert ops["sin"] == 2 + 1

@@ -7,7 +7,10 @@ has to be found where it is; and what is replayed has to be found equal.
 import itertools
 import re
 import types
+from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +35,14 @@ from remat.testing import Agreement, check_replay, count_ops, peak_bytes
 
 def line_of(fn, offset=1):
     return f"{__file__}:{fn.__code__.co_firstlineno + offset}, in {fn.__name__}"
+
+
+def in_turn(*values: Any) -> Callable[[], Any]:
+    """Return what gives the values one after the other, in a recomputation too."""
+    queue = SimpleQueue()
+    for value in values:
+        queue.put(value)
+    return queue.get_nowait
 
 
 def difference(fn, *args, **kwargs):
@@ -142,11 +153,11 @@ def test_memory_that_nobody_has_written_is_not_compared():
 
 
 def test_what_is_read_from_memory_that_nobody_has_written_is():
-    values = itertools.count()
+    values = in_turn(*range(9))
 
     def garbage(x):
         out = torch.empty(4, dtype=x.dtype)
-        out.numpy()[:] = next(values)  # as memory that was used before
+        out.numpy()[:] = values()  # as memory that was used before
         return out * x
 
     assert "output 0 (float64[4]) has 4 of 4" in difference(garbage, make(4, seed=1))
@@ -157,8 +168,8 @@ def test_nan_and_signs_of_zero():
         return (x * float("nan")).exp() + torch.zeros(3) * -1.0
 
     assert check_replay(f, torch.ones(3)).values > 4
-    signs = iter([0.0, -0.0])
-    lost = difference(lambda x: x * torch.tensor(next(signs)), torch.ones(2))
+    sign = in_turn(0.0, -0.0)
+    lost = difference(lambda x: x * torch.tensor(sign()), torch.ones(2))
     assert "has 1 of 1 elements other, by up to 0." in lost
 
 
@@ -225,11 +236,11 @@ def test_the_arguments_and_the_caller_s_graph_are_left_alone():
 
 
 def test_a_number_that_changed():
-    count = itertools.count()
+    count = in_turn(*range(9))
 
     def f(x):
         h = x.sin()
-        return h + next(count)
+        return h + count()
 
     text = difference(f, make(3, seed=1))
     assert f"Operation 1, aten.add.Tensor at {line_of(f, 2)}, has the " in text
@@ -237,11 +248,11 @@ def test_a_number_that_changed():
 
 
 def test_another_operation_with_both_sequences():
-    count = itertools.count()
+    count = in_turn(*range(9))
 
     def f(x):
         h = x.sin().exp()
-        h = h.cos() if next(count) == 0 else h.tanh().abs()
+        h = h.cos() if count() == 0 else h.tanh().abs()
         return h * x
 
     text = difference(f, make(3, seed=1))
@@ -265,10 +276,10 @@ def test_another_operation_with_both_sequences():
 
 @pytest.mark.parametrize(("then", "now"), [(2, 3), (3, 2)], ids=["more", "fewer"])
 def test_more_or_fewer_operations(then, now):
-    times = iter([then, now])
+    times = in_turn(then, now)
 
     def f(x):
-        for _ in range(next(times)):
+        for _ in range(times()):
             x = x.sin()
         return x
 
@@ -280,11 +291,11 @@ def test_more_or_fewer_operations(then, now):
 
 
 def test_another_tensor_read_by_the_same_operation():
-    flags = iter([True, False])
+    flag = in_turn(True, False)
 
     def f(x):
         u, v = x.sin(), x.cos()
-        return (u if next(flags) else v) * x
+        return (u if flag() else v) * x
 
     text = difference(f, make(3, seed=1))
     assert f"Operation 2, aten.mul.Tensor at {line_of(f, 2)}, differs: output 0" in text
@@ -292,10 +303,10 @@ def test_another_tensor_read_by_the_same_operation():
 
 
 def test_another_shape():
-    sizes = iter([2, 3])
+    size = in_turn(2, 3)
 
     def f(x):
-        return torch.cat([x] * 2)[: next(sizes)].sin()
+        return torch.cat([x] * 2)[: size()].sin()
 
     text = difference(f, make(4, seed=1))
     assert "aten.slice.Tensor" in text
@@ -303,10 +314,10 @@ def test_another_shape():
 
 
 def test_an_error_in_the_recomputation_alone_is_shown_with_the_first_difference():
-    flags = iter([True, False])
+    flag = in_turn(True, False)
 
     def f(x):
-        h = x.sin() if next(flags) else x.cos()
+        h = x.sin() if flag() else x.cos()
         if h[0] != x.sin()[0]:
             raise ValueError("this cannot be")
         return h
@@ -321,17 +332,23 @@ def test_errors_of_the_function_itself_are_its_own():
 
     with pytest.raises(ValueError, match="not today"):
         check_replay(f, torch.ones(3))
-    with pytest.raises(MutationError, match="`x` was changed in place"):
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is"):
         check_replay(lambda x: x.mul_(2.0), torch.ones(3))
+    x = torch.ones(3, 3, requires_grad=True)
+    with pytest.raises(MutationError, match="`y` was changed in place"):
+        check_replay(lambda x, y: x * y.mul_(2.0), x, torch.ones(3, 3))
 
 
 def test_a_difference_that_no_operation_shows():
-    flags = iter([True, False])
+    flag = in_turn(True, False)
     with pytest.raises(RecomputeError, match="the recomputation returned"):
-        check_replay(lambda x: (x.sin(),) * (1 + next(flags)), torch.ones(3))
-    flags = iter([True, False])
+        check_replay(lambda x: (x.sin(),) * (1 + flag()), torch.ones(3))
+    flag = in_turn(True, False)
     with pytest.raises(RecomputeError, match="outputs that require grad"):
-        check_replay(lambda x: (x if next(flags) else x.detach()).sin(), torch.ones(3))
+        check_replay(lambda x: (x if flag() else x.detach()).sin(), torch.ones(3))
+    flag = in_turn(True, False)
+    with pytest.raises(RecomputeError, match=r"saves something else[\s\S]*no graph"):
+        check_replay(lambda x: (x if flag() else x.detach()).exp() * x, torch.ones(3))
 
 
 # --- What differs: tensors ---
@@ -418,16 +435,16 @@ def test_an_operation_that_writes_other_values_each_time():
 
 
 def test_the_smallest_difference_is_found():
-    epsilons = iter([0.0, 2.0**-52])
+    epsilon = in_turn(0.0, 2.0**-52)
 
     def f(x):
-        return x * torch.tensor(1.0, dtype=torch.double).add(next(epsilons))
+        return x * torch.tensor(1.0, dtype=torch.double).add(epsilon())
 
     assert "in the forward" in difference(f, torch.ones(1000).double())
-    values = iter([1.0, 1.0 + 2.0**-52])
+    value = in_turn(1.0, 1.0 + 2.0**-52)
 
     def g(x):
-        return x * torch.tensor(next(values), dtype=torch.double)
+        return x * torch.tensor(value(), dtype=torch.double)
 
     text = difference(g, torch.ones(1000).double())
     assert "has 1 of 1 elements other, by up to 2.22045e-16." in text
@@ -435,8 +452,8 @@ def test_the_smallest_difference_is_found():
 
 def test_flags_numbers_and_complex_numbers_that_differ():
     def of(*values):
-        values = iter([torch.tensor(value) for value in values])
-        return difference(lambda x: next(values) * x, torch.ones(1))
+        value = in_turn(*map(torch.tensor, values))
+        return difference(lambda x: value() * x, torch.ones(1))
 
     assert "(bool[2]) has 1 of 2 elements other. It was" in of(
         [True, True], [True, False]
@@ -448,11 +465,11 @@ def test_flags_numbers_and_complex_numbers_that_differ():
 
 
 def test_a_difference_in_a_call_within():
-    count = itertools.count()
+    count = in_turn(*range(9))
 
     @ckpt
     def inner(x):
-        return x.sin() * next(count)
+        return x.sin() * count()
 
     @ckpt
     def outer(x):
@@ -466,11 +483,11 @@ def test_a_difference_in_a_call_within():
 
 
 def test_only_the_first_difference_is_reported_even_if_the_function_catches_errors():
-    flags = iter([1.0, 2.0])
+    scale = in_turn(1.0, 2.0)
 
     def f(x):
         try:
-            h = x * next(flags)
+            h = x * scale()
         except RuntimeError:
             h = x * 1.0
         return h.exp().sin()

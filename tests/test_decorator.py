@@ -18,13 +18,13 @@ from remat.testing import assert_same, assert_same_gradients, count_ops
 
 def wave(x, *, scale=2.0):
     """Return a wave."""
-    return (x * scale).sin()
+    return (x * scale).sin().exp()
 
 
 @remat
 def decorated(x, *, scale=2.0):
     """Return a decorated wave."""
-    return (x * scale).sin()
+    return (x * scale).sin().exp()
 
 
 rematerialized = remat(wave)
@@ -36,7 +36,7 @@ class Wave(nn.Module):
         self.weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
 
     def forward(self, x):
-        return (x * self.weight).sin()
+        return (x * self.weight).sin().exp()
 
 
 class Waves:
@@ -49,31 +49,31 @@ class Waves:
         return self.plain(x)
 
     def plain(self, x):
-        return (x * self.weight).sin()
+        return (x * self.weight).sin().exp()
 
     @remat
     def method(self, x):
         """Wave by method."""
-        return (x * self.weight).sin()
+        return (x * self.weight).sin().exp()
 
     @remat(prune=False)
     def configured(self, x):
-        return (x * self.weight).sin()
+        return (x * self.weight).sin().exp()
 
     @staticmethod
     @remat
     def static(x):
-        return x.sin()
+        return x.exp()
 
     @classmethod
     @remat
     def of_class(cls, x):
-        return x.sin() * len(cls.__name__)
+        return x.exp() * len(cls.__name__)
 
     @property
     @remat
     def value(self):
-        return self.weight.sin()
+        return self.weight.exp()
 
 
 class SubWaves(Waves):
@@ -88,7 +88,7 @@ class RematModule(nn.Module):
 
     @remat
     def forward(self, x):
-        return (x * self.weight).sin()
+        return (x * self.weight).exp()
 
 
 WAVES, SUB_WAVES, MODULE = Waves(), SubWaves(), Wave()
@@ -97,9 +97,9 @@ WAVES, SUB_WAVES, MODULE = Waves(), SubWaves(), Wave()
 CALLABLES = {
     "function": (remat(wave), wave),
     "decorated function": (decorated, wave),
-    "lambda": (remat(lambda x: x.sin()), torch.sin),
-    "builtin": (remat(torch.sin), torch.sin),
-    "method of a builtin type": (remat(torch.Tensor.sin), torch.sin),
+    "lambda": (remat(lambda x: x.exp()), torch.exp),
+    "builtin": (remat(torch.exp), torch.exp),
+    "method of a builtin type": (remat(torch.Tensor.exp), torch.exp),
     "partial": (
         remat(functools.partial(wave, scale=3)),
         functools.partial(wave, scale=3),
@@ -120,15 +120,15 @@ CALLABLES = {
         SUB_WAVES.method,
         lambda x: SUB_WAVES.plain(x) * 2,
     ),
-    "static method": (Waves.static, torch.sin),
-    "static method of an instance": (WAVES.static, torch.sin),
-    "class method": (Waves.of_class, lambda x: x.sin() * 5),
-    "class method of a subclass": (SubWaves.of_class, lambda x: x.sin() * 8),
-    "property": (lambda x: WAVES.value * x, lambda x: WAVES.weight.sin() * x),
+    "static method": (Waves.static, torch.exp),
+    "static method of an instance": (WAVES.static, torch.exp),
+    "class method": (Waves.of_class, lambda x: x.exp() * 5),
+    "class method of a subclass": (SubWaves.of_class, lambda x: x.exp() * 8),
+    "property": (lambda x: WAVES.value * x, lambda x: WAVES.weight.exp() * x),
     "callable object": (remat(WAVES), WAVES),
     "module": (remat(MODULE), MODULE),
-    "forward decorated in the class": (RematModule(), torch.sin),
-    "remat of remat": (remat(remat(torch.sin)), torch.sin),
+    "forward decorated in the class": (RematModule(), torch.exp),
+    "remat of remat": (remat(remat(torch.exp)), torch.exp),
 }
 
 
@@ -139,10 +139,10 @@ def test_whatever_is_called_is_rematerialized(fn, plain):
     assert_same_gradients(fn, plain, x, wrt=wrt)
     with count_ops() as ops:
         y = fn(x)
-        forward = ops["sin"]
+        forward = ops["exp"]
         torch.autograd.grad(y.sum(), [x, *wrt], allow_unused=True)
     assert forward == 1
-    assert ops["sin"] > 1
+    assert ops["exp"] > 1
 
 
 @pytest.mark.parametrize(
@@ -159,13 +159,13 @@ def test_with_options_only_it_returns_a_decorator(factory):
     x = torch.randn(3, requires_grad=True)
     with count_ops() as ops:
         assert_same_gradients(factory(wave), wave, x)
-    assert ops["sin"] == 1 + 2
+    assert ops["exp"] == 1 + 2
 
 
 def test_a_decorator_made_once_decorates_many_functions():
     decorate = remat(rng="error")
-    a, b = decorate(torch.sin), decorate(torch.cos)
-    assert (a.__wrapped__, b.__wrapped__) == (torch.sin, torch.cos)
+    a, b = decorate(torch.exp), decorate(torch.cos)
+    assert (a.__wrapped__, b.__wrapped__) == (torch.exp, torch.cos)
 
 
 # --- What wraps what -------------------------------------------------------------
@@ -201,14 +201,14 @@ def test_its_annotations_are_those_of_the_function():
 
 def test_arguments_may_have_any_name():
     def fn(self, fn, args, kwargs, *, program, policy):
-        return fn.sin() * self + args + kwargs + program + policy
+        return fn.exp() * self + args + kwargs + program + policy
 
     x = torch.randn(3, requires_grad=True)
     names = ("self", "fn", "args", "kwargs", "program", "policy")
     with count_ops() as ops:
         y = remat(fn)(**dict.fromkeys(names, x))
         y.sum().backward()
-    assert ops["sin"] == 2
+    assert ops["exp"] == 2
     assert_same(y, fn(*[x] * 4, program=x, policy=x))
 
 
@@ -239,7 +239,7 @@ def test_a_rematerialized_bound_method_does_not_bind_again():
     x = torch.randn(3, requires_grad=True)
     with count_ops() as ops:
         assert_same_gradients(Holder.plain, WAVES.plain, x)
-    assert ops["sin"] == 1 + 2
+    assert ops["exp"] == 1 + 2
 
 
 def test_attributes_are_those_of_what_is_wrapped():
@@ -253,7 +253,7 @@ def test_attributes_are_those_of_what_is_wrapped():
 
 def test_its_repr_shows_what_is_wrapped():
     assert repr(remat(MODULE)) == "remat(Wave())"
-    assert repr(remat(torch.sin)).startswith("remat(<built-in method sin")
+    assert repr(remat(torch.exp)).startswith("remat(<built-in method exp")
 
 
 def test_a_module_rematerialized_stays_registered_with_its_parent():
@@ -268,7 +268,7 @@ def test_a_module_rematerialized_stays_registered_with_its_parent():
     parent = Parent()
     with count_ops() as ops:
         parent(torch.randn(3)).sum().backward()
-    assert ops["sin"] == 2
+    assert ops["exp"] == 2
     assert [n for n, p in parent.named_parameters() if p.grad is not None] == [
         "wave.weight"
     ]
@@ -280,7 +280,7 @@ def test_a_module_rematerialized_stays_registered_with_its_parent():
 def recomputes(fn, *args):
     with count_ops() as ops:
         fn(*args).sum().backward()
-    return ops["sin"] > 1
+    return ops["exp"] > 1
 
 
 def test_a_decorated_function_is_pickled_by_name():
@@ -297,7 +297,7 @@ def test_a_decorated_function_is_pickled_by_name():
         remat(MODULE),
         remat(WAVES),
         remat(WAVES.plain),
-        remat(torch.sin),
+        remat(torch.exp),
         remat(remat(wave)),
         remat(wave, rng="error"),
         WAVES.method,
@@ -354,7 +354,7 @@ def test_a_module_with_a_decorated_forward_is_copied_and_pickled():
 
 
 def test_what_cannot_be_pickled_cannot_be_pickled_rematerialized():
-    fn = remat(lambda x: x.sin())
+    fn = remat(lambda x: x.exp())
     assert recomputes(fn, torch.randn(3, requires_grad=True))
     with pytest.raises((pickle.PicklingError, AttributeError), match="<lambda>"):
         pickle.dumps(fn)
@@ -393,7 +393,7 @@ def test_a_wrong_option_is_refused_when_decorating(form, options, error, message
 
 @pytest.mark.parametrize(
     "value",
-    [3, "sin", torch.ones(2), [torch.sin]],
+    [3, "sin", torch.ones(2), [torch.exp]],
     ids=["number", "name", "tensor", "list"],
 )
 def test_what_cannot_be_called_is_refused(value):
@@ -466,11 +466,11 @@ def test_checkers_see_the_signature_of_the_function(tmp_path):
 
 def test_what_binds_no_instance_binds_none_when_rematerialized():
     class Model:
-        activation = remat(torch.sin)
+        activation = remat(torch.exp)
         partial = remat(functools.partial(torch.mul, 2.0))
 
     x = torch.ones(3, requires_grad=True)
     with count_ops() as ops:
         (Model().activation(x) + Model().partial(x)).sum().backward()
-    assert_same(x.grad, x.detach().cos() + 2)
-    assert ops["sin"] == 2
+    assert_same(x.grad, x.detach().exp() + 2)
+    assert ops["exp"] == 2
