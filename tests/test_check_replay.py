@@ -376,15 +376,26 @@ def test_a_global_tensor_that_changed():
 
 
 def test_memory_that_numpy_changed():
-    array = np.array([1.0, 2.0, 3.0])
+    large = np.arange(2000.0)  # too large to be copied in each call
 
     def f(x):
-        array[1] += 0.25
-        return x.sin() * torch.from_numpy(array)
+        large[1] += 0.25
+        return x.sin() * torch.from_numpy(large[:3])
 
+    assert check_replay(adds_to_a_small_array(), make(3, seed=1)).operations == 3
     text = difference(f, make(3, seed=1))
     assert f"at {line_of(f, 2)}, differs: input 0 (float64[3]) has 1 of 3 " in text
     assert "elements other, by up to 0.25. It was there before" in text
+
+
+def adds_to_a_small_array():
+    small = np.array([1.0, 2.0, 3.0])
+
+    def f(x):
+        small[1] += 0.25
+        return x.sin() * torch.from_numpy(small)
+
+    return f
 
 
 library = torch.library.Library("check_replay_test", "FRAGMENT")
