@@ -93,6 +93,11 @@ class WrapperNode(Composite):
         self._kind, self._rest = type(value), value.__remat_options__
         self._wrapped = value.__wrapped__
 
+    @property
+    def has_policy(self) -> bool:
+        """Whether it has a policy, which may refer to anything."""
+        return self._rest[-1].policy is not None
+
     @override
     def parts(self) -> Iterator[Part]:
         yield "fn", self._wrapped, ""

@@ -58,6 +58,7 @@ from remat._sources import (
     is_stream,
 )
 from remat._structure import Path, written
+from remat._trees import IS_ON, Tree, TreeNode, tree_of
 from remat._types import TENSORS
 
 
@@ -111,7 +112,7 @@ class Search:
         self._sources: Sources | None = None
         self._index: dict[int, int] = {}
         # Each value walked is held, so that its identity is not used again.
-        self._memo: dict[int, tuple[Any, Composite | None]] = {}
+        self._memo: dict[int, tuple[Any, Node | None]] = {}
 
     @property
     def streams(self) -> Sequence[Any]:
@@ -134,6 +135,15 @@ class Search:
         if self._sources is None:
             self._sources = Sources()
         return self._sources
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether random streams, their states, or compiled code were found."""
+        return bool(self.streams) or self.always or self.compiled
+
+    def walked(self) -> list[tuple[Any, Any]]:
+        """Return each value walked, and its node."""
+        return [*self._memo.values()]
 
     def originals(self) -> dict[int, Any]:
         """Return the user's own value for each node, by the identity of the node."""
@@ -331,6 +341,10 @@ class Search:
         kind = type(module)
         if issubclass(kind, torch.jit.ScriptModule):
             return self._script_module(module, path)
+        if IS_ON and self._shallow and not (self._is_compiled or self._sharded):
+            tree = tree_of(module, Search)
+            if tree is not None and not any(map(self._refers, tree.functions)):
+                return self._take_over(module, tree, path)
         self._of_class(kind)
         node, outer = ModuleNode(module), self._sharded
         self._memo[id(module)] = module, node
@@ -351,6 +365,27 @@ class Search:
         }
         node.seal()
         self._sharded = outer
+        return node
+
+    def _refers(self, ref: Any) -> bool:
+        """Say whether a function refers to something by now."""
+        return self.visit(ref(), None) is not None
+
+    def _take_over(self, module: nn.Module, tree: Tree, path: Path) -> Node:
+        """Take what was found in a module before."""
+        self.is_contained = False
+        self.code += tree.code
+        for kind in tree.kinds:
+            self._of_class(kind)
+        found = zip(tree.tensors, tree.texts, tree.registered, strict=True)
+        node = TreeNode(
+            tree,
+            [
+                self.tensor(ref(), (path, text), registered=registered)
+                for ref, text, registered in found
+            ],
+        )
+        self._memo[id(module)] = module, node
         return node
 
     def _script_module(self, module: Any, path: Path) -> None:

@@ -19,19 +19,21 @@ from remat._nodes import Building, Node, ObjectNode, named
 
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
-_TEMPLATE = vars(nn.Module())
+TEMPLATE = vars(nn.Module())
 # Those that run in a forward, or make its graph another one.
 _HOOKS = tuple(
     name
-    for name in _TEMPLATE
+    for name in TEMPLATE
     if name.startswith(("_forward_", "_backward_")) and "hook" in name
 )
 # What a module has of its class and a forward does not read.
 _ASIDE = tuple(
     name
-    for name, value in _TEMPLATE.items()
+    for name, value in TEMPLATE.items()
     if isinstance(value, (dict, set)) and name not in {*REGISTRIES, *_HOOKS}
 )
+# What is compared to tell whether a module is as it was.
+CHECKED = (*REGISTRIES, *_HOOKS)
 _VACANT = dict.fromkeys((*REGISTRIES, *_HOOKS, *_ASIDE))
 _NO_HOOKS: dict[str, Any] = {}
 
@@ -75,7 +77,7 @@ class ModuleNode(ObjectNode):
 
     @override
     def parts(self) -> Iterator[tuple[Any, Any, str]]:
-        return named({n: v for n, v in self.entries.items() if n not in _TEMPLATE})
+        return named({n: v for n, v in self.entries.items() if n not in TEMPLATE})
 
     @override
     def contents(self, run: Building, value: Any) -> dict[str, Any]:

@@ -19,10 +19,12 @@ from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from remat._callables import CellNode
 from remat._nodes import Composite, ObjectNode
 from remat._objects import exchange_attributes, replica_of, set_attributes
+from remat._trees import Tree, TreeNode
 
 
 _EXCHANGING = threading.RLock()
@@ -37,7 +39,10 @@ class Run:
             those that are gone.
     """
 
-    __slots__ = ("_anew", "_cells", "_holds_lock", "_undo", "built", "tensors")
+    __slots__ = (
+        *("_anew", "_cells", "_holds_lock", "_replicas", "_trees", "_undo", "built"),
+        "tensors",
+    )
 
     def __init__(
         self, tensors: Sequence[Tensor], anew: Literal["live", "all", "none"]
@@ -47,6 +52,9 @@ class Run:
         self._undo: list[tuple[Any, dict[str, Any]]] = []
         self._cells: list[Any] = []
         self._holds_lock = False
+        self._trees: list[Tree] = []
+        # Two trees may lead to one object.
+        self._replicas: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -54,6 +62,11 @@ class Run:
     def __exit__(self, *_: object) -> None:
         for value, before in reversed(self._undo):
             exchange_attributes(value, before)
+        for tree in self._trees:
+            if not tree.fingerprint.holds():
+                own = _Part(self, [ref() for ref in tree.tensors])
+                own.built, own._undo = {}, []  # for good
+                tree.node.build(own)
         if self._holds_lock:
             _EXCHANGING.release()
         for cell in self._cells:
@@ -70,9 +83,12 @@ class Run:
     def make_object(self, node: ObjectNode) -> Any:
         """Return an object that holds what it held."""
         value = node.ref()
-        if value is None or self._makes_anew(node):
-            new = self.built[id(node)] = replica_of(node.kind, value)
-            set_attributes(new, node.contents(self, None))
+        if value is None or self._makes_anew(node.live):
+            new = self._replicas.get(id(value))
+            if new is None or value is None:
+                new = self.built[id(node)] = replica_of(node.kind, value)
+                self._replicas[id(value)] = new
+                set_attributes(new, node.contents(self, None))
             return new
         # Before its parts are made: one of them may refer to it.
         self.built[id(node)] = value
@@ -80,11 +96,54 @@ class Run:
         self._undo.append((value, exchange_attributes(value, contents)))
         return value
 
-    def _makes_anew(self, node: ObjectNode) -> bool:
-        if self._anew == "all" or (self._anew == "live" and node.live):
+    def make_tree(self, node: TreeNode) -> Any:
+        """Return a module: as it is, if it is as it was."""
+        tree = node.tree
+        module, tensors = tree.module(), [self.tensors[i] for i in node.indices]
+        anew = module is None or self._makes_anew(node.live)
+        own = () if anew else zip(tensors, tree.tensors, strict=True)
+        others = [i for i, (tensor, ref) in enumerate(own) if tensor is not ref()]
+        owners = [owner for i in others for owner in tree.owners[i]]
+        can_stay = all(isinstance(owner, ObjectNode) for owner in owners)
+        if anew or not can_stay or not tree.fingerprint.holds():
+            return tree.node.build(_Part(self, tensors))
+        self._trees.append(tree)
+        part = _Part(self, tensors, [*map(id, owners)])
+        for owner in owners:
+            owner.build(part)
+        return module
+
+    def _makes_anew(self, is_live: bool) -> bool:
+        if self._anew == "all" or (self._anew == "live" and is_live):
             return True
         if not self._holds_lock:
             self._holds_lock = _EXCHANGING.acquire(blocking=False)
             if not self._holds_lock:
                 self._anew = "all"
         return not self._holds_lock
+
+
+class _Part(Run):
+    """A part of a run: of one tree, whose nodes count its tensors alone.
+
+    Args:
+        run: the whole.
+        tensors: the run's, in the order of the tree.
+        only: the identities of the nodes whose objects are exchanged; None for all.
+    """
+
+    __slots__ = ("_only",)
+
+    def __init__(
+        self, run: Run, tensors: Sequence[Any], only: Sequence[int] | None = None
+    ) -> None:
+        self.tensors, self._only = tensors, only
+        self.built, self._undo, self._cells = run.built, run._undo, run._cells
+        self._anew, self._holds_lock = run._anew, run._holds_lock
+        self._replicas = run._replicas
+
+    @override
+    def make_object(self, node: ObjectNode) -> Any:
+        if self._only is not None and id(node) not in self._only:
+            return node.ref()
+        return super().make_object(node)
