@@ -377,16 +377,26 @@ class Search:
         self.code += tree.code
         for kind in tree.kinds:
             self._of_class(kind)
-        found = zip(tree.tensors, tree.texts, tree.registered, strict=True)
-        node = TreeNode(
-            tree,
-            [
-                self.tensor(ref(), (path, text), registered=registered)
-                for ref, text, registered in found
-            ],
-        )
+        node = TreeNode(tree, self._tensors_of(tree, path))
         self._memo[id(module)] = module, node
         return node
+
+    def _tensors_of(self, tree: Tree, path: Path) -> Sequence[int]:
+        """Return the indices of a tree's tensors."""
+        tensors: list[Any] = [ref() for ref in tree.tensors]
+        first, ids = len(self.tensors), [*map(id, tensors)]
+        origins = [(path, text) for text in tree.texts]
+        if not self._index.keys().isdisjoint(ids):
+            found = zip(tensors, origins, tree.registered, strict=True)
+            return [self.tensor(t, o, registered=buffer) for t, o, buffer in found]
+        indices = range(first, first + len(ids))
+        self._index.update(zip(ids, indices, strict=True))
+        self.tensors += tensors
+        self.origins += origins
+        for i, t, registered in zip(indices, tensors, tree.registered, strict=True):
+            if not t.requires_grad and (registered or not self.in_arguments):
+                self.buffers[i] = registered
+        return indices
 
     def _script_module(self, module: Any, path: Path) -> None:
         """Note the parameters of a module that cannot be taken apart."""

@@ -8,6 +8,7 @@ the whole model, and what they close over is used by reference, as in plain code
 Rejected: to hold only modules that changed. To tell costs as much as to exchange.
 """
 
+import operator
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -32,8 +33,8 @@ _ASIDE = tuple(
     for name, value in TEMPLATE.items()
     if isinstance(value, (dict, set)) and name not in {*REGISTRIES, *_HOOKS}
 )
-# What is compared to tell whether a module is as it was.
-CHECKED = (*REGISTRIES, *_HOOKS)
+registries_of = operator.itemgetter(*REGISTRIES)
+hooks_of = operator.itemgetter(*_HOOKS)
 _VACANT = dict.fromkeys((*REGISTRIES, *_HOOKS, *_ASIDE))
 _NO_HOOKS: dict[str, Any] = {}
 

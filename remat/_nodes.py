@@ -37,6 +37,9 @@ class Building(Protocol):
     def make_object(self, node: "ObjectNode") -> Any:
         """Return an object that holds what it held."""
 
+    def make_tree(self, node: Any) -> Any:
+        """Return a module that is remembered."""
+
 
 class Node:
     """How to make one value.

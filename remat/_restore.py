@@ -65,7 +65,7 @@ class Run:
         for tree in self._trees:
             if not tree.fingerprint.holds():
                 own = _Part(self, [ref() for ref in tree.tensors])
-                own.built, own._undo = {}, []  # for good
+                own.built, own._undo = dict[int, Any](), list[Any]()  # for good
                 tree.node.build(own)
         if self._holds_lock:
             _EXCHANGING.release()

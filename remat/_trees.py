@@ -29,7 +29,7 @@ from typing_extensions import override
 from remat._callables import MethodNode, WrapperNode
 from remat._containers import ContainerNode
 from remat._kinds import INERT, can_be_made_anew
-from remat._modules import CHECKED, TEMPLATE, ModuleNode
+from remat._modules import TEMPLATE, ModuleNode, hooks_of, registries_of
 from remat._nodes import Building, Composite, Node, ObjectNode, TensorNode
 from remat._objects import identities, slots_of
 from remat._structure import written
@@ -39,7 +39,6 @@ _CONTAINERS = frozenset((list, tuple, set, frozenset, dict, OrderedDict))
 _INDEXED = frozenset((list, tuple, dict, OrderedDict))
 # Tensors, and what no search walks, but where nobody keeps state.
 _FIXED = (Tensor, type, enum.Enum, types.BuiltinFunctionType)
-_checked = operator.itemgetter(*CHECKED)
 _MISSES = 3
 
 
@@ -62,8 +61,8 @@ class Fingerprint:
     """
 
     __slots__ = (
-        *("_alive", "_constants", "_modules", "_others", "_places", "_then"),
-        "classes",
+        *("_alive", "_constants", "_getters", "_modules", "_others", "_places"),
+        *("_then", "classes"),
     )
 
     def __init__(
@@ -71,6 +70,7 @@ class Fingerprint:
     ) -> None:
         self._modules = [*map(weakref.ref, modules)]
         self._others = [*map(weakref.ref, others)]
+        self._getters = [*map(_getter_of, (*modules, *others))]
         self._places = [*_places([*map(vars, (*modules, *others))])]
         held, self._then = self._now()
         self._constants = [value for value in held if type(value) in INERT]
@@ -86,28 +86,44 @@ class Fingerprint:
             is_same = self._now()[1] == self._then
         except (TypeError, LookupError):  # one is gone, or holds something else
             return False
-        return is_same and None not in [ref() for ref in self._alive]
+        # By type: a tensor would be compared with None.
+        return is_same and _NONE not in {type(ref()) for ref in self._alive}
 
     def _now(self) -> tuple[tuple[Any, ...], Any]:
         """Return all that they hold, and what tells it from anything else."""
         dicts: list[Any] = [vars(ref()) for ref in self._modules]
-        registries = [*map(_checked, dicts)]
+        if any(flatten(map(hooks_of, dicts))):
+            raise LookupError
+        registered = [*flatten(map(registries_of, dicts))]
         dicts += [vars(ref()) for ref in self._others]
         containers: list[Any] = []
         for where, key in self._places:
             container = (dicts[where] if where >= 0 else containers[~where])[key]
             containers.append(container)
-        dicts += flatten(registries)
-        dicts += (c for c in containers if isinstance(c, dict))
+        registered += (c for c in containers if isinstance(c, dict))
         held = (
-            *flatten(dicts),
-            *flatten(map(dict.values, dicts)),
+            *flatten(map(operator.call, self._getters, dicts)),
             *flatten(containers),
+            *flatten(registered),
+            *flatten(map(dict.values, registered)),
         )
-        sizes = [*map(len, dicts)], [*map(len, containers)]
+        sizes = [*map(len, dicts)], [*map(len, containers)], [*map(len, registered)]
         return held, (sizes, identities(held))
 
 
+def _getter_of(value: Any) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Return what gets the attributes of an object from its `__dict__`."""
+    names = vars(value).keys()
+    if isinstance(value, nn.Module):
+        names = [name for name in names if name not in TEMPLATE]
+        names.append("training")
+    if not names:
+        return tuple
+    # One name twice, for with a single one no tuple is returned.
+    return operator.itemgetter(*names, *names if len(names) == 1 else ())
+
+
+_NONE = type(None)
 flatten = itertools.chain.from_iterable
 
 
@@ -229,7 +245,7 @@ class TreeNode(Node):
 
     __slots__ = ("indices", "live", "tree")
 
-    def __init__(self, tree: Tree, indices: list[int]) -> None:
+    def __init__(self, tree: Tree, indices: Sequence[int]) -> None:
         self.tree, self.indices = tree, indices
         self.live = tree.node.live
 
