@@ -48,7 +48,13 @@ from remat._filling import Filling, Saving, Stop
 from remat._following import Following, Replaying
 from remat._handles import Handle, unpack
 from remat._held import Held
-from remat._leaves import Untouched, are_marked, gradients_of
+from remat._leaves import (
+    Untouched,
+    are_marked,
+    grad_of,
+    gradients_of,
+    hooks_so_far,
+)
 from remat._options import Options
 from remat._packing import Packing
 from remat._restore import Run
@@ -166,7 +172,7 @@ class Saved:
         """Run the function as it is."""
         held, following = self.held, self._following
         own = held.leaves()
-        grads = gradients_of(own)
+        grads, hooks = gradients_of(own), hooks_so_far()
         observe = None if following is None else following.pack
         packing = Packing(self, self._snapshot, leaves, held, observe)
         self._handles, self._metas = packing.handles, packing.metas
@@ -183,7 +189,7 @@ class Saved:
         handles = [None if ref is None else ref() for ref in self._handles]
         if handles.count(None) < len(handles):
             self._accumulates = gradients_of(own) != grads
-            self._marked = are_marked(own)
+            self._marked = hooks_so_far() != hooks or are_marked(own)
             self.ambient.forward_done(keeps_casts=True)
             changed = held.note_changes(leaves)
             if changed is not None:
@@ -302,10 +308,11 @@ class Saved:
 
     def _untouched(self) -> AbstractContextManager[Any]:
         """Leave nothing on the user's own leaves."""
-        held = self.held
-        if not self._marked:
+        own = self.held.leaves()
+        grads = [*map(grad_of, own)]
+        if not self._marked and grads.count(None) == len(grads):
             return _NOTHING
-        return Untouched(held.leaves(), held.own_attributes())
+        return Untouched(own, grads, self.held.own_attributes())
 
     def _as_before(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Restore the state of the call, and refuse to read what changed since."""
