@@ -145,9 +145,7 @@ def test_what_a_depth_costs(depth, derivative, recomputes):
         return derivative(lambda w, x: scalar(f(w, x)), W, X)
 
     evaluations = 1 + recomputes(depth)
-    assert_rematerialized(
-        transform, matmul, evaluations=evaluations, wrap=deep(depth)
-    )
+    assert_rematerialized(transform, matmul, evaluations=evaluations, wrap=deep(depth))
 
 
 def ops_of(fn):
