@@ -14,6 +14,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from remat._absent import Absent
@@ -201,6 +202,7 @@ def _to_copy(
         if not needs[i]
         and (i in buffers or t.dim() == 1)
         and type(t) is Tensor
+        and t.layout is torch.strided
         and t.numel() <= _SMALL
         # FSDP frees the memory of what it gathers.
         and t.untyped_storage().nbytes() >= t.nbytes
