@@ -211,14 +211,15 @@ class DictNode(ContainerNode):
         keys: its keys, which are children by `~position`.
     """
 
-    __slots__ = ("_factory", "keys")
+    __slots__ = ("_has_factory", "keys")
 
     def __init__(self, value: Any) -> None:
         super().__init__(value, (OrderedDict, dict), [*value.values()])
         self.keys = [*value]
-        self._factory = getattr(value, "default_factory", None)
-        if self._factory is not None:
-            self.entries["default_factory"] = self._factory
+        factory = getattr(value, "default_factory", None)
+        self._has_factory = factory is not None
+        if self._has_factory:
+            self.entries["default_factory"] = factory
 
     def hold_key(self, i: int, node: Node) -> None:
         """Hold a node in place of a key."""
@@ -240,6 +241,16 @@ class DictNode(ContainerNode):
                 OrderedDict.__setitem__(new, key, value)
         self._give_entries(new, run)
         return new
+
+    @override
+    def _give_entries(self, new: Any, run: Building) -> None:
+        if not self.entries:
+            return
+        entries = filled(self.entries, self.children, run)
+        if self._has_factory:  # which is in no `__dict__`
+            new.default_factory = entries.pop("default_factory")
+        if entries:
+            set_attributes(new, entries)
 
 
 def _base_of(kind: type, bases: Sequence[type]) -> type:
