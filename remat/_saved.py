@@ -27,7 +27,7 @@ from torch import Tensor
 
 from remat._ambient import Ambient
 from remat._capture import Search
-from remat._checks import Watch
+from remat._checks import Watch, places_of
 from remat._compat import (
     batched_again,
     below_all_levels,
@@ -47,7 +47,7 @@ from remat._errors import MutationError
 from remat._filling import Filling, Saving, Stop
 from remat._following import Following, Replaying
 from remat._handles import Handle, unpack
-from remat._held import Held
+from remat._held import Held, Unmoved
 from remat._leaves import (
     Untouched,
     are_marked,
@@ -105,8 +105,8 @@ class Saved:
 
     __slots__ = (
         *("__weakref__", "_accumulates", "_done", "_following", "_handles", "_hows"),
-        *("_inner", "_marked", "_metas", "_nested", "_outer", "_place", "_policy"),
-        *("_prune", "_snapshot", "ambient", "held"),
+        *("_inner", "_marked", "_metas", "_moves", "_nested", "_outer", "_place"),
+        *("_policy", "_prune", "_snapshot", "ambient", "held"),
     )
 
     def __init__(
@@ -125,7 +125,7 @@ class Saved:
         self.ambient = Ambient(snapshot.streams, snapshot.always)
         self._handles: Sequence[weakref.ref[Handle] | None] = ()
         self._metas: Sequence[Any] = ()
-        self._done = self._accumulates = False
+        self._done = self._accumulates = self._moves = False
         self._marked = True
         self._following: Following | None = None
         self._inner: list[Any] = []  # what the calls within decide
@@ -172,7 +172,7 @@ class Saved:
         """Run the function as it is."""
         held, following = self.held, self._following
         own = held.leaves()
-        grads, hooks = gradients_of(own), hooks_so_far()
+        grads, hooks, places = gradients_of(own), hooks_so_far(), places_of(own, ())
         observe = None if following is None else following.pack
         packing = Packing(self, self._snapshot, leaves, held, observe)
         self._handles, self._metas = packing.handles, packing.metas
@@ -189,6 +189,7 @@ class Saved:
         handles = [None if ref is None else ref() for ref in self._handles]
         if handles.count(None) < len(handles):
             self._accumulates = gradients_of(own) != grads
+            self._moves = places_of(own, ()) != places
             self._marked = hooks_so_far() != hooks or are_marked(own)
             self.ambient.forward_done(keeps_casts=True)
             changed = held.note_changes(leaves)
@@ -236,6 +237,8 @@ class Saved:
             self._fill(handles)
         except Exception as error:
             error.add_note(f"remat: raised while recomputing {self._snapshot.label}.")
+            for handle in handles:
+                handle.value = None
             raise
         value = asked.value
         assert value is not None
@@ -310,9 +313,18 @@ class Saved:
         """Leave nothing on the user's own leaves."""
         own = self.held.leaves()
         grads = [*map(grad_of, own)]
-        if not self._marked and grads.count(None) == len(grads):
+        if not (self._moves or self._marked) and grads.count(None) == len(grads):
             return _NOTHING
-        return Untouched(own, grads, self.held.own_attributes())
+        untouched = Untouched(own, grads, self.held.own_attributes())
+        if not self._moves:
+            return untouched
+        both = contextlib.ExitStack()
+        both.enter_context(untouched)
+        both.enter_context(Unmoved(own, self._moved_inside))
+        return both
+
+    def _moved_inside(self, k: int) -> MutationError:
+        return self._changed_inside(self.held.own[k])
 
     def _as_before(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Restore the state of the call, and refuse to read what changed since."""
