@@ -1,13 +1,15 @@
 """Programs whose recomputation could be another function: right, or refused."""
 
+from collections import OrderedDict, deque
+
 import pytest
 import torch
 from helpers import Evaluations
 from torch import nn
 from torch.func import grad, jacrev
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 
-from remat import CaptureError, MutationError, remat
+from remat import CaptureError, MutationError, RecomputeError, remat
 from remat.testing import assert_same, count_ops
 
 
@@ -239,6 +241,63 @@ def test_parametrizations_are_cached_in_a_recomputation_as_they_were():
         got = gradient(remat)
     assert ops["addmm"] == 2 * plain["addmm"]
     assert_same(got, want)
+
+
+def test_parametrizations_are_computed_in_a_recomputation_if_they_were():
+    """Though the backward runs where others are cached."""
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    parametrizations.weight_norm(layer[0])
+    x, weights = torch.randn(2, 4), [*layer.parameters()]
+    want = torch.autograd.grad(layer(x).sum(), weights)
+    y = remat(layer)(x).sum()
+    with parametrize.cached(), count_ops() as ops:
+        layer(x)
+        got = torch.autograd.grad(y, weights)
+    assert_same(got, want)
+    assert ops["_weight_norm_interface"] == 1 + 1
+
+
+# --- Containers of very many entries ---
+
+
+def grown(container):
+    if isinstance(container, dict):
+        container[len(container)] = None
+    else:
+        container.append(None)
+
+
+@pytest.mark.parametrize(
+    "make", [list, deque, dict.fromkeys, OrderedDict.fromkeys], ids=range(4)
+)
+def test_what_was_only_added_to_a_large_container_is_left_out_of_a_recomputation(make):
+    log = make(range(2000))
+
+    def fn(x):
+        grown(log)
+        return (x.sin() * len(log)).exp()
+
+    x = torch.linspace(0.0, 1e-3, 3).requires_grad_()
+    with count_ops() as ops:
+        y = remat(fn)(x)
+        grown(log)
+        (got,) = torch.autograd.grad(y.sum(), x)
+    assert len(log) == 2002
+    assert ops["sin"] == 2
+    (want,) = torch.autograd.grad((x.sin() * 2001).exp().sum(), x)
+    assert_same(got, want)
+
+
+def test_a_large_container_that_changed_otherwise_is_refused():
+    log = list(range(2000))
+
+    def fn(x):
+        return (x.sin() * len(log)).exp()
+
+    y = remat(fn)(leaf())
+    log[0] = "changed"
+    with pytest.raises(RecomputeError, match=r"`log` changed since .* 2,000 entries"):
+        y.sum().backward()
 
 
 def backward_inside(x, w):
