@@ -60,7 +60,7 @@ def _forget_hooks_of_nodes(leaves: Sequence[Tensor], first: int) -> None:
             node = get_gradient_edge(t).node
             for register in (node.register_prehook, node.register_hook):
                 handle = register(_nothing)  # which has all that there are
-                hooks = handle.hooks_dict_ref()
+                hooks: Any = handle.hooks_dict_ref()
                 for key in [key for key in hooks if key >= first]:
                     del hooks[key]
 
