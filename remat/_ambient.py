@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from remat._compat import (
+    autocast_depth,
     device_generators,
     is_autocast_active,
     read_settings,
@@ -117,7 +118,7 @@ class Ambient:
     def restored(self) -> AbstractContextManager[None]:
         """Run the body in the noted state, and leave everything as it was before."""
         unchanged = self._settings == read_settings()
-        if unchanged and self._plain and not is_autocast_active():
+        if unchanged and self._plain and not autocast_depth():
             return _NOTHING
         return self._restored(self._moved)
 
@@ -132,8 +133,10 @@ class Ambient:
     def _restored(self, states: list[tuple[Any, Any]]) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_under(self._settings))
+            # What the forward cast is cast again, and casts of a recompute are gone.
+            torch.clear_autocast_cache()
             self._enter_autocast(stack)
-            stack.callback(self.forget_casts)
+            stack.callback(torch.clear_autocast_cache)
             stack.enter_context(_set(states))
             yield
 

@@ -279,7 +279,8 @@ class Search:
     def _function(self, fn: types.FunctionType, path: Path) -> Node | None:
         self.code.append(fn.__code__)
         known = known_code(fn)
-        if known.is_settled and not (fn.__closure__ or fn.__dict__ or has_defaults(fn)):
+        has_more = fn.__dict__ or has_defaults(fn)
+        if known.is_settled and not (fn.__closure__ or has_more):
             self._memo[id(fn)] = fn, None
             return None
         self.sources.of_function(fn)
@@ -288,7 +289,7 @@ class Search:
         self._is_compiled = outer or hasattr(fn, "_torchdynamo_orig_callable")
         names = ((), ()) if self._is_compiled else (known.open, known.names.stored)
         node = FunctionNode(fn, *names)
-        if node.is_settled:
+        if node.is_settled and not has_more:
             self._memo[id(fn)] = fn, None
             found = None
         else:

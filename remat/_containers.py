@@ -7,7 +7,7 @@ Rejected: to hold each item by a node. A list of numbers is copied in one piece.
 
 import copy
 import functools
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -157,30 +157,47 @@ class LargeNode(Composite):
     This one holds the container itself, since nothing else would find it again.
     """
 
-    __slots__ = ("_identities", "_name", "_value")
+    __slots__ = ("_count", "_identities", "_name", "_value")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__()
         self._value, self._name, self.live = value, name, False
-        self._identities = _identities_of(value)
+        self._count, self._identities = len(value), _identities_of(value)
 
     @override
     def new(self, run: Building) -> Any:
-        """Return the container.
+        """Return the container; without what was added to its end, if something was.
 
         Raises:
             RecomputeError: it holds something else than it did.
         """
-        if _identities_of(self._value) != self._identities:
-            count = f"{len(self._value):,}"
-            raise RecomputeError(_LARGE.format(name=self._name, count=count))
-        run.built[id(self)] = self._value
-        return self._value
+        value, now = self._value, _identities_of(self._value)
+        if now != self._identities:
+            pairs = zip(now, self._identities, strict=True)
+            grew = all(a.startswith(b) for a, b in pairs)
+            if not grew or type(value) not in _GROWING:
+                count = f"{len(value):,}"
+                raise RecomputeError(_LARGE.format(name=self._name, count=count))
+            value = _cut(value, self._count)
+        run.built[id(self)] = value
+        return value
 
 
-def _identities_of(value: Any) -> bytes:
+def _identities_of(value: Any) -> tuple[bytes, ...]:
     items = identities(value)
-    return items + identities(value.values()) if isinstance(value, dict) else items
+    return (items, identities(value.values())) if isinstance(value, dict) else (items,)
+
+
+def _cut(value: Any, count: int) -> Any:
+    """Return a copy of the first entries of a container."""
+    new = copy.copy(value)
+    take = new.popitem if isinstance(new, dict) else new.pop
+    for _ in range(len(new) - count):
+        take()
+    return new
+
+
+_GROWING = (list, deque, dict, OrderedDict, defaultdict)
 
 
 _LARGE = (

@@ -11,9 +11,10 @@ of the others would be lost.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from remat._absent import Absent
@@ -183,6 +184,35 @@ class Held:
         return new
 
 
+class Unmoved:
+    """A context after which leaves have the memory that they had.
+
+    Args:
+        leaves: the user's own.
+        error: returns the one to raise if a leaf, by its position, was given other
+            values: what ran inside started from those of the run before.
+    """
+
+    __slots__ = ("_before", "_error", "_leaves")
+
+    def __init__(
+        self, leaves: Sequence[Tensor], error: Callable[[int], Exception]
+    ) -> None:
+        self._leaves, self._error = leaves, error
+
+    def __enter__(self) -> None:
+        self._before = [t.data for t in self._leaves]
+
+    def __exit__(self, *_: object) -> None:
+        for k, (t, before) in enumerate(zip(self._leaves, self._before, strict=True)):
+            if t.data_ptr() != before.data_ptr():
+                now, t.data = t.data, before
+                with unseen():
+                    is_same = now.shape == before.shape and torch.equal(now, before)
+                if not is_same:
+                    raise self._error(k) from None
+
+
 def _is_own(tensor: Tensor) -> bool:
     """Say whether a tensor is kept as it is."""
     return (tensor.requires_grad and tensor.is_leaf) or type(tensor) is nn.Parameter
@@ -201,6 +231,7 @@ def _to_copy(
         if not needs[i]
         and (i in buffers or t.dim() == 1)
         and type(t) is Tensor
+        and t.layout is torch.strided
         and t.numel() <= _SMALL
         # FSDP frees the memory of what it gathers.
         and t.untyped_storage().nbytes() >= t.nbytes

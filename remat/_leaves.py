@@ -4,7 +4,8 @@ It runs on the leaves themselves. On others, what the function keeps by their id
 would not be found; and were others put into a module that several threads use, the
 gradients of those threads would be lost.
 
-Invariant: after a recompute a leaf has the hooks and the attributes that it had before.
+Invariant: after a recompute a leaf has the hooks and the attributes that it had before,
+and no gradient is gone.
 Rejected: stand-ins for all leaves, as for other inputs.
 """
 
@@ -13,11 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _hooks_of = operator.attrgetter(*_HOOKS)
-_grad_of = operator.attrgetter("grad")
+grad_of = operator.attrgetter("grad")
 _attributes_of = operator.attrgetter("__dict__")
 _marks_of = operator.attrgetter(*_HOOKS, "__dict__")
 _UNMARKED: tuple[Any, ...] = None, None, {}
@@ -32,7 +35,7 @@ def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
 
 def gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
     """Return what tells the gradients that leaves have from others."""
-    grads = [*map(_grad_of, leaves)]
+    grads = [*map(grad_of, leaves)]
     return [g if g is None else (id(g), g._version) for g in grads]
 
 
@@ -45,23 +48,52 @@ def are_marked(leaves: Sequence[Tensor]) -> bool:
     return marks.count(_UNMARKED) < len(marks)
 
 
+def hooks_so_far() -> int:
+    """Return how many hooks were set anywhere: the number of the next one."""
+    return RemovableHandle.next_id
+
+
+def _forget_hooks_of_nodes(leaves: Sequence[Tensor], first: int) -> None:
+    """Remove the hooks from a number on that were set on what accumulates gradients."""
+    for t in leaves:
+        if t.requires_grad:
+            node = get_gradient_edge(t).node
+            for register in (node.register_prehook, node.register_hook):
+                handle = register(_nothing)  # which has all that there are
+                hooks: Any = handle.hooks_dict_ref()
+                for key in [key for key in hooks if key >= first]:
+                    del hooks[key]
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing."""
+
+
 class Untouched:
     """A context in which leaves have the attributes of a call, and keep their hooks.
 
+    A gradient that is cleared inside is there again. One that was changed is not put
+    back: another thread may have added to it.
+
     Args:
         leaves: the user's own.
+        grads: those that they have.
         attributes: what `attributes_of` them said.
     """
 
-    __slots__ = ("_after", "_attributes", "_hooks", "_leaves")
+    __slots__ = ("_after", "_attributes", "_first", "_grads", "_hooks", "_leaves")
 
     def __init__(
-        self, leaves: Sequence[Tensor], attributes: list[dict[str, Any]] | None
+        self,
+        leaves: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        attributes: list[dict[str, Any]] | None,
     ) -> None:
-        self._leaves, self._attributes = leaves, attributes
+        self._leaves, self._grads, self._attributes = leaves, grads, attributes
 
     def __enter__(self) -> None:
         leaves = self._leaves
+        self._first = hooks_so_far()
         self._hooks = _hooks(leaves)
         self._after = attributes_of(leaves)
         if self._attributes or self._after:
@@ -69,6 +101,11 @@ class Untouched:
 
     def __exit__(self, *_: object) -> None:
         leaves = self._leaves
+        if hooks_so_far() != self._first:
+            _forget_hooks_of_nodes(leaves, self._first)
+        for t, grad in zip(leaves, self._grads, strict=True):
+            if grad is not None and t.grad is None:
+                t.grad = grad
         if self._hooks is not None or _hooks(leaves) is not None:
             befores = self._hooks or [_NONE] * len(leaves)
             for t, before in zip(leaves, befores, strict=True):

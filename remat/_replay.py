@@ -51,6 +51,8 @@ from remat._types import TENSORS
 
 
 CLONE = torch.ops.aten.clone.default
+# Autocast makes them of weights, unless it has one from another call in its cache.
+CAST = torch.ops.aten._to_copy.default
 
 
 class Keep(Follow):
@@ -226,7 +228,7 @@ class Replay(Follow):
                 return self._made_again(func, args, kwargs)
             if func is CLONE:
                 return like(args[0])
-        if func is CLONE:
+        if func is CLONE or func is CAST:
             return func(*args, **(kwargs or {}))
         if self._funcs[i : i + 1] == [CLONE]:
             # A copy that autograd made in the forward. Whether it makes one depends on
@@ -384,14 +386,15 @@ _UNHELD = _references()
 
 
 def _is_by_the_way(func: Any) -> bool:
-    return func is CLONE or func in IGNORED or is_view_op(func)
+    return func in (CLONE, CAST) or func in IGNORED or is_view_op(func)
 
 
 class Check(Follow):
     """Runs a function again as it is, which must do what it did in the forward.
 
-    Views and copies are not compared. Hooks on modules make views, as torch's FLOP
-    counter does, and autograd copies what is changed in place and differentiated.
+    Views, copies and casts are not compared. Hooks on modules make views, as torch's
+    FLOP counter does, autograd copies what is changed in place and differentiated, and
+    autocast has some casts in its cache.
     """
 
     def __init__(self, script: Script) -> None:

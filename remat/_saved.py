@@ -28,7 +28,7 @@ from torch import Tensor
 
 from remat._ambient import Ambient
 from remat._capture import Search
-from remat._checks import Watch
+from remat._checks import Watch, places_of
 from remat._compat import (
     batched_again,
     below_all_levels,
@@ -48,8 +48,14 @@ from remat._errors import CaptureError, MutationError
 from remat._filling import Filling, Saving, Stop
 from remat._following import Following, Replaying
 from remat._handles import Handle, unpack
-from remat._held import Held
-from remat._leaves import Untouched, are_marked, gradients_of
+from remat._held import Held, Unmoved
+from remat._leaves import (
+    Untouched,
+    are_marked,
+    grad_of,
+    gradients_of,
+    hooks_so_far,
+)
 from remat._options import Options
 from remat._packing import Packing
 from remat._restore import Run
@@ -113,8 +119,8 @@ class Saved:
 
     __slots__ = (
         *("__weakref__", "_accumulates", "_done", "_following", "_handles", "_hows"),
-        *("_inner", "_marked", "_metas", "_nested", "_outer", "_place", "_policy"),
-        *("_prune", "_snapshot", "ambient", "held"),
+        *("_inner", "_marked", "_metas", "_moves", "_nested", "_outer", "_place"),
+        *("_policy", "_prune", "_snapshot", "ambient", "held"),
     )
 
     def __init__(
@@ -133,7 +139,7 @@ class Saved:
         self.ambient = Ambient(snapshot.streams, snapshot.always)
         self._handles: Sequence[weakref.ref[Handle] | None] = ()
         self._metas: Sequence[Any] = ()
-        self._done = self._accumulates = False
+        self._done = self._accumulates = self._moves = False
         self._marked = True
         self._following: Following | None = None
         self._inner: list[Any] = []  # what the calls within decide
@@ -180,7 +186,7 @@ class Saved:
         """Run the function as it is."""
         held, following = self.held, self._following
         own = held.leaves()
-        grads = gradients_of(own)
+        grads, hooks, places = gradients_of(own), hooks_so_far(), places_of(own, ())
         observe = None if following is None else following.pack
         packing = Packing(self, self._snapshot, leaves, held, observe)
         self._handles, self._metas = packing.handles, packing.metas
@@ -197,7 +203,8 @@ class Saved:
         handles = [None if ref is None else ref() for ref in self._handles]
         if handles.count(None) < len(handles):
             self._accumulates = gradients_of(own) != grads
-            self._marked = are_marked(own)
+            self._moves = places_of(own, ()) != places
+            self._marked = hooks_so_far() != hooks or are_marked(own)
             self.ambient.forward_done(keeps_casts=True)
             changed = held.note_changes(leaves)
             if changed is not None:
@@ -244,6 +251,8 @@ class Saved:
             self._fill(handles)
         except Exception as error:
             error.add_note(f"remat: raised while recomputing {self._snapshot.label}.")
+            for handle in handles:
+                handle.value = None
             raise
         value = asked.value
         assert value is not None
@@ -320,10 +329,20 @@ class Saved:
 
     def _untouched(self) -> AbstractContextManager[Any]:
         """Leave nothing on the user's own leaves."""
-        held = self.held
-        if not self._marked:
+        own = self.held.leaves()
+        grads = [*map(grad_of, own)]
+        if not (self._moves or self._marked) and grads.count(None) == len(grads):
             return _NOTHING
-        return Untouched(held.leaves(), held.own_attributes())
+        untouched = Untouched(own, grads, self.held.own_attributes())
+        if not self._moves:
+            return untouched
+        both = contextlib.ExitStack()
+        both.enter_context(untouched)
+        both.enter_context(Unmoved(own, self._moved_inside))
+        return both
+
+    def _moved_inside(self, k: int) -> MutationError:
+        return self._changed_inside(self.held.own[k])
 
     def _as_before(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Restore the state of the call, and refuse to read what changed since."""

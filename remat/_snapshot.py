@@ -119,10 +119,14 @@ class Snapshot:
 
     def call(self, run: Building) -> Any:
         """Call the function again, under the modes of the call and no others."""
-        if self._modes or self._cache is not None or function_mode_count():
+        if self._modes or function_mode_count() or self._caches():
             return self.called(*self.built(run))
         args, kwargs = self._arguments(run)
         return _built(self._fn, run)(*args, **kwargs)
+
+    def _caches(self) -> bool:
+        """Say whether parametrizations are cached, at the call or now."""
+        return not (self._cache is None and parametrization_cache() is None)
 
     def built(self, run: Building) -> tuple[Any, Any, Any]:
         """Return a function without arguments, the modes, and a cache."""
@@ -144,8 +148,8 @@ class Snapshot:
 
     def called(self, fn: Fn, modes: list[Any], cache: Any) -> Any:
         """Call what `built` returned."""
-        if cache is not None:
-            fn = _with_cache(fn, dict(cache))
+        if not (cache is None and parametrization_cache() is None):
+            fn = _with_cache(fn, cache)
         if modes or function_mode_count():
             now = function_modes()
             if len(now) != len(modes) or not all(map(operator.is_, now, modes)):
@@ -179,9 +183,12 @@ def _built(found: Any, run: Building) -> Any:
     return found.build(run) if isinstance(found, Node) else found
 
 
-def _with_cache(fn: Fn, cache: dict[Any, Any]) -> Fn:
+def _with_cache(fn: Fn, cache: dict[Any, Any] | None) -> Fn:
+    """Return what calls a function with a cache of parametrizations, or with none."""
+    state = ({}, 0) if cache is None else (dict(cache), 1)
+
     def run() -> Any:
-        before = swap_parametrization_cache(cache)
+        before = swap_parametrization_cache(state)
         try:
             return fn()
         finally:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from remat._code import STATES, is_library, is_library_class, known_code
 from remat._compat import default_generators
+from remat._kinds import INERT
 from remat._objects import attributes, by_class, defines
 from remat._streams import Stream, stream_of
 
@@ -202,10 +203,9 @@ def is_closed(fn: types.FunctionType) -> bool:
 
 
 def has_defaults(fn: types.FunctionType) -> bool:
-    """Say whether a function has defaults that are no plain values."""
-    defaults = fn.__defaults__
-    plain = defaults is None or _PLAIN.issuperset(map(type, defaults))
-    return not plain or fn.__kwdefaults__ is not None
+    """Say whether a function has defaults that can change, or hold a tensor."""
+    inert = INERT.issuperset(map(type, fn.__defaults__ or ()))
+    return not inert or fn.__kwdefaults__ is not None
 
 
 def _parts_of_function(fn: types.FunctionType, names: Iterable[str]) -> list[Any]:

@@ -9,6 +9,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+from helpers import counted
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
@@ -28,6 +29,9 @@ BLOCKS = SINES = 8
 
 def plain(fn):
     return fn
+
+
+higher_order = functools.partial(remat, higher_order=True)
 
 
 def ramp():
@@ -101,17 +105,16 @@ def by_vjp(f):
     return out, pull(torch.ones(()))
 
 
-SECOND_ORDER = {by_double_backward, grad_of_grad, grad_of_jvp, jvp_of_grad}
+SECOND_ORDER = {by_double_backward, grad_of_grad, grad_of_jvp}
 
 # Derivative: (units with remat at most, share of plain at most). Each makes its input.
 PEAKS = {
-    "backward": (by_backward, 18, 0.29),
-    "autograd.grad": (by_autograd_grad, 18, 0.29),
-    "double backward": (by_double_backward, 43, 0.25),
+    "backward": (by_backward, 17, 0.26),
+    "autograd.grad": (by_autograd_grad, 17, 0.26),
     "grad": (lambda f: grad(f)(ramp()), 25, 0.14),
     "vjp": (by_vjp, 19, 0.29),
     "grad(grad)": (grad_of_grad, 54, 0.25),
-    "vmap(grad)": (vmap_of_grad, 26, 0.25),
+    "vmap(grad)": (vmap_of_grad, 25, 0.25),
     "grad(vmap)": (grad_of_vmap, 25, 0.25),
     "grad(jvp)": (grad_of_jvp, 55, 0.25),
     "jvp(grad)": (jvp_of_grad, 55, 0.25),
@@ -131,6 +134,35 @@ def test_the_peak_of_eight_blocks_of_eight_sines(derivative, most, share):
     assert peak <= share * plain_peak
 
 
+@pytest.mark.parametrize(
+    ("derivative", "most", "share"),
+    [(by_backward, 18, 0.28), (by_double_backward, 43, 0.23)],
+)
+def test_the_peak_with_one_node_for_each_call(derivative, most, share):
+    want, got = [], []
+    plain_peak = peak_bytes(lambda: want.append(derivative(chain(plain))))
+    peak = peak_bytes(lambda: got.append(derivative(chain(higher_order))))
+    assert_same(got, want, reassociated=derivative in SECOND_ORDER)
+    assert units(peak) <= most
+    assert peak <= share * plain_peak
+
+
+def test_the_graph_of_a_derivative_is_that_of_plain_where_one_is_to_be_taken():
+    want, got = [], []
+    calls = []
+
+    def wrap(fn):
+        fn, evaluations = counted(fn)
+        calls.append(evaluations)
+        return remat(fn)
+
+    plain_peak = peak_bytes(lambda: want.append(by_double_backward(chain(plain))))
+    peak = peak_bytes(lambda: got.append(by_double_backward(chain(wrap))))
+    assert_same(got, want)
+    assert peak == plain_peak
+    assert [*map(len, calls)] == [3] * BLOCKS, "once for each of both backwards"
+
+
 def test_the_peak_of_a_training_step_is_that_of_one_block_and_the_inputs_of_all():
     x = ramp().requires_grad_()
     peaks = []
@@ -138,13 +170,14 @@ def test_the_peak_of_a_training_step_is_that_of_one_block_and_the_inputs_of_all(
         x.grad = None
         loss = chain(ckpt)
         peaks.append(units(peak_bytes(lambda f=loss: f(x).backward())))
-    assert peaks == [BLOCKS * SINES + 1, BLOCKS + SINES + 1]
+    # But for the last sine of each block, which is not run again.
+    assert peaks == [BLOCKS * SINES + 1, BLOCKS + SINES]
 
 
 def test_the_graph_of_a_gradient_is_rematerialized_too():
     x = ramp().requires_grad_()
     kept = []
-    for ckpt in (plain, remat):
+    for ckpt in (plain, higher_order):
 
         def gradient(f=chain(ckpt)):  # noqa: B008
             return torch.autograd.grad(f(x), x, create_graph=True)
@@ -181,7 +214,8 @@ def test_nesting_trades_one_more_evaluation_for_a_logarithmic_peak():
     assert peaks[2] < peaks[1] <= peaks[0] + 1
     with count_ops() as ops:
         remat(halves(SINES))(x).sum().backward()
-    assert (ops["sin"], ops["cos"]) == (SINES * 5, SINES)
+    # At each of three depths the first of two halves is run again, for the second.
+    assert (ops["sin"], ops["cos"]) == (SINES + 3 * SINES // 2, SINES)
 
 
 # --- What stays alive ---
@@ -229,7 +263,8 @@ SIGNATURES = {
         {"a": ROOT, "b": [SCALE]}
     ),
     "namedtuple": lambda ckpt: ckpt(lambda p: mix(*p))(Pair(ROOT, SCALE)),
-    "statics": lambda ckpt: ckpt(lambda x, k, flag, none: mix(x, x) * k)(
+    # No factor: autograd would keep it, and eight bytes are not asked for from hooks.
+    "statics": lambda ckpt: ckpt(lambda x, k, flag, none: mix(x, x).pow(k))(
         ROOT, 3, True, None
     ),
     "closure": lambda ckpt: ckpt(closure_of(SCALE))(ROOT),

@@ -2,16 +2,17 @@
 
 Where the forward was seen, in the first call under `prune=True` and under a policy, the
 error shows both sequences of operations around the first difference, and the lines of
-the user's that ran them. Without it, and where shapes and gradients tell nothing, it is
-a documented limit.
+the user's that ran them. Without it, the error shows what was saved. Behind the last
+value that a backward reads nothing is compared, for nothing is run.
 """
 
 import re
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
-from helpers import leaves_of, scalar
+from helpers import assert_not_vanishing, leaves_of, scalar
 from pruning_helpers import X, of_backward
 
 from remat import RecomputeError, RematError, policies, remat
@@ -22,22 +23,30 @@ HERE = Path(__file__).name
 everything = policies.everything_saveable
 WAYS = {
     "prune": {"prune": True},
-    "policy": {"policy": everything},
+    "policy": {"policy": policies.dots_saveable},
     "dots": {"policy": policies.dots_saveable, "prune": True},
-    "not pruned": {"policy": everything, "prune": False},
+    "not pruned": {"policy": policies.dots_saveable, "prune": False},
 }
-STATE = {"runs": 0}
+# Nothing puts it back for a recompute.
+RUNS = SimpleQueue()
 
 
 @pytest.fixture(autouse=True)
 def _no_runs():
-    STATE["runs"] = 0
+    set_runs(0)
+
+
+def set_runs(count):
+    while RUNS.qsize():
+        RUNS.get()
+    for _ in range(count):
+        RUNS.put(None)
 
 
 def runs():
     """How often the function ran before: the state that it should not depend on."""
-    STATE["runs"] += 1
-    return STATE["runs"] - 1
+    RUNS.put(None)
+    return RUNS.qsize() - 1
 
 
 def swapped(x):
@@ -75,8 +84,11 @@ CHANGES = {
     swapped: (["sin", "exp", "mul"], ["sin", "tanh"]),
     with_more: (["sin", "exp"], ["sin", "tanh"]),
     with_fewer: (["sin", "tanh", "exp"], ["sin", "exp"]),
-    longer: (["sin", "exp", "nothing more"], ["sin", "exp", "tanh"]),
     shorter: (["sin", "exp", "tanh"], ["sin", "exp", "nothing more"]),
+}
+CHANGES_UNDER_FUNC = {
+    **CHANGES,
+    longer: (["sin", "exp", "nothing more"], ["sin", "exp", "tanh"]),
 }
 
 
@@ -109,6 +121,64 @@ def test_both_sequences_are_shown(fn, way):
     got = sequences(str(error_of(fn, **WAYS[way])))
     assert got[0][: len(then)] == then
     assert got[1] == now
+
+
+@pytest.mark.parametrize("fn", CHANGES_UNDER_FUNC, ids=lambda fn: fn.__name__)
+def test_both_sequences_are_shown_under_func_grad(fn):
+    ours = remat(fn, prune=True)
+    with pytest.raises(RecomputeError, match="forward:") as caught:
+        torch.func.grad(lambda x: scalar(ours(x)))(X)
+    then, now = CHANGES_UNDER_FUNC[fn]
+    got = sequences(str(caught.value))
+    assert got[0][: len(then)] == then
+    assert got[1] == now
+
+
+# What is saved: by which nodes in the forward, and in the recomputation.
+SAVED = {
+    swapped: (["Exp"], ["Tanh"]),
+    with_more: (["Exp"], ["Tanh"]),
+    with_fewer: (["Tanh", "Exp"], ["Exp"]),
+    shorter: (["Exp", "Tanh"], ["Exp", "nothing more"]),
+}
+
+
+@pytest.mark.parametrize("fn", SAVED, ids=lambda fn: fn.__name__)
+def test_without_a_record_what_is_saved_is_shown(fn):
+    text = str(error_of(fn))
+    assert "saves something else for the backward than the forward did" in text
+    assert re.search(rf"recomputing `{fn.__name__}` \(rematerialized at", text)
+    halves = text.split("forward:\n")[1].split("  recomputation:\n")
+    for half, expected in zip(halves, SAVED[fn], strict=True):
+        found = re.findall(r"of (\w+)Backward0|(nothing more)", half)
+        assert [a or b for a, b in found] == expected
+
+
+def gradient_of(fn):
+    (x,) = leaves_of(X)
+    return torch.autograd.grad(scalar(fn(x)), x)
+
+
+@pytest.mark.parametrize("way", [{}, *WAYS.values()], ids=["default", *WAYS])
+def test_what_comes_after_the_last_value_that_is_read_may_differ(way):
+    set_runs(0)
+    expected = gradient_of(longer)
+    set_runs(0)
+    with count_ops() as ops:
+        assert_same(gradient_of(remat(longer, **way)), expected)
+    # The forward, the loss, the recomputation.
+    assert (ops["sin"], ops["tanh"]) == (1 + 1 + 1, 0)
+    assert_not_vanishing(expected)
+
+
+@pytest.mark.parametrize("fn", CHANGES, ids=lambda fn: fn.__name__)
+def test_where_all_is_kept_nothing_is_run_again(fn):
+    expected = gradient_of(fn)
+    for prune in (True, False):
+        set_runs(0)
+        found = gradient_of(remat(fn, policy=everything, prune=prune))
+        assert_same(found, expected)
+        assert RUNS.qsize() == 1
 
 
 @pytest.mark.parametrize("fn", CHANGES, ids=lambda fn: fn.__name__)
@@ -175,14 +245,24 @@ def test_a_layer_of_torch_shows_the_line_that_calls_it():
     assert re.search(rf"aten\.native_layer_norm\.default  # .*{HERE}:\d+, in fn", text)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [{}, *WAYS.values()], ids=["default", *WAYS])
 def test_another_shape_is_an_error(way):
+    def fn(x):
+        h = x.sin().exp()
+        return (h[:2] if runs() else h[:3]).exp()
+
+    text = str(error_of(fn, **way))
+    assert re.search(r"float64\[3, 4\] of Exp(?s:.*)float64\[2, 4\] of Exp", text)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_shape_of_a_result_is_an_error_of_one_node(way):
     def fn(x):
         h = x.sin().exp()
         return h.sum(0) if runs() else h.sum(1)[:3]
 
     (x,) = leaves_of(X)
-    loss = scalar(remat(fn, **WAYS[way])(x))
+    loss = scalar(remat(fn, **WAYS[way], higher_order=True)(x))
     # The operations are the same, with other arguments.
     message = r"returned \[.*Size\(\[4\]\).*where the forward returned .*Size\(\[3\]\)"
     with pytest.raises(RecomputeError, match=message):
@@ -191,21 +271,15 @@ def test_another_shape_is_an_error(way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("then", [True, False])
-def test_a_result_that_requires_grad_in_one_of_both_only(way, then):
+def test_a_result_of_one_node_that_requires_grad_in_one_of_both_only(way, then):
     def fn(x):
         h = x.sin().exp()
         return h.detach() if bool(runs()) == then else h, x * 2
 
     (x,) = leaves_of(X)
-    loss = scalar(remat(fn, **WAYS[way])(x))
+    loss = scalar(remat(fn, **WAYS[way], higher_order=True)(x))
     with pytest.raises(RecomputeError, match="outputs that require grad"):
         torch.autograd.grad(loss, x)
-
-
-def test_under_func_grad():
-    ours = remat(swapped, prune=True)
-    with pytest.raises(RecomputeError, match=r"forward:\n.*sin.*\n.*exp"):
-        torch.func.grad(lambda x: scalar(ours(x)))(X)
 
 
 def test_nested_it_names_the_outer_function():
@@ -224,19 +298,19 @@ def test_nested_it_names_the_outer_function():
 
 
 def test_later_calls_are_not_the_worse_for_it():
-    ours = remat(swapped, policy=everything)
+    ours = remat(swapped, policy=policies.dots_saveable)
     for _ in range(3):
-        STATE["runs"] = 0
+        set_runs(0)
         (x,) = leaves_of(X)
         loss = scalar(ours(x))
         with pytest.raises(RecomputeError, match="forward:"):
             torch.autograd.grad(loss, x)
-    STATE["runs"] = 5
+    set_runs(5)
     with count_ops() as ops:
         got = of_backward(ours, (X,))
-    STATE["runs"] = 5
+    set_runs(5)
     assert_same(got, of_backward(swapped, (X,)))
-    assert ops["tanh"] <= 2
+    assert ops["tanh"] == 2
 
 
 def test_the_second_backward_over_a_call_raises_again():
@@ -262,23 +336,23 @@ def test_a_function_that_is_the_same_again_raises_nothing():
 
 def test_dropped_inputs():
     """They cannot be had again, so whatever does not fit is an error that says so."""
-    flag = {"on": False}
+    flag = SimpleQueue()
 
     def fn(x, w):
-        return w.sin() + (x.exp() if flag["on"] else x * 2)
+        return (x.exp() if flag.qsize() else x * 2) + w.sin().exp()
 
     ours = remat(fn, prune=True)
     for _ in range(3):
         of_backward(ours, (X, X * 2))
     x, w = leaves_of(X, X * 2)
     loss = scalar(ours(x * 1, w * 1))
-    flag["on"] = True
+    flag.put(None)
     with pytest.raises(RecomputeError, match="inputs were not kept") as caught:
         torch.autograd.grad(loss, (x, w))
     assert "Pass prune=False" in str(caught.value)
     then, now = sequences(str(caught.value))
-    assert then[:2] == ["sin", "mul"]
-    assert now == ["sin", "exp"]
+    assert then[:3] == ["mul", "sin", "exp"]
+    assert now == ["exp"]
 
 
 def test_an_error_that_the_function_catches_is_raised_at_its_end():

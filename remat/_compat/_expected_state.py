@@ -166,10 +166,12 @@ def _parametrizations_are_cached() -> None:
     assert _state.parametrization_cache() is None
     fresh: dict[Any, Any] = {}
     with parametrize.cached():
-        before = _state.swap_parametrization_cache(fresh)
+        before = _state.swap_parametrization_cache(({}, 0))
+        assert _state.parametrization_cache() is None
+        _state.swap_parametrization_cache((fresh, 1))
         assert _state.parametrization_cache() is fresh
-        assert _state.swap_parametrization_cache(before) is fresh
-        assert parametrize._cache is before
+        assert _state.swap_parametrization_cache(before) == (fresh, 1)
+        assert _state.parametrization_cache() is before[0]
 
 
 # By its text, as importing Dynamo takes seconds.

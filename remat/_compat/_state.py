@@ -143,9 +143,12 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 # Deleted by: a cache of parametrizations that is not global.
-def swap_parametrization_cache(cache: dict[Any, Any]) -> dict[Any, Any]:
-    """Exchange what `parametrize.cached()` keeps: a run has its own."""
-    before, parametrize._cache = parametrize._cache, cache
+def swap_parametrization_cache(
+    state: tuple[dict[Any, Any], int],
+) -> tuple[dict[Any, Any], int]:
+    """Exchange what `parametrize.cached()` keeps, and how often it is entered."""
+    before = parametrize._cache, parametrize._cache_enabled
+    parametrize._cache, parametrize._cache_enabled = state
     return before
 
 
