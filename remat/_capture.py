@@ -33,9 +33,9 @@ from remat._containers import (
     ContainerNode,
     CopyNode,
     DictNode,
+    IteratorNode,
     LargeNode,
     SequenceNode,
-    SpentNode,
 )
 from remat._kinds import (
     COPIED_ITERATORS,
@@ -258,10 +258,14 @@ class Search:
         self._memo[id(value)] = value, node
         return node
 
-    def _spent(self, value: Any, path: Path) -> Node:
+    def _iterator(self, value: Any, path: Path) -> Node | None:
+        before = len(self.streams)
+        self._source(value, path)
+        if len(self.streams) > before:
+            return None  # it draws: the stream is set back, and not it
         name = written(path)[1].lstrip(".")
         what = f"the {type(value).__name__} `{name}`"
-        node = SpentNode(what)
+        node = IteratorNode(value, what)
         self._memo[id(value)] = value, node
         return node
 
@@ -450,7 +454,7 @@ def _visit_of(kind: type) -> _Visit:
     if is_stream(kind):
         return Search._source
     if is_spent_by_use(kind):
-        return Search._spent
+        return Search._iterator
     if is_buffer(kind):
         return Search._buffer
     for cls, visit in _VISITS_OF_SUBCLASSES:

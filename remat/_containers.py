@@ -7,6 +7,8 @@ Rejected: to hold each item by a node. A list of numbers is copied in one piece.
 
 import copy
 import functools
+import operator
+import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 from typing_extensions import override
 
 from remat._errors import RecomputeError
-from remat._kinds import SEQUENCES
+from remat._kinds import COPIED_ITERATORS, INERT, SEQUENCES
 from remat._nodes import Building, Composite, Node, Part, TensorNode, filled, named
 from remat._objects import attributes, identities, set_attributes
 
@@ -222,20 +224,45 @@ class CopyNode(Composite):
         return new
 
 
-class SpentNode(Composite):
-    """An iterator that was read by the forward, and cannot be read again."""
+class IteratorNode(Composite):
+    """An iterator that cannot be copied: used as it is, unless it was read since.
 
-    __slots__ = ("_what",)
+    This one holds the iterator itself, as for most there is no weak reference.
+    """
 
-    def __init__(self, what: str) -> None:
+    __slots__ = ("_then", "_value", "_what")
+
+    def __init__(self, value: Any, what: str) -> None:
         super().__init__()
-        self._what, self.live = what, False
+        self._value, self._what, self.live = value, what, False
+        self._then = _progress_of(value)
 
     @override
     def new(self, run: Building) -> Any:
-        """Return what raises an error as soon as it is read."""
-        new = run.built[id(self)] = _spent(self._what)
+        """Return the iterator, or what raises an error as soon as it is read."""
+        is_same = _progress_of(self._value) == self._then
+        new = self._value if is_same else _spent(self._what)
+        run.built[id(self)] = new
         return new
+
+
+def _progress_of(value: Any) -> Any:
+    """Return what tells how far an iterator was read, where that can be told."""
+    kind = type(value)
+    if kind is types.GeneratorType:
+        frame = value.gi_frame
+        # One that runs is in the middle of this very call, which cannot read it.
+        if frame is None or value.gi_running:
+            return frame is None
+        return frame.f_lasti, [*map(_progress_of, frame.f_locals.values())]
+    if kind in COPIED_ITERATORS:
+        return operator.length_hint(value)
+    if kind in _ADAPTERS:
+        return [*map(_progress_of, value.__reduce__()[1])]
+    return value if kind in INERT else id(value)
+
+
+_ADAPTERS = (zip, map, filter, enumerate)
 
 
 def _spent(what: str) -> Iterator[None]:

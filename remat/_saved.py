@@ -18,7 +18,6 @@ at other times, and gradients of all inputs arrive together, whichever were aske
 import contextlib
 import functools
 import operator
-import types
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -44,7 +43,7 @@ from remat._compat import (
 from remat._context import here, within
 from remat._decide import Situation, warn_if_asked, why_as_it_is
 from remat._draws import without_draws
-from remat._errors import CaptureError, MutationError
+from remat._errors import MutationError
 from remat._filling import Filling, Saving, Stop
 from remat._following import Following, Replaying
 from remat._handles import Handle, unpack
@@ -86,20 +85,7 @@ def call_saved(
         return fn(*args, **kwargs)
     call = Saved(snapshot, leaves, needs, hows, options)
     call.follow(getattr(fn, "__self__", fn), leaves)
-    result = call.forward(fn, args, kwargs, leaves)
-    if isinstance(result, _LATER):
-        kind = type(result).__name__
-        if hasattr(result, "close"):
-            result.close()  # or Python warns that nobody awaited it
-        raise CaptureError(_RUNS_LATER.format(label=label, kind=kind))
-    return result
-
-
-_LATER = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
-_RUNS_LATER = (
-    "remat: {label} returned a {kind}, whose body runs after the call: nothing of it "
-    "would be recomputed. Rematerialize the functions that the body calls."
-)
+    return call.forward(fn, args, kwargs, leaves)
 
 
 class Saved:
@@ -298,24 +284,24 @@ class Saved:
         self, filling: Filling, tensors: Sequence[Tensor], mode: Any
     ) -> None:
         run = batched_again(self._run, self._hows) if self._hows else self._run
-        try:
-            with (
-                Saving(self, filling.pack, None, self._policy, self._inner, again=True),
-                self._as_before(tensors),
-                self._untouched(),
-            ):
+        with (
+            Saving(self, filling.pack, None, self._policy, self._inner, again=True),
+            self._as_before(tensors),
+            self._untouched(),
+        ):
+            try:
                 if mode is None:
                     run(*tensors)
                 else:
                     with within(self._policy, followed=True), mode:
                         run(*tensors)
                         mode.end()
-        except Stop:
-            pass
-        except Exception:
-            # TorchScript's interpreter raises another error in place of `Stop`.
-            if filling.left:
-                raise
+            except Stop:
+                pass
+            except Exception:
+                # TorchScript's interpreter raises another error in place of `Stop`.
+                if filling.left:
+                    raise
 
     def _run(self, *tensors: Tensor) -> tuple[()]:
         # Who uses the user's modules meanwhile must not see others in them.

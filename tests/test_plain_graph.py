@@ -17,7 +17,7 @@ from torch.autograd import Function, grad
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils._pytree import tree_leaves
 
-from remat import CaptureError, policies, remat
+from remat import policies, remat
 from remat.testing import assert_same, count_ops, live_bytes
 
 
@@ -814,17 +814,3 @@ def test_tree_leaves_of_a_result_have_the_graph_of_plain():
         out = tree_leaves(wrap(fn)(leaf()))
         names = [t.grad_fn.name() for t in out if isinstance(t, torch.Tensor)]
         assert names == ["SinBackward0", "ExpBackward0"]
-
-
-async def _coroutine(x):
-    return x.sin()
-
-
-def _generator(x):
-    yield x.sin()
-
-
-@pytest.mark.parametrize("fn", [_coroutine, _generator])
-def test_a_result_that_runs_later_is_refused(fn):
-    with pytest.raises(CaptureError, match="whose body runs after the call"):
-        remat(fn)(leaf())
