@@ -69,27 +69,42 @@ def _nothing(*_: Any) -> None:
     """Do nothing."""
 
 
+class NotCleared:
+    """A context after which leaves have gradients if they had.
+
+    One that was changed is not put back: another thread may have added to it.
+    """
+
+    __slots__ = ("_grads", "_leaves")
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self._leaves, self._grads = leaves, [*map(grad_of, leaves)]
+
+    def __enter__(self) -> None:
+        """Do nothing: what to put back is known."""
+
+    def __exit__(self, *_: object) -> None:
+        if all(map(operator.is_, self._grads, map(grad_of, self._leaves))):
+            return
+        for t, grad in zip(self._leaves, self._grads, strict=True):
+            if grad is not None and t.grad is None:
+                t.grad = grad
+
+
 class Untouched:
     """A context in which leaves have the attributes of a call, and keep their hooks.
 
-    A gradient that is cleared inside is there again. One that was changed is not put
-    back: another thread may have added to it.
-
     Args:
         leaves: the user's own.
-        grads: those that they have.
         attributes: what `attributes_of` them said.
     """
 
-    __slots__ = ("_after", "_attributes", "_first", "_grads", "_hooks", "_leaves")
+    __slots__ = ("_after", "_attributes", "_first", "_hooks", "_leaves")
 
     def __init__(
-        self,
-        leaves: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        attributes: list[dict[str, Any]] | None,
+        self, leaves: Sequence[Tensor], attributes: list[dict[str, Any]] | None
     ) -> None:
-        self._leaves, self._grads, self._attributes = leaves, grads, attributes
+        self._leaves, self._attributes = leaves, attributes
 
     def __enter__(self) -> None:
         leaves = self._leaves
@@ -103,9 +118,6 @@ class Untouched:
         leaves = self._leaves
         if hooks_so_far() != self._first:
             _forget_hooks_of_nodes(leaves, self._first)
-        for t, grad in zip(leaves, self._grads, strict=True):
-            if grad is not None and t.grad is None:
-                t.grad = grad
         if self._hooks is not None or _hooks(leaves) is not None:
             befores = self._hooks or [_NONE] * len(leaves)
             for t, before in zip(leaves, befores, strict=True):

@@ -49,9 +49,9 @@ from remat._following import Following, Replaying
 from remat._handles import Handle, unpack
 from remat._held import Held, Unmoved
 from remat._leaves import (
+    NotCleared,
     Untouched,
     are_marked,
-    grad_of,
     gradients_of,
     hooks_so_far,
 )
@@ -316,16 +316,15 @@ class Saved:
     def _untouched(self) -> AbstractContextManager[Any]:
         """Leave nothing on the user's own leaves."""
         own = self.held.leaves()
-        grads = [*map(grad_of, own)]
-        if not (self._moves or self._marked) and grads.count(None) == len(grads):
-            return _NOTHING
-        untouched = Untouched(own, grads, self.held.own_attributes())
-        if not self._moves:
-            return untouched
-        both = contextlib.ExitStack()
-        both.enter_context(untouched)
-        both.enter_context(Unmoved(own, self._moved_inside))
-        return both
+        not_cleared = NotCleared(own)
+        if not (self._moves or self._marked):
+            return not_cleared
+        everything = contextlib.ExitStack()
+        everything.enter_context(not_cleared)
+        everything.enter_context(Untouched(own, self.held.own_attributes()))
+        if self._moves:
+            everything.enter_context(Unmoved(own, self._moved_inside))
+        return everything
 
     def _moved_inside(self, k: int) -> MutationError:
         return self._changed_inside(self.held.own[k])
@@ -368,7 +367,6 @@ class Saved:
         return self._following
 
 
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def _forget(ref: weakref.ref[Saved]) -> None:

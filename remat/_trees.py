@@ -73,7 +73,7 @@ class Fingerprint:
         self._getters = [*map(_getter_of, (*modules, *others))]
         self._places = [*_places([*map(vars, (*modules, *others))])]
         held, self._then = self._now()
-        self._constants = [value for value in held if type(value) in INERT]
+        self._constants = [*filter(_is_constant, held)]
         rest = [v for v in held if type(v) not in INERT and type(v) not in _CONTAINERS]
         if not all(isinstance(v, _FIXED) or id(v) in walked for v in rest):
             raise NotRememberedError
@@ -127,6 +127,13 @@ _NONE = type(None)
 flatten = itertools.chain.from_iterable
 
 
+def _is_constant(value: Any) -> bool:
+    """Say whether a value is the same as long as it is alive."""
+    kind = type(value)
+    is_tuple = kind is tuple or kind is frozenset
+    return kind in INERT or (is_tuple and INERT.issuperset(map(type, value)))
+
+
 def _places(dicts: list[dict[str, Any]]) -> Iterable[tuple[int, Any]]:
     """Yield where each container is: its place in what number, below 0 a container."""
     todo = [(i, name, v) for i, d in enumerate(dicts) for name, v in d.items()]
@@ -134,7 +141,7 @@ def _places(dicts: list[dict[str, Any]]) -> Iterable[tuple[int, Any]]:
     count = 0
     for where, key, value in todo:  # which grow
         kind = type(value)
-        if kind not in _CONTAINERS:
+        if kind not in _CONTAINERS or _is_constant(value):
             continue
         yield where, key
         is_dict = issubclass(kind, dict)
