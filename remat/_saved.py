@@ -367,8 +367,6 @@ class Saved:
         return self._following
 
 
-
-
 def _forget(ref: weakref.ref[Saved]) -> None:
     """Drop the values that nobody read, at the end of a backward."""
     call = ref()
