@@ -20,6 +20,7 @@ from helpers import (
     assert_rematerialized,
     assert_zoo_rematerialized,
     blocks,
+    evaluations_at_base,
     leaves_of,
     matmul,
     plainly,
@@ -160,11 +161,6 @@ def test_a_derivative_may_be_wrapped(how, case):
 # --- Jacobians in all pairs ---
 
 
-def backward_at_base(case):
-    """The evaluations of a forward and its backward, in which `linear` saves nothing."""
-    return 1 if case == "linear" else 2
-
-
 # The level of jacrev is gone when it pulls back, so that under jacfwd the recomputation
 # runs on dual numbers and is no call; jacfwd alone records nothing.
 PAIRS = {
@@ -185,7 +181,7 @@ def test_jacobian_of_jacobian(outer, inner, case):
         and_backward(lambda loss, w, x: outer(inner(loss, BOTH), BOTH)(w, x)),
         case,
         plain=1 + 1,
-        evaluations=PAIRS[outer, inner] + backward_at_base(case),
+        evaluations=PAIRS[outer, inner] + evaluations_at_base(case),
         reassociated=True,
     )
 
