@@ -228,7 +228,8 @@ class Replaying:
         trace = self._trace
         # Another record may have taken its place since.
         if trace.scripts is self._scripts:
-            trace.proven.update(self._given)
+            # What is kept is given without a replay.
+            trace.proven.update(self._given, self._scripts.saved_at)
         trace.warn_of_names()
 
     def failed(self, error: Exception | None) -> None:
