@@ -336,7 +336,7 @@ def test_values_are_freed_without_the_garbage_collector():
 # --- Strikes and lessons ---
 
 
-STATE = {"on": True}
+STATE = {"on": True, "saves": "all"}
 
 
 def fickle(x):
@@ -361,6 +361,71 @@ def test_after_three_strikes_it_is_off_for_a_reason():
     with count_ops() as full:
         of_backward(remat(fickle, prune=False), (X,))
     assert ops == full
+
+
+def elsewhere(x):
+    """Save something else at the same place, in each state."""
+    h = (x[:2] if STATE["saves"] == "exp of half" else x).exp()
+    if STATE["saves"] == "transposed":
+        h = h.t()
+    elif STATE["saves"] == "half":
+        h = h[:2]
+    return h.sin()
+
+
+def exponentials_of_calls(fn, policy, states):
+    """How often `exp` runs in each of some calls, whose gradients are those of `fn`."""
+    ours, found = remat(fn, policy=policy, prune=True), []
+    for STATE["saves"] in states:
+        with count_ops() as ops:
+            got = of_backward(ours, (X,))
+        assert_same(got, of_backward(fn, (X,)))
+        found.append(ops["exp"])
+    return found
+
+
+@pytest.mark.parametrize("state", ["transposed", "half", "exp of half"])
+def test_what_a_graph_saves_now_is_not_taken_for_what_it_saved(state):
+    policy = policies.save_ops(torch.ops.aten.exp)
+    states = "all", "all", state, state, "all"
+    # A call that does not fit recomputes all; the one after it is recorded.
+    assert exponentials_of_calls(elsewhere, policy, states) == [1, 1, 2, 1, 2]
+    assert last_trace().strikes == 2
+
+
+def swapped(x):
+    """Read, at a place where one value was saved twice, two values."""
+    a, b = x.exp(), (x * 2).exp()
+    return a.sin() + (b if STATE["saves"] == "both" else a).cos() * b
+
+
+def test_one_value_saved_twice_is_not_taken_for_two():
+    states = "one", "one", "both", "both", "one"
+    found = exponentials_of_calls(swapped, policies.everything_saveable, states)
+    assert found == [2, 2, 4, 2, 4]
+
+
+VIEWS = {
+    "as real": lambda z: torch.view_as_real(z).sin(),
+    "conjugate": lambda z: (z.conj() * 1j).abs(),
+    "real part": lambda z: z.real.sin() + z.abs(),
+    "negated": lambda z: z.conj().imag.sin(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_that_changes_how_memory_is_read_is_made_again(view):
+    """Of another dtype, conjugated or negated: what is kept is not that."""
+
+    def spectrum(x):
+        return VIEWS[view](torch.fft.fft(x))
+
+    ours = remat(spectrum, policy=policies.save_ops(torch.ops.aten._fft_r2c))
+    for _ in range(3):
+        with count_ops() as ops:
+            got = of_backward(ours, (X,))
+        assert_same(got, of_backward(spectrum, (X,)))
+        assert ops["_fft_r2c"] == 1
 
 
 def test_a_policy_that_is_given_up_is_a_warning():
