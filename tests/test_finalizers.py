@@ -29,6 +29,6 @@ def test_a_recompute_finalizes_nothing():
     assert torch.equal(got, 2 * (2 * x).exp())
     gc.collect()
     assert Resource.closed == []
-    del resource, y
+    resource = y = None
     gc.collect()
     assert Resource.closed == [True]
