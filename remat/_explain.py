@@ -107,8 +107,9 @@ def _unwrapped(fn: Fn, policy: object, prune: Any) -> tuple[Fn, str, Options]:
         own, label = call._options, call._label
     chosen = own.policy if isinstance(policy, str) and policy == "own" else policy
     pruned = own.prune if prune == "own" else prune
-    made = remat(inner, policy=chosen, prune=pruned, rng=own.rng)
-    return inner, label, made._options
+    made = remat(inner, policy=chosen, prune=pruned)._options
+    made = dataclasses.replace(made, rng=own.rng, higher_order=own.higher_order)
+    return inner, label, made
 
 
 def _remat_in(fn: Any) -> tuple[Fn, Rematerialized[..., Any]] | None:
@@ -139,7 +140,7 @@ def _again(
 
 def _nothing(label: str, options: Options) -> Explanation:
     return Explanation(
-        label, options.policy, (), (), False, _NO_GRAD, 0, (), (_NO_GRAD_ADVICE,)
+        label, options.policy, (), (), False, _NO_GRAD, 0, 0, (), (_NO_GRAD_ADVICE,)
     )
 
 
@@ -159,14 +160,18 @@ def _explained(
     reasons = Reasons(found.record, made, readers, itself, found.taken, unpruned)
     inputs, counted = _inputs(found, outcome, reasons, options)
     indices = range(len(made.fates))
+    ops = [_operation(i, found, outcome, reasons, counted) for i in indices]
+    # The one node of a call holds its inputs alone, and what its policy keeps.
+    held = frozenset[int]() if options.higher_order else itself - counted
     report = Explanation(
         label=label,
         policy=options.policy,
         inputs=inputs,
-        ops=tuple(_operation(i, found, outcome, reasons, counted) for i in indices),
+        ops=tuple(ops),
         pruned=not unpruned,
         reason=unpruned,
         plain_bytes=_bytes_of(plainly, _saved_by_plain(plainly)),
+        held_bytes=_bytes_of(found, held),
         streams=found.streams,
         advice=(),
     )
@@ -185,7 +190,7 @@ def _inputs(
     for i, (leaf, s) in enumerate(zip(found.leaves, found.record.inputs, strict=True)):
         kept = i not in outcome.dropped
         nbytes = 0 if s in counted else found.sizes[s]
-        nbytes += leaf.nbytes if leaf.is_copied and outcome.last else 0
+        nbytes += leaf.nbytes if leaf.is_copied and i not in outcome.let_go else 0
         linked = options.higher_order and i in outcome.plan.linked and leaf.needs
         why = reasons.of_input(s) or _why(leaf, kept, linked, outcome.unpruned)
         rows.append(

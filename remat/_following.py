@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from remat._absent import Absent, like
-from remat._compat import viewed
+from remat._compat import is_lazy, viewed
 from remat._errors import RecomputeError
 from remat._handles import Handle
 from remat._op import Value
@@ -26,7 +26,7 @@ from remat._residual import Offloaded, Residual, keep
 from remat._trace import Recorder
 from remat._traces import Scripts, Trace
 from remat._tracing import Tracing, is_droppable, is_of_memory
-from remat._values import value_of
+from remat._values import can_be_seen_as, key_of, value_of
 
 
 class Following:
@@ -89,7 +89,7 @@ class Following:
         if scripts is None:
             if mode is not None:
                 mode.pack(tensor)
-        elif mode is None and place in scripts.saved_at and tensor is not None:
+        elif place in scripts.saved_at and tensor is not None:
             self._taken[place] = tensor.detach()
 
     def finish(self, handles: Sequence[Handle | None]) -> None:
@@ -141,11 +141,11 @@ class Following:
         if len(handles) != len(scripts.record.packs):
             return None
         if mode is None:
-            return self._taken_by_place(scripts)
-        residuals = mode.residuals()
-        if residuals is None:
+            residuals = self._taken_by_place(scripts)
+        else:
+            residuals, self._constants = mode.residuals(), mode.constants
+        if residuals is None or not self._are_saved(residuals, scripts):
             return None
-        self._constants = mode.constants
         if isinstance(mode, Verify):
             leaves = tracing.leaves
             droppable = tracing.droppable(scripts.full)
@@ -159,10 +159,24 @@ class Following:
         for place, k in scripts.saved_at.items():
             if k not in found and place in self._taken:
                 i, j = residuals[k]
-                found[k] = _as(self._taken[place], steps[i].op.outputs[j])
+                value = steps[i].op.outputs[j]
+                if not can_be_seen_as(self._taken[place], value):
+                    return None
+                found[k] = _as(self._taken[place], value)
         if len(found) < len(residuals):
             return None
         return [found[k] for k in range(len(residuals))]
+
+    def _are_saved(self, residuals: Sequence[Tensor], scripts: Scripts) -> bool:
+        """Say whether the graph saved, where it is to hold residuals, just them."""
+        packs, taken = scripts.record.packs, self._taken
+        for place, k in scripts.saved_at.items():
+            saved, pack = taken.get(place), packs[place]
+            if saved is None or pack is None or value_of(saved) != pack.value:
+                return False
+            if is_lazy(saved) or key_of(saved) != key_of(residuals[k]):
+                return False
+        return True
 
     def residuals_held(self) -> list[Residual | Offloaded]:
         """Return what the call holds for a recompute."""
@@ -228,7 +242,8 @@ class Replaying:
         trace = self._trace
         # Another record may have taken its place since.
         if trace.scripts is self._scripts:
-            trace.proven.update(self._given)
+            # What is kept is given without a replay.
+            trace.proven.update(self._given, self._scripts.saved_at)
         trace.warn_of_names()
 
     def failed(self, error: Exception | None) -> None:

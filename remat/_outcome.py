@@ -26,13 +26,15 @@ class Outcome:
     Attributes:
         plan: what becomes of each operation.
         last: how many operations a recompute comes to, at most.
-        dropped: the leaves that are not kept.
+        let_go: the leaves that a recompute does without.
+        dropped: those of them that are not kept: the graph may save them itself.
         offloaded: the operations whose results are kept elsewhere.
         unpruned: why nothing is left out, "" if it is.
     """
 
     plan: Plan
     last: int
+    let_go: frozenset[int]
     dropped: frozenset[int]
     offloaded: frozenset[int]
     unpruned: str
@@ -59,16 +61,16 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
         if unpruned:
             return _as_it_is(found, options, unpruned)
     away = [i for i in saveable if _moves(decisions[i], steps[i].op.outputs)]
-    dropped = frozenset(_dropped(found, made, prune, is_saved))
+    let_go = frozenset(_let_go(found, made, prune, is_saved))
     unpruned = "" if pruned else "prune=False"
-    return _stopped(
-        found, options, Outcome(made, 0, dropped, frozenset(away), unpruned)
-    )
+    outcome = Outcome(made, 0, let_go, let_go, frozenset(away), unpruned)
+    return _stopped(found, options, outcome)
 
 
 def _as_it_is(found: Examined, options: Options, why: str) -> Outcome:
     made = plan(found.record, prune=False)
-    return _stopped(found, options, Outcome(made, 0, frozenset(), frozenset(), why))
+    none = frozenset[int]()
+    return _stopped(found, options, Outcome(made, 0, none, none, none, why))
 
 
 def _stopped(found: Examined, options: Options, outcome: Outcome) -> Outcome:
@@ -79,10 +81,15 @@ def _stopped(found: Examined, options: Options, outcome: Outcome) -> Outcome:
     record, made = found.record, outcome.plan
     if options.higher_order:
         return dataclasses.replace(outcome, last=len(record.steps))
-    kept = {record.steps[i].makes[k] for i, k in made.residuals}
+    steps, residuals = record.steps, made.residuals
+    kept = {steps[i].makes[k]: steps[i].op.outputs[k] for i, k in residuals}
     roots = zip(record.packs, record.roots, strict=True)
     wanted = [
-        p for p, root in roots if p is not None and root and p.storage not in kept
+        p
+        for p, root in roots
+        if p is not None
+        and root
+        and not (p.storage in kept and p.is_of(kept[p.storage]))
     ]
     last = max((p.after for p in wanted), default=0)
     fates = [
@@ -90,11 +97,11 @@ def _stopped(found: Examined, options: Options, outcome: Outcome) -> Outcome:
         for i, fate in enumerate(made.fates)
     ]
     made = dataclasses.replace(made, fates=tuple(fates))
-    dropped = outcome.dropped
-    if not wanted:
-        leaves = [*enumerate(record.inputs)]
-        dropped = frozenset(i for i, s in leaves if s not in found.itself)
-    return dataclasses.replace(outcome, plan=made, last=last, dropped=dropped)
+    let_go = outcome.let_go if wanted else frozenset(range(len(record.inputs)))
+    dropped = frozenset(i for i in let_go if record.inputs[i] not in found.itself)
+    return dataclasses.replace(
+        outcome, plan=made, last=last, let_go=let_go, dropped=dropped
+    )
 
 
 def _decision(step: Step, policy: Policy | None, taken: Collection[int]) -> Decision:
@@ -109,15 +116,12 @@ def _moves(decision: Decision, outputs: Sequence[Value]) -> bool:
     return decision is Decision.OFFLOAD_TO_DISK or (decision.offloads and away)
 
 
-def _dropped(found: Examined, made: Plan, prune: Prune, is_saved: bool) -> list[int]:
-    """Return the leaves that are dropped, if they are worth it."""
-    leaves, inputs = found.leaves, found.record.inputs
-    unneeded = [i for i in range(len(leaves)) if i not in made.needed]
-    if is_saved:
-        # What is kept has plain's own graph, which may hold inputs.
-        free = [i for i in unneeded if inputs[i] not in found.itself]
-    else:
-        free = [i for i in unneeded if not (i in made.linked and leaves[i].needs)]
-    found_free = [i for i in free if not leaves[i].stays]
-    nbytes = sum(leaves[i].nbytes for i in found_free)
-    return found_free if prune is True or nbytes >= WORTH_DROPPING else []
+def _let_go(found: Examined, made: Plan, prune: Prune, is_saved: bool) -> list[int]:
+    """Return the leaves that a recompute does without, if they are worth it."""
+    leaves = found.leaves
+    free = [i for i in range(len(leaves)) if i not in made.needed]
+    if not is_saved:
+        free = [i for i in free if not (i in made.linked and leaves[i].needs)]
+    free = [i for i in free if not leaves[i].stays]
+    nbytes = sum(leaves[i].nbytes for i in free)
+    return free if prune is True or nbytes >= WORTH_DROPPING else []

@@ -100,6 +100,8 @@ class Explanation(_Shown):
         reason: why it does not, if it does not.
         plain_bytes: the bytes that stay alive for the backward without remat. At most:
             in-place operations on views do not tell what they save.
+        held_bytes: of those saved, the bytes that the graph holds itself, as without
+            remat: Python numbers, and what a Function keeps on its ctx.
         streams: the random streams whose states are kept, outside of all totals.
         advice: what to change, and why.
     """
@@ -111,13 +113,14 @@ class Explanation(_Shown):
     pruned: bool
     reason: str
     plain_bytes: int
+    held_bytes: int
     streams: tuple[str, ...]
     advice: tuple[str, ...]
 
     @property
     def saved_bytes(self) -> int:
         """The bytes that stay alive for the backward, where they were computed."""
-        kept = sum(i.nbytes for i in self.inputs if i.kept)
+        kept = self.held_bytes + sum(i.nbytes for i in self.inputs if i.kept)
         return kept + sum(op.kept for op in self.ops if op.fate == "saved")
 
     @property
@@ -174,6 +177,8 @@ class Explanation(_Shown):
     def _notes(self) -> Iterator[str]:
         less = f"; {self.offloaded_bytes:,} offloaded" if self.offloaded_bytes else ""
         yield f"saved: {self.saved_bytes:,} bytes{less}; plain: {self.plain_bytes:,}"
+        if self.held_bytes:
+            yield f"of these, the graph holds {self.held_bytes:,} itself"
         again = sum(op.times for op in self.ops if not op.is_view)
         count = sum(not op.is_view for op in self.ops)
         yield (

@@ -199,7 +199,7 @@ class Recorder(LeanDispatchMode):
 
     def _hold(self, tensor: Tensor, number: int) -> None:
         can_be = is_plain(tensor) or is_of_own_class(tensor)
-        if number not in self._kept and can_be:
+        if number not in self._kept and can_be and not is_lazy(tensor):
             self._kept[number] = tensor
 
     def end(self) -> None:
@@ -252,7 +252,8 @@ class Recorder(LeanDispatchMode):
             return
         base = base_tensor(tensor)
         number = self.number(base)
-        self._packs.append(Pack(number, value_of(base), len(self._steps)))
+        pack = Pack(number, value_of(base), len(self._steps), is_lazy(base))
+        self._packs.append(pack)
         self._roots.append({number})
 
     def ask(self, outs: Sequence[Any]) -> None:

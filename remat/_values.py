@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from remat._absent import PLAIN, Absent, tensors_of
+from remat._bytes import extent
 from remat._code import CONSTANT
 from remat._compat import StorageRef, no_torch_functions, storage_id
 from remat._op import Value
@@ -68,6 +69,16 @@ def _value_if(plain: bool, tensor: Tensor) -> Value:
         return _value(tensor.shape, tensor.dtype, tensor.device, *where)
     shape = () if tensor.is_nested else tensor.shape
     return _value(shape, tensor.dtype, tensor.device)
+
+
+def can_be_seen_as(tensor: Tensor, value: Value) -> bool:
+    """Say whether a tensor is that, or its storage as large as such a view needs."""
+    if value_of(tensor) == value:
+        return True
+    if not is_plain(tensor) or len(value.stride) != len(value.shape):
+        return False
+    end = value.offset + extent(value.shape, value.stride)
+    return end * value.dtype.itemsize <= _storage_of(tensor).nbytes()
 
 
 def _value(shape: Sequence[int], *meta: Any) -> Value:

@@ -8,6 +8,7 @@ backward; bytes are the allocator's, of a graph that alone holds the arguments.
 import functools
 import gc
 import importlib.util
+import math
 import os
 import pickle
 import re
@@ -142,6 +143,12 @@ def parameters_of(fn):
     return [] if owner is None else [*owner.parameters()]
 
 
+def held_by_module(report):
+    """The bytes of what is kept of a module, without the copies of its buffers."""
+    kept = [i for i in report.inputs if i.kept and i.name.startswith("self.")]
+    return sum(math.prod(i.shape) * i.dtype.itemsize for i in kept)
+
+
 def differentiate(fn, args):
     """A backward from every output to every input, and what it ran."""
     outs = [t for t in tree_leaves(fn(*args)) if t.requires_grad]
@@ -215,8 +222,8 @@ def test_the_saved_bytes_are_what_is_alive_after_a_forward(name, policy):
     report = explain(fn, *fresh, policy=POLICIES[policy], prune=True)
     rematerialized = ckpt(fn, policy=POLICIES[policy], prune=True)
     warm(rematerialized, args)
-    parameters = sum(p.nbytes for p in parameters_of(fn))
-    assert report.saved_bytes - parameters == held(rematerialized, args) > 0
+    outside = held_by_module(report)
+    assert report.saved_bytes - outside == held(rematerialized, args) > 0
     assert report.saved_bytes == total(saved_residuals(rematerialized, *fresh))
 
 
@@ -363,7 +370,7 @@ def test_what_nothing_reads_is_dead():
 
 def test_what_python_reads_runs():
     def f(x):
-        return x.sin() * int(x.argmax())
+        return (x.sin() * int(x.argmax())).exp()
 
     report = explain(f, *example((64, 64)), prune=True)
     found = {name: (fate, why) for name, fate, why in whys(report)}
@@ -440,23 +447,25 @@ def test_what_runs_twice_says_so():
 def test_a_call_under_vmap_is_named():
     inner = ckpt(blk, prune=True)
     report = explain(lambda w, x: vmap(inner, (None, 0))(w, x), *example(*SQUARE))
-    assert report.inputs[0].why == "read by the backward of remat(blk)"
+    assert report.inputs[0].why == "read by the backward of mm"
+    assert "in the backward of remat(blk), within this" in [w for *_, w in whys(report)]
 
 
 def test_what_changes_a_view_does_not_tell_what_it_reads():
     def f(x):
         h = x.sin()
-        h[1:] *= 2
+        h[1:] *= x[1:]
         return h.exp()
 
     report = explain(f, *example((64, 64)), prune=True)
-    assert whys(report)[1][2].startswith("perhaps read by the backward of what changes")
+    found = {name: why for name, _, why in whys(report)}
+    assert found["clone"].startswith("perhaps read by the backward of what changes")
 
 
 def test_what_python_takes_the_memory_of_runs():
     def f(x):
         y = x.detach().sin()
-        return x * float(y.numpy().sum())
+        return (x * float(y.numpy().sum())).exp()
 
     report = explain(f, *example((64, 64)), prune=True)
     assert whys(report)[0] == ("sin", "recomputed", "read other than by operations")
@@ -517,31 +526,45 @@ def test_it_explains_all_kinds_of_functions(name):
             *(64, r"prune=False"),
             id="prune=False with a policy",
         ),
-        pytest.param({}, 8, r"its inputs have only 128 elements in all", id="small"),
         pytest.param(
-            {},
+            {}, 64, r"the graph itself tells what its backward reads", id="handles"
+        ),
+        pytest.param(
+            {"higher_order": True},
+            *(8, r"its inputs have only 128 elements in all"),
+            id="small",
+        ),
+        pytest.param(
+            {"higher_order": True},
             *(256, r"it would save about 0 us of work, and cost 32 us of bookkeeping"),
             id="not worth it",
         ),
     ],
 )
 def test_why_it_is_not_pruned(options, size, reason):
-    report = explain(blk, *example((size, size), (size, size)), **options)
+    report = explain(ckpt(blk, **options), *example((size, size), (size, size)))
     assert (report.pruned, report.reason) == (False, reason)
     assert f"pruned: no, {reason}" in str(report)
-    assert "dead" not in {op.fate for op in report.ops}
+    # The last result is read, so that the recompute runs to its end.
+    assert [op.fate for op in report.ops if op.name == "tanh"] == ["recomputed"] * 2
 
 
 def test_without_pruning_all_inputs_are_kept():
+    def f(x, bias):
+        h = x.sin()
+        h + bias
+        return h.exp()
+
     x, bias = (t.detach() for t in example((64, 64), (64,)))
-    report = explain(lambda x, bias: x.sin() + bias, x, bias, prune=False)
+    report = explain(f, x, bias, prune=False)
     assert [i.kept for i in report.inputs] == [True, True]
     assert report.inputs[1].why.startswith("read by add (")
     assert whys(report)[1][2] == "nothing is left out: prune=False"
 
 
-def test_what_is_worth_it_is_pruned_by_default():
-    report = explain(lambda w, x: w @ x, *example((512, 512), (512, 512)))
+def test_what_is_worth_it_is_pruned_by_default_with_higher_order():
+    product = ckpt(lambda w, x: w @ x, higher_order=True)
+    report = explain(product, *example((512, 512), (512, 512)))
     assert (report.pruned, report.reason) == (True, "")
     assert "pruned: yes" in str(report)
     assert (report.flops, report.recomputed_flops) == (2 * 512**3, 0)

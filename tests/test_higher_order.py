@@ -1,4 +1,10 @@
-"""Derivatives of derivatives: a backward is a call itself, in memory as in values."""
+"""Derivatives of derivatives.
+
+Under torch.func a backward is a call itself, in memory as in values. So it is under
+base autograd with `higher_order=True`; without, the graph of a backward is plain's.
+"""
+
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +20,7 @@ from helpers import (
     assert_rematerialized,
     assert_zoo_rematerialized,
     blocks,
+    evaluations_at_base,
     leaves_of,
     matmul,
     plainly,
@@ -27,6 +34,7 @@ from remat.testing import count_ops, live_bytes, peak_bytes
 
 
 BOTH = (0, 1)
+higher_order = partial(remat, higher_order=True)
 
 
 # --- Second order ---
@@ -118,7 +126,11 @@ def test_second_order(how, case):
     # Reassociated: w and x are inputs of the forward and of its backward, and each of
     # the two calls adds up its own contributions first.
     assert_zoo_rematerialized(
-        transform, case, evaluations=evaluations, reassociated=True
+        transform,
+        case,
+        evaluations=evaluations,
+        reassociated=True,
+        wrap=higher_order if how in AT_BASE else remat,
     )
 
 
@@ -169,7 +181,7 @@ def test_jacobian_of_jacobian(outer, inner, case):
         and_backward(lambda loss, w, x: outer(inner(loss, BOTH), BOTH)(w, x)),
         case,
         plain=1 + 1,
-        evaluations=PAIRS[outer, inner] + 2,
+        evaluations=PAIRS[outer, inner] + evaluations_at_base(case),
         reassociated=True,
     )
 
@@ -223,7 +235,9 @@ def test_functional_hessian():
 
     # The forward, its backward, and the backward of that for each of the four inputs.
     # Reassociated: second order.
-    assert_rematerialized(transform, matmul, evaluations=6, reassociated=True)
+    assert_rematerialized(
+        transform, matmul, evaluations=6, reassociated=True, wrap=higher_order
+    )
 
 
 # --- Third order ---
@@ -276,7 +290,11 @@ def test_third_order(how, case):
     transform, evaluations = THIRD[how]
     # Reassociated: as in second order.
     assert_zoo_rematerialized(
-        transform, case, evaluations=evaluations, reassociated=True
+        transform,
+        case,
+        evaluations=evaluations,
+        reassociated=True,
+        wrap=higher_order if how in AT_BASE else remat,
     )
 
 
@@ -298,6 +316,37 @@ def test_evaluations_of_each_order(order, curved):
     assert_rematerialized(
         transform, torch.exp, evaluations=evaluations, reassociated=True
     )
+
+
+# --- At base, where the graph of a backward is plain's ---
+
+
+# The forward, and each backward recomputes it, as it has values of its own to read.
+AT_BASE = {
+    "autograd_twice": (autograd_twice, 3),
+    "backward_of_backward": (backward_of_backward, 3),
+    # What the backward by a cotangent reads, the first backward has recomputed.
+    "double_backward_trick": (double_backward_trick, 2),
+    "hvp": (hessian_vector_product, 3),
+    "autograd_thrice": (autograd_thrice, 4),
+}
+
+
+@pytest.mark.parametrize("case", ZOO)
+@pytest.mark.parametrize("how", AT_BASE)
+def test_higher_orders_at_base_are_plains_bit_for_bit(how, case):
+    transform, evaluations = AT_BASE[how]
+    # The graph of a linear function saves nothing that could be recomputed.
+    evaluations = 1 if case == "linear" else evaluations
+    assert_zoo_rematerialized(transform, case, evaluations=evaluations)
+
+
+def test_functional_hessian_at_base_recomputes_for_each_backward():
+    def transform(f):
+        return functional.hessian(lambda w: f(w, X[:2, :2]).sum(), W[:2, :2])
+
+    # The first, and one for each of the four inputs.
+    assert_rematerialized(transform, matmul, evaluations=1 + 5)
 
 
 # --- Memory ---
@@ -343,10 +392,11 @@ def test_second_order_peak(how):
     transform, share = MEMORY[how]
     plain = peak_bytes(lambda: transform(plainly))
     assert plain >= 2 * BLOCKS * DEPTH * BIG.nbytes
-    assert peak_bytes(lambda: transform(remat)) <= share * plain
+    wrap = higher_order if how in AT_BASE else remat
+    assert peak_bytes(lambda: transform(wrap)) <= share * plain
 
 
-def test_the_graph_of_a_backward_keeps_only_its_inputs():
+def test_with_higher_order_the_graph_of_a_backward_keeps_only_its_inputs():
     def first_order(wrap):
         (x,) = leaves_of(BIG)
         out = blocks(wrap)(x)
@@ -355,7 +405,9 @@ def test_the_graph_of_a_backward_keeps_only_its_inputs():
     plain = live_bytes(lambda: first_order(plainly)) // BIG.nbytes
     assert plain >= 2 * BLOCKS * DEPTH
     # The input and the cotangent of each block.
-    assert live_bytes(lambda: first_order(remat)) // BIG.nbytes <= 2 * BLOCKS + 1
+    assert live_bytes(lambda: first_order(higher_order)) // BIG.nbytes <= 2 * BLOCKS + 1
+    # Without it the graph of the backward is plain's, and saves all that plain's does.
+    assert live_bytes(lambda: first_order(remat)) // BIG.nbytes == plain
 
 
 @pytest.mark.parametrize("outer", [grad, vjp])

@@ -9,6 +9,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -314,13 +315,17 @@ def once_differentiable_function(node: Any) -> Any:
     Under torch.func a node is of a Function made around that of the user.
     """
     kind = getattr(type(node), "_forward_cls", None)
-    backward = getattr(kind, "backward", None)
-    while backward is not None and backward.__code__ is not _ONCE:
-        cells = [cell.cell_contents for cell in backward.__closure__ or ()]
-        kinds = [c for c in cells if isinstance(c, type) and issubclass(c, Function)]
-        kind = kinds[0] if kinds else None
-        backward = getattr(kind, "backward", None)
-    return kind
+    while kind is not None:
+        backward = kind.backward
+        if not isinstance(backward, FunctionType):
+            return None
+        if backward.__code__ is _ONCE:
+            return kind
+        # By name: the Function that torch makes for a vmap refers to itself, too.
+        names, cells = backward.__code__.co_freevars, backward.__closure__ or ()
+        around = dict(zip(names, cells, strict=True)).get("autograd_function")
+        kind = None if around is None else around.cell_contents
+    return None
 
 
 def _nothing(_ctx: Any) -> None:
