@@ -169,7 +169,8 @@ class Evaluations:
 
     def clear(self) -> None:
         """Start again."""
-        [*self]
+        while len(self):
+            self._queue.get()
 
 
 def counted(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Evaluations]:

@@ -141,8 +141,8 @@ def test_every_policy_is_reported_on():
     assert set(PUBLIC) <= set(POLICIES)
 
 
-# What a call keeps besides `w`, `x` and the number 2, which torch gives to no hook, once
-# it is known what the backward reads.
+# What a call keeps besides `w`, `x` and the number 2, which torch gives to no hook,
+# once it is known what the backward reads.
 DOTS, SMALL, NAMED = ["named 'h'"], ["output of sum"], ["named 't'"]
 LARGE = ["named 't'", "output of _softmax"]
 KEPT = {
