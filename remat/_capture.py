@@ -14,14 +14,21 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Sequence,
+)
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from remat._code import known_code
+from remat._code import known_code, static_of
 from remat._kinds import (
     COPIED_ITERATORS,
     INERT,
@@ -84,6 +91,7 @@ class Search:
         origins: the path of each.
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether it is a module's registered buffer.
+        constants: in the arguments, in order.
         code: the code found, in order: of functions, types of objects, modes of
             modules.
         in_arguments: whether what is searched is an argument.
@@ -94,8 +102,8 @@ class Search:
 
     __slots__ = (
         *("_index", "_is_compiled", "_memo", "_shallow", "_sharded", "_sources"),
-        *("buffers", "code", "in_arguments", "is_contained", "is_lazy", "origins"),
-        *("scripted", "tensors"),
+        *("buffers", "code", "constants", "in_arguments", "is_contained", "is_lazy"),
+        *("origins", "scripted", "tensors"),
     )
 
     def __init__(self, *, shallow: bool = False) -> None:
@@ -103,6 +111,7 @@ class Search:
         self.origins: list[Path] = []
         self.buffers: dict[int, bool] = {}
         self.code: list[Any] = []
+        self.constants: list[Any] = []
         self.in_arguments = self.is_contained = True
         self.is_lazy, self.scripted = False, ""
         self._shallow, self._sharded, self._is_compiled = shallow, False, False
@@ -201,9 +210,11 @@ class Search:
             return self._large(value, path)
         is_fixed = isinstance(value, (tuple, frozenset))
         if is_fixed and type(value) in SEQUENCES and INERT.issuperset(map(type, value)):
+            self._constants(value)
             return None
         node = SequenceNode(value)
         self._memo[id(value)] = value, node
+        self._constants(node.items)
         self._items(node, range(len(node.items)), path)
         self._mutable(value, node, path)
         if is_fixed and not (node.children or node.tensors):
@@ -217,6 +228,7 @@ class Search:
         node = DictNode(value)
         self._memo[id(value)] = value, node
         keys = node.keys
+        self._constants((*keys, *node.items))
         for i, key in enumerate(keys):
             if type(key) not in INERT:
                 child = self.visit(key, path)
@@ -232,6 +244,11 @@ class Search:
                 child = self.visit(part, (path, keys[i], None))
                 if child is not None:
                     node.hold_item(i, child)
+
+    def _constants(self, values: Iterable[Any]) -> None:
+        """Note what an argument holds that tells calls apart."""
+        if self.in_arguments:
+            self.constants += map(static_of, values)
 
     def _is_watched(self, value: Any) -> bool:
         if len(value) <= _LARGE:
