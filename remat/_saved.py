@@ -227,7 +227,7 @@ class Saved:
         if len(handles) > 1:
             when_done(functools.partial(_forget, weakref.ref(self)))
         try:
-            self._fill(handles)
+            below_all_levels(self._fill, handles)
         except Exception as error:
             error.add_note(f"remat: raised while recomputing {self._snapshot.label}.")
             raise
@@ -250,7 +250,7 @@ class Saved:
             check = following.check()
         filling = Filling(handles, self._metas, self._snapshot.label)
         tensors = self.held.tensors(as_they_are=not self._accumulates)
-        below_all_levels(self._recompute, filling, tensors, check)
+        self._recompute(filling, tensors, check)
         if filling.left:
             raise filling.differs()
 
@@ -261,7 +261,7 @@ class Saved:
         tensors = self.held.tensors(as_they_are=not self._accumulates)
         tensors = replaying.stand_ins(tensors)
         try:
-            below_all_levels(self._recompute, filling, tensors, replaying.mode)
+            self._recompute(filling, tensors, replaying.mode)
         except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
             replaying.failed(error)
             return False

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import (
     XS,
+    Cubed,
     Evaluations,
     W,
     X,
@@ -20,7 +21,7 @@ from helpers import (
 )
 from torch.autograd import functional
 from torch.autograd.function import once_differentiable
-from torch.func import grad, vjp, vmap
+from torch.func import grad, jacrev, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat import CaptureError, RecomputeError, explain, policies, remat
@@ -658,6 +659,17 @@ def test_second_derivatives_beside_it_are_not_refused():
         (result,) = torch.autograd.grad(by_y(x, y).sum(), y)
         assert torch.equal(result, 6 * y)
         assert len(calls) == 3
+
+
+def test_functions_that_torch_batches_are_looked_into():
+    """Under vmap torch makes a Function around that of the user, and one around it."""
+
+    def transform(f):
+        return jacrev(jacrev(lambda x: scalar(f(x))))(A)
+
+    assert_rematerialized(
+        transform, lambda x: Cubed.apply(x.sin()), evaluations=4, reassociated=True
+    )
 
 
 @pytest.mark.parametrize("transform", [grad_over_grad, backward_over_grad])

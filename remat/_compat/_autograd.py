@@ -18,7 +18,7 @@ from torch._C._autograd import (
     _push_saved_tensors_default_hooks as push_hooks,
     _top_saved_tensors_default_hooks as top_hooks,
 )
-from torch._functorch import eager_transforms
+from torch._functorch import autograd_function, eager_transforms
 from torch.autograd import Function, forward_ad, graph
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -314,13 +314,17 @@ def once_differentiable_function(node: Any) -> Any:
     Under torch.func a node is of a Function made around that of the user.
     """
     kind = getattr(type(node), "_forward_cls", None)
-    backward = getattr(kind, "backward", None)
-    while backward is not None and backward.__code__ is not _ONCE:
-        cells = [cell.cell_contents for cell in backward.__closure__ or ()]
-        kinds = [c for c in cells if isinstance(c, type) and issubclass(c, Function)]
-        kind = kinds[0] if kinds else None
-        backward = getattr(kind, "backward", None)
-    return kind
+    while (backward := getattr(kind, "backward", None)) is not None:
+        if getattr(backward, "__code__", None) is _ONCE:
+            return kind
+        if backward.__module__ != autograd_function.__name__:
+            return None
+        names = backward.__code__.co_freevars
+        kind = backward.__closure__[names.index(_WRAPPED)].cell_contents
+    return None
+
+
+_WRAPPED = "autograd_function"  # what torch calls it there
 
 
 def _nothing(_ctx: Any) -> None:
