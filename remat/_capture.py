@@ -59,6 +59,7 @@ from remat._sources import (
     Sources,
     has_defaults,
     has_own_code,
+    is_compiled,
     is_scripted,
     is_stream,
 )
@@ -280,7 +281,7 @@ class Search:
         self.sources.of_function(fn)
         outer = self._is_compiled
         # Compiled code looks its own parts up in the globals it was compiled with.
-        self._is_compiled = outer or hasattr(fn, "_torchdynamo_orig_callable")
+        self._is_compiled = outer or is_compiled(fn.__dict__)
         names = ((), ()) if self._is_compiled else (known.open, known.names.stored)
         node = FunctionNode(fn, *names)
         if node.is_settled:

@@ -5,12 +5,14 @@ who reads it: to the handles of the graph, and to the call for what a recompute 
 Rejected: one list for a call. A backward frees what it has used, node by node.
 """
 
+import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from remat._compat import base_tensor
+from remat._compat import base_tensor, current_task, when_done
 from remat._errors import MutationError
 from remat._offload import Fetched, Origin, in_file, in_host_memory, origin_of
 from remat._op import Op
@@ -60,18 +62,32 @@ class Residual:
 class Offloaded:
     """One tensor that is kept elsewhere, among those of a call."""
 
-    __slots__ = ("_away", "_k", "decision", "op")
+    __slots__ = ("__weakref__", "_away", "_back", "_k", "decision", "op")
 
     def __init__(self, away: "Away", k: int, op: Op, decision: Decision) -> None:
         self._away, self._k, self.op, self.decision = away, k, op, decision
+        self._back: Tensor | None = None
 
     def value(self) -> Tensor:
-        """Return the tensor, brought back."""
-        return self._away.take(self._k)
+        """Return the tensor, brought back once for all that read it in a backward."""
+        if self._back is not None:
+            return self._back
+        back = self._away.take(self._k)
+        if current_task() >= 0:
+            self._back = back
+            when_done(functools.partial(_forget, weakref.ref(self)))
+        return back
 
     def stored(self) -> list[Tensor]:
         """Return what is kept, for reports."""
         return [self._away.stored[self._k]]
+
+
+def _forget(ref: weakref.ref[Offloaded]) -> None:
+    """Drop what was brought back, at the end of a backward that keeps its graph."""
+    offloaded = ref()
+    if offloaded is not None:
+        offloaded._back = None
 
 
 class Away:
