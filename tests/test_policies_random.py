@@ -203,7 +203,12 @@ OF_MANY = {
     "batched": batched,
     "batched_inside": batched_inside,
 }
-AT_BASE = {"backward", "of_some", "twice", "batched_inside"}  # plain's graph, bit for bit
+AT_BASE = {
+    "backward",
+    "of_some",
+    "twice",
+    "batched_inside",
+}  # plain's graph, bit for bit
 XS = [make(4, 4, seed=s) for s in (32, 33, 34)]
 policies = st.sampled_from([*POLICIES])
 prunes = st.sampled_from([True, True, "auto", False])
