@@ -3,8 +3,8 @@
 A program is a list of steps on a growing list of values; `segments` says which runs of
 steps are rematerialized, and how deep. Plain and remat run the very same steps, so
 values agree bit for bit; gradients too, except that under torch.func the contributions
-to a value with several uses are added up in another order (promise 1). Fixed examples; `REMAT_EXPLORE=1`
-looks for new ones.
+to a value with several uses are added up in another order (promise 1). Fixed examples;
+`REMAT_EXPLORE=1` looks for new ones.
 """
 
 import os
