@@ -11,13 +11,15 @@ Rejected: one list of residuals for a call. A backward frees what it has used, n
 node.
 """
 
+import contextlib
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
 from remat._absent import Absent, like
-from remat._compat import viewed
+from remat._compat import outside_dispatch_mode, viewed
 from remat._errors import RecomputeError
 from remat._handles import Handle
 from remat._op import Value
@@ -91,6 +93,17 @@ class Following:
                 mode.pack(tensor)
         elif mode is None and place in scripts.saved_at and tensor is not None:
             self._taken[place] = tensor.detach()
+
+    def outside(self) -> AbstractContextManager[Any]:
+        """Return a context in which the forward is not followed, nor calls within."""
+        mode = self.mode
+        return contextlib.nullcontext() if mode is None else outside_dispatch_mode(mode)
+
+    def note_read(self, handles: Iterable[Handle]) -> None:
+        """Be told that the forward itself reads what handles stand for."""
+        if isinstance(self.mode, Recorder):
+            for handle in handles:
+                self.mode.note_copy(handle.place, handle.value)
 
     def finish(self, handles: Sequence[Handle | None]) -> None:
         """Plan, and give the handles what is kept.
@@ -223,12 +236,18 @@ class Replaying:
                 stand_ins[i] = mode.absent_leaf(i, t)
         return stand_ins
 
+    def escaped(self) -> bool:
+        """Say whether there was trouble, or somebody holds what was left out."""
+        self.mode.note_escaped()
+        return bool(self.mode.trouble)
+
     def succeeded(self) -> None:
         """Note that nothing was read but what the plan says."""
         trace = self._trace
         # Another record may have taken its place since.
         if trace.scripts is self._scripts:
-            trace.proven.update(self._given)
+            # What is kept is given without a replay.
+            trace.proven.update(self._given, self._scripts.saved_at)
         trace.warn_of_names()
 
     def failed(self, error: Exception | None) -> None:

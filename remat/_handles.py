@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from remat._checks import describe
-from remat._compat import keeps_graph, leave_hooks_on, viewed
+from remat._compat import (
+    current_task,
+    keeps_graph,
+    leave_hooks_on,
+    viewed,
+    when_done,
+)
 from remat._context import here
 from remat._errors import MutationError
 from remat._snapshot import Snapshot
@@ -92,17 +98,33 @@ class Kept(NamedTuple):
 
 
 class Outer:
-    """Stands for a tensor as other hooks packed it."""
+    """Stands for a tensor as other hooks packed it.
 
-    __slots__ = ("_unpack", "packed")
+    The graph reads it in several places, and so does a recompute. Others may give it
+    back only once in a backward, as torch.utils.checkpoint does.
+    """
+
+    __slots__ = ("_read", "_unpack", "packed")
 
     def __init__(self, tensor: Tensor, hooks: Any) -> None:
         pack, self._unpack = hooks
         self.packed = pack(tensor)
+        self._read: tuple[int, Tensor] | None = None  # in which backward, and what
 
     def unpacked(self) -> Tensor:
         """Return the tensor."""
-        return self._unpack(self.packed)
+        task, read = current_task(), self._read
+        if read is not None and read[0] == task:
+            return read[1]
+        tensor = self._unpack(self.packed)
+        if task >= 0 and self._unpack is not unpack:
+            self._read = task, tensor
+            if keeps_graph():
+                when_done(self._forget)
+        return tensor
+
+    def _forget(self) -> None:
+        self._read = None
 
 
 def meta_of(tensor: Tensor) -> tuple[Any, ...]:

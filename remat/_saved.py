@@ -239,6 +239,9 @@ class Saved:
 
     def _fill(self, handles: Sequence[Handle]) -> None:
         """Recompute what handles stand for, along a plan if there is one that fits."""
+        if not self._done:
+            self._fill_within(handles)
+            return
         following, check = self._following, None
         if following is not None:
             replaying = following.replay(handles)
@@ -254,18 +257,30 @@ class Saved:
         if filling.left:
             raise filling.differs()
 
+    def _fill_within(self, handles: Sequence[Handle]) -> None:
+        """Recompute for a derivative inside, which is no part of what is recorded."""
+        following = self._following
+        filling = Filling(handles, self._metas, self._snapshot.label)
+        tensors = self.held.tensors(as_they_are=not self._accumulates)
+        with _NOTHING if following is None else following.outside():
+            self._recompute(filling, tensors, None)
+        if filling.left:
+            raise filling.differs()
+        if following is not None:
+            following.note_read(handles)
+
     def _fills(self, handles: Sequence[Handle], replaying: Replaying) -> bool:
         """Recompute along a plan; say whether it fit."""
         label = self._snapshot.label
         filling = Filling(handles, self._metas, label, is_replay=True)
         tensors = self.held.tensors(as_they_are=not self._accumulates)
-        tensors = replaying.stand_ins(tensors)
         try:
-            self._recompute(filling, tensors, replaying.mode)
+            # No name for the stand-ins: `escaped` counts who else holds them.
+            self._recompute(filling, replaying.stand_ins(tensors), replaying.mode)
         except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
             replaying.failed(error)
             return False
-        if filling.left or replaying.mode.trouble:
+        if filling.left or replaying.escaped():
             replaying.failed(None)
             return False
         replaying.succeeded()

@@ -255,6 +255,15 @@ class Recorder(LeanDispatchMode):
         self._packs.append(Pack(number, value_of(base), len(self._steps)))
         self._roots.append({number})
 
+    def note_copy(self, place: int, tensor: Tensor | None) -> None:
+        """Note that a tensor has the value of what was saved at a place."""
+        pack = self._packs[place]
+        if pack is not None and tensor is not None:
+            base = base_tensor(tensor)
+            plain = is_plain(base)
+            self._numbers[key_if(plain, base)] = pack.storage
+            self._held.append(reference_if(plain, base))
+
     def ask(self, outs: Sequence[Any]) -> None:
         """Note for each output what the graph of it saved.
 

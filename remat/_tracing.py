@@ -113,9 +113,7 @@ class Tracing:
             trace.reason = reason_against(record, scripts.full.plan)
             if trace.reason:
                 return None
-        trace.scripts, trace.proven = scripts, set()
-        # What is kept is given back without a replay.
-        trace.outputs = frozenset(given).difference(scripts.saved_at)
+        trace.scripts, trace.proven, trace.outputs = scripts, set(), frozenset(given)
         trace.names = frozenset() if policy is None else policy.names
         trace.followed = policy is not None
         return _with_what_was_held(scripts, recorder)

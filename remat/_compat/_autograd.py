@@ -9,6 +9,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from torch._C._autograd import (
     _push_saved_tensors_default_hooks as push_hooks,
     _top_saved_tensors_default_hooks as top_hooks,
 )
-from torch._functorch import autograd_function, eager_transforms
+from torch._functorch import eager_transforms
 from torch.autograd import Function, forward_ad, graph
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -314,17 +315,17 @@ def once_differentiable_function(node: Any) -> Any:
     Under torch.func a node is of a Function made around that of the user.
     """
     kind = getattr(type(node), "_forward_cls", None)
-    while (backward := getattr(kind, "backward", None)) is not None:
-        if getattr(backward, "__code__", None) is _ONCE:
-            return kind
-        if backward.__module__ != autograd_function.__name__:
+    while kind is not None:
+        backward = kind.backward
+        if not isinstance(backward, FunctionType):
             return None
-        names = backward.__code__.co_freevars
-        kind = backward.__closure__[names.index(_WRAPPED)].cell_contents
+        if backward.__code__ is _ONCE:
+            return kind
+        # By name: the Function that torch makes for a vmap refers to itself, too.
+        names, cells = backward.__code__.co_freevars, backward.__closure__ or ()
+        around = dict(zip(names, cells, strict=True)).get("autograd_function")
+        kind = None if around is None else around.cell_contents
     return None
-
-
-_WRAPPED = "autograd_function"  # what torch calls it there
 
 
 def _nothing(_ctx: Any) -> None:

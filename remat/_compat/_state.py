@@ -287,6 +287,29 @@ def without_dispatch_mode(mode: Any) -> Iterator[None]:
         _dynamo.set_eval_frame(dynamo)
 
 
+# Deleted by: the same.
+@contextmanager
+def outside_dispatch_mode(mode: Any) -> Iterator[None]:
+    """Run the body as if a mode had not been entered, nor those of ours inside of it."""
+    popped = list[Any]()
+    dynamo = _dynamo.set_eval_frame(None)
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    inside = [*map(id, stack)].index(id(mode))
+    for _ in stack[inside:]:
+        popped.append(_python_dispatch._pop_mode())
+    others = [m for m in reversed(popped) if not isinstance(m, LeanDispatchMode)]
+    for other in others:
+        _python_dispatch._push_mode(other)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _python_dispatch._pop_mode()
+        for each in reversed(popped):
+            _python_dispatch._push_mode(each)
+        _dynamo.set_eval_frame(dynamo)
+
+
 # Deleted by: a public way to ask whether torch's checkpoint is running a function.
 # Torch 2.14 has a second entry beside the first: `checkpoint(use_reentrant=False)(fn)`.
 _checkpoint: Any = getattr(checkpoint, "_checkpoint_impl", checkpoint.checkpoint)
