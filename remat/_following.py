@@ -168,11 +168,15 @@ class Following:
     def _taken_by_place(self, scripts: Scripts) -> list[Tensor] | None:
         """Return the residuals, of which the graph saved views or themselves."""
         steps, found = scripts.record.steps, dict[int, Tensor]()
-        residuals = scripts.full.plan.residuals
+        residuals, packs = scripts.full.plan.residuals, scripts.record.packs
         for place, k in scripts.saved_at.items():
-            if k not in found and place in self._taken:
-                i, j = residuals[k]
-                found[k] = _as(self._taken[place], steps[i].op.outputs[j])
+            taken, pack = self._taken.get(place), packs[place]
+            if k in found or taken is None:
+                continue
+            if pack is None or value_of(taken) != pack.value:
+                return None  # another function, by the looks of it
+            i, j = residuals[k]
+            found[k] = _as(taken, steps[i].op.outputs[j])
         if len(found) < len(residuals):
             return None
         return [found[k] for k in range(len(residuals))]

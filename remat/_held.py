@@ -113,6 +113,12 @@ class Held:
         changed = [i for i, (a, b) in pairs if a != b and i not in self.copied]
         return changed[0] if changed else None
 
+    def let_go(self, dropped: Mapping[int, Absent]) -> None:
+        """Let go of inputs that no recompute reads, and keep what stands for them."""
+        for i, absent in dropped.items():
+            self.values[i] = absent
+        self.copied -= dropped.keys()
+
     # --- For a recompute ---
 
     def changed(self) -> list[int]:

@@ -234,7 +234,7 @@ class _Notes:
             copied = i in call.held.copied
             for entry in self._note(t, reader, origin if copied else "from a constant"):
                 if copied:
-                    entry.origin = origin
+                    entry.origin, entry.rank = origin, MADE
         following = call.following
         for residual in following.residuals_held() if following else ():
             self._note_kept(residual.stored(), residual.op, residual.decision, reader)

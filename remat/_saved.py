@@ -195,8 +195,7 @@ class Saved:
 
     def _finish(self, following: Following, handles: Sequence[Handle | None]) -> None:
         following.finish(handles)
-        for i, absent in following.dropped.items():
-            self.held.values[i] = absent
+        self.held.let_go(following.dropped)
         around = here().decisions
         if around is not None and self._place is not None:
             around.note(self._place, following.decision)
