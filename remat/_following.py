@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from remat._absent import Absent, like
-from remat._compat import outside_dispatch_mode, viewed
+from remat._compat import is_lazy, outside_dispatch_mode, viewed
 from remat._errors import RecomputeError
 from remat._handles import Handle
 from remat._op import Value
@@ -28,7 +28,7 @@ from remat._residual import Offloaded, Residual, keep
 from remat._trace import Recorder
 from remat._traces import Scripts, Trace
 from remat._tracing import Tracing, is_droppable, is_of_memory
-from remat._values import value_of
+from remat._values import has_room, key_of, value_of
 
 
 class Following:
@@ -91,19 +91,8 @@ class Following:
         if scripts is None:
             if mode is not None:
                 mode.pack(tensor)
-        elif mode is None and place in scripts.saved_at and tensor is not None:
+        elif place in scripts.saved_at and tensor is not None:
             self._taken[place] = tensor.detach()
-
-    def outside(self) -> AbstractContextManager[Any]:
-        """Return a context in which the forward is not followed, nor calls within."""
-        mode = self.mode
-        return contextlib.nullcontext() if mode is None else outside_dispatch_mode(mode)
-
-    def note_read(self, handles: Iterable[Handle]) -> None:
-        """Be told that the forward itself reads what handles stand for."""
-        if isinstance(self.mode, Recorder):
-            for handle in handles:
-                self.mode.note_copy(handle.place, handle.value)
 
     def finish(self, handles: Sequence[Handle | None]) -> None:
         """Plan, and give the handles what is kept.
@@ -154,11 +143,11 @@ class Following:
         if len(handles) != len(scripts.record.packs):
             return None
         if mode is None:
-            return self._taken_by_place(scripts)
-        residuals = mode.residuals()
-        if residuals is None:
+            residuals = self._taken_by_place(scripts)
+        else:
+            residuals, self._constants = mode.residuals(), mode.constants
+        if residuals is None or not self._are_saved(residuals, scripts):
             return None
-        self._constants = mode.constants
         if isinstance(mode, Verify):
             leaves = tracing.leaves
             droppable = tracing.droppable(scripts.full)
@@ -168,22 +157,45 @@ class Following:
     def _taken_by_place(self, scripts: Scripts) -> list[Tensor] | None:
         """Return the residuals, of which the graph saved views or themselves."""
         steps, found = scripts.record.steps, dict[int, Tensor]()
-        residuals, packs = scripts.full.plan.residuals, scripts.record.packs
+        residuals = scripts.full.plan.residuals
         for place, k in scripts.saved_at.items():
-            taken, pack = self._taken.get(place), packs[place]
-            if k in found or taken is None:
-                continue
-            if pack is None or value_of(taken) != pack.value:
-                return None  # another function, by the looks of it
-            i, j = residuals[k]
-            found[k] = _as(taken, steps[i].op.outputs[j])
+            if k not in found and place in self._taken:
+                i, j = residuals[k]
+                value = steps[i].op.outputs[j]
+                if not has_room(self._taken[place], value):
+                    return None
+                found[k] = _as(self._taken[place], value)
         if len(found) < len(residuals):
             return None
         return [found[k] for k in range(len(residuals))]
 
+    def _are_saved(self, residuals: Sequence[Tensor], scripts: Scripts) -> bool:
+        """Say whether the graph saved, where it is to hold residuals, just them."""
+        packs, taken = scripts.record.packs, self._taken
+        for place, k in scripts.saved_at.items():
+            saved, pack = taken.get(place), packs[place]
+            if saved is None or pack is None or value_of(saved) != pack.value:
+                return False
+            if is_lazy(saved) or key_of(saved) != key_of(residuals[k]):
+                return False
+        return True
+
     def residuals_held(self) -> list[Residual | Offloaded]:
         """Return what the call holds for a recompute."""
         return [r for r in self._feeding if r is not None]
+
+    # --- What reads handles while the forward runs ---
+
+    def outside(self) -> AbstractContextManager[Any]:
+        """Return a context in which the forward is not followed, nor calls within."""
+        mode = self.mode
+        return contextlib.nullcontext() if mode is None else outside_dispatch_mode(mode)
+
+    def note_read(self, handles: Iterable[Handle]) -> None:
+        """Be told that the forward itself reads what handles stand for."""
+        if isinstance(self.mode, Recorder):
+            for handle in handles:
+                self.mode.note_copy(handle.place, handle.value)
 
     # --- The recompute ---
 

@@ -86,8 +86,7 @@ class Held:
                     hooks[0](t)
                 self.values.append(t)
             elif i in self.copied:
-                with unseen():
-                    self.values.append(t.clone())
+                self.values.append(_copy_of(t))
             else:
                 self.values.append(self._value_of(t))
 
@@ -100,8 +99,9 @@ class Held:
         """Drop the copies of what is as it was; return what changed and has none."""
         now = versions_of(leaves)
         for i in self.copied:
-            # On a device, to compare is to wait for it.
-            if leaves[i].is_cpu and now[i] == self.versions[i]:
+            # On a device, to compare is to wait for it; a fake tensor has no values.
+            has_bytes = leaves[i].is_cpu and type(leaves[i]) is Tensor
+            if has_bytes and now[i] == self.versions[i]:
                 with unseen():
                     is_same = has_same_bytes(self.values[i], leaves[i])
                 if is_same:
@@ -194,6 +194,13 @@ def _is_own(tensor: Tensor) -> bool:
     return (tensor.requires_grad and tensor.is_leaf) or type(tensor) is nn.Parameter
 
 
+def _copy_of(tensor: Tensor) -> Tensor:
+    if type(tensor) is not Tensor:
+        return tensor.clone()  # a fake tensor has no memory for a kernel to read
+    with unseen():
+        return tensor.clone()
+
+
 def _to_copy(
     leaves: Sequence[Tensor], needs: Sequence[bool], buffers: Mapping[int, bool]
 ) -> frozenset[int]:
@@ -206,7 +213,7 @@ def _to_copy(
         for i, t in enumerate(leaves)
         if not needs[i]
         and (i in buffers or t.dim() == 1)
-        and type(t) is Tensor
+        and (type(t) is Tensor or hasattr(t, "fake_mode"))
         and t.numel() <= _SMALL
         # FSDP frees the memory of what it gathers.
         and t.untyped_storage().nbytes() >= t.nbytes

@@ -19,6 +19,7 @@ from typing_extensions import override
 from remat import _tree
 from remat._capture import Search
 from remat._compat import device_generators, preserved_version, use_count
+from remat._errors import CaptureError
 from remat._snapshot import Snapshot
 from remat._storages import ARGUMENT, CAPTURED
 from remat._streams import global_streams, stream_of
@@ -38,6 +39,8 @@ class Inputs:
     def __init__(self, fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         search = Search()
         self._snapshot = Snapshot(_named(fn), "", args, kwargs, search)
+        if search.is_lazy:
+            raise CaptureError(_LAZY)
         self.tensors = search.tensors
         devices = map(stream_of, device_generators())
         self._streams = [*search.streams, *(s for s in devices if s is not None)]
@@ -105,6 +108,12 @@ def _stand_ins(leaves: Iterable[Any], differentiated: bool) -> dict[int, Tensor]
             with preserved_version(t):
                 found[id(t)] = _StandIn.apply(t.detach(), anchor)
     return found
+
+
+_LAZY = (
+    "remat: the function holds a lazy module, whose parameters are not initialized "
+    "yet. A report would be on a call that makes them: call it once before."
+)
 
 
 class _StandIn(Function):

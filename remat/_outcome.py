@@ -79,10 +79,15 @@ def _stopped(found: Examined, options: Options, outcome: Outcome) -> Outcome:
     record, made = found.record, outcome.plan
     if options.higher_order:
         return dataclasses.replace(outcome, last=len(record.steps))
-    kept = {record.steps[i].makes[k] for i, k in made.residuals}
+    steps, residuals = record.steps, made.residuals
+    kept = {steps[i].makes[k]: steps[i].op.outputs[k] for i, k in residuals}
     roots = zip(record.packs, record.roots, strict=True)
     wanted = [
-        p for p, root in roots if p is not None and root and p.storage not in kept
+        p
+        for p, root in roots
+        if p is not None
+        and root
+        and not (p.storage in kept and p.is_of(kept[p.storage]))
     ]
     last = max((p.after for p in wanted), default=0)
     fates = [

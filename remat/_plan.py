@@ -89,11 +89,17 @@ class Pack(NamedTuple):
         value: how it looks at that.
         after: how many operations had run by then: a recompute stops there, at the
             latest.
+        is_lazy: whether it is conjugated or negated when it is read.
     """
 
     storage: int
     value: Value
     after: int = 0
+    is_lazy: bool = False
+
+    def is_of(self, made: Value) -> bool:
+        """Say whether it is a view of what was made with its storage, and no more."""
+        return not self.is_lazy and self.value.dtype == made.dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ class Recorder(LeanDispatchMode):
 
     def _hold(self, tensor: Tensor, number: int) -> None:
         can_be = is_plain(tensor) or is_of_own_class(tensor)
-        if number not in self._kept and can_be:
+        if number not in self._kept and can_be and not is_lazy(tensor):
             self._kept[number] = tensor
 
     def end(self) -> None:
@@ -252,17 +252,9 @@ class Recorder(LeanDispatchMode):
             return
         base = base_tensor(tensor)
         number = self.number(base)
-        self._packs.append(Pack(number, value_of(base), len(self._steps)))
+        pack = Pack(number, value_of(base), len(self._steps), is_lazy(base))
+        self._packs.append(pack)
         self._roots.append({number})
-
-    def note_copy(self, place: int, tensor: Tensor | None) -> None:
-        """Note that a tensor has the value of what was saved at a place."""
-        pack = self._packs[place]
-        if pack is not None and tensor is not None:
-            base = base_tensor(tensor)
-            plain = is_plain(base)
-            self._numbers[key_if(plain, base)] = pack.storage
-            self._held.append(reference_if(plain, base))
 
     def ask(self, outs: Sequence[Any]) -> None:
         """Note for each output what the graph of it saved.
@@ -296,6 +288,15 @@ class Recorder(LeanDispatchMode):
         for step in self._steps:
             if step.writes:
                 yield from (*step.reads, *step.makes)
+
+    def note_copy(self, place: int, tensor: Tensor | None) -> None:
+        """Note that a tensor has the value of what was saved at a place."""
+        pack = self._packs[place]
+        if pack is not None and tensor is not None:
+            base = base_tensor(tensor)
+            plain = is_plain(base)
+            self._numbers[key_if(plain, base)] = pack.storage
+            self._held.append(reference_if(plain, base))
 
     # --- The result ---
 

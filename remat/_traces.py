@@ -69,8 +69,15 @@ class Scripts:
         steps, packs = record.steps, record.packs
         numbers = [steps[i].makes[k] for i, k in made.residuals]
         number = {s: k for k, s in enumerate(numbers)}
-        pairs = ((j, p) for j, p in enumerate(packs) if p is not None)
-        self.saved_at = {j: number[p.storage] for j, p in pairs if p.storage in number}
+        kept = {
+            s: steps[i].op.outputs[k]
+            for s, (i, k) in zip(numbers, made.residuals, strict=True)
+        }
+        self.saved_at = {
+            j: number[p.storage]
+            for j, p in enumerate(packs)
+            if p is not None and p.storage in kept and p.is_of(kept[p.storage])
+        }
         self.are_saved = {*self.saved_at.values()} == {*range(len(numbers))}
         read = {
             s

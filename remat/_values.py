@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from remat._absent import PLAIN, Absent, tensors_of
+from remat._bytes import extent
 from remat._code import CONSTANT
 from remat._compat import StorageRef, no_torch_functions, storage_id
 from remat._op import Value
@@ -68,6 +69,14 @@ def _value_if(plain: bool, tensor: Tensor) -> Value:
         return _value(tensor.shape, tensor.dtype, tensor.device, *where)
     shape = () if tensor.is_nested else tensor.shape
     return _value(shape, tensor.dtype, tensor.device)
+
+
+def has_room(tensor: Tensor, value: Value) -> bool:
+    """Say whether a tensor's storage is as large as a view of it needs."""
+    if not is_plain(tensor):
+        return True
+    end = value.offset + extent(value.shape, value.stride)
+    return end * value.dtype.itemsize <= _storage_of(tensor).nbytes()
 
 
 def _value(shape: Sequence[int], *meta: Any) -> Value:
