@@ -239,7 +239,8 @@ class Replaying:
     def stand_ins(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return what to run on: nothing in place of inputs that are not needed.
 
-        Once it is known that they are not read, only what is changed is left out.
+        Once it is known that they are not read, only what is changed is left out. What
+        was let go has this replay learn of who reads it.
         """
         mode, stand_ins = self.mode, [*tensors]
         mode.start(tensors)
@@ -248,8 +249,9 @@ class Replaying:
         for i in mode.script.unneeded:
             t = tensors[i]
             left = not proven or inputs[i] in written
-            if type(t) is not Absent and left and is_droppable(t):
-                stand_ins[i] = mode.absent_leaf(i, t)
+            if type(t) is Absent or (left and is_droppable(t)):
+                new = stand_ins[i] = mode.absent_leaf(i, t)
+                new.requires_grad_(t.requires_grad)
         return stand_ins
 
     def escaped(self) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
+from remat._context import empty, here
 from remat._nodes import CellNode, Composite, ObjectNode
 from remat._objects import exchange_attributes, replica_of, set_attributes
 
@@ -55,9 +56,11 @@ class Run:
             exchange_attributes(value, before)
         if self._holds_lock:
             _EXCHANGING.release()
-        for cell in self._cells:
-            # Functions that refer to themselves would wait for the garbage collector.
-            del cell.cell_contents
+        later = here().cells if self._anew == "live" else None
+        if later is None:
+            empty(self._cells)
+        else:
+            later += self._cells
 
     def make(self, node: Composite) -> Any:
         """Return the value of a node that was not built yet."""

@@ -36,6 +36,7 @@ from remat._compat import (
     eager_only,
     keeps_graph,
     top_hooks,
+    torch_functions,
     unbatched,
     unwrap_dead,
     when_done,
@@ -226,7 +227,8 @@ class Saved:
         if len(handles) > 1:
             when_done(functools.partial(_forget, weakref.ref(self)))
         try:
-            below_all_levels(self._fill, handles)
+            with torch_functions():  # those of a loss may have called the backward
+                below_all_levels(self._fill, handles)
         except Exception as error:
             error.add_note(f"remat: raised while recomputing {self._snapshot.label}.")
             raise

@@ -290,7 +290,7 @@ def without_dispatch_mode(mode: Any) -> Iterator[None]:
 # Deleted by: the same.
 @contextmanager
 def outside_dispatch_mode(mode: Any) -> Iterator[None]:
-    """Run the body as if a mode had not been entered, nor those of ours inside of it."""
+    """Run the body as if a mode, and those of ours inside of it, were not entered."""
     popped = list[Any]()
     dynamo = _dynamo.set_eval_frame(None)
     stack = _python_dispatch._get_current_dispatch_mode_stack()
