@@ -46,6 +46,7 @@ from remat._values import (
     Returned,
     is_of_own_class,
     is_plain,
+    is_watched,
     key_if,
     key_of,
     reference_if,
@@ -153,6 +154,7 @@ class Recorder(LeanDispatchMode):
             blind=blind_outputs(func, len(outputs)),
             runs=runs,
             opaque=bool(others),
+            watched=any(map(is_watched, given.tensors)),
             result=returned.form,
         )
         self._steps.append(step)
