@@ -82,7 +82,7 @@ def has_room(tensor: Tensor, value: Value) -> bool:
     """Say whether a tensor's storage is as large as a view of it needs."""
     if not is_plain(tensor):
         return True
-    if len(value.stride) < len(value.shape):  # of a tensor that was not plain
+    if tensor.dtype != value.dtype or len(value.stride) < len(value.shape):
         return False
     end = value.offset + extent(value.shape, value.stride)
     return end * value.dtype.itemsize <= _storage_of(tensor).nbytes()
