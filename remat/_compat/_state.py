@@ -111,6 +111,9 @@ def _swap_function_modes(modes: Sequence[overrides.TorchFunctionMode]) -> None:
         overrides._push_mode(mode)
 
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
 # Deleted by: a public `torch.fx` way to ask whether a trace is being made.
 def must_inline() -> bool:
     """Say whether a function is to be called as it is, though it is differentiated.
@@ -129,17 +132,15 @@ def must_inline() -> bool:
 
 
 def is_traced_symbolically() -> bool:
-    """Say whether torch.fx traces, on stand-ins that are no tensors."""
-    return _symbolic_trace._is_fx_tracing_flag
+    """Say whether torch.fx traces, on stand-ins that are no tensors, unlike make_fx."""
+    traces = _symbolic_trace._is_fx_tracing_flag
+    return traces and torch._C._get_dispatch_mode(_PROXY) is None
 
 
 # Deleted by: a public way to say that TorchScript cannot compile a function.
 def not_scriptable(fn: Callable[..., Any], why: str) -> None:
     """Have TorchScript refuse to compile a function, and say why."""
     vars(fn)["__script_unsupported"] = why
-
-
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 # Deleted by: a cache of parametrizations that is not global.
