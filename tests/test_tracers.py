@@ -115,7 +115,7 @@ def test_a_torchscript_trace_inlines_remat(make_module, requires_grad):
 @pytest.mark.parametrize("fn", [rematerialized, calls_it])
 def test_a_torchscript_trace_of_a_function_inlines_remat(fn, requires_grad):
     traced = torch.jit.trace(fn, (X.clone().requires_grad_(requires_grad),))
-    assert [node.kind() for node in traced.graph.nodes()][0] == "aten::sin"
+    assert next(node.kind() for node in traced.graph.nodes()) == "aten::sin"
     factor = 2 if fn is calls_it else 1
     assert_runs_like(traced, lambda x: sine(x) * factor, recomputes=False)
 
