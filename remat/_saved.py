@@ -263,7 +263,8 @@ class Saved:
         following = self._following
         filling = Filling(handles, self._metas, self._snapshot.label)
         tensors = self.held.tensors(as_they_are=not self._accumulates)
-        with _NOTHING if following is None else following.outside():
+        outside = contextlib.nullcontext() if following is None else following.outside()
+        with outside:
             self._recompute(filling, tensors, None)
         if filling.left:
             raise filling.differs()

@@ -105,7 +105,8 @@ def test_where_it_is_off_the_recomputation_is_full(case):
             work(ours, x)
     for _ in range(3):
         assert work(ours, x) == work(full, x) > work(fn, x)
-    assert not any(t.scripts and t.scripts.prune for t in TRACES._traces.values())
+    # Around what such a class sees, others may be left out: here there are none.
+    assert case == "class" or not any(t.scripts for t in TRACES._traces.values())
 
 
 def test_forward_mode_is_not_recorded():
