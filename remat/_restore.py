@@ -35,7 +35,12 @@ class Run:
         tensors: stand for those found.
         anew: which objects are made anew: those that lead to a tensor, all, or none but
             those that are gone.
+
+    Attributes:
+        is_again: whether it is a recompute.
     """
+
+    is_again = True
 
     __slots__ = ("_anew", "_cells", "_holds_lock", "_undo", "built", "tensors")
 
@@ -56,7 +61,7 @@ class Run:
             exchange_attributes(value, before)
         if self._holds_lock:
             _EXCHANGING.release()
-        later = here().cells if self._anew == "live" else None
+        later = here().cells if self._anew == "live" and self.is_again else None
         if later is None:
             empty(self._cells)
         else:

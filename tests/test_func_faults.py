@@ -572,6 +572,24 @@ def test_autograds_functional_transforms_that_record_are_recomputed():
     )
 
 
+# --- Hooks, which run after the recomputation has ended ---
+
+
+@pytest.mark.parametrize("prune", [False, True])
+def test_hooks_set_inside_refer_to_variables_of_functions_around(prune):
+    factor, shift = 3.0, make(6, 3, seed=31)
+
+    def fn(x):
+        h = x.sin()
+        h.register_hook(lambda g: g * factor + shift)
+        return h.exp()
+
+    wrap = functools.partial(remat, prune=prune)
+    assert_rematerialized(
+        lambda f: grad(lambda x: scalar(f(x)))(A), fn, evaluations=2, wrap=wrap
+    )
+
+
 # --- Functions that are to be differentiated once ---
 
 
