@@ -14,7 +14,14 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Sequence,
+)
 from typing import Any, TypeAlias
 
 import torch
@@ -28,7 +35,7 @@ from remat._callables import (
     PartialNode,
     WrapperNode,
 )
-from remat._code import known_code
+from remat._code import known_code, static_of
 from remat._containers import (
     ContainerNode,
     CopyNode,
@@ -54,6 +61,7 @@ from remat._sources import (
     Sources,
     has_defaults,
     has_own_code,
+    is_compiled,
     is_scripted,
     is_stream,
 )
@@ -87,6 +95,7 @@ class Search:
         origins: the path of each.
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether it is a module's registered buffer.
+        constants: in the arguments, in order.
         code: the code found, in order: of functions, types of objects, modes of
             modules.
         in_arguments: whether what is searched is an argument.
@@ -97,8 +106,8 @@ class Search:
 
     __slots__ = (
         *("_index", "_is_compiled", "_memo", "_shallow", "_sharded", "_sources"),
-        *("buffers", "code", "in_arguments", "is_contained", "is_lazy", "origins"),
-        *("scripted", "tensors"),
+        *("buffers", "code", "constants", "in_arguments", "is_contained", "is_lazy"),
+        *("origins", "scripted", "tensors"),
     )
 
     def __init__(self, *, shallow: bool = False) -> None:
@@ -106,6 +115,7 @@ class Search:
         self.origins: list[Path] = []
         self.buffers: dict[int, bool] = {}
         self.code: list[Any] = []
+        self.constants: list[Any] = []
         self.in_arguments = self.is_contained = True
         self.is_lazy, self.scripted = False, ""
         self._shallow, self._sharded, self._is_compiled = shallow, False, False
@@ -213,9 +223,11 @@ class Search:
             return self._large(value, path)
         is_fixed = isinstance(value, (tuple, frozenset))
         if is_fixed and type(value) in SEQUENCES and INERT.issuperset(map(type, value)):
+            self._constants(value)
             return None
         node = SequenceNode(value)
         self._memo[id(value)] = value, node
+        self._constants(node.items)
         self._items(node, range(len(node.items)), path)
         self._mutable(value, node, path)
         if is_fixed and not (node.children or node.tensors):
@@ -229,6 +241,7 @@ class Search:
         node = DictNode(value)
         self._memo[id(value)] = value, node
         keys = node.keys
+        self._constants((*keys, *node.items))
         for i, key in enumerate(keys):
             if type(key) not in INERT:
                 child = self.visit(key, path)
@@ -244,6 +257,11 @@ class Search:
                 child = self.visit(part, (path, keys[i], None))
                 if child is not None:
                     node.hold_item(i, child)
+
+    def _constants(self, values: Iterable[Any]) -> None:
+        """Note what an argument holds that tells calls apart."""
+        if self.in_arguments:
+            self.constants += map(static_of, values)
 
     def _is_watched(self, value: Any) -> bool:
         if len(value) <= _LARGE:
@@ -290,7 +308,7 @@ class Search:
         self.sources.of_function(fn)
         outer = self._is_compiled
         # Compiled code looks its own parts up in the globals it was compiled with.
-        self._is_compiled = outer or hasattr(fn, "_torchdynamo_orig_callable")
+        self._is_compiled = outer or is_compiled(fn.__dict__)
         names = ((), ()) if self._is_compiled else (known.open, known.names.stored)
         node = FunctionNode(fn, *names)
         if node.is_settled and not has_more:

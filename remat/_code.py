@@ -224,6 +224,14 @@ def is_static(value: Any) -> bool:
     return is_constant(value) or isinstance(value, enum.Enum)
 
 
+def static_of(value: Any) -> Any:
+    """Return what stands for an argument in a signature; None if it is not static."""
+    if not is_static(value):
+        return None
+    # A number may be annealed.
+    return float if type(value) is float else (type(value), value)
+
+
 def _is_constant(value: Any) -> bool:
     if value is None:  # a name of builtins
         return True

@@ -5,7 +5,10 @@ Rejected: to look at the stack. It does not tell of which call a frame is.
 """
 
 import threading
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 
 class Context:
@@ -19,13 +22,15 @@ class Context:
         examining: what a report notes of the calls within one, None where none does.
         inside: the calls that run their forwards, from the outermost in; kept only for
             such a report.
+        cells: the variables of functions that were made for runs whose graphs are being
+            differentiated; None where none is.
         saves: whether only calls of remat are asked what is saved here: then what is
             saved by torch.func inside is no business of theirs.
     """
 
     __slots__ = (
-        *("decisions", "examining", "followed", "inside", "policy", "recomputing"),
-        "saves",
+        *("cells", "decisions", "examining", "followed", "inside", "policy"),
+        *("recomputing", "saves"),
     )
 
     def __init__(self) -> None:
@@ -34,6 +39,7 @@ class Context:
         self.decisions: Decisions | None = None
         self.examining: Any = None
         self.inside: tuple[Any, ...] = ()
+        self.cells: list[Any] | None = None
         self.saves = False
 
 
@@ -107,3 +113,30 @@ class within:  # noqa: N801
     def __exit__(self, *_: object) -> None:
         self._context.policy = self._before
         self._context.followed -= self._followed
+
+
+def empty(cells: Iterable[Any]) -> None:
+    """Empty variables, for functions that nobody calls any more.
+
+    Those that refer to themselves would wait for the garbage collector.
+    """
+    for cell in cells:
+        del cell.cell_contents
+
+
+class differentiated:  # noqa: N801
+    """A context in which the graphs of runs are differentiated: their hooks are called.
+
+    If a graph of that is recorded they may be called yet again, later.
+    """
+
+    __slots__ = ("_before", "_context")
+
+    def __enter__(self) -> None:
+        self._context = context = here()
+        self._before, context.cells = context.cells, list[Any]()
+
+    def __exit__(self, *_: object) -> None:
+        cells, self._context.cells = self._context.cells, self._before
+        if cells and not torch.is_grad_enabled():
+            empty(cells)

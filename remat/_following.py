@@ -11,13 +11,15 @@ Rejected: one list of residuals for a call. A backward frees what it has used, n
 node.
 """
 
+import contextlib
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
 from remat._absent import Absent, like
-from remat._compat import is_lazy, viewed
+from remat._compat import is_lazy, outside_dispatch_mode, viewed
 from remat._errors import RecomputeError
 from remat._handles import Handle
 from remat._op import Value
@@ -182,6 +184,19 @@ class Following:
         """Return what the call holds for a recompute."""
         return [r for r in self._feeding if r is not None]
 
+    # --- What reads handles while the forward runs ---
+
+    def outside(self) -> AbstractContextManager[Any]:
+        """Return a context in which the forward is not followed, nor calls within."""
+        mode = self.mode
+        return contextlib.nullcontext() if mode is None else outside_dispatch_mode(mode)
+
+    def note_read(self, handles: Iterable[Handle]) -> None:
+        """Be told that the forward itself reads what handles stand for."""
+        if isinstance(self.mode, Recorder):
+            for handle in handles:
+                self.mode.note_copy(handle.place, handle.value)
+
     # --- The recompute ---
 
     def replay(self, handles: Iterable[Handle]) -> "Replaying | None":
@@ -224,7 +239,8 @@ class Replaying:
     def stand_ins(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return what to run on: nothing in place of inputs that are not needed.
 
-        Once it is known that they are not read, only what is changed is left out.
+        Once it is known that they are not read, only what is changed is left out. What
+        was let go has this replay learn of who reads it.
         """
         mode, stand_ins = self.mode, [*tensors]
         mode.start(tensors)
@@ -233,9 +249,15 @@ class Replaying:
         for i in mode.script.unneeded:
             t = tensors[i]
             left = not proven or inputs[i] in written
-            if type(t) is not Absent and left and is_droppable(t):
-                stand_ins[i] = mode.absent_leaf(i, t)
+            if type(t) is Absent or (left and is_droppable(t)):
+                new = stand_ins[i] = mode.absent_leaf(i, t)
+                new.requires_grad_(t.requires_grad)
         return stand_ins
+
+    def escaped(self) -> bool:
+        """Say whether there was trouble, or somebody holds what was left out."""
+        self.mode.note_escaped()
+        return bool(self.mode.trouble)
 
     def succeeded(self) -> None:
         """Note that nothing was read but what the plan says."""

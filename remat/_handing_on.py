@@ -38,6 +38,7 @@ class Forward(Run):
         originals: the user's own value for each node, by the identity of the node.
     """
 
+    is_again = False
     __slots__ = ("_found", "_made", "_originals", "_states")
 
     def __init__(

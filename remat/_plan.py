@@ -61,6 +61,8 @@ class Step(NamedTuple):
         runs: whether it runs in any case: Python reads what it gives, or nobody knows.
         opaque: whether some of its tensors are of a class of their own, so that nobody
             knows what shares memory.
+        watched: whether some are of a class that sees what is called: an operation of
+            the function's or one that the class adds. It is kept, or it runs.
         result: what it returned, with a `Slot` or `Passed` for each tensor.
     """
 
@@ -73,6 +75,7 @@ class Step(NamedTuple):
     blind: tuple[int, ...] = ()
     runs: bool = False
     opaque: bool = False
+    watched: bool = False
     result: Any = _FIRST
 
     @property
@@ -208,8 +211,8 @@ def plan(
     for j in range(len(record.roots)) if outputs is None else outputs:
         walk.need(record.roots[j])
     for i, step in enumerate(steps):
-        if step.runs or step.draws:
-            walk.run(i, blind=bool(step.blind) and not step.runs)
+        if step.runs or step.draws or (step.watched and i not in walk.kept):
+            walk.run(i, blind=bool(step.blind) and not (step.runs or step.watched))
     fates = tuple(walk.fate(i, prune) for i in range(len(steps)))
     residuals = tuple(
         (i, k)

@@ -5,12 +5,14 @@ who reads it: to the handles of the graph, and to the call for what a recompute 
 Rejected: one list for a call. A backward frees what it has used, node by node.
 """
 
-from collections.abc import Sequence
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from remat._compat import base_tensor
+from remat._compat import base_tensor, current_task, when_done
 from remat._errors import MutationError
 from remat._offload import Fetched, Origin, in_file, in_host_memory, origin_of
 from remat._op import Op
@@ -20,7 +22,35 @@ from remat.policies import Decision
 PUT = {Decision.OFFLOAD: in_host_memory, Decision.OFFLOAD_TO_DISK: in_file}
 
 
-class Residual:
+class _Read:
+    """What is brought back once for all that read it in a backward.
+
+    It is held until nobody is left to read it, and no longer than the backward.
+    """
+
+    __slots__ = ("__weakref__", "_read")
+
+    def __init__(self) -> None:
+        self._read: Tensor | None = None
+
+    def once(self, bring: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor, as it was read before or brought back now."""
+        read = self._read
+        if read is None:
+            read = bring()
+            if current_task() >= 0:
+                self._read = read
+                when_done(functools.partial(_forget, weakref.ref(self)))
+        return read
+
+
+def _forget(ref: weakref.ref[_Read]) -> None:
+    found = ref()
+    if found is not None:
+        found._read = None
+
+
+class Residual(_Read):
     """One tensor that is kept.
 
     Args:
@@ -33,6 +63,7 @@ class Residual:
     decision = Decision.SAVE
 
     def __init__(self, tensor: Tensor, op: Op, hooks: Any = None) -> None:
+        super().__init__()
         self.op, self._unpack = op, None
         self._version = base_tensor(tensor)._version
         self._tensor: Any = tensor
@@ -47,7 +78,7 @@ class Residual:
             MutationError: it was changed in place.
         """
         if self._unpack is not None:
-            return self._unpack(self._tensor)
+            return self.once(functools.partial(self._unpack, self._tensor))
         if base_tensor(self._tensor)._version != self._version:
             raise MutationError(_CHANGED.format(op=self.op.func, where=self.op.source))
         return self._tensor
@@ -57,17 +88,18 @@ class Residual:
         return [] if self._unpack is not None else [self._tensor]
 
 
-class Offloaded:
+class Offloaded(_Read):
     """One tensor that is kept elsewhere, among those of a call."""
 
     __slots__ = ("_away", "_k", "decision", "op")
 
     def __init__(self, away: "Away", k: int, op: Op, decision: Decision) -> None:
+        super().__init__()
         self._away, self._k, self.op, self.decision = away, k, op, decision
 
     def value(self) -> Tensor:
         """Return the tensor, brought back."""
-        return self._away.take(self._k)
+        return self.once(functools.partial(self._away.take, self._k))
 
     def stored(self) -> list[Tensor]:
         """Return what is kept, for reports."""

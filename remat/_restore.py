@@ -22,6 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._callables import CellNode
+from remat._context import empty, here
 from remat._nodes import Composite, ObjectNode
 from remat._objects import exchange_attributes, replica_of, set_attributes
 from remat._trees import Tree, TreeNode
@@ -37,7 +38,12 @@ class Run:
         tensors: stand for those found.
         anew: which objects are made anew: those that lead to a tensor, all, or none but
             those that are gone.
+
+    Attributes:
+        is_again: whether it is a recompute.
     """
+
+    is_again = True
 
     __slots__ = (
         *("_anew", "_cells", "_holds_lock", "_replicas", "_trees", "_undo", "built"),
@@ -69,9 +75,11 @@ class Run:
                 tree.node.build(own)
         if self._holds_lock:
             _EXCHANGING.release()
-        for cell in self._cells:
-            # Functions that refer to themselves would wait for the garbage collector.
-            del cell.cell_contents
+        later = here().cells if self._anew == "live" and self.is_again else None
+        if later is None:
+            empty(self._cells)
+        else:
+            later += self._cells
 
     def make(self, node: Composite) -> Any:
         """Return the value of a node that was not built yet."""

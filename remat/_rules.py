@@ -33,6 +33,7 @@ from remat._compat import (
     unwrap_for_grad,
     without_hooks,
 )
+from remat._context import differentiated
 from remat._foreign import edge_of, edges_behind
 from remat._program import Above, Program, has_derivatives
 from remat._types import Outputs
@@ -83,9 +84,11 @@ class Vjp(Program):
         del mode
         saved, cts = leaves[: self._arity], leaves[self._arity :]
         recipe = self._of.facts.recipe
-        if recipe is None:
-            return self._pull(cts, saved, None)
-        return recipe.carry_out(self._given, saved, functools.partial(self._pull, cts))
+        with differentiated():
+            if recipe is None:
+                return self._pull(cts, saved, None)
+            pull = functools.partial(self._pull, cts)
+            return recipe.carry_out(self._given, saved, pull)
 
     def _pull(
         self, cts: tuple[Tensor, ...], primals: Sequence[Tensor], mode: Any

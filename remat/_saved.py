@@ -36,6 +36,7 @@ from remat._compat import (
     eager_only,
     keeps_graph,
     top_hooks,
+    torch_functions,
     unbatched,
     unwrap_dead,
     when_done,
@@ -233,7 +234,8 @@ class Saved:
         if len(handles) > 1:
             when_done(functools.partial(_forget, weakref.ref(self)))
         try:
-            self._fill(handles)
+            with torch_functions():  # those of a loss may have called the backward
+                below_all_levels(self._fill, handles)
         except Exception as error:
             error.add_note(f"remat: raised while recomputing {self._snapshot.label}.")
             for handle in handles:
@@ -247,6 +249,9 @@ class Saved:
 
     def _fill(self, handles: Sequence[Handle]) -> None:
         """Recompute what handles stand for, along a plan if there is one that fits."""
+        if not self._done:
+            self._fill_within(handles)
+            return
         following, check = self._following, None
         if following is not None:
             replaying = following.replay(handles)
@@ -258,22 +263,35 @@ class Saved:
             check = following.check()
         filling = Filling(handles, self._metas, self._snapshot.label)
         tensors = self.held.tensors(as_they_are=not self._accumulates)
-        below_all_levels(self._recompute, filling, tensors, check)
+        self._recompute(filling, tensors, check)
         if filling.left:
             raise filling.differs()
+
+    def _fill_within(self, handles: Sequence[Handle]) -> None:
+        """Recompute for a derivative inside, which is no part of what is recorded."""
+        following = self._following
+        filling = Filling(handles, self._metas, self._snapshot.label)
+        tensors = self.held.tensors(as_they_are=not self._accumulates)
+        outside = contextlib.nullcontext() if following is None else following.outside()
+        with outside:
+            self._recompute(filling, tensors, None)
+        if filling.left:
+            raise filling.differs()
+        if following is not None:
+            following.note_read(handles)
 
     def _fills(self, handles: Sequence[Handle], replaying: Replaying) -> bool:
         """Recompute along a plan; say whether it fit."""
         label = self._snapshot.label
         filling = Filling(handles, self._metas, label, is_replay=True)
         tensors = self.held.tensors(as_they_are=not self._accumulates)
-        tensors = replaying.stand_ins(tensors)
         try:
-            below_all_levels(self._recompute, filling, tensors, replaying.mode)
+            # No name for the stand-ins: `escaped` counts who else holds them.
+            self._recompute(filling, replaying.stand_ins(tensors), replaying.mode)
         except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
             replaying.failed(error)
             return False
-        if filling.left or replaying.mode.trouble:
+        if filling.left or replaying.escaped():
             replaying.failed(None)
             return False
         replaying.succeeded()

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from remat._capture import Search
-from remat._code import is_static
+from remat._code import static_of
 from remat._compat import (
     function_mode_count,
     function_modes,
@@ -54,8 +54,8 @@ class Snapshot:
     """
 
     __slots__ = (
-        *("_cache", "_code", "_count", "_fn", "_modes", "_names", "_nodes"),
-        *("_target", "_values"),
+        *("_cache", "_code", "_constants", "_count", "_fn", "_modes", "_names"),
+        *("_nodes", "_target", "_values"),
         *("always", "buffers", "compiled", "is_contained", "label", "origins"),
         "streams",
     )
@@ -90,7 +90,7 @@ class Snapshot:
         self._cache = None if cache is None else search.visit(cache, None)
         for k in self._nodes:
             self._values[k] = None
-        self._code = search.code
+        self._code, self._constants = search.code, search.constants
         self.origins, self.buffers = search.origins, search.buffers
         self.streams, self.always = search.streams, search.always
         self.is_contained = search.is_contained
@@ -112,10 +112,9 @@ class Snapshot:
         modules, the structure of the arguments and those that are constants. It holds
         no tensor and no user's object.
         """
-        values = [
-            _static(value) if is_static(value) else None for value in self._values
-        ]
-        return self._count, *self._names, *values, *map(_code_of, self._code)
+        values = map(static_of, self._values)
+        code = map(_code_of, self._code)
+        return self._count, *self._names, *values, *self._constants, *code
 
     def call(self, run: Building) -> Any:
         """Call the function again, under the modes of the call and no others."""
@@ -195,11 +194,6 @@ def _with_cache(fn: Fn, cache: dict[Any, Any] | None) -> Fn:
             swap_parametrization_cache(before)
 
     return run
-
-
-def _static(value: Any) -> Any:
-    """Return what stands for a constant in a signature: a number may be annealed."""
-    return float if type(value) is float else (type(value), value)
 
 
 def _code_of(found: Any) -> Any:

@@ -17,7 +17,7 @@ import sys
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from itertools import islice
 from typing import Any
@@ -57,7 +57,12 @@ def is_stream(kind: type) -> bool:
     return str(kind.__module__).startswith("numpy.random")
 
 
-_COMPILED = "_torchdynamo_orig_callable"
+def is_compiled(attributes: Mapping[str, Any]) -> bool:
+    """Say of something's attributes whether it is compiled, and not left to Python."""
+    return (
+        "_torchdynamo_orig_callable" in attributes
+        and "_torchdynamo_disable" not in attributes
+    )
 
 
 @by_class
@@ -117,7 +122,7 @@ class Sources:
         if known.names.handles_states or fn.__name__ in STATES:
             self.handles_states = True
         if fn.__dict__:
-            self.compiled = self.compiled or _COMPILED in fn.__dict__
+            self.compiled = self.compiled or is_compiled(fn.__dict__)
             self.walk_all(fn.__dict__.values())
         if deeply and (known.open or is_closed(fn) or has_defaults(fn)):
             self.walk_all(_parts_of_function(fn, known.open))
@@ -190,7 +195,7 @@ class Sources:
         else:
             self.of_class(kind)
             held = attributes(value)
-            self.compiled = self.compiled or _COMPILED in held or is_scripted(kind)
+            self.compiled = self.compiled or is_compiled(held) or is_scripted(kind)
             if held:
                 return held.values()
         return gc.get_referents(value)

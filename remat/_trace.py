@@ -46,6 +46,7 @@ from remat._values import (
     Returned,
     is_of_own_class,
     is_plain,
+    is_watched,
     key_if,
     key_of,
     reference_if,
@@ -153,6 +154,7 @@ class Recorder(LeanDispatchMode):
             blind=blind_outputs(func, len(outputs)),
             runs=runs,
             opaque=bool(others),
+            watched=any(map(is_watched, given.tensors)),
             result=returned.form,
         )
         self._steps.append(step)
@@ -288,6 +290,15 @@ class Recorder(LeanDispatchMode):
         for step in self._steps:
             if step.writes:
                 yield from (*step.reads, *step.makes)
+
+    def note_copy(self, place: int, tensor: Tensor | None) -> None:
+        """Note that a tensor has the value of what was saved at a place."""
+        pack = self._packs[place]
+        if pack is not None and tensor is not None:
+            base = base_tensor(tensor)
+            plain = is_plain(base)
+            self._numbers[key_if(plain, base)] = pack.storage
+            self._held.append(reference_if(plain, base))
 
     # --- The result ---
 

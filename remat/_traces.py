@@ -20,6 +20,7 @@ from remat._naming import names_given
 from remat._options import reference
 from remat._plan import Record, plan
 from remat._script import Script
+from remat._types import TENSORS
 from remat.policies import Decision, Policy
 
 
@@ -248,6 +249,8 @@ def metas_of(leaves: Sequence[Tensor]) -> Hashable:
             metas += map(Tensor.stride, leaves)
     except RuntimeError:  # of sparse tensors
         metas += [(t.layout, type(t)) for t in leaves]
+    if not TENSORS.issuperset(map(type, leaves)):
+        metas += [weakref.ref(type(t)) for t in leaves]
     return tuple(metas)
 
 

@@ -47,13 +47,20 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 def is_plain(tensor: Tensor) -> bool:
     """Say whether a tensor is a view of one storage, and nothing more."""
-    plain = type(tensor) in PLAIN or hasattr(tensor, "fake_mode")
-    plain = plain and tensor.layout is torch.strided
+    plain = not is_of_own_class(tensor) and tensor.layout is torch.strided
     return plain and not (tensor.is_quantized or tensor.is_nested)
 
 
 def is_of_own_class(tensor: Tensor) -> bool:
-    """Say whether a tensor is of a class that sees what is done with it."""
+    """Say whether a tensor is of a class that sees the operations done with it."""
+    kind = type(tensor)
+    if kind in PLAIN or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return False
+    return not hasattr(tensor, "fake_mode")
+
+
+def is_watched(tensor: Tensor) -> bool:
+    """Say whether a tensor is of a class that sees the functions called with it."""
     return type(tensor) not in PLAIN and not hasattr(tensor, "fake_mode")
 
 
@@ -75,7 +82,8 @@ def can_be_seen_as(tensor: Tensor, value: Value) -> bool:
     """Say whether a tensor is that, or its storage as large as such a view needs."""
     if value_of(tensor) == value:
         return True
-    if not is_plain(tensor) or len(value.stride) != len(value.shape):
+    is_strided = is_plain(tensor) and len(value.stride) == len(value.shape)
+    if not is_strided or tensor.dtype != value.dtype:
         return False
     end = value.offset + extent(value.shape, value.stride)
     return end * value.dtype.itemsize <= _storage_of(tensor).nbytes()

@@ -8,6 +8,8 @@ import pytest
 import torch
 from helpers import (
     XS,
+    Cubed,
+    Evaluations,
     W,
     X,
     assert_not_vanishing,
@@ -19,7 +21,7 @@ from helpers import (
 )
 from torch.autograd import functional
 from torch.autograd.function import once_differentiable
-from torch.func import grad, vjp, vmap
+from torch.func import grad, jacrev, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat import CaptureError, RecomputeError, explain, policies, remat
@@ -183,17 +185,18 @@ def test_dropout_whose_input_is_let_go(policy):
 
 def test_what_has_no_edge_at_a_level_is_evaluated_below_it():
     """As the forward was, and not in a level of its own."""
-    levels = []
+    levels = Evaluations()
+    note = levels.note
 
     def fn(x):
-        levels.append(torch._C._functorch.maybe_current_level())
+        note(torch._C._functorch.maybe_current_level())
         return x * 2
 
     wrapped = remat(fn, prune=True)
     for _ in range(3):
         result = grad(lambda x: wrapped(x.sin()).sum())(A)
         assert torch.equal(result, 2 * A.cos())
-    assert levels == [None] * 6
+    assert [*levels] == [None] * 6
 
 
 # --- Edges: to the leaves that the results depend on, and to no others ---
@@ -274,10 +277,10 @@ LOST = {
 @pytest.mark.parametrize("prune", [False, True])
 @pytest.mark.parametrize("how", LOST)
 def test_an_input_that_the_recompute_does_not_reach_is_an_error(how, prune):
-    calls = []
+    calls = Evaluations()
 
     def fn(weight, x):
-        calls.append(None)
+        calls.note(None)
         return x.sin() * (weight if len(calls) == 1 else weight.detach())
 
     with pytest.raises(RecomputeError, match="do not depend on `weight`"):
@@ -393,7 +396,7 @@ def reshaped(x, size=None):
     if size is None:
         x, size = x["x"], x["size"]
     assert type(size) is torch.Size
-    return x.sin().reshape(size).cumsum(0), size
+    return x.sin().exp().reshape(size).cumsum(0), size
 
 
 @pytest.mark.parametrize("prune", [False, True])
@@ -569,6 +572,24 @@ def test_autograds_functional_transforms_that_record_are_recomputed():
     )
 
 
+# --- Hooks, which run after the recomputation has ended ---
+
+
+@pytest.mark.parametrize("prune", [False, True])
+def test_hooks_set_inside_refer_to_variables_of_functions_around(prune):
+    factor, shift = 3.0, make(6, 3, seed=31)
+
+    def fn(x):
+        h = x.sin()
+        h.register_hook(lambda g: g * factor + shift)
+        return h.exp()
+
+    wrap = functools.partial(remat, prune=prune)
+    assert_rematerialized(
+        lambda f: grad(lambda x: scalar(f(x)))(A), fn, evaluations=2, wrap=wrap
+    )
+
+
 # --- Functions that are to be differentiated once ---
 
 
@@ -631,7 +652,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_second_derivative_that_torch_refuses_is_not_dropped(case, after):
     transform, function, of_torch = REFUSED[case]
-    fn, calls = counted(lambda x: after(function.apply(x)))
+    # What it saves is no input of the call, and so recomputed at base, too.
+    fn, calls = counted(lambda x: after(function.apply(1 * x)))
     with pytest.raises(RuntimeError, match=of_torch):
         transform(fn)
     calls.clear()
@@ -655,6 +677,17 @@ def test_second_derivatives_beside_it_are_not_refused():
         (result,) = torch.autograd.grad(by_y(x, y).sum(), y)
         assert torch.equal(result, 6 * y)
         assert len(calls) == 3
+
+
+def test_functions_that_torch_batches_are_looked_into():
+    """Under vmap torch makes a Function around that of the user, and one around it."""
+
+    def transform(f):
+        return jacrev(jacrev(lambda x: scalar(f(x))))(A)
+
+    assert_rematerialized(
+        transform, lambda x: Cubed.apply(x.sin()), evaluations=4, reassociated=True
+    )
 
 
 @pytest.mark.parametrize("transform", [grad_over_grad, backward_over_grad])

@@ -203,6 +203,12 @@ OF_MANY = {
     "batched": batched,
     "batched_inside": batched_inside,
 }
+AT_BASE = {
+    "backward",
+    "of_some",
+    "twice",
+    "batched_inside",
+}  # plain's graph, bit for bit
 XS = [make(4, 4, seed=s) for s in (32, 33, 34)]
 policies = st.sampled_from([*POLICIES])
 prunes = st.sampled_from([True, True, "auto", False])
@@ -222,7 +228,7 @@ def assert_equals_plain(program, inner, outside, inside, prune, hows):
         expected = transform(plain, XS)
         stream = torch.get_rng_state()
         torch.manual_seed(0)
-        assert_same(transform(fn, XS), expected, reassociated=True)
+        assert_same(transform(fn, XS), expected, reassociated=how not in AT_BASE)
         assert torch.equal(torch.get_rng_state(), stream)
 
 

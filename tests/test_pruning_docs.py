@@ -7,9 +7,18 @@ held in test_traces.py.
 
 import pytest
 import torch
-from helpers import leaves_of, make, scalar
-from pruning_helpers import W, X, dead_end, last_trace, of_backward, total
+from helpers import Evaluations, leaves_of, make, scalar
+from pruning_helpers import (
+    W,
+    X,
+    dead_end,
+    last_trace,
+    of_backward,
+    of_func_grad,
+    total,
+)
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat import RecomputeError, checkpoint_name, policies, remat
 from remat._traces import TRACES
@@ -46,15 +55,18 @@ def test_the_records_of_the_last_512_kinds_are_held():
 
 
 def kept(ours, *args, used=slice(None)):
-    """How many tensors a call saves, whose results are then used."""
-    outs = ours(*(t * 1 for t in leaves_of(*args)))
-    saved = len(outs[0].grad_fn.saved_tensors)
+    """How many of its inputs a call keeps alive, whose results are then used."""
+    inputs = [t * 1 for t in leaves_of(*args)]
+    storages = [StorageWeakRef(t.untyped_storage()) for t in inputs]
+    outs = ours(*inputs)
+    del inputs
+    alive = sum(not storage.expired() for storage in storages)
     torch.autograd.backward([o.sum() for o in outs[used]])
-    return saved
+    return alive
 
 
 def test_inputs_are_let_go_once_all_results_were_recomputed():
-    ours = remat(lambda x, w: (x * 2, w.sin()), prune=True)
+    ours = remat(lambda x, w: (x * 2, w.sin().exp()), prune=True)
     assert [kept(ours, X, W, used=slice(1)) for _ in range(3)] == [2, 2, 2]
     assert [kept(ours, X, W) for _ in range(2)] == [2, 1]
 
@@ -65,7 +77,7 @@ def test_inputs_are_let_go_once_all_results_were_recomputed():
 def test_under_a_policy_alone_they_have_to_be_large(size, count):
     policy = policies.save_only_these_names("pruning_docs")
     checkpoint_name(X, "pruning_docs")
-    ours = remat(lambda x, w: (x * 2 + w.sin(),), policy=policy)
+    ours = remat(lambda x, w: (x * 2 + w.sin().exp(),), policy=policy)
     x, w = make(size, seed=1), make(size, seed=2)
     assert [kept(ours, x, w) for _ in range(3)][-1] == count
 
@@ -82,15 +94,19 @@ def test_where_it_is_off_the_recomputation_is_full(case):
     x, fn, prune = X, lambda x: dead_end((x * 2).exp()), True
     if case == "compiled":
         compiled = torch.compile(torch.sin, backend="eager")
-        fn = lambda x: dead_end((x * 2).exp()) if x is None else compiled(x).sin()
+        fn = lambda x: dead_end(compiled(x).exp())
     if case == "class":
         x = X.as_subclass(OfTheUser)
     if case == "small":
         prune = "auto"
     ours, full = remat(fn, prune=prune), remat(fn, prune=False)
+    if case == "compiled":
+        with pytest.warns(UserWarning, match="prune=True of .* it calls compiled code"):
+            work(ours, x)
     for _ in range(3):
-        assert work(ours, x) == work(full, x)
-    assert not any(t.scripts for t in TRACES._traces.values())
+        assert work(ours, x) == work(full, x) > work(fn, x)
+    # Around what such a class sees, others may be left out: here there are none.
+    assert case == "class" or not any(t.scripts for t in TRACES._traces.values())
 
 
 def test_forward_mode_is_not_recorded():
@@ -130,20 +146,22 @@ def test_state_that_changes_unseen_gives_the_function_of_the_backward():
 
 
 def test_what_ran_before_a_recomputation_was_given_up_runs_again():
-    ran, hooks = [], []
+    """Under torch.func, where the hooks that fire are those of the recomputation."""
+    ran, hooks = Evaluations(), Evaluations()
+    note_run, note_hook = ran.note, hooks.note
 
     def fn(x):
-        ran.append(None)
+        note_run(None)
         h, other = x.sin(), x * 3
         (y := x * 1.0).register_hook(lambda g: g * other.detach())
-        (z := y * 2).register_hook(hooks.append)
+        (z := y * 2).register_hook(lambda g: note_hook(None))
         return h.exp() + z
 
     ours = remat(fn, prune=True)
     counts = []
     for _ in range(3):
         ran.clear(), hooks.clear()
-        of_backward(ours, (X,))
+        of_func_grad(ours, (X,))
         counts.append((len(ran), len(hooks)))
     assert counts[0][0] == 3, "forward, the replay given up, in full"
     assert counts[1:] == [(2, 1)] * 2
@@ -178,16 +196,17 @@ def test_side_effects_of_an_operator_that_is_left_out(op):
 
 
 def test_the_class_of_what_is_left_out():
-    seen = []
+    seen = Evaluations()
+    note = seen.note
 
     def fn(x, w):
         h = x * 2
-        seen.append((isinstance(h, Tensor), type(h) is Tensor))
-        return h + w.sin()
+        note((isinstance(h, Tensor), type(h) is Tensor))
+        return h + w.sin().exp()
 
     ours = remat(fn, prune=True)
     of_backward(ours, (X, W))
-    assert seen == [(True, True), (True, False)]
+    assert [*seen] == [(True, True), (True, False)]
 
 
 def test_a_read_now_and_then_is_an_error_once():
@@ -212,12 +231,17 @@ def test_a_read_now_and_then_is_an_error_once():
     assert not last_trace().reason
 
 
-def test_an_outer_call_that_was_recorded_first():
-    """What the inner call lets go of later is recomputed by the outer one."""
-    inner = remat(lambda h: 2 * h + 1, prune=True)
-    ours = remat(lambda x: inner(x.sin()) * 3, prune=True)
-    for _ in range(3):
-        of_backward(ours, (X,))
-    with count_ops() as ops:
-        of_backward(ours, (X,))
-    assert ops["sin"] == 3, "forward, recomputed, and that of the loss"
+def test_an_outer_call_leaves_out_what_the_inner_one_let_go():
+    """Also if it was recorded when the inner call still kept all of its inputs."""
+    plain = lambda h, y: 2 * h + y.exp().tanh()
+    inner = remat(plain, prune=True)
+    ours = remat(lambda x: inner(x.sinh(), x.abs()) * 3, prune=True)
+    expected = of_backward(lambda x: plain(x.sinh(), x.abs()) * 3, (X,))
+    counts = []
+    for _ in range(4):
+        with count_ops() as ops:
+            got = of_backward(ours, (X,))
+        assert_same(got, expected)
+        counts.append((ops["sinh"], ops["abs"]))
+    assert counts[0] == (2, 2)
+    assert counts[-1] == (1, 2)

@@ -1,8 +1,9 @@
 """Inputs that no backward reads are let go, and nothing else is.
 
 From the call on that follows a recomputation which went well, a call keeps the inputs
-that it needs. What is let go is checked by weak references, and what is kept by what
-autograd saved.
+that it needs. Its graph saves some of them itself, as in plain code; what a call keeps
+besides, it keeps for the sake of what it will recompute. What is let go is checked by
+weak references to storages.
 """
 
 import gc
@@ -10,11 +11,13 @@ import weakref
 
 import pytest
 import torch
-from helpers import leaves_of, make, scalar
+from helpers import V, leaves_of, make, scalar
 from pruning_helpers import W, X, last_trace
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat import MutationError, RecomputeError, policies, remat
+from remat._graph import handles_at
 from remat.testing import assert_same, count_ops, live_bytes
 
 
@@ -37,14 +40,16 @@ def warm(fn, *args, calls=3):
 
 
 def activation(t):
-    """A tensor that only a graph will hold, and a reference to it."""
+    """A tensor that only a graph will hold, and a reference to its storage."""
     held = leaves_of(t)[0] * 1
-    return held, weakref.ref(held)
+    storage = StorageWeakRef(held.untyped_storage())
+    return held, lambda: None if storage.expired() else storage
 
 
-def saved_by(out):
-    """The tensors that the call behind a result saved."""
-    return [t for t in out.grad_fn.saved_tensors if t is not None]
+def held_for(out):
+    """The inputs that are held by the call behind a result."""
+    (handle,) = handles_at(out.grad_fn)
+    return [t for _, t in handle.call.held.kept()]
 
 
 # What is computed, and which of two inputs are kept for it.
@@ -66,30 +71,38 @@ FUNCTIONS = {
 }
 
 
+def with_more(fn):
+    """A function, and something beside it that is to be recomputed."""
+    return lambda x, w, more: (fn(x, w), more.sin().exp())
+
+
+@pytest.mark.parametrize("prune", [True, False])
 @pytest.mark.parametrize("case", FUNCTIONS)
-def test_the_inputs_kept_are_those_needed(case):
+def test_the_inputs_kept_are_those_needed(case, prune):
     fn, needed = FUNCTIONS[case]
-    ours = remat(fn, prune=True)
-    warm(ours, X, W)
+    ours = remat(with_more(fn), prune=prune)
+    warm(ours, X, W, V)
     (x, x_ref), (w, w_ref) = activation(X), activation(W)
-    out = ours(x, w)
-    kept = saved_by(out)
-    assert len(kept) == len(needed)
-    del x, w, kept
-    assert [x_ref() is not None, w_ref() is not None] == [i in needed for i in (0, 1)]
-    scalar(out).backward()
+    out = ours(x, w, leaves_of(V)[0])
+    del x, w
+    alive = [x_ref() is not None, w_ref() is not None]
+    assert alive == [i in needed or not prune for i in (0, 1)]
+    with count_ops() as ops:
+        scalar(out).backward()
+    # Without pruning, also that of which only a constant is made.
+    assert ops["exp"] == (2 if case == "constant" and not prune else 1)
 
 
 @pytest.mark.parametrize("case", FUNCTIONS)
 def test_gradients_without_those_inputs(case):
     fn, _ = FUNCTIONS[case]
-    ours = remat(fn, prune=True)
-    warm(ours, X, W)
+    ours = remat(with_more(fn), prune=True)
+    warm(ours, X, W, V)
     for seed in range(3):
         grads = []
-        for f in (fn, ours):
+        for f in (with_more(fn), ours):
             x, w = leaves_of(make(4, 4, seed=seed), make(4, 4, seed=seed + 1))
-            loss = scalar(f(x * 1.5, w * 2.5))
+            loss = scalar(f(x * 1.5, w * 2.5, V * 1))
             grads.append(torch.autograd.grad(loss, (x, w), allow_unused=True))
         assert_same(grads[1][1], grads[0][1])
         assert (grads[1][0] is None) == (grads[0][0] is None)
@@ -97,50 +110,59 @@ def test_gradients_without_those_inputs(case):
             assert_same(grads[1][0], grads[0][0])
 
 
+def two_and(x, w):
+    return 2 * x + w.exp()
+
+
 def test_the_first_call_keeps_all_inputs():
-    ours = remat(lambda x: 2 * x + 1, prune=True)
+    ours = remat(two_and, prune=True)
     x, ref = activation(X)
-    out = ours(x)
+    out = ours(x, leaves_of(W)[0])
     del x
     assert ref() is not None
     scalar(out).backward()
     assert ref() is None
     x, ref = activation(X)
-    out = ours(x)
+    out = ours(x, leaves_of(W)[0])
     del x
     assert ref() is None
     scalar(out).backward()
 
 
-def test_without_pruning_all_inputs_are_kept():
-    ours = remat(lambda x: 2 * x + 1, prune=False, policy=everything)
-    warm(ours, X)
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_without_pruning_all_inputs_are_kept(policy):
+    ours = remat(two_and, prune=False, policy=policy)
+    warm(ours, X, W)
     x, ref = activation(X)
-    out = ours(x)
+    out = ours(x, leaves_of(W)[0])
     del x
     assert ref() is not None
-    assert len(saved_by(out)) == 1
+    scalar(out).backward()
+    assert ref() is None
 
 
-def test_auto_lets_go_of_what_a_large_call_does_not_need():
+def test_a_policy_alone_lets_go_of_what_a_large_call_does_not_need():
     big = make(1 << 13, seed=1)
-    ours = remat(lambda x: (x * 2).view(64, -1).sum(0) + 1, prune=True)
-    warm(ours, big)
+    ours = remat(two_and, policy=policies.dots_saveable)
+    warm(ours, big, big)
     x, ref = activation(big)
-    out = ours(x)
+    out = ours(x, leaves_of(big)[0])
     del x
     assert ref() is None
-    assert out.requires_grad
+    with count_ops() as ops:
+        scalar(out).backward()
+    assert ops["exp"] == 1
 
 
 def test_the_bytes_kept():
-    fn = remat(lambda x, w: x.sin() + w, prune=True)
+    fn = lambda x, w: x.sin().exp() + w
+    ours = remat(fn, prune=True)
     big = make(1 << 12, seed=1)
-    warm(fn, big, big)
+    warm(ours, big, big)
     x, w = leaves_of(big, big)
     size = big.nbytes
     scalars = 64  # the products' constants
-    kept = live_bytes(lambda: fn(x * 1, w * 1))
+    kept = live_bytes(lambda: ours(x * 1, w * 1))
     assert 2 * size <= kept < 2 * size + scalars, "the result, and x"
     assert live_bytes(lambda: remat(fn, prune=False)(x * 1, w * 1)) >= 3 * size
 
@@ -160,31 +182,42 @@ def test_residuals_in_place_of_inputs():
     assert ops["exp"] == 0
 
 
-def test_what_a_residual_depends_on_is_kept_if_it_is_differentiated():
-    """Without it the gradient itself could not be differentiated."""
-    ours = remat(lambda x: (x @ W).tanh().tanh(), prune=True, policy=everything)
+@pytest.mark.parametrize("higher_order", [False, True])
+def test_what_a_residual_depends_on(higher_order):
+    """It is let go where plain's graph is there to differentiate the gradient by.
+
+    Without that graph, the gradient itself could not be differentiated.
+    """
+    fn = lambda x: (x @ W).tanh().tanh()
+    ours = remat(fn, prune=True, policy=everything, higher_order=higher_order)
     warm(ours, X)
     x, ref = activation(X)
     out = ours(x)
     del x
-    assert ref() is not None
+    assert (ref() is not None) == higher_order
     with count_ops() as ops:
         scalar(out).backward()
     assert (ops["mm"], ops["tanh"]) == (1, 0)
+    second = []
+    for f in (fn, ours):
+        (x,) = leaves_of(X)
+        (first,) = torch.autograd.grad(scalar(f(x * 1)), x, create_graph=True)
+        second.append(torch.autograd.grad(scalar(first), x))
+    assert_same(second[1], second[0], reassociated=higher_order)
 
 
 # --- Parameters, and what is not an activation ---
 
 
 def test_parameters_are_never_let_go():
-    module = nn.Linear(4, 4).double()
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
     ours = remat(module, prune=True)
     for _ in range(4):
         (x,) = leaves_of(X)
         out = ours(x)
         scalar(out).backward()
     out = ours(leaves_of(X)[0])
-    kept = {t.data_ptr() for t in saved_by(out)}
+    kept = {t.data_ptr() for t in held_for(out)}
     assert {p.data_ptr() for p in module.parameters()} <= kept
 
 
@@ -204,21 +237,19 @@ def test_integers_and_masks_that_are_not_needed():
     scalar(out).backward()
 
 
-def test_captured_activations_are_as_long_alive_as_the_function():
-    """The function holds them itself; the call does not save them besides."""
+def test_captured_activations_are_let_go_as_arguments_are():
+    """The graph does not hold the function, only a snapshot without tensors."""
 
     def call(h, x):
-        return remat(lambda x: x.sin() + h, prune=True)(x)
+        return remat(lambda x: x.sin().exp() + h, prune=True)(x)
 
-    for _ in range(3):
-        scalar(call(leaves_of(W)[0] * 1, leaves_of(X)[0])).backward()
-    h, ref = activation(W)
-    out = call(h, leaves_of(X)[0])
-    assert len(saved_by(out)) == 1
-    del h
-    scalar(out).backward()
-    del out
-    assert ref() is None
+    for kept in (True, False):
+        h, ref = activation(W)
+        out = call(h, leaves_of(X)[0])
+        del h
+        assert (ref() is not None) == kept
+        scalar(out).backward()
+        assert ref() is None
 
 
 def test_buffers_that_are_updated():
@@ -235,25 +266,27 @@ def test_buffers_that_are_updated():
 
 
 def test_the_same_tensor_twice_and_views_of_one():
-    fn = lambda x, w: x.sin() + w * 2
+    fn = lambda x, w: x.sin().exp() + w * 2
     ours = remat(fn, prune=True)
     warm(ours, X, W)
     for _ in range(3):
-        grads = []
+        grads, counts = [], []
         for f in (fn, ours):
             (x,) = leaves_of(X)
             h = x * 1
             loss = scalar([f(h, h), f(h, h.t()), f(h[:2], h[2:])])
-            grads.append(torch.autograd.grad(loss, x))
-        # Both calls and the loss read h: the same sums in another order.
-        assert_same(grads[1], grads[0], reassociated=True)
+            with count_ops() as ops:
+                grads.append(torch.autograd.grad(loss, x))
+            counts.append(ops["exp"])
+        assert_same(grads[1], grads[0])
+        assert counts == [0, 3]
 
 
 # --- Mutation between forward and backward ---
 
 
 def test_a_change_of_what_is_not_needed_is_no_error():
-    fn = lambda x, w: x.sin() + w
+    fn = lambda x, w: x.sin().exp() + w
     ours = remat(fn, prune=True)
     warm(ours, X, W)
     x, w = leaves_of(X, W)
@@ -261,13 +294,15 @@ def test_a_change_of_what_is_not_needed_is_no_error():
     out = ours(x, h)
     with torch.no_grad():
         h.zero_()
-    got = torch.autograd.grad(scalar(out), (x, w))
+    with count_ops() as ops:
+        got = torch.autograd.grad(scalar(out), (x, w))
+    assert ops["exp"] == 1
     x, w = leaves_of(X, W)
     assert_same(got, torch.autograd.grad(scalar(fn(x, w * 1)), (x, w)))
 
 
 def test_a_change_of_what_is_needed_is_an_error():
-    ours = remat(lambda x, w: x.sin() + w, prune=True)
+    ours = remat(lambda x, w: x.sin().exp() + w, prune=True)
     warm(ours, X, W)
     x, w = leaves_of(X, W)
     h = x * 1
@@ -279,22 +314,33 @@ def test_a_change_of_what_is_needed_is_an_error():
 
 
 def test_a_change_in_the_first_call_is_an_error_only_if_it_is_read():
-    ours = remat(lambda x, w: x.sin() + w, prune=True)
+    ours = remat(lambda x, w: x.sin().exp() + w, prune=True)
     x, w = leaves_of(X, W)
     h = w * 1
     out = ours(x, h)
     with torch.no_grad():
         h.zero_()
-    (got, _) = torch.autograd.grad(scalar(out), (x, w))
+    with count_ops() as ops:
+        (got, _) = torch.autograd.grad(scalar(out), (x, w))
+    assert ops["exp"] == 1
     x, w = leaves_of(X, W)
-    assert_same(got, torch.autograd.grad(scalar(x.sin() + w), x)[0])
+    assert_same(got, torch.autograd.grad(scalar(x.sin().exp() + w), x)[0])
 
 
 # --- Needed after all ---
 
 
 def branching(x, w, flag):
-    return w.sin() + (x.exp() if flag["on"] else x * 2)
+    return (x.exp() if flag["on"] else x * 2) + w.sin().exp()
+
+
+class Hidden:
+    """A flag that no snapshot has: of a class, and read by a name that is computed."""
+
+    on = False
+
+    def __getitem__(self, name):
+        return getattr(Hidden, name)
 
 
 @pytest.mark.parametrize("policy", [None, everything], ids=["nothing", "everything"])
@@ -311,13 +357,26 @@ def test_an_input_let_go_is_needed_on_another_branch(policy):
         assert_same(grads[1], grads[0])
 
 
-def test_a_branch_taken_in_the_recomputation_only_is_an_error():
+def test_a_branch_is_taken_as_the_flag_was():
     flag = {"on": False}
     ours = remat(lambda x, w: branching(x, w, flag), prune=True)
     warm(ours, X, W)
     x, w = leaves_of(X, W)
+    want = torch.autograd.grad(scalar(branching(x * 1, w * 1, flag)), (x, w))
     loss = scalar(ours(x * 1, w * 1))
     flag["on"] = True
+    with count_ops() as ops:
+        got = torch.autograd.grad(loss, (x, w))
+    assert_same(got, want)
+    assert ops["exp"] == 1
+
+
+def test_a_branch_taken_in_the_recomputation_only_is_an_error(monkeypatch):
+    ours = remat(lambda x, w: branching(x, w, Hidden()), prune=True)
+    warm(ours, X, W)
+    x, w = leaves_of(X, W)
+    loss = scalar(ours(x * 1, w * 1))
+    monkeypatch.setattr(Hidden, "on", True)
     with pytest.raises(RecomputeError, match="prune=False"):
         torch.autograd.grad(loss, (x, w))
 
@@ -367,6 +426,7 @@ def test_nothing_is_let_go_until_a_recomputation_went_well():
 
 def test_a_chain_of_blocks_keeps_what_a_policy_says_and_no_more():
     weights = [make(4, 4, seed=k) for k in range(4)]
+    alive = lambda refs: [not ref.expired() for ref in refs]
 
     @remat(prune=True)
     def block(x, w):
@@ -376,7 +436,7 @@ def test_a_chain_of_blocks_keeps_what_a_policy_says_and_no_more():
         refs = []
         for w in weights:
             x = block(x, w)
-            refs.append(weakref.ref(x))
+            refs.append(StorageWeakRef(x.untyped_storage()))
         return x, refs
 
     for _ in range(3):
@@ -386,8 +446,11 @@ def test_a_chain_of_blocks_keeps_what_a_policy_says_and_no_more():
     (x,) = leaves_of(X)
     out, refs = chain(x)
     # Each block keeps its input, which is the result of the one before.
-    assert [r() is not None for r in refs] == [True] * 4
-    scalar(out).backward()
+    assert alive(refs) == [True] * 4
+    with count_ops() as ops:
+        scalar(out).backward()
+    assert ops["tanh"] == 4
+    assert alive(refs) == [False] * 3 + [True]
 
 
 def test_a_nested_call_whose_input_is_not_needed():

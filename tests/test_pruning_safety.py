@@ -145,7 +145,7 @@ def resized(x):
 def views_of_dead_values(x):
     h = x.sin() * 2
     u, v = h.t(), h.view(2, 8)[:, ::2]
-    return (v.reshape(4, 2).t() + u[:2]) * 3
+    return (v.reshape(4, 2).t() + u[:2]) * 3 + x.tanh()[:2]
 
 
 def in_place_on_dead_values(x):
@@ -154,7 +154,7 @@ def in_place_on_dead_values(x):
     h.t()[0].mul_(2)
     h.view(-1)[3:9] += 5
     h[1] = 0.0
-    return h + 1
+    return h + x.tanh()
 
 
 def expanded_in_place(x):

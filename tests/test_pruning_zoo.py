@@ -48,12 +48,12 @@ EXACT = {
     "vmap of grad": lambda loss: vmap(grad(loss, (0, 1)))(WS, XS),
     "vmap of grad over one": lambda loss: vmap(grad(loss), (None, 0))(W, XS),
     "batched cotangents": batched_cotangents,
+    "accumulated": accumulated,
+    "create_graph": twice_differentiated,
 }
 REASSOCIATED = {
-    "accumulated": accumulated,
     "grad of vmap": lambda loss: grad(lambda w: vmap(loss, (None, 0))(w, XS).sum())(W),
     "grad of grad": lambda loss: grad(lambda w: scalar(grad(loss)(w, X)))(W),
-    "create_graph": twice_differentiated,
     "jvp of grad": lambda loss: jvp(lambda w: grad(loss)(w, X), (W,), (V,)),
     "hessian": lambda loss: hessian(lambda s: loss(W * s, X))(
         torch.tensor(1.3).double()

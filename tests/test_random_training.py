@@ -201,6 +201,7 @@ def test_a_mask_that_differed_would_have_shown():
 
 LAYERS = 3
 KEY_BYTES, STATE_BYTES = 16, torch.get_rng_state().nbytes
+NUMBER_BYTES = 8  # of a Python number, which torch saves past hooks
 GENERATOR = torch.Generator().manual_seed(3)
 
 
@@ -222,7 +223,7 @@ KEPT = {
     "torch's checkpoint, a state": (checkpointed, None, 1, STATE_BYTES),
     # The states of streams are kept, if they moved, in no tensor.
     "remat, a state": (remat, None, 1, 0),
-    "remat, the state of a generator": (remat, GENERATOR, 1, 0),
+    "remat, the state of a generator": (remat, GENERATOR, 1, LAYERS * NUMBER_BYTES),
     "remat, nothing": (remat, KEY, 1, 0),
 }
 
@@ -242,7 +243,9 @@ def test_what_dropout_keeps(case):
 @pytest.mark.parametrize("source", [KEY, None], ids=["keys", "the global stream"])
 def test_a_block_keeps_its_input_alone(source):
     block, x = Block(), torch.randn(2, LENGTH, WIDTH, requires_grad=True)
-    assert live_bytes(lambda: remat(block)(x, source)) == x.nbytes
+    # With a key the scores are divided by a number.
+    number = 0 if source is None else NUMBER_BYTES
+    assert live_bytes(lambda: remat(block)(x, source)) == x.nbytes + number
     assert live_bytes(lambda: block(x, source)) > 10 * x.nbytes
 
 

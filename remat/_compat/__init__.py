@@ -109,6 +109,7 @@ from remat._compat._state import (
     no_torch_function as no_torch_function,
     no_torch_functions as no_torch_functions,
     not_scriptable as not_scriptable,
+    outside_dispatch_mode as outside_dispatch_mode,
     overload_of as overload_of,
     parametrization_cache as parametrization_cache,
     refuse_data_ptr as refuse_data_ptr,

@@ -312,6 +312,26 @@ def _dispatch_modes_are_entered_and_left() -> None:
     assert _flags() == before
 
 
+@expects("outside_dispatch_mode")
+def _what_is_entered_inside_of_a_mode_is_left_with_it() -> None:
+    class Noting(_state.LeanDispatchMode):
+        @override
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(self)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    x, around, mode, inner = torch.ones(2), Noting(), Noting(), Noting()
+    with around, mode, inner:
+        with _state.outside_dispatch_mode(mode):
+            x.sin()
+        assert seen == [around]
+        x.sin()
+    assert seen == [around, inner, mode, around]
+
+
 @expects("is_traced_symbolically")
 def _a_symbolic_trace_is_noticed() -> None:
     assert not _state.is_traced_symbolically()

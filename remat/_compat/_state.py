@@ -111,6 +111,9 @@ def _swap_function_modes(modes: Sequence[overrides.TorchFunctionMode]) -> None:
         overrides._push_mode(mode)
 
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
 # Deleted by: a public `torch.fx` way to ask whether a trace is being made.
 def must_inline() -> bool:
     """Say whether a function is to be called as it is, though it is differentiated.
@@ -129,17 +132,15 @@ def must_inline() -> bool:
 
 
 def is_traced_symbolically() -> bool:
-    """Say whether torch.fx traces, on stand-ins that are no tensors."""
-    return _symbolic_trace._is_fx_tracing_flag
+    """Say whether torch.fx traces, on stand-ins that are no tensors, unlike make_fx."""
+    traces = _symbolic_trace._is_fx_tracing_flag
+    return traces and torch._C._get_dispatch_mode(_PROXY) is None
 
 
 # Deleted by: a public way to say that TorchScript cannot compile a function.
 def not_scriptable(fn: Callable[..., Any], why: str) -> None:
     """Have TorchScript refuse to compile a function, and say why."""
     vars(fn)["__script_unsupported"] = why
-
-
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 # Deleted by: a cache of parametrizations that is not global.
@@ -287,6 +288,29 @@ def without_dispatch_mode(mode: Any) -> Iterator[None]:
         yield
     finally:
         _python_dispatch._push_mode(mode)
+        _dynamo.set_eval_frame(dynamo)
+
+
+# Deleted by: the same.
+@contextmanager
+def outside_dispatch_mode(mode: Any) -> Iterator[None]:
+    """Run the body as if a mode, and those of ours inside of it, were not entered."""
+    popped = list[Any]()
+    dynamo = _dynamo.set_eval_frame(None)
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    inside = [*map(id, stack)].index(id(mode))
+    for _ in stack[inside:]:
+        popped.append(_python_dispatch._pop_mode())
+    others = [m for m in reversed(popped) if not isinstance(m, LeanDispatchMode)]
+    for other in others:
+        _python_dispatch._push_mode(other)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _python_dispatch._pop_mode()
+        for each in reversed(popped):
+            _python_dispatch._push_mode(each)
         _dynamo.set_eval_frame(dynamo)
 
 
