@@ -26,6 +26,7 @@ TORCHES := 2.14.1
 # The tests that CI runs with those: the transform, what it keeps and counts, keys.
 CORE := $(addsuffix .py,$(addprefix tests/test_, \
 	api compat golden backward grad vjp jvp vmap vmap_grad higher_order nested forward_ad \
+	plain_graph snapshot trees module_trees leaves safety threads tracers func_faults \
 	memory lifetime residuals buffers modules mutation recompute_error torch_behaviours \
 	policies policies_transforms policies_random pruning_calls pruning_zoo compile \
 	random_keys random_stream random_dropout random_bind random_bind_layers \

@@ -30,6 +30,7 @@ from remat._reports import (
     ExplainedOp,
     Explanation,
 )
+from remat._saved import DIFFERENTIATED_AGAIN
 from remat._types import Fn
 from remat.policies import (
     dots_saveable,
@@ -175,7 +176,8 @@ def _explained(
         streams=found.streams,
         advice=(),
     )
-    return dataclasses.replace(report, advice=tuple(_advice(report, found, plainly)))
+    advice = _advice(report, found, plainly, higher_order=options.higher_order)
+    return dataclasses.replace(report, advice=tuple(advice))
 
 
 # --- What becomes of it ---
@@ -256,7 +258,9 @@ def _saved_by_plain(found: Examined) -> frozenset[int]:
 # --- Advice ---
 
 
-def _advice(report: Explanation, found: Examined, plainly: Examined) -> Iterator[str]:
+def _advice(
+    report: Explanation, found: Examined, plainly: Examined, *, higher_order: bool
+) -> Iterator[str]:
     """Yield what to change: remat that saves nothing is the most common mistake."""
     pairs = zip(report.inputs, found.leaves, strict=True)
     alive = sum(row.nbytes for row, leaf in pairs if row.kept and leaf.stays)
@@ -268,6 +272,8 @@ def _advice(report: Explanation, found: Examined, plainly: Examined) -> Iterator
         yield _SAVES_NOTHING.format(ours=ours, plain=plain)
     elif found.scalar:
         yield _WHOLE_LOSS.format(plain=plain)
+    if report.label in DIFFERENTIATED_AGAIN and not higher_order:
+        yield _HIGHER_ORDER.format(plain=plain)
     if report.policy is not None:
         for unknown in sorted(report.policy.names - found.record.names):
             yield _UNKNOWN.format(unknown=unknown)
@@ -285,6 +291,12 @@ _WHOLE_LOSS = (
     "after it and first recomputes all of the {plain:,} bytes that plain keeps, so "
     "that the peak is no lower. Put remat around the parts of the model, one by one, "
     "and leave out the last."
+)
+_HIGHER_ORDER = (
+    "A backward of it was differentiated again (create_graph=True). What that backward "
+    "computed stayed in memory, as in plain code: about as much as the {plain:,} bytes "
+    "that plain keeps of the forward, and more with each order. With higher_order=True "
+    "it is recomputed, too."
 )
 _UNKNOWN = (
     "No checkpoint_name in this call gives the name {unknown!r}, which the policy has: "

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from remat._ambient import Ambient
@@ -66,6 +67,8 @@ from remat._types import Fn
 
 
 _requires_grad = operator.attrgetter("requires_grad")
+# The labels of calls whose backward recorded a graph, for `explain` to tell.
+DIFFERENTIATED_AGAIN: set[str] = set()
 
 
 @eager_only
@@ -230,6 +233,8 @@ class Saved:
             MutationError: it reads what was changed in place since.
         """
         in_backward = current_task() >= 0
+        if in_backward and torch.is_grad_enabled():
+            DIFFERENTIATED_AGAIN.add(self._snapshot.label)
         handles = [*self.alive()] if in_backward else [asked]
         if len(handles) > 1:
             when_done(functools.partial(_forget, weakref.ref(self)))

@@ -1032,3 +1032,25 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
 )
 def test_dtypes_are_written_as_by_jax(dtype, text):
     assert remat._render.short(dtype, (2,)) == text
+
+
+def test_it_advises_higher_order_after_a_backward_was_differentiated():
+    def net(x, w):
+        return (x @ w).tanh().sin()
+
+    def explained(**options):
+        wrapped = ckpt(net, **options)
+        x, w = (torch.full((4, 4), 0.5).requires_grad_() for _ in range(2))
+        before = explain(wrapped)(x, w).advice
+        with count_ops() as ops:
+            (slope,) = torch.autograd.grad(wrapped(x, w).sum(), x, create_graph=True)
+            slope.square().sum().backward()
+        assert ops["tanh"] > 1
+        return before, explain(wrapped)(x, w).advice
+
+    before, after = explained()
+    assert not any("higher_order=True" in line for line in before)
+    assert any("With higher_order=True it is recomputed" in line for line in after)
+    assert not any(
+        "higher_order=True" in line for line in explained(higher_order=True)[1]
+    )
