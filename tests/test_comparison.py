@@ -166,6 +166,51 @@ def generator_inside(ckpt):
     return ((q * q.grad).sum() / (2 * out)).detach()
 
 
+def empty_cache(ckpt):
+    """Keys and values are kept, as language models do in their first call."""
+    cache = []
+    weight = torch.eye(3).requires_grad_()
+
+    def attend(z):
+        cache.append(z @ weight)
+        keys = torch.cat(cache)
+        return (z @ keys.T).softmax(-1) @ keys
+
+    q = xs.clone().requires_grad_()
+    ckpt(attend)(q).square().sum().backward()
+    return weight.grad.norm()
+
+
+def counter(ckpt):
+    calls = []
+
+    def counted(z):
+        calls.append(None)
+        return f(z)
+
+    ckpt(counted)(leaf()).backward()
+    return torch.tensor(len(calls))
+
+
+def loss_in_attribute(ckpt):
+    class Router(torch.nn.Module):
+        def forward(self, z):
+            weights = z.softmax(-1)
+            self.loss = weights.square().sum()
+            return weights * z
+
+    q, router = leaf(), Router()
+    out = ckpt(router)(q).sum()
+    (out + router.loss).backward()
+    return q.grad.norm()
+
+
+def some_inputs(ckpt):
+    q = leaf()
+    ckpt(f)(q * 1).backward(inputs=[q])
+    return q.grad
+
+
 def plain(fn):
     return fn
 
@@ -188,6 +233,10 @@ CASES = {
     "`BatchNorm` in training: updates of its buffers": batch_norm_updates,
     "a captured tensor changed before backward": mutated_closure,
     "a `torch.Generator` inside": generator_inside,
+    "`backward(inputs=...)`": some_inputs,
+    "a cache of keys that is empty at the call": empty_cache,
+    "a list that the function appends to": counter,
+    "a loss that is left in an attribute": loss_in_attribute,
 }
 
 
@@ -212,7 +261,8 @@ def number(value):
 def check(cell, case, system):
     kind, detail = re.fullmatch(r"(\w+)(?: \((.*)\))?", cell).groups()
     if kind.endswith("Error"):
-        error = getattr(builtins, kind, None) or getattr(remat, kind)
+        places = (builtins, remat, torch.utils.checkpoint)
+        error = next(getattr(place, kind) for place in places if hasattr(place, kind))
         with pytest.raises(error, match=re.escape(detail or "")):
             case(system)
         return

@@ -1,6 +1,7 @@
 """Every Python example in the README and the docs runs, page by page, in order.
 
-What docs/limits.md says in words is tested below, in the order of that page.
+What docs/limits.md says in words is tested below, and what docs/randomness.md says of
+draws that are not replayed or not seen.
 """
 
 import copy
@@ -25,7 +26,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import remat.random as keyed
-from remat import CaptureError, MutationError, RandomnessError, remat
+from remat import (
+    CaptureError,
+    MutationError,
+    RandomnessError,
+    RecomputeError,
+    remat,
+)
 from remat.testing import count_ops
 
 
@@ -67,6 +74,10 @@ def test_relative_links_point_at_files(page):
 
 
 # --- docs/limits.md ---
+
+
+def test_the_limits_are_a_page():
+    assert len((ROOT / "docs/limits.md").read_text().split()) < 750
 
 
 def ones(*shape):
@@ -211,6 +222,133 @@ def test_attributes_of_python_modules_are_not_found():
     y = remat(lambda x: (x * settings.CONSTANT).square())(x)
     settings.CONSTANT.fill_(2.0)
     assert torch.equal(gradient(y, x), torch.full((3,), 8.0))
+
+
+class Config:
+    scale = 2.0
+
+
+def scaled(x, scale):
+    return (x * scale).sin()
+
+
+def test_attributes_of_classes_are_read_as_they_are_by_then():
+    x = ones(3)
+    y = remat(lambda x: scaled(x, Config.scale))(x)
+    Config.scale = 5.0
+    with count_ops() as ops:
+        got = gradient(y, x)
+    Config.scale = 2.0
+    assert ops["sin"] == 0
+    # The sine's part is of the recompute; what the product saved is a number.
+    assert torch.equal(got, 2 * (5 * x).cos())
+
+
+def test_what_hooks_close_over_is_neither_put_back_nor_are_its_changes_dropped():
+    module, seen, factor = nn.Linear(3, 3), [], [2.0]
+
+    def hook(module, args, out):
+        seen.append(None)
+        return out * factor[0]
+
+    module.register_forward_hook(hook)
+    x = ones(3)
+    y, want = remat(lambda x: module(x).sin())(x), module(x).sin()
+    assert len(seen) == 2
+    factor[0] = 5.0
+    with count_ops() as ops:
+        got = gradient(y, x)
+    assert ops["addmm"] + ops["addmv"] == 1
+    assert len(seen) == 3
+    assert not torch.equal(got, gradient(want, x))
+
+
+@pytest.mark.parametrize(("size", "is_put_back"), [(1000, True), (1001, False)])
+def test_arrays_are_put_back_up_to_a_thousand_entries(size, is_put_back):
+    x, array = ones(3), np.ones(size)
+
+    def fn(x):
+        array[0] += 1
+        return scaled(x, float(array[0]))
+
+    y = remat(fn)(x)
+    with count_ops() as ops:
+        got = gradient(y, x)
+    assert ops["mul"] == 1 + 2
+    assert torch.equal(got, 2 * (2 * x).cos()) is is_put_back
+    assert array[0] == (2 if is_put_back else 3)
+
+
+@pytest.mark.parametrize(("size", "is_put_back"), [(1000, True), (1001, False)])
+def test_objects_in_a_list_are_put_back_up_to_a_thousand_entries(size, is_put_back):
+    x, held = ones(3), [SimpleNamespace(scale=2.0) for _ in range(size)]
+    y = remat(lambda x: scaled(x, held[0].scale))(x)
+    held[0].scale = 5.0
+    with count_ops() as ops:
+        got = gradient(y, x)
+    assert ops["mul"] == 1 + 2
+    assert torch.equal(got, 2 * (2 * x).cos()) is is_put_back
+
+
+@pytest.mark.parametrize(("size", "is_seen"), [(1000, True), (1001, False)])
+def test_tensors_in_a_list_are_watched_up_to_a_thousand_entries(size, is_seen):
+    x, held = ones(3), [torch.full((3,), 2.0) for _ in range(size)]
+    y = remat(lambda x: (x * held[0].cos()).sin())(x)
+    held[0].fill_(5.0)
+    if is_seen:
+        with pytest.raises(MutationError, match=r"`held\[0\]` was changed in place"):
+            gradient(y, x)
+    else:
+        with count_ops() as ops:
+            gradient(y, x)
+        assert ops["mul"] == 1 + 2
+
+
+@pytest.mark.parametrize(("rows", "may_change"), [(128, True), (129, False)])
+def test_captured_tensors_without_a_gradient_may_change_if_they_are_small(
+    rows, may_change
+):
+    x, table = ones(3), torch.zeros(rows, 128)
+
+    def fn(x):
+        table.add_(1)
+        return (x * table[0, :3]).sin()
+
+    if may_change:
+        with count_ops() as ops:
+            got = gradient(remat(fn)(x), x)
+        assert ops["add_"] == 2
+        assert torch.equal(got, x.cos())
+        assert torch.equal(table, torch.ones(rows, 128))
+    else:
+        with pytest.raises(MutationError, match="`table` was changed in place inside"):
+            remat(fn)(x)
+
+
+def test_a_derivative_inside_runs_the_function_once_more():
+    ran = Evaluations()
+
+    def fn(x):
+        ran.note(None)
+        (inner,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
+        return inner.tanh()
+
+    x = ones(3)
+    got = gradient(remat(fn)(x), x)
+    assert len(ran) == 3
+    assert torch.equal(got, gradient(fn(x), x))
+
+
+def test_generators_are_read_once():
+    def fn(x, numbers):
+        return scaled(x, next(numbers))
+
+    numbers, x = (n for n in (2.0, 3.0)), ones(3)
+    with pytest.raises(CaptureError, match="`numbers` is a generator"):
+        remat(fn)(x, numbers)
+    y = remat(lambda x: fn(x, numbers))(x)
+    with pytest.raises(RecomputeError, match="reads the generator `numbers`"):
+        gradient(y, x)
 
 
 def times(x, number):
