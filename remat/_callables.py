@@ -41,7 +41,7 @@ class PartialNode(Composite):
         for i, child in self.children.items():
             parts[i] = child.build(run)
         fn, args, kwargs = parts
-        new = run.built[id(self)] = self._kind(fn, *args, **kwargs)
+        new = run.built[self.identity] = self._kind(fn, *args, **kwargs)
         return new
 
 
@@ -79,7 +79,7 @@ class MethodNode(Composite):
             new = getattr(owner, function)
         else:
             new = types.MethodType(function, owner)
-        run.built[id(self)] = new
+        run.built[self.identity] = new
         return new
 
 
@@ -110,7 +110,7 @@ class WrapperNode(Composite):
     @override
     def new(self, run: Building) -> Any:
         fn = self.children["fn"].build(run) if self.children else self._wrapped
-        new = run.built[id(self)] = self._kind(fn, *self._rest)
+        new = run.built[self.identity] = self._kind(fn, *self._rest)
         return new
 
 
@@ -136,7 +136,7 @@ class CellNode(Composite):
     @override
     def new(self, run: Building) -> Any:
         """Make an empty cell: what it holds may be the function that has it."""
-        new = run.built[id(self)] = types.CellType()
+        new = run.built[self.identity] = types.CellType()
         return new
 
     def fill(self, run: Building) -> None:
@@ -145,7 +145,7 @@ class CellNode(Composite):
         for child in self.children.values():
             content = child.build(run)
         if content is not EMPTY:
-            run.built[id(self)].cell_contents = content
+            run.built[self.identity].cell_contents = content
 
 
 EMPTY = object()
@@ -226,11 +226,11 @@ class FunctionNode(Composite):
 
     @override
     def new(self, run: Building) -> Any:
-        fresh = [cell for cell in self._cells if id(cell) not in run.built]
+        fresh = [cell for cell in self._cells if cell.identity not in run.built]
         cells = tuple([cell.build(run) for cell in self._cells])
         scope = self._scope_of_run()
         new = types.FunctionType(self.code, scope, self._name, closure=cells)
-        run.built[id(self)] = new  # what it refers to may be this very function
+        run.built[self.identity] = new  # what it refers to may be this very function
         entries = self._entries.copy()
         for (where, name), child in self.children.items():
             (scope if where == "global" else entries)[name] = child.build(run)

@@ -168,7 +168,12 @@ class Search:
         if kind in TENSORS:
             return self._tensor(value, path)
         known = self._memo.get(id(value))
-        return _visit_of(kind)(self, value, path) if known is None else known[1]
+        if known is not None:
+            return known[1]
+        node = _visit_of(kind)(self, value, path)
+        if isinstance(node, Composite):
+            node.identity = id(value)
+        return node
 
     def tensor(self, value: Tensor, path: Path, *, registered: bool = False) -> int:
         """Return the index of `value` among the tensors found."""

@@ -99,10 +99,10 @@ class SequenceNode(ContainerNode):
         if base in (tuple, frozenset):
             is_struct = hasattr(kind, "n_sequence_fields")
             make: Any = kind if is_struct else functools.partial(base.__new__, kind)
-            new = run.built[id(self)] = make(self._filled(run))
+            new = run.built[self.identity] = make(self._filled(run))
         else:
             new = base.__new__(kind)
-            run.built[id(self)] = new  # it may hold itself
+            run.built[self.identity] = new  # it may hold itself
             base.__init__(new, self._filled(run), *self._rest)
         self._give_entries(new, run)
         return new
@@ -132,7 +132,7 @@ class DictNode(ContainerNode):
     @override
     def new(self, run: Building) -> Any:
         new = self._base.__new__(self._kind)
-        run.built[id(self)] = new  # it may hold itself
+        run.built[self.identity] = new  # it may hold itself
         keys, values = self.keys, self._filled(run)
         if None in keys:
             built = ((k, self.children.get(str(i))) for i, k in enumerate(keys))
@@ -181,7 +181,7 @@ class LargeNode(Composite):
                 count = f"{len(value):,}"
                 raise RecomputeError(_LARGE.format(name=self._name, count=count))
             value = _cut(value, self._count)
-        run.built[id(self)] = value
+        run.built[self.identity] = value
         return value
 
 
@@ -220,7 +220,7 @@ class CopyNode(Composite):
 
     @override
     def new(self, run: Building) -> Any:
-        new = run.built[id(self)] = copy.copy(self._copy)
+        new = run.built[self.identity] = copy.copy(self._copy)
         return new
 
 
@@ -242,7 +242,7 @@ class IteratorNode(Composite):
         """Return the iterator, or what raises an error as soon as it is read."""
         is_same = _progress_of(self._value) == self._then
         new = self._value if is_same else _spent(self._what)
-        run.built[id(self)] = new
+        run.built[self.identity] = new
         return new
 
 

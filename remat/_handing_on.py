@@ -55,7 +55,7 @@ class Forward(Run):
     @override
     def make(self, node: Composite) -> Any:
         if not node.live:
-            value = self.built[id(node)] = self._originals[id(node)]
+            value = self.built[node.identity] = self._originals[id(node)]
             return value
         new = super().make(node)
         self._made.append((node, new))
@@ -64,7 +64,7 @@ class Forward(Run):
     @override
     def make_object(self, node: ObjectNode) -> Any:
         value = self._originals[id(node)]
-        new = self.built[id(node)] = replica_of(node.kind, value)
+        new = self.built[node.identity] = replica_of(node.kind, value)
         set_attributes(new, node.contents(self, value))
         return new
 

@@ -25,7 +25,7 @@ class Building(Protocol):
 
     Attributes:
         tensors: stand for those found.
-        built: the values made so far, by the identity of their nodes.
+        built: the values made so far, by the identity of those that they stand for.
     """
 
     tensors: Any
@@ -85,13 +85,16 @@ class Composite(Node):
     """A value made of others, which may refer to itself: built once a run.
 
     Attributes:
+        identity: of the value. Two nodes may be of one value: of two modules, say, that
+            hold the same list.
         children: how to make those parts that are not plain, by key.
         live: taken for granted until the search of the value has ended.
     """
 
-    __slots__ = ("children", "live")
+    __slots__ = ("children", "identity", "live")
 
     def __init__(self) -> None:
+        self.identity = 0
         self.children: dict[Any, Node] = {}
         self.live = True
 
@@ -110,7 +113,7 @@ class Composite(Node):
     @override
     def build(self, run: Building) -> Any:
         """Return the value, the same one each time in a run."""
-        built = run.built.get(id(self))
+        built = run.built.get(self.identity)
         return run.make(self) if built is None else built
 
     def new(self, run: Building) -> Any:

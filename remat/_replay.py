@@ -394,14 +394,18 @@ class Check(Follow):
 
     Views, copies and casts are not compared. Hooks on modules make views, as torch's
     FLOP counter does, autograd copies what is changed in place and differentiated, and
-    autocast has some casts in its cache.
+    autocast has some casts in its cache. What depends on no input may be missing: it
+    may be in a cache of the function's, a table of positions say.
     """
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
         self._error: Exception | None = None
         steps = script.record.steps
-        self._steps = [step for step in steps if not _is_by_the_way(step.op.func)]
+        constant = zip(steps, _of_constants(steps), strict=True)
+        pairs = [(s, c) for s, c in constant if not _is_by_the_way(s.op.func)]
+        self._steps = [step for step, _ in pairs]
+        self._is_constant = [is_constant for _, is_constant in pairs]
         self._funcs = [*[step.op.func for step in self._steps], None]
 
     @override
@@ -411,6 +415,9 @@ class Check(Follow):
     ) -> Any:
         if not _is_by_the_way(func):
             then = self._funcs[self._next]
+            while then not in (func, None) and self._is_constant[self._next]:
+                self._next += 1
+                then = self._funcs[self._next]
             if then is not func and not is_reflection(func, of=then):
                 raise self._differs(func)
             self._next += 1
@@ -429,6 +436,20 @@ class Check(Follow):
         super().end()
         if self._error is not None:
             raise self._error
+
+
+def _of_constants(steps: Sequence[Step]) -> list[bool]:
+    """Return which steps depend on no input and no draw."""
+    constant: set[int] = set()
+    found = []
+    for step in steps:
+        is_constant = not step.draws and constant.issuperset(step.reads)
+        found.append(is_constant and bool(step.makes))
+        if is_constant:
+            constant.update(step.makes)
+        else:
+            constant.difference_update(step.writes)
+    return found
 
 
 _DIFFERENT = (

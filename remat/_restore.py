@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from remat._callables import CellNode
 from remat._context import empty, here
+from remat._errors import RecomputeError
 from remat._nodes import Composite, ObjectNode
 from remat._objects import exchange_attributes, replica_of, set_attributes
 from remat._trees import Tree, TreeNode
@@ -46,7 +47,7 @@ class Run:
     is_again = True
 
     __slots__ = (
-        *("_anew", "_cells", "_holds_lock", "_replicas", "_trees", "_undo", "built"),
+        *("_anew", "_cells", "_holds_lock", "_trees", "_undo", "built"),
         "tensors",
     )
 
@@ -59,20 +60,22 @@ class Run:
         self._cells: list[Any] = []
         self._holds_lock = False
         self._trees: list[Tree] = []
-        # Two trees may lead to one object.
-        self._replicas: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for value, before in reversed(self._undo):
-            exchange_attributes(value, before)
+        # What was exchanged is judged, too, and set back after.
         for tree in self._trees:
             if not tree.fingerprint.holds():
                 own = _Part(self, [ref() for ref in tree.tensors])
-                own.built, own._undo = dict[int, Any](), list[Any]()  # for good
+                own.built, own._undo = (
+                    dict[int, Any](),
+                    list[Any](),
+                )  # nothing undoes it
                 tree.node.build(own)
+        for value, before in reversed(self._undo):
+            exchange_attributes(value, before)
         if self._holds_lock:
             _EXCHANGING.release()
         later = here().cells if self._anew == "live" and self.is_again else None
@@ -92,14 +95,14 @@ class Run:
         """Return an object that holds what it held."""
         value = node.ref()
         if value is None or self._makes_anew(node.live):
-            new = self._replicas.get(id(value))
-            if new is None or value is None:
-                new = self.built[id(node)] = replica_of(node.kind, value)
-                self._replicas[id(value)] = new
-                set_attributes(new, node.contents(self, None))
+            new = self.built[node.identity] = replica_of(node.kind, value)
+            set_attributes(new, node.contents(self, None))
             return new
+        if type(value) is not node.kind:
+            then, now = node.kind.__qualname__, type(value).__qualname__
+            raise RecomputeError(_CLASS.format(then=then, now=now))
         # Before its parts are made: one of them may refer to it.
-        self.built[id(node)] = value
+        self.built[node.identity] = value
         contents = node.contents(self, value)
         self._undo.append((value, exchange_attributes(value, contents)))
         return value
@@ -113,13 +116,23 @@ class Run:
         others = [i for i, (tensor, ref) in enumerate(own) if tensor is not ref()]
         owners = [owner for i in others for owner in tree.owners[i]]
         can_stay = all(isinstance(owner, ObjectNode) for owner in owners)
-        if anew or not can_stay or not tree.fingerprint.holds():
+        if anew or not can_stay or not self._is_as_it_was(tree):
             return tree.node.build(_Part(self, tensors))
         self._trees.append(tree)
         part = _Part(self, tensors, [*map(id, owners)])
         for owner in owners:
             owner.build(part)
         return module
+
+    def _is_as_it_was(self, tree: Tree) -> bool:
+        """Say whether what a tree leads to is as it was, and stands for itself."""
+        if not tree.fingerprint.holds():
+            return False
+        containers, built = tree.fingerprint.containers(), self.built
+        if any(built.get(id(value), value) is not value for value in containers):
+            return False
+        built.update(zip(map(id, containers), containers, strict=True))
+        return True
 
     def _makes_anew(self, is_live: bool) -> bool:
         if self._anew == "all" or (self._anew == "live" and is_live):
@@ -148,10 +161,15 @@ class _Part(Run):
         self.tensors, self._only = tensors, only
         self.built, self._undo, self._cells = run.built, run._undo, run._cells
         self._anew, self._holds_lock = run._anew, run._holds_lock
-        self._replicas = run._replicas
 
     @override
     def make_object(self, node: ObjectNode) -> Any:
         if self._only is not None and id(node) not in self._only:
             return node.ref()
         return super().make_object(node)
+
+
+_CLASS = (
+    "remat: an object that was a {then} at the call is a {now} now: a recomputation "
+    "would run other code. Change its class after the backward."
+)

@@ -37,8 +37,8 @@ from remat._structure import written
 
 _CONTAINERS = frozenset((list, tuple, set, frozenset, dict, OrderedDict))
 _INDEXED = frozenset((list, tuple, dict, OrderedDict))
-# Tensors, and what no search walks, but where nobody keeps state.
-_FIXED = (Tensor, type, enum.Enum, types.BuiltinFunctionType)
+# What no search walks, but where nobody keeps state.
+_FIXED = (type, enum.Enum, types.BuiltinFunctionType)
 _MISSES = 3
 
 
@@ -89,17 +89,19 @@ class Fingerprint:
         # By type: a tensor would be compared with None.
         return is_same and _NONE not in {type(ref()) for ref in self._alive}
 
+    def tells_of(self, tensors: Iterable[Tensor]) -> bool:
+        """Say whether it notices that one of these tensors is another one."""
+        return {*map(id, tensors)} <= {id(ref()) for ref in self._alive}
+
     def _now(self) -> tuple[tuple[Any, ...], Any]:
         """Return all that they hold, and what tells it from anything else."""
-        dicts: list[Any] = [vars(ref()) for ref in self._modules]
+        values = [ref() for ref in (*self._modules, *self._others)]
+        dicts: list[Any] = [vars(value) for value in values[: len(self._modules)]]
         if any(flatten(map(hooks_of, dicts))):
             raise LookupError
         registered = [*flatten(map(registries_of, dicts))]
-        dicts += [vars(ref()) for ref in self._others]
-        containers: list[Any] = []
-        for where, key in self._places:
-            container = (dicts[where] if where >= 0 else containers[~where])[key]
-            containers.append(container)
+        dicts += [vars(value) for value in values[len(self._modules) :]]
+        containers = self._containers_in(dicts)
         registered += (c for c in containers if isinstance(c, dict))
         held = (
             *flatten(map(operator.call, self._getters, dicts)),
@@ -107,8 +109,19 @@ class Fingerprint:
             *flatten(registered),
             *flatten(map(dict.values, registered)),
         )
-        sizes = [*map(len, dicts)], [*map(len, containers)], [*map(len, registered)]
-        return held, (sizes, identities(held))
+        sizes = [*map(len, (*dicts, *containers, *registered))]
+        return held, (identities(held), sizes, [*map(type, values)])
+
+    def containers(self) -> list[Any]:
+        """Return the containers among what they hold."""
+        return self._containers_in([vars(r()) for r in (*self._modules, *self._others)])
+
+    def _containers_in(self, dicts: Sequence[dict[str, Any]]) -> list[Any]:
+        containers: list[Any] = []
+        for where, key in self._places:
+            container = (dicts[where] if where >= 0 else containers[~where])[key]
+            containers.append(container)
+        return containers
 
 
 def _getter_of(value: Any) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
@@ -195,16 +208,16 @@ class Tree:
                 self.owners.setdefault(i, []).append(node)
         functions = [v for v, _ in walked if type(v) is types.FunctionType]
         self.functions = [*map(weakref.ref, functions)]
-        self.kinds = dict.fromkeys(
-            type(v) for v, n in walked if isinstance(n, ObjectNode)
-        )
         others = [v for v, n in walked if isinstance(n, _OTHERS)]
         others = [v for v in others if not isinstance(v, nn.Module)]
         is_plain = not (search.is_lazy or search.scripted or search.is_moved)
         if not is_plain or not all(_is_remembered(*pair) for pair in walked):
             raise NotRememberedError
         ids = {id(value) for value, _ in walked}
+        ids |= {*map(id, search.tensors)}
         self.fingerprint = Fingerprint([v for v, _ in modules], others, ids)
+        if not self.fingerprint.tells_of(search.tensors):
+            raise NotRememberedError  # another thread exchanges them
         kinds = {type(v) for v, n in walked if isinstance(n, ObjectNode)}
         self.kinds = [*{*kinds, *self.fingerprint.classes}]
 

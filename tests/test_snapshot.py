@@ -336,6 +336,40 @@ def test_a_container_of_very_many_entries_that_changes_is_an_error_that_names_it
         y.sum().backward()
 
 
+@functools.lru_cache(None)
+def positions(n):
+    return torch.arange(float(n)).double().cos()
+
+
+OPTIONS = [{}, {"policy": policies.dots_saveable}, {"prune": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["default", "dots", "prune"])
+def test_a_table_that_a_cache_of_the_standard_library_holds(options):
+    def program(wrap, note):
+        positions.cache_clear()
+        w, x = leaf(1), leaf(2)
+
+        def fn(w, x):
+            return ((x @ w).tanh() * positions(4)).sin()
+
+        call = wrap(fn)
+        with count_ops() as ops:
+            for _ in range(3):
+                call(w, x).sum().backward()
+        for _ in range(ops["tanh"]):
+            note(None)
+        return w.grad, x.grad
+
+    def with_options(fn):
+        return remat(fn, **options)
+
+    # With a record, the first recompute finds the table, which does not fit, and is
+    # run again as it is.
+    count = 7 if options else 6
+    assert_as_plain(program, evaluations=count, plain=3, wrap=with_options)
+
+
 # --- What is not walked ---
 
 

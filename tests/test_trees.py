@@ -17,7 +17,7 @@ from helpers import Evaluations, plainly
 from test_plain_graph import assert_as_plain, leaf
 from torch import nn
 
-from remat import _trees, remat
+from remat import RecomputeError, _trees, remat
 from remat.testing import count_ops
 
 
@@ -311,3 +311,79 @@ def test_one_switch_turns_it_off(value):
     assert result.stdout.split() == (
         ["False", "0", "2"] if value else ["True", "1", "2"]
     )
+
+
+class Sharing(nn.Module):
+    """Counts in an object and a list that others may hold, too."""
+
+    def __init__(self, part, listed):
+        super().__init__()
+        self.inner, self.part, self.listed = nn.Linear(4, 4), part, listed
+
+    def forward(self, x):
+        self.part.scale += 1
+        self.listed[0] += 1
+        h = self.inner(x).tanh() * self.part.scale * self.listed[0]
+        self.listed.append(h)
+        return h.sin()
+
+
+def two(first, second, listed):
+    return lambda x: second(first(x)) * len(listed)
+
+
+def beside(first, second, listed):
+    return lambda x: first(x) * listed[0] + listed[-1]
+
+
+def in_order(first, second, listed):
+    return lambda x: nn.Sequential(first, second)(x) * listed[0]
+
+
+@pytest.mark.parametrize("make", [two, beside, in_order])
+def test_modules_and_closures_that_share_what_the_forward_changes(make):
+    def program(wrap, note):
+        part, listed = Part(), [1.0]
+        first, second = (Sharing(part, listed).double() for _ in range(2))
+        call, x = wrap(make(first, second, listed)), leaf(2)
+        states = []
+        with count_ops() as ops:
+            for _ in range(3):
+                call(x).sum().backward()
+                states += [part.scale, listed[0], len(listed)]
+                assert first.part is second.part is part
+                assert first.listed is second.listed is listed
+        for _ in range(ops["tanh"]):
+            note(None)
+        return x.grad, torch.tensor(states), first.inner.weight.grad
+
+    count = 3 if make is beside else 6
+    assert_as_plain(program, evaluations=2 * count, plain=count)
+
+
+class Other(Block):
+    """The same with another forward."""
+
+    def forward(self, x):
+        return super().forward(x) * 3
+
+
+def test_another_class_is_an_error_before_the_backward_and_used_after():
+    def program(wrap, note):
+        model, x = Block().double(), leaf(2)
+        call = wrap(model)
+        with count_ops() as ops:
+            for _ in range(3):
+                call(x).sum().backward()
+            model.__class__ = Other
+            call(x).sum().backward()
+        for _ in range(ops["exp"]):
+            note(None)
+        return x.grad
+
+    assert_as_plain(program, evaluations=8, plain=4)
+    model = Block().double()
+    y = remat(model)(leaf(2))
+    model.__class__ = Other
+    with pytest.raises(RecomputeError, match="was a Block at the call is a Other now"):
+        y.sum().backward()
