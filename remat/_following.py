@@ -28,7 +28,7 @@ from remat._residual import Offloaded, Residual, keep
 from remat._trace import Recorder
 from remat._traces import Scripts, Trace
 from remat._tracing import Tracing, is_droppable, is_of_memory
-from remat._values import has_room, key_of, value_of
+from remat._values import can_be_seen_as, key_of, value_of
 
 
 class Following:
@@ -162,7 +162,7 @@ class Following:
             if k not in found and place in self._taken:
                 i, j = residuals[k]
                 value = steps[i].op.outputs[j]
-                if not has_room(self._taken[place], value):
+                if not can_be_seen_as(self._taken[place], value):
                     return None
                 found[k] = _as(self._taken[place], value)
         if len(found) < len(residuals):

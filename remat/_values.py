@@ -78,11 +78,13 @@ def _value_if(plain: bool, tensor: Tensor) -> Value:
     return _value(shape, tensor.dtype, tensor.device)
 
 
-def has_room(tensor: Tensor, value: Value) -> bool:
-    """Say whether a tensor's storage is as large as a view of it needs."""
-    if not is_plain(tensor):
+def can_be_seen_as(tensor: Tensor, value: Value) -> bool:
+    """Say whether a tensor is that, or its storage as large as such a view needs."""
+    if value_of(tensor) == value:
         return True
-    if tensor.dtype != value.dtype or len(value.stride) < len(value.shape):
+    if not is_plain(tensor) or len(value.stride) != len(value.shape):
+        return False
+    if tensor.dtype != value.dtype:
         return False
     end = value.offset + extent(value.shape, value.stride)
     return end * value.dtype.itemsize <= _storage_of(tensor).nbytes()
