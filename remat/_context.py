@@ -134,7 +134,7 @@ class differentiated:  # noqa: N801
 
     def __enter__(self) -> None:
         self._context = context = here()
-        self._before, context.cells = context.cells, []
+        self._before, context.cells = context.cells, list[Any]()
 
     def __exit__(self, *_: object) -> None:
         cells, self._context.cells = self._context.cells, self._before
