@@ -335,7 +335,7 @@ def _what_is_entered_inside_of_a_mode_is_left_with_it() -> None:
 @expects("is_traced_symbolically")
 def _a_symbolic_trace_is_noticed() -> None:
     assert not _state.is_traced_symbolically()
-    with _replaced(vars(_symbolic_trace), "_is_fx_tracing_flag", True):
+    with _replaced(vars(_symbolic_trace), "is_fx_symbolic_tracing", lambda: True):
         assert _state.is_traced_symbolically()
         assert _state.must_inline()
 

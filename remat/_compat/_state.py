@@ -127,13 +127,13 @@ def must_inline() -> bool:
         or torch._C._get_dispatch_mode(_PROXY) is not None
         or torch.is_inference_mode_enabled()
         or torch._C._is_tracing()
-        or _symbolic_trace._is_fx_tracing_flag
+        or _symbolic_trace.is_fx_symbolic_tracing()
     )
 
 
 def is_traced_symbolically() -> bool:
     """Say whether torch.fx traces, on stand-ins that are no tensors, unlike make_fx."""
-    traces = _symbolic_trace._is_fx_tracing_flag
+    traces = _symbolic_trace.is_fx_symbolic_tracing()
     return traces and torch._C._get_dispatch_mode(_PROXY) is None
 
 
