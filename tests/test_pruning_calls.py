@@ -350,6 +350,8 @@ SAVED = [
 ]
 
 
+# torch 2.14 says that the values of a selective checkpoint pass hooks by. Ours are such.
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fn", SAVED, ids=lambda fn: fn.__name__)
 def test_saved_tensor_hooks_inside(fn, policy):

@@ -113,8 +113,7 @@ class _Class(Tensor):
 
 
 @expects(
-    *("function_mode_count", "function_modes", "under_function_modes"),
-    *("is_device_mode", "is_unwatched"),
+    *("function_mode_count", "function_modes", "under_function_modes", "is_unwatched")
 )
 def _function_modes_are_exchanged() -> None:
     x, negative = torch.ones(2), -torch.ones(2)
@@ -128,9 +127,6 @@ def _function_modes_are_exchanged() -> None:
     assert same(plain, negative)
     assert _state.under_function_modes([mode], torch.neg, x) == "seen"
     assert _state.function_mode_count() == 0
-    assert _state.is_device_mode(mode) is False
-    with torch.device("cpu"):
-        assert [*map(_state.is_device_mode, _state.function_modes())] == [True]
 
 
 @expects("no_torch_function", "no_torch_functions", "torch_functions")
@@ -215,7 +211,8 @@ def _keyed_draws_have_kernels() -> None:
     module = _state.native_random("cpu")
     names = () if module is None else ("split", "uniform_", "normal_")
     assert all(callable(getattr(module, name)) for name in names)
-    assert _state.native_random("meta") is None
+    # Not "meta", whose kernels torch's compiler registers when it is imported.
+    assert _state.native_random("hpu") is None
 
 
 class _Empty(Tensor):
