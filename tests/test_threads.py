@@ -7,12 +7,23 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
+from torch.utils import _python_dispatch
 
 from remat import remat
 from remat.testing import assert_same, count_ops
 
 
 ROUNDS = 40
+
+
+@pytest.fixture(autouse=True)
+def _flags_of_modes():
+    # torch notes for all threads at once whether a mode is on: two threads that leave
+    # `count_ops` in turn would leave it noted.
+    scope = vars(_python_dispatch)
+    before = {name: value for name, value in scope.items() if type(value) is bool}
+    yield
+    scope.update(before)
 
 
 class Block(nn.Module):
