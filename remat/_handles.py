@@ -13,26 +13,21 @@ Rejected: the tensor itself in place of `Kept`. torch compares no versions under
 so that a change in place would go unnoticed.
 """
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from remat._checks import describe
-from remat._compat import (
-    current_task,
-    keeps_graph,
-    leave_hooks_on,
-    viewed,
-    when_done,
-)
+from remat._compat import keeps_graph, leave_hooks_on, viewed
 from remat._context import here
 from remat._errors import MutationError
+from remat._residual import Offloaded, ReadOnce, Residual
 from remat._snapshot import Snapshot
 
 
 if TYPE_CHECKING:
     from remat._op import Value
-    from remat._residual import Offloaded, Residual
 
 
 class Handle:
@@ -97,34 +92,25 @@ class Kept(NamedTuple):
         return tensor
 
 
-class Outer:
+class Outer(ReadOnce):
     """Stands for a tensor as other hooks packed it.
 
     The graph reads it in several places, and so does a recompute. Others may give it
     back only once in a backward, as torch.utils.checkpoint does.
     """
 
-    __slots__ = ("_read", "_unpack", "packed")
+    __slots__ = ("_unpack", "packed")
 
     def __init__(self, tensor: Tensor, hooks: Any) -> None:
+        super().__init__()
         pack, self._unpack = hooks
         self.packed = pack(tensor)
-        self._read: tuple[int, Tensor] | None = None  # in which backward, and what
 
     def unpacked(self) -> Tensor:
         """Return the tensor."""
-        task, read = current_task(), self._read
-        if read is not None and read[0] == task:
-            return read[1]
-        tensor = self._unpack(self.packed)
-        if task >= 0 and self._unpack is not unpack:
-            self._read = task, tensor
-            if keeps_graph():
-                when_done(self._forget)
-        return tensor
-
-    def _forget(self) -> None:
-        self._read = None
+        if self._unpack is unpack:
+            return unpack(self.packed)
+        return self.once(functools.partial(self._unpack, self.packed))
 
 
 def meta_of(tensor: Tensor) -> tuple[Any, ...]:

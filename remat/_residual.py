@@ -22,7 +22,7 @@ from remat.policies import Decision
 PUT = {Decision.OFFLOAD: in_host_memory, Decision.OFFLOAD_TO_DISK: in_file}
 
 
-class _Read:
+class ReadOnce:
     """What is brought back once for all that read it in a backward.
 
     It is held until nobody is left to read it, and no longer than the backward.
@@ -44,13 +44,13 @@ class _Read:
         return read
 
 
-def _forget(ref: weakref.ref[_Read]) -> None:
+def _forget(ref: weakref.ref[ReadOnce]) -> None:
     found = ref()
     if found is not None:
         found._read = None
 
 
-class Residual(_Read):
+class Residual(ReadOnce):
     """One tensor that is kept.
 
     Args:
@@ -88,7 +88,7 @@ class Residual(_Read):
         return [] if self._unpack is not None else [self._tensor]
 
 
-class Offloaded(_Read):
+class Offloaded(ReadOnce):
     """One tensor that is kept elsewhere, among those of a call."""
 
     __slots__ = ("_away", "_k", "decision", "op")
