@@ -65,15 +65,10 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # What was exchanged is judged, too, and set back after.
+        # Before the others: a tree may hold what was exchanged, as the run left it.
         for tree in self._trees:
             if not tree.fingerprint.holds():
-                own = _Part(self, [ref() for ref in tree.tensors])
-                own.built, own._undo = (
-                    dict[int, Any](),
-                    list[Any](),
-                )  # nothing undoes it
-                tree.node.build(own)
+                tree.node.build(_Part.for_good(self, tree))
         for value, before in reversed(self._undo):
             exchange_attributes(value, before)
         if self._holds_lock:
@@ -161,6 +156,16 @@ class _Part(Run):
         self.tensors, self._only = tensors, only
         self.built, self._undo, self._cells = run.built, run._undo, run._cells
         self._anew, self._holds_lock = run._anew, run._holds_lock
+
+    @classmethod
+    def for_good(cls, run: Run, tree: Tree) -> Self:
+        """Return one that puts a tree back to what it was at the call.
+
+        It was that when the run began, so that nothing is to be undone.
+        """
+        part = cls(run, [ref() for ref in tree.tensors])
+        part.built, part._undo = dict[int, Any](), list[Any]()
+        return part
 
     @override
     def make_object(self, node: ObjectNode) -> Any:

@@ -266,30 +266,34 @@ class Saved:
                 if following.dropped:
                     raise following.read_what_is_gone(replaying)
             check = following.check()
-        filling = Filling(handles, self._metas, self._snapshot.label)
-        tensors = self.held.tensors(as_they_are=not self._accumulates)
-        self._recompute(filling, tensors, check)
-        if filling.left:
-            raise filling.differs()
+        self._fill_fully(handles, check)
 
     def _fill_within(self, handles: Sequence[Handle]) -> None:
         """Recompute for a derivative inside, which is no part of what is recorded."""
         following = self._following
+        if following is None:
+            self._fill_fully(handles, None)
+            return
+        with following.outside():
+            self._fill_fully(handles, None)
+        following.note_read(handles)
+
+    def _fill_fully(self, handles: Sequence[Handle], check: Any) -> None:
+        """Recompute as the call was."""
         filling = Filling(handles, self._metas, self._snapshot.label)
-        tensors = self.held.tensors(as_they_are=not self._accumulates)
-        outside = contextlib.nullcontext() if following is None else following.outside()
-        with outside:
-            self._recompute(filling, tensors, None)
+        self._recompute(filling, self._tensors(), check)
         if filling.left:
             raise filling.differs()
-        if following is not None:
-            following.note_read(handles)
+
+    def _tensors(self) -> list[Tensor]:
+        """Return what a recompute is on."""
+        return self.held.tensors(as_they_are=not self._accumulates)
 
     def _fills(self, handles: Sequence[Handle], replaying: Replaying) -> bool:
         """Recompute along a plan; say whether it fit."""
         label = self._snapshot.label
         filling = Filling(handles, self._metas, label, is_replay=True)
-        tensors = self.held.tensors(as_they_are=not self._accumulates)
+        tensors = self._tensors()
         try:
             # No name for the stand-ins: `escaped` counts who else holds them.
             self._recompute(filling, replaying.stand_ins(tensors), replaying.mode)
