@@ -191,9 +191,6 @@ class Search:
     def _tensor(self, value: Tensor, path: Path) -> Node:
         return TensorNode.of(self.tensor(value, path))
 
-    def _inert(self, value: Any, path: Path) -> None:
-        del value, path
-
     def _source(self, value: Any, path: Path) -> None:
         del path
         self.is_contained = False

@@ -13,7 +13,6 @@ import os
 import sys
 import sysconfig
 import types
-import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -171,14 +170,6 @@ def _is_trusted_file(file: str) -> bool:
     return file.startswith(_STANDARD) and "site-packages" not in file
 
 
-def is_trusted(scope: dict[str, Any]) -> bool:
-    """Say whether a module is torch's or the standard library's: no user's tensors."""
-    file = scope.get("__file__")
-    if file is None:
-        return scope.get("__name__") in sys.builtin_module_names
-    return _is_trusted_file(file)
-
-
 # Not that of a notebook or a prompt.
 _GENERATED = ("<string>", "<frozen", "<eval_with_key>")
 
@@ -193,15 +184,6 @@ def user_line() -> str:
             return f"{file}:{frame.f_lineno}, in {code.co_name}"
         frame = frame.f_back
     return "an unknown line"
-
-
-def code_of(fn: types.FunctionType) -> "weakref.ref[types.CodeType]":
-    """Return what stands for a function's code in a signature.
-
-    There is one for each code object, and its hash, which reads all of the code, is
-    computed once.
-    """
-    return weakref.ref(fn.__code__)
 
 
 CONSTANT = frozenset(

@@ -42,7 +42,7 @@ def gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
 def are_marked(leaves: Sequence[Tensor]) -> bool:
     """Say whether something was set on some of the leaves.
 
-    If nothing was after a forward, a recompute sets nothing either.
+    If nothing is there after a forward, a recompute is taken to set nothing either.
     """
     marks = [*map(_marks_of, leaves)]
     return marks.count(_UNMARKED) < len(marks)

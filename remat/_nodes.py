@@ -6,7 +6,8 @@ run to say (`_restore`).
 
 Invariant: no node holds a tensor, nor a module, object, container or closure of the
 user's. The graph holds a call where Python's garbage collector does not see it: if the
-call led back to what it computed, both would live forever.
+call led back to what it computed, both would live forever. Three hold what nothing else
+would find again: a large container, an iterator, an object that cannot be made anew.
 Rejected: `copy.deepcopy`. It runs the user's code, and copies what nobody changes.
 """
 

@@ -127,12 +127,6 @@ class _Unflatten:
         return instance
 
 
-def is_node(cls: type) -> bool:
-    """Say whether `flatten` takes instances of `cls` apart."""
-    known = _register.get(cls, namespace=_NAMESPACE)
-    return known is not None or _adopt(cls)
-
-
 def register(
     cls: type, name: str, children: Sequence[str], static: Sequence[str] = ()
 ) -> None:

@@ -47,17 +47,18 @@ class NotRememberedError(Exception):
 
 
 class Fingerprint:
-    """Tells whether objects hold what they held.
+    """Tells whether modules and objects hold what they held.
 
-    Identities are compared, all at once, of what is alive since.
+    All identities are compared at once. They say it, since none is used again: what
+    they are of is alive still, or the objects do not hold the same.
 
     Args:
-        modules: some of them.
-        others: the others, which have a `__dict__`.
-        walked: the identities of all that was walked.
+        modules: the modules.
+        others: the other objects, which have a `__dict__`.
+        walked: the identities of all that the search walked.
 
     Attributes:
-        classes: those among what they hold.
+        classes: the classes among what they hold.
     """
 
     __slots__ = (
@@ -148,7 +149,10 @@ def _is_constant(value: Any) -> bool:
 
 
 def _places(dicts: list[dict[str, Any]]) -> Iterable[tuple[int, Any]]:
-    """Yield where each container is: its place in what number, below 0 a container."""
+    """Yield where each container is: the number of what holds it, and its key there.
+
+    Dicts are numbered from 0 up, containers that hold others from -1 down.
+    """
     todo = [(i, name, v) for i, d in enumerate(dicts) for name, v in d.items()]
     todo = [(i, name, v) for i, name, v in todo if name not in TEMPLATE]
     count = 0
@@ -174,15 +178,15 @@ class Tree:
         search: one that finds it, and nothing else.
 
     Attributes:
-        module: returns it, or None once it is gone.
+        module: a weak reference to it.
         node: how to make it again.
-        tensors: return the tensors found.
+        tensors: weak references to the tensors found.
         texts: how each is written after the module.
         registered: whether each is a buffer of a module.
         owners: for each tensor, by index, what holds it.
         code: the code found.
         kinds: the classes found.
-        functions: return the functions found.
+        functions: weak references to the functions found.
         fingerprint: of all that was found.
     """
 

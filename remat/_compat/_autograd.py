@@ -7,7 +7,6 @@ some. They check again what is known here, at a third of the cost of a small cal
 import functools
 import operator
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, TypeAlias
@@ -196,14 +195,6 @@ _is_cow: Callable[[Tensor], bool] = vars(torch._C)["_is_cow_tensor"]
 def is_shared(copy: Tensor) -> bool:
     """Say whether a `snapshot` was never written; what is none was."""
     return type(copy) is Tensor and _is_cow(copy)
-
-
-# Deleted by: `Tensor.register_hook` costing as little as this.
-def on_backward(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> None:
-    """Call `hook` when a gradient reaches `tensor`, a leaf without other hooks."""
-    hooks: OrderedDict[int, Any] = OrderedDict()
-    tensor._backward_hooks = hooks
-    hooks[0] = hook
 
 
 # Deleted by: nodes that tell when they were made: AccumulateGrad has no sequence

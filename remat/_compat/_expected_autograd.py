@@ -165,15 +165,6 @@ def _clones_are_made_on_write() -> None:
     assert _autograd.snapshot(nn.Parameter(x)) is None
 
 
-@expects("on_backward")
-def _a_leaf_is_hooked() -> None:
-    x = leaf()
-    seen: list[Any] = []
-    _autograd.on_backward(x, seen.append)
-    x.sin().sum().backward()
-    assert same(seen[0], x.detach().cos())
-
-
 @expects("AccumulateGrad", "is_held")
 def _leaves_are_found_in_the_graph() -> None:
     held = leaf()

@@ -31,7 +31,6 @@ from torch.fx import _symbolic_trace
 from torch.library import CustomOpDef
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch, _pytree, checkpoint
-from torch.utils._device import DeviceContext
 from typing_extensions import override
 
 
@@ -84,11 +83,6 @@ def function_modes() -> list[overrides.TorchFunctionMode]:
     """Return the active TorchFunctionModes, outermost first, without remat's own."""
     stack = overrides._get_current_function_mode_stack()
     return [mode for mode in stack if not hasattr(mode, "is_remats_check")]
-
-
-def is_device_mode(mode: overrides.TorchFunctionMode) -> bool:
-    """Say whether a mode only chooses a device, as `with torch.device(...)` does."""
-    return type(mode) is DeviceContext
 
 
 def under_function_modes(
