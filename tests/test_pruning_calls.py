@@ -350,7 +350,7 @@ SAVED = [
 ]
 
 
-# torch 2.14 says that the values of a selective checkpoint pass hooks by. Ours are such.
+# torch 2.14 warns that values of a selective checkpoint pass hooks by, ours too.
 @pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fn", SAVED, ids=lambda fn: fn.__name__)
