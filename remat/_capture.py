@@ -88,7 +88,8 @@ class Search:
     """One walk over what a call refers to.
 
     Args:
-        shallow: whether containers of very many entries are only watched.
+        shallow: whether tensors that require no grad are used as they are where a
+            container has very many of them, and modules are taken from what is known.
 
     Attributes:
         tensors: each once, those passed first.
@@ -266,12 +267,16 @@ class Search:
             self.constants += map(static_of, values)
 
     def _is_watched(self, value: Any) -> bool:
+        """Say whether a container is compared, and not copied."""
         if len(value) <= _LARGE:
             return False
-        if self._shallow:
-            return True
         items = value.values() if isinstance(value, dict) else value
-        return INERT.issuperset(map(type, items))
+        kinds = {*map(type, value), *map(type, items)} - INERT
+        if not kinds or not self._shallow:
+            return not kinds
+        return kinds <= TENSORS and not any(
+            isinstance(v, Tensor) and v.requires_grad for v in items
+        )
 
     def _large(self, value: Any, path: Path) -> Node:
         node = LargeNode(value, written(path)[1].lstrip("."))

@@ -13,12 +13,14 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
 from typing_extensions import override
 
+from remat._checks import versions_of
 from remat._errors import RecomputeError
 from remat._kinds import COPIED_ITERATORS, INERT, SEQUENCES
 from remat._nodes import Building, Composite, Node, Part, TensorNode, filled, named
-from remat._objects import attributes, identities, set_attributes
+from remat._objects import attributes, set_attributes
 
 
 class ContainerNode(Composite):
@@ -154,17 +156,19 @@ def _base_of(kind: type, bases: Sequence[type]) -> type:
 
 
 class LargeNode(Composite):
-    """A container of many entries: not copied in each call, only compared.
+    """A container of many numbers, words and tensors: not copied, only compared.
 
-    This one holds the container itself, since nothing else would find it again.
+    This one holds the container itself, since nothing else would find it again, and
+    what it held: what is gone may leave its identity to another.
     """
 
-    __slots__ = ("_count", "_identities", "_name", "_value")
+    __slots__ = ("_entries", "_name", "_value", "_versions")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__()
         self._value, self._name, self.live = value, name, False
-        self._count, self._identities = len(value), _identities_of(value)
+        self._entries = _entries_of(value)
+        self._versions = _versions_in(self._entries)
 
     @override
     def new(self, run: Building) -> Any:
@@ -173,21 +177,27 @@ class LargeNode(Composite):
         Raises:
             RecomputeError: it holds something else than it did.
         """
-        value, now = self._value, _identities_of(self._value)
-        if now != self._identities:
-            pairs = zip(now, self._identities, strict=True)
-            grew = all(a.startswith(b) for a, b in pairs)
-            if not grew or type(value) not in _GROWING:
-                count = f"{len(value):,}"
-                raise RecomputeError(_LARGE.format(name=self._name, count=count))
-            value = _cut(value, self._count)
+        value, then, now = self._value, self._entries, _entries_of(self._value)
+        added = len(now[0]) - len(then[0])
+        pairs = zip(now, then, strict=True)
+        is_same = added >= 0 and all(all(map(operator.is_, a, b)) for a, b in pairs)
+        can_be_cut = not added or type(value) in _GROWING
+        if not (is_same and can_be_cut and _versions_in(then) == self._versions):
+            count = f"{len(value):,}"
+            raise RecomputeError(_LARGE.format(name=self._name, count=count))
+        if added:
+            value = _cut(value, len(then[0]))
         run.built[self.identity] = value
         return value
 
 
-def _identities_of(value: Any) -> tuple[bytes, ...]:
-    items = identities(value)
-    return (items, identities(value.values())) if isinstance(value, dict) else (items,)
+def _entries_of(value: Any) -> tuple[tuple[Any, ...], ...]:
+    keys = tuple(value)
+    return (keys, tuple(value.values())) if isinstance(value, dict) else (keys,)
+
+
+def _versions_in(entries: Sequence[tuple[Any, ...]]) -> list[int | None]:
+    return versions_of([v for v in entries[-1] if isinstance(v, Tensor)])
 
 
 def _cut(value: Any, count: int) -> Any:
@@ -205,7 +215,8 @@ _GROWING = (list, deque, dict, OrderedDict, defaultdict)
 _LARGE = (
     "remat: `{name}` changed since the call. It has {count} entries, too many to be "
     "copied in each call, and a recomputation would read it as it is now. Pass what is "
-    "needed of it as an argument, or change it after the backward."
+    "needed of it as an argument, or change it after the backward; if the function "
+    "changes it, outside of the function."
 )
 
 

@@ -497,3 +497,33 @@ def test_grad_mode_and_autocast_are_as_they_were():
         return x.grad
 
     assert_as_plain(program)
+
+
+def test_entries_of_a_large_container_that_use_the_memory_of_others_are_told_apart():
+    table = [float(n) + 0.5 for n in range(2000)]
+
+    def fn(x):
+        return (x * table[5]).sin().exp()
+
+    y = remat(fn)(leaf())
+    before = id(table[5])
+    for n in range(100):
+        table[5] = n + 0.25
+        if id(table[5]) == before:
+            break
+    with pytest.raises(RecomputeError, match=r"`table` changed since the call"):
+        y.sum().backward()
+
+
+def test_parameters_in_a_large_container_get_their_gradients():
+    def program(wrap, note):
+        held, x = [leaf(n, (4,)) for n in range(1001)], leaf(2)
+
+        def fn(x):
+            note(None)
+            return (x * held[1000]).sin().exp()
+
+        wrap(fn)(x).sum().backward()
+        return x.grad, held[1000].grad
+
+    assert_as_plain(program)
