@@ -15,8 +15,8 @@ from torch.autograd.function import FunctionCtx
 from remat import _tree
 from remat._absent import tensors_of
 from remat._capture import Search
-from remat._compat import AccumulateGrad, saved_by
-from remat._handles import Handle, held_by, innermost
+from remat._compat import AccumulateGrad, saved_by, unpack_hooks_of
+from remat._handles import Handle, Kept, Outer, held_by, innermost, unpack
 from remat._program import Program
 
 
@@ -62,6 +62,21 @@ def handles_at(node: Any) -> list[Handle]:
     """Return the handles that a node holds in place of tensors."""
     found = (innermost(packed) for packed in _flat(saved_by(node)))
     return [packed for packed in found if isinstance(packed, Handle)]
+
+
+def foreign_tensors_at(node: Any) -> list[Tensor]:
+    """Return the tensors that saved-tensor hooks which are not ours may keep at a node.
+
+    What ours keep is not searched: a call refers to its function, and so to nearly all.
+    """
+    hooks, found = unpack_hooks_of(node), list[Any]()
+    for packed in _flat(saved_by(node)):
+        while isinstance(packed, Outer):
+            hooks.append(packed.unpack)
+            packed = packed.packed
+        if not isinstance(packed, Handle | Kept):
+            found.append(packed)
+    return tensors_reached((found, [h for h in hooks if h is not unpack]))
 
 
 def _flat(tree: Any) -> list[Any]:

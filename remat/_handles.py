@@ -14,7 +14,7 @@ so that a change in place would go unnoticed.
 """
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -64,7 +64,7 @@ class Handle:
         return viewed(kept, view.shape, view.stride, view.offset)
 
 
-class Kept(NamedTuple):
+class Kept:
     """Stands for a tensor that is saved itself.
 
     Attributes:
@@ -74,10 +74,13 @@ class Kept(NamedTuple):
         index: of the tensor among the inputs; None if it is none.
     """
 
-    tensor: Tensor
-    version: int | None
-    snapshot: Snapshot
-    index: int | None
+    __slots__ = ("index", "snapshot", "tensor", "version")
+
+    def __init__(
+        self, tensor: Tensor, version: int | None, snapshot: Snapshot, index: int | None
+    ) -> None:
+        self.tensor, self.version = tensor, version
+        self.snapshot, self.index = snapshot, index
 
     def unpacked(self) -> Tensor:
         """Return the tensor.
@@ -85,11 +88,15 @@ class Kept(NamedTuple):
         Raises:
             MutationError: it was changed in place.
         """
-        tensor, version, names, i = self
+        tensor, version = self.tensor, self.version
         if version is not None and tensor._version != version:
-            name = describe(tensor) if i is None else f"`{names.name_of(i)}`"
-            raise MutationError(_CHANGED.format(name=name, label=names.label))
+            raise MutationError(self._changed())
         return tensor
+
+    def _changed(self) -> str:
+        names, i = self.snapshot, self.index
+        name = describe(self.tensor) if i is None else f"`{names.name_of(i)}`"
+        return _CHANGED.format(name=name, label=names.label)
 
 
 class Outer(ReadOnce):
@@ -99,18 +106,18 @@ class Outer(ReadOnce):
     back only once in a backward, as torch.utils.checkpoint does.
     """
 
-    __slots__ = ("_unpack", "packed")
+    __slots__ = ("packed", "unpack")
 
     def __init__(self, tensor: Tensor, hooks: Any) -> None:
         super().__init__()
-        pack, self._unpack = hooks
+        pack, self.unpack = hooks
         self.packed = pack(tensor)
 
     def unpacked(self) -> Tensor:
         """Return the tensor."""
-        if self._unpack is unpack:
+        if self.unpack is unpack:
             return unpack(self.packed)
-        return self.once(functools.partial(self._unpack, self.packed))
+        return self.once(functools.partial(self.unpack, self.packed))
 
 
 def meta_of(tensor: Tensor) -> tuple[Any, ...]:

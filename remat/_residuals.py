@@ -28,9 +28,8 @@ from remat._compat import (
     AccumulateGrad,
     saved_by,
     sequence_number,
-    unpack_hooks_of,
 )
-from remat._graph import handles_at, tensors_at, tensors_reached
+from remat._graph import foreign_tensors_at, handles_at, tensors_at, tensors_reached
 from remat._handles import Handle
 from remat._inputs import Inputs
 from remat._naming import told_of_names
@@ -189,7 +188,7 @@ class _Notes:
             for t in tensors_at(node):
                 self._note(t, reader, "from a constant")
             # Of these not all are held: a hook may refer to a global.
-            for t in tensors_reached((saved_by(node), unpack_hooks_of(node))):
+            for t in foreign_tensors_at(node):
                 self._ledger.know(t, CONSTANT, "from a constant")
 
     def _note(self, tensor: Tensor, reader: str, origin: str) -> list[Entry]:

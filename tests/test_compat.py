@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchgen
+from torch.utils import _python_dispatch
 
 from remat import _compat
 from remat._compat import _autograd, _levels, _process, _selftest, _state
@@ -26,6 +27,15 @@ def test_torch_is_as_the_shim_expects(name):
 
 def test_every_check_is_of_a_shim():
     assert sorted(CHECKS) == SHIMS
+
+
+def test_a_flag_that_threads_left_set_is_not_taken_for_a_change_of_torch(monkeypatch):
+    flags = [k for k, v in vars(_python_dispatch).items() if type(v) is bool]
+    assert flags
+    for name in flags:
+        monkeypatch.setattr(_python_dispatch, name, True)
+    CHECKS["LeanDispatchMode"]()
+    assert all(getattr(_python_dispatch, name) for name in flags)
 
 
 class Wrong:

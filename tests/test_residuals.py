@@ -29,6 +29,7 @@ from remat import (
     saved_residuals,
 )
 from remat._compat import _autograd
+from remat._graph import foreign_tensors_at, handles_at, nodes_of
 from remat.testing import live_bytes
 
 
@@ -399,6 +400,23 @@ def test_sparse_tensors_count_with_their_indices():
     found = saved_residuals(lambda s, x: torch.sparse.mm(s, x), sparse, x)
     assert [r.origin for r in found] == ["from the argument s"] * 2
     assert sum(r.nbytes for r in found) == 32 + 16
+
+
+def test_the_function_of_a_call_is_not_searched_for_what_the_graph_keeps():
+    # It may refer to anything: here to a tensor that no node saved.
+    aside, kept = torch.full((3,), 2.0), torch.full((5,), 3.0)
+
+    def f(x):
+        return (x * x).sin().sum() if len(aside) == 3 else x
+
+    (x,) = leaves((4,))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t + kept[0]):
+        h = x.clone()
+        out = ckpt(f)(h)
+    nodes = [node for node, _ in nodes_of([out])]
+    assert sum(len(handles_at(node)) for node in nodes) > 0
+    found = {id(t) for node in nodes for t in foreign_tensors_at(node)}
+    assert found == {id(h), id(kept)}
 
 
 def tensors(*sizes):

@@ -279,9 +279,21 @@ def _flags() -> dict[str, Any]:
     return {k: v for k, v in vars(_python_dispatch).items() if type(v) is bool}
 
 
+@contextmanager
+def _with_flags_down() -> Iterator[None]:
+    # Modes of two threads that overlap leave one of torch's flags set for good.
+    before = _flags()
+    vars(_python_dispatch).update(dict.fromkeys(before, False))
+    try:
+        yield
+    finally:
+        vars(_python_dispatch).update(before)
+
+
 @expects(
     *("LeanDispatchMode", "undisturbed", "unseen", "viewed", "without_dispatch_mode")
 )
+@_with_flags_down()
 def _dispatch_modes_are_entered_and_left() -> None:
     before = _flags()
     with _python_dispatch.TorchDispatchMode():
