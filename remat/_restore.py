@@ -30,6 +30,7 @@ from remat._trees import Tree, TreeNode
 
 
 _EXCHANGING = threading.RLock()
+_Undo = list[tuple[Any, dict[str, Any]]]
 
 
 class Run:
@@ -56,21 +57,21 @@ class Run:
     ) -> None:
         self.tensors, self._anew = tensors, anew
         self.built: dict[int, Any] = {}
-        self._undo: list[tuple[Any, dict[str, Any]]] = []
+        self._undo: _Undo = []
         self._cells: list[Any] = []
         self._holds_lock = False
-        self._trees: list[Tree] = []
+        self._trees: list[tuple[Tree, _Undo]] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         # Before the others: a tree may hold what was exchanged, as the run left it.
-        for tree in self._trees:
+        for tree, undo in self._trees:
+            _undo(undo)
             if not tree.fingerprint.holds():
                 tree.node.build(_Part.for_good(self, tree))
-        for value, before in reversed(self._undo):
-            exchange_attributes(value, before)
+        _undo(self._undo)
         if self._holds_lock:
             _EXCHANGING.release()
         later = here().cells if self._anew == "live" and self.is_again else None
@@ -113,8 +114,9 @@ class Run:
         can_stay = all(isinstance(owner, ObjectNode) for owner in owners)
         if anew or not can_stay or not self._is_as_it_was(tree):
             return tree.node.build(_Part(self, tensors))
-        self._trees.append(tree)
         part = _Part(self, tensors, [*map(id, owners)])
+        part._undo = list[Any]()
+        self._trees.append((tree, part._undo))
         for owner in owners:
             owner.build(part)
         return module
@@ -172,6 +174,11 @@ class _Part(Run):
         if self._only is not None and id(node) not in self._only:
             return node.ref()
         return super().make_object(node)
+
+
+def _undo(exchanged: _Undo) -> None:
+    for value, before in reversed(exchanged):
+        exchange_attributes(value, before)
 
 
 _CLASS = (

@@ -62,17 +62,19 @@ class Fingerprint:
     """
 
     __slots__ = (
-        *("_alive", "_constants", "_getters", "_modules", "_others", "_places"),
+        *("_alive", "_constants", "_count", "_dicts", "_getters", "_places", "_refs"),
         *("_then", "classes"),
     )
 
     def __init__(
         self, modules: Sequence[nn.Module], others: Sequence[Any], walked: Any
     ) -> None:
-        self._modules = [*map(weakref.ref, modules)]
-        self._others = [*map(weakref.ref, others)]
+        self._count = len(modules)
+        self._refs = [*map(weakref.ref, (*modules, *others))]
         self._getters = [*map(_getter_of, (*modules, *others))]
         self._places = [*_places([*map(vars, (*modules, *others))])]
+        kinds = enumerate(map(type, self.containers()))
+        self._dicts = [i for i, kind in kinds if issubclass(kind, dict)]
         held, self._then = self._now()
         self._constants = [*filter(_is_constant, held)]
         rest = [v for v in held if type(v) not in INERT and type(v) not in _CONTAINERS]
@@ -96,14 +98,14 @@ class Fingerprint:
 
     def _now(self) -> tuple[tuple[Any, ...], Any]:
         """Return all that they hold, and what tells it from anything else."""
-        values = [ref() for ref in (*self._modules, *self._others)]
-        dicts: list[Any] = [vars(value) for value in values[: len(self._modules)]]
-        if any(flatten(map(hooks_of, dicts))):
+        values = [*map(operator.call, self._refs)]
+        dicts: list[Any] = [*map(vars, values)]
+        of_modules = dicts[: self._count]
+        if any(flatten(map(hooks_of, of_modules))):
             raise LookupError
-        registered = [*flatten(map(registries_of, dicts))]
-        dicts += [vars(value) for value in values[len(self._modules) :]]
         containers = self._containers_in(dicts)
-        registered += (c for c in containers if isinstance(c, dict))
+        registered = [*flatten(map(registries_of, of_modules))]
+        registered += map(containers.__getitem__, self._dicts)
         held = (
             *flatten(map(operator.call, self._getters, dicts)),
             *flatten(containers),
@@ -115,7 +117,7 @@ class Fingerprint:
 
     def containers(self) -> list[Any]:
         """Return the containers among what they hold."""
-        return self._containers_in([vars(r()) for r in (*self._modules, *self._others)])
+        return self._containers_in([vars(ref()) for ref in self._refs])
 
     def _containers_in(self, dicts: Sequence[dict[str, Any]]) -> list[Any]:
         containers: list[Any] = []
