@@ -8,6 +8,7 @@ import warnings
 from dataclasses import dataclass
 
 from remat._options import Prune
+from remat._plan import Record
 from remat.policies import Policy
 
 
@@ -53,20 +54,39 @@ def why_as_it_is(policy: Policy | None, prune: Prune, call: Situation) -> str:
     return call.given_up
 
 
+def why_unpruned(prune: Prune, record: Record) -> str:
+    """Say why nothing is left out of the recompute of a record; "" if something may."""
+    if prune is False:
+        return "prune=False"
+    unseen = [step.op.source for step in record.steps if step.opaque]
+    return _UNSEEN.format(where=unseen[0]) if unseen else ""
+
+
 def warn_if_asked(
     policy: Policy | None, prune: Prune, call: Situation, label: str, why: str
 ) -> None:
     """Warn, once for each function, that a policy or `prune=True` is not followed."""
-    asked = "the policy" if policy is not None else "prune=True"
     if not why or call.is_pushed or (policy is None and prune is not True):
         return
-    if (label, why) not in _WARNED:
-        _WARNED.add((label, why))
-        message = _NOT_FOLLOWED.format(asked=asked, label=label, why=why)
-        warnings.warn(message, stacklevel=2)
+    asked = "the policy" if policy is not None else "prune=True"
+    _warn(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
 
 
-_WARNED: set[tuple[str, str]] = set()
+def warn_if_unpruned(prune: Prune, label: str, why: str) -> None:
+    """Warn, once for each function, that `prune=True` does not prune."""
+    if why and prune is True:
+        _warn(_NOT_PRUNED.format(label=label, why=why))
+
+
+def _warn(message: str) -> None:
+    if message not in _WARNED:
+        _WARNED.add(message)
+        warnings.warn(message, stacklevel=3)
+
+
+_WARNED: set[str] = set()
 _NOT_FOLLOWED = (
     "remat: {asked} of {label} is not followed, and all is recomputed: {why}."
 )
+_NOT_PRUNED = "remat: the recompute of {label} is not pruned: {why}."
+_UNSEEN = "at {where}, a tensor is of a class that does not tell what shares its memory"

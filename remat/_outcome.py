@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from remat._cost import reason_against
-from remat._decide import why_as_it_is
+from remat._decide import why_as_it_is, why_unpruned
 from remat._examine import Examined
 from remat._op import Value
 from remat._options import Options, Prune
@@ -54,16 +54,15 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
         return _as_it_is(found, options, unpruned)
     decisions = [_decision(step, policy, found.taken) for step in steps]
     saveable = [i for i, decision in enumerate(decisions) if decision]
-    pruned = prune is not False
-    made = plan(record, saveable, learned=learned, prune=pruned)
+    why = why_unpruned(prune, record)
+    made = plan(record, saveable, learned=learned, prune=not why)
     if policy is None and prune == "auto":
         unpruned = reason_against(record, made)
         if unpruned:
             return _as_it_is(found, options, unpruned)
     away = [i for i in saveable if _moves(decisions[i], steps[i].op.outputs)]
     let_go = frozenset(_let_go(found, made, prune, is_saved))
-    unpruned = "" if pruned else "prune=False"
-    outcome = Outcome(made, 0, let_go, let_go, frozenset(away), unpruned)
+    outcome = Outcome(made, 0, let_go, let_go, frozenset(away), why)
     return _stopped(found, options, outcome)
 
 

@@ -125,11 +125,6 @@ class Record:
     packs: tuple[Pack | None, ...] = ()
 
     @property
-    def can_be_pruned(self) -> bool:
-        """Whether it is known of all tensors what shares memory."""
-        return not any(step.opaque for step in self.steps)
-
-    @property
     def names(self) -> frozenset[str]:
         """The names given to values."""
         return frozenset().union(*(step.op.names for step in self.steps))

@@ -144,7 +144,7 @@ class Primal(Call):
         options = reference(policy), prune, *self.facts.needs, self._ambient.key
         trace = trace_of((*program.signature, *options), leaves)
         trace = trace.of(getattr(self._fn, "__self__", self._fn))
-        return Tracing(trace, policy, prune, leaves, inner)
+        return Tracing(trace, policy, prune, leaves, self._label, inner)
 
     def situation(self, leaves: Sequence[Tensor]) -> Situation:
         """Return what decides whether the call is recorded."""

@@ -154,7 +154,7 @@ class Saved:
         warn_if_asked(policy, prune, call, label, why)
         if not why:
             trace = self.kind(leaves).trace(policy, prune).of(owner)
-            tracing = Tracing(trace, policy, prune, leaves)
+            tracing = Tracing(trace, policy, prune, leaves, label)
             self._following = Following(tracing, self._outer, nested=self._nested)
 
     def situation(self, leaves: Sequence[Tensor]) -> Situation:

@@ -120,12 +120,12 @@ class Trace:
         outputs: those that can be differentiated.
         proven: those that a replay has succeeded for.
         names: those that the policy mentions.
-        followed: whether there is a policy.
+        asked: what is followed on request, "" if it is for remat to choose.
     """
 
     __slots__ = (
         "_parts",
-        "followed",
+        "asked",
         "names",
         "outputs",
         "proven",
@@ -141,7 +141,7 @@ class Trace:
         self.proven: set[int] = set()
         self.names: frozenset[str] = frozenset()
         self.strikes = 0
-        self.followed = False
+        self.asked = ""
         # By identity: a module need not hash.
         self._parts: dict[int, tuple[weakref.ref[Any], Trace]] = {}
 
@@ -170,15 +170,19 @@ class Trace:
         self.scripts, self.proven = None, set()
         self.strikes += 1
         if self.strikes > _STRIKES and len(self._parts) in (0, _MODULES):
-            self.reason = f"{_STRIKES} records did not fit the calls after them"
-            if self.followed:
-                warnings.warn(_GIVEN_UP.format(reason=self.reason), stacklevel=2)
+            self._give_up(f"{_STRIKES} records did not fit the calls after them")
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        if self.asked:
+            message = _GIVEN_UP.format(asked=self.asked, reason=reason)
+            warnings.warn(message, stacklevel=3)
 
     def learn(self, scripts: Scripts, numbers: Iterable[int]) -> None:
         """Plan again, for something read storages that were thought not needed."""
         learned = scripts.learned.union(numbers)
         if len(learned) > _LESSONS:
-            self.reason = "the function reads too much other than by operations"
+            self._give_up("the function reads too much other than by operations")
         if self.scripts is not None:
             self.proven = set()
             self.scripts = Scripts(
@@ -196,8 +200,9 @@ class Trace:
 
 
 _GIVEN_UP = (
-    "remat: a policy is not followed any more: {reason}, since they depend on more "
-    "than arguments, code and the modes of modules. Pass what changes as an argument."
+    "remat: {asked} is not followed any more: {reason}. What the function does depends "
+    "on more than arguments, code and the modes of modules. Pass what changes as an "
+    "argument."
 )
 _UNKNOWN = (
     "remat: the policy names {names}, but no checkpoint_name in this program has given "

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from remat._compat import is_lazy
 from remat._cost import reason_against
+from remat._decide import warn_if_unpruned, why_unpruned
+from remat._options import Prune
 from remat._plan import Record
 from remat._replay import Keep, Verify
 from remat._script import Script
@@ -30,6 +32,7 @@ class Tracing:
         policy: which results may be kept.
         prune: "auto", True or False.
         leaves: of the call.
+        label: what warnings call it.
         inner: what stands for them in it; None if the graph is plain's own.
 
     Attributes:
@@ -39,17 +42,22 @@ class Tracing:
         mode: to run the function in, None if it runs as it is.
     """
 
-    __slots__ = ("_inner", "_policy", "_prune", "leaves", "mode", "scripts", "trace")
+    __slots__ = (
+        *("_inner", "_label", "_policy", "_prune"),
+        *("leaves", "mode", "scripts", "trace"),
+    )
 
     def __init__(
         self,
         trace: Trace,
         policy: Policy | None,
-        prune: str | bool,
+        prune: Prune,
         leaves: Sequence[Tensor],
+        label: str,
         inner: Sequence[Tensor] | None = None,
     ) -> None:
         self.trace, self._policy, self._prune = trace, policy, prune
+        self._label = label
         self.leaves, self._inner = leaves, inner
         inner = leaves if inner is None else inner
         self.scripts: Scripts | None = None if trace.reason else trace.scripts
@@ -73,7 +81,7 @@ class Tracing:
         tell: Callable[[Tensor], None],
     ) -> "Tracing":
         """Return one that follows just these plans, and tells what is to be kept."""
-        tracing = cls(Trace(), None, False, leaves)
+        tracing = cls(Trace(), None, False, leaves, "")
         tracing.trace, tracing.scripts = trace, scripts
         tracing.mode = Keep(scripts.full, tell) if scripts.full.places else None
         return tracing
@@ -106,19 +114,21 @@ class Tracing:
         """
         trace, policy = self.trace, self._policy
         decisions = recorder.decisions(record)
-        prune = self._prune is not False and record.can_be_pruned
+        unpruned = why_unpruned(self._prune, record)
+        warn_if_unpruned(self._prune, self._label, unpruned)
         learned = recorder.taken
-        scripts = Scripts(record, decisions, prune=prune, learned=learned)
+        scripts = Scripts(record, decisions, prune=not unpruned, learned=learned)
         if self._prune == "auto" and policy is None:
             trace.reason = reason_against(record, scripts.full.plan)
             if trace.reason:
                 return None
         trace.scripts, trace.proven, trace.outputs = scripts, set(), frozenset(given)
         trace.names = frozenset() if policy is None else policy.names
-        trace.followed = policy is not None
+        trace.asked = _POLICY if policy else _PRUNE if self._prune is True else ""
         return _with_what_was_held(scripts, recorder)
 
 
+_POLICY, _PRUNE = "a policy", "prune=True"
 WORTH_DROPPING = 2**16  # bytes, for which "auto" follows a forward
 
 

@@ -578,6 +578,7 @@ def test_compiled_code_is_not_pruned():
     assert {op.times for op in report.ops} == {1}
 
 
+@pytest.mark.filterwarnings("ignore:.* is not followed any more")
 def test_calls_that_did_other_things_each_time_are_given_up(monkeypatch):
     def f(x):
         for _ in range(int(os.environ["DEPTH"])):

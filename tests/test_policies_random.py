@@ -24,7 +24,7 @@ from remat.testing import assert_same
 
 
 # Programs of which no record fits give up their policy.
-pytestmark = pytest.mark.filterwarnings("ignore:.*a policy is not followed any more")
+pytestmark = pytest.mark.filterwarnings("ignore:.* is not followed any more")
 
 
 # --- Programs ---

@@ -20,7 +20,7 @@ from remat import remat
 
 
 # What depends on the values drawn is in no record, and a policy is given up.
-pytestmark = pytest.mark.filterwarnings("ignore:.*a policy is not followed any more")
+pytestmark = pytest.mark.filterwarnings("ignore:.* is not followed any more")
 
 
 def only_the_first(x, w):

@@ -406,6 +406,7 @@ def test_a_value_that_only_python_reads_now_and_then():
     assert first is None or torch.equal(first[0], grads[0][0])
 
 
+@pytest.mark.filterwarnings("ignore:.* is not followed any more")
 def test_nothing_is_let_go_until_a_recomputation_went_well():
     """A function whose record never fits keeps its inputs."""
     flag = {"on": False}

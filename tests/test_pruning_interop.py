@@ -88,6 +88,7 @@ def through_a_wrapper(x):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.filterwarnings("ignore:.* is not pruned")
 def test_a_wrapper_subclass_inside(policy):
     assert_exact(through_a_wrapper, X, policy=POLICIES[policy], pruned=None)
 
@@ -119,6 +120,7 @@ def test_inputs_that_are_of_a_subclass_in_some_calls(policy, kinds):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.filterwarnings("ignore:.* is not pruned")
 def test_inputs_that_are_wrappers_in_some_calls(policy):
     fn = lambda x, w: dead_end((x * 2).sin()) * w.exp()
     ours = remat(fn, policy=POLICIES[policy], prune=True)

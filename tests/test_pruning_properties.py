@@ -29,7 +29,7 @@ from remat.testing import assert_same, count_ops
 
 
 # Programs that differ in each call, which no policy can follow.
-pytestmark = pytest.mark.filterwarnings("ignore:.*a policy is not followed any more")
+pytestmark = pytest.mark.filterwarnings("ignore:.* is not followed any more")
 X, W = make(SIZE, SIZE, seed=51), make(SIZE, SIZE, seed=52)
 XS, WS = make(2, SIZE, SIZE, seed=53), make(2, SIZE, SIZE, seed=54)
 V = make(SIZE, SIZE, seed=55)

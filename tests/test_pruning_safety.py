@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 # Some of these read in another way each time, so that no record fits.
-pytestmark = pytest.mark.filterwarnings("ignore:.*a policy is not followed any more")
+pytestmark = pytest.mark.filterwarnings("ignore:.* is not followed any more")
 
 
 # --- In place, and aliases ---

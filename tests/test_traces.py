@@ -5,20 +5,33 @@ record; what does not fit is given up after three times, with a reason.
 """
 
 import gc
+import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
 import torch
 from helpers import counted, leaves_of, make, scalar
-from pruning_helpers import W, X, dead_end, last_trace, of_backward, traces
+from pruning_helpers import (
+    W,
+    X,
+    dead_end,
+    last_trace,
+    of_backward,
+    traces,
+)
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
-from remat import RecomputeError, checkpoint_name, policies, remat
+from remat import RecomputeError, checkpoint_name, explain, policies, remat
 from remat._traces import TRACES, Trace
 from remat.testing import assert_same, count_ops
+
+
+given_up = pytest.mark.filterwarnings("ignore:.* is not followed any more")
 
 
 def fn(x, w):
@@ -344,6 +357,7 @@ def fickle(x):
     return dead_end(x.exp() if STATE["on"] else x.tanh())
 
 
+@given_up
 def test_after_three_strikes_it_is_off_for_a_reason():
     ours = remat(fickle, prune=True)
     strikes = []
@@ -434,17 +448,43 @@ def longer(x):
     return dead_end(h if STATE["on"] else h.tanh())
 
 
-def test_a_policy_that_is_given_up_is_a_warning():
-    ours = remat(longer, prune=True, policy=policies.everything_saveable)
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [({"policy": policies.everything_saveable}, "a policy"), ({}, "prune=True")],
+)
+def test_what_was_asked_for_and_is_given_up_is_a_warning(options, asked):
+    ours = remat(longer, prune=True, **options)
 
     def alternate():
         for call in range(12):
             STATE["on"] = call % 2 == 0
             assert_same(of_backward(ours, (X,)), of_backward(longer, (X,)))
 
-    with pytest.warns(UserWarning, match="a policy is not followed any more") as found:
+    with pytest.warns(UserWarning, match=f"{asked} is not followed any more") as found:
         alternate()
     assert len(found) == 1
+
+
+def through_two_tensors(x):
+    h = x.sin()
+    other = TwoTensor(h.detach(), h.detach()) * 2
+    return dead_end((h * other.a).cos().exp())
+
+
+def test_pruning_that_what_is_inside_rules_out_is_a_warning():
+    ours = remat(lambda x: through_two_tensors(x), prune=True)
+    where = re.escape(f"{Path(__file__).name}:")
+    match = f"is not pruned: at .*{where}.* is of a class that does not tell"
+    want = of_backward(through_two_tensors, (X,))
+    with pytest.warns(UserWarning, match=match) as found:
+        got = [of_backward(ours, (X,)) for _ in range(3)]
+    assert len(found) == 1
+    for each in got:
+        assert_same(each, want)
+    report = explain(ours, X)
+    assert not report.pruned
+    assert re.search("does not tell what shares its memory", report.reason)
+    assert found[0].message.args[0].endswith(f": {report.reason}.")
 
 
 def test_one_change_for_good_is_one_strike():
@@ -497,6 +537,7 @@ def test_too_many_lessons_end_it():
     assert trace.reason == "" or "reads" in trace.reason
 
 
+@given_up
 def test_a_nested_call_that_strikes_does_not_strike_the_outer_one():
     inner = remat(fickle, prune=True)
     outer = remat(lambda x: dead_end(inner(x * 2)), prune=True)
