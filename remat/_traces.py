@@ -200,9 +200,9 @@ class Trace:
 
 
 _GIVEN_UP = (
-    "remat: {asked} is not followed any more: {reason}. What the function does depends "
-    "on more than arguments, code and the modes of modules. Pass what changes as an "
-    "argument."
+    "remat: {asked} is not followed any more: {reason}. The function depends on more "
+    "than its arguments, its code and the modes of modules, or it reads values other "
+    "than by operations. Pass what changes as an argument."
 )
 _UNKNOWN = (
     "remat: the policy names {names}, but no checkpoint_name in this program has given "

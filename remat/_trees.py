@@ -40,6 +40,7 @@ _INDEXED = frozenset((list, tuple, dict, OrderedDict))
 # What no search walks, but where nobody keeps state.
 _FIXED = (type, enum.Enum, types.BuiltinFunctionType)
 _MISSES = 3
+_FEW = 3
 
 
 class NotRememberedError(Exception):
@@ -204,6 +205,8 @@ class Tree:
         self.texts = [written(path)[1] for path in search.origins]
         self.code = search.code
         walked = search.walked()
+        if len(walked) < _FEW:
+            raise NotRememberedError  # to search it is faster than to compare
         nodes = [node for _, node in walked if node is not None]
         modules = [(v, n) for v, n in walked if isinstance(n, ModuleNode)]
         buffers = {i for _, node in modules for i in node.buffers.values()}

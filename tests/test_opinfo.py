@@ -31,6 +31,8 @@ pytestmark = [
     # Torch warns of many of its own operators. Only what remat says is an error.
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.filterwarnings("error:remat"),
+    # Of tensor_split, whose results depend on values.
+    pytest.mark.filterwarnings("ignore:.* is not followed any more"),
 ]
 pytest.importorskip("expecttest", reason="torch's database imports it")
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
@@ -125,8 +127,25 @@ BETTER = {
     },
     "vmap_grad": {"index_reduce-prod", "scatter_reduce-prod"},
 }
+# torch asks in their formulas whether a tensor is one of torch.func's wrappers, which
+# those of a recomputation below it are not, and adds up in another order.
+ROUNDED = {
+    "func_grad": {
+        *("prod", "cumprod", "masked.cumprod", "masked_fill"),
+        "nn.functional.binary_cross_entropy_with_logits",
+    },
+}
+# What is drawn in place changes a value after it was made: policies do not keep that.
+DRAWN_IN_PLACE = {
+    *("cauchy", "exponential", "geometric", "log_normal", "normal-in_place", "uniform"),
+}
+# torch_geometric, which other tests import, puts a function of its own there.
+REPLACED = {"index_select": torch._C._VariableFunctions.index_select}
 # Plain runs other operations for it under these levels than a recomputation does.
-UNCOUNTED = {"func_grad": {"linalg.slogdet"}, "vmap_grad": {"masked_select", "logit"}}
+UNCOUNTED = {
+    "func_grad": {"linalg.slogdet", "nn.functional.binary_cross_entropy_with_logits"},
+    "vmap_grad": {"masked_select", "logit"},
+}
 
 
 def differentiable(value: Any) -> bool:
@@ -256,12 +275,15 @@ def run(transform: Any, case: Case, wrap: Any = plainly) -> Any:
     return transform(wrap(case.fn), case.leaves), torch.rand(2)
 
 
-def deviation(transform: Any, case: Case, wrap: Any, want: Any) -> tuple[str, int]:
+def deviation(
+    transform: Any, case: Case, wrap: Any, want: Any, name: str
+) -> tuple[str, int]:
     """Say in what remat deviates from plain; and how many operations a call runs."""
-    ours = wrap(case.fn)
+    ours, rounded = wrap(case.fn), name in ROUNDED.get(transform.__name__, ())
     for call in range(CALLS):
         try:
-            assert_same(run(transform, case, lambda _: ours), want)
+            got = run(transform, case, lambda _: ours)
+            assert_same(got, want, reassociated=rounded)
         except Exception as error:  # noqa: BLE001
             return f"call {call}: {type(error).__name__}: {error}", 0
     # Not compared: under a mode torch has other formulas for some derivatives.
@@ -312,13 +334,13 @@ def check(transform, op, amounts, *, wrap=remat, call=None, more=None):
     if name in NO_VALUES:
         pytest.skip(NO_VALUES[name])
     found, errors, compared = {}, [], 0
-    for sample, case in cases(op, call or op.op, amounts):
+    for sample, case in cases(op, call or REPLACED.get(name, op.op), amounts):
         want = attempt(transform, case, plainly)
         if not isinstance(want, Exception):
             if not same(run(transform, case), want):
                 continue
             compared += 1
-            said, ran = deviation(transform, case, wrap, want)
+            said, ran = deviation(transform, case, wrap, want, name)
             if not said and name not in UNCOUNTED.get(kind, ()):
                 said = miscount(transform, case, ran, more)
             found[sample] = said
@@ -370,7 +392,8 @@ def test_pruned(op):
 def test_everything_saveable(op):
     """What may be kept is kept, and not computed again."""
     keeping = remat(policy=policies.everything_saveable)
-    check(backward, op, ONE, wrap=keeping, more=remat)
+    more = None if name_of(op) in DRAWN_IN_PLACE else remat
+    check(backward, op, ONE, wrap=keeping, more=more)
 
 
 @pytest.mark.parametrize("op", writing, ids=name_of)

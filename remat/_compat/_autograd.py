@@ -222,6 +222,9 @@ MODAL_NODES = frozenset(
         *("MkldnnRnnLayerBackward0", "NativeDropoutBackward0"),
         *("NativeGroupNormBackward0", "SiluBackward0", "ThnnFusedGruCellBackward0"),
         *("ThnnFusedLstmCellBackward0", "WeightNormInterfaceBackward0"),
+        # These ask in C++.
+        *("CumprodBackward0", "LinalgDetBackward0", "LinalgSolveExBackward0"),
+        "OrmqrBackward0",
     }
 )
 
