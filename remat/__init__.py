@@ -1,8 +1,7 @@
 """JAX's rematerialization for PyTorch: a function transform over `torch.func`."""
 
 from remat import policies as policies, random as random
-from remat._api import remat as remat
-from remat._errors import (
+from remat._base.errors import (
     CaptureError as CaptureError,
     KeyReuseError as KeyReuseError,
     MutationError as MutationError,
@@ -11,20 +10,21 @@ from remat._errors import (
     RecomputeError as RecomputeError,
     RematError as RematError,
 )
-from remat._explain import compare as compare, explain as explain
-from remat._names import checkpoint_name as checkpoint_name
-from remat._reports import (
+from remat._partial.names import checkpoint_name as checkpoint_name
+from remat._report.explain import compare as compare, explain as explain
+from remat._report.reports import (
     ComparedPolicy as ComparedPolicy,
     Comparison as Comparison,
     ExplainedInput as ExplainedInput,
     ExplainedOp as ExplainedOp,
     Explanation as Explanation,
 )
-from remat._residuals import (
+from remat._report.residuals import (
     Residual as Residual,
     print_saved_residuals as print_saved_residuals,
     saved_residuals as saved_residuals,
 )
+from remat._transform.api import remat as remat
 
 
 checkpoint = remat

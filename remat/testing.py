@@ -24,9 +24,12 @@ from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from remat import _tree
-from remat._check_replay import Agreement as Agreement, check_replay as check_replay
-from remat._compat import call_kernel
+from remat._base import pytree
+from remat._report.check_replay import (
+    Agreement as Agreement,
+    check_replay as check_replay,
+)
+from remat._torch import call_kernel
 
 
 # --- Ops ----------------------------------------------------------------------
@@ -193,14 +196,14 @@ def assert_same(
         Traceback (most recent call last):
         AssertionError: assert_same: `['a']` differs in value...
     """
-    leaves, treedef = _tree.flatten(actual)
-    wanted, wanted_treedef = _tree.flatten(expected)
+    leaves, treedef = pytree.flatten(actual)
+    wanted, wanted_treedef = pytree.flatten(expected)
     if treedef != wanted_treedef:
         raise AssertionError(
             "assert_same: the structures differ.\n"
             f"  actual:   {treedef}\n  expected: {wanted_treedef}"
         )
-    for path, leaf, want in zip(_tree.paths(treedef), leaves, wanted, strict=True):
+    for path, leaf, want in zip(pytree.paths(treedef), leaves, wanted, strict=True):
         if difference := _difference(leaf, want, reassociated):
             raise AssertionError(
                 f"assert_same: {f'`{path}`' if path else 'the result'} {difference}\n"
@@ -271,7 +274,7 @@ def _value_and_gradients(
     """Run ``fn`` forward and backward; gradients come in the tree of the inputs."""
     args, kwargs = _copy((args, kwargs))
     inputs = {"args": args, "kwargs": kwargs, "wrt": wrt}
-    leaves, treedef = _tree.flatten(inputs)
+    leaves, treedef = pytree.flatten(inputs)
     before = [leaf.grad for leaf in _tensors(wrt)]
     try:
         for leaf in _tensors(wrt):
@@ -283,7 +286,7 @@ def _value_and_gradients(
     finally:
         for leaf, grad in zip(_tensors(wrt), before, strict=True):
             leaf.grad = grad
-    return result, _tree.unflatten(treedef, gradients)
+    return result, pytree.unflatten(treedef, gradients)
 
 
 def _gradient(leaf: Any) -> Tensor | str:
@@ -294,17 +297,17 @@ def _gradient(leaf: Any) -> Tensor | str:
 
 def _copy(tree: Any) -> Any:
     """Copy the tensors of a pytree to leaves; one tensor seen twice stays one."""
-    leaves, treedef = _tree.flatten(tree)
+    leaves, treedef = pytree.flatten(tree)
     copies = {
         id(leaf): leaf.detach().clone().requires_grad_(leaf.requires_grad)
         for leaf in leaves
         if isinstance(leaf, Tensor)
     }
-    return _tree.unflatten(treedef, [copies.get(id(leaf), leaf) for leaf in leaves])
+    return pytree.unflatten(treedef, [copies.get(id(leaf), leaf) for leaf in leaves])
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in _tree.flatten(tree)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def _cotangents(outputs: Sequence[Tensor]) -> list[Tensor]:

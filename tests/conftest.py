@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 import torch
 
-from remat._traces import TRACES
+from remat._partial.traces import TRACES
 
 
 # On Intel's processors MKL adds up a transposed product in another order. What these

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from remat import policies, remat
-from remat._traces import TRACES, Trace
+from remat._partial.traces import TRACES, Trace
 from remat.testing import assert_same, count_ops
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import grad, vmap
 
 from remat import RandomnessError, RecomputeError, remat
-from remat._saved import Saved
+from remat._transform.saved import Saved
 from remat.testing import assert_same, count_ops, live_bytes
 
 

@@ -21,8 +21,8 @@ from torch import nn
 from torch.func import grad, jvp, vmap
 
 from remat import CaptureError, remat
-from remat._call import Call
-from remat._capture import Search
+from remat._capture.search import Search
+from remat._transform.call import Call
 from remat.testing import assert_same, assert_same_gradients, count_ops
 
 

@@ -5,18 +5,29 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import torchgen
 from torch.utils import _python_dispatch
 
-from remat import _compat
-from remat._compat import _autograd, _levels, _process, _selftest, _state
+from remat import _torch
+from remat._torch import (
+    autograd as _autograd,
+    levels as _levels,
+    process as _process,
+    selftest as _selftest,
+    state as _state,
+)
 
 
 ROOT = Path(__file__).parent.parent
-SHIMS = sorted(name for name in vars(_compat) if not name.startswith("_"))
+SHIMS = sorted(
+    name
+    for name, value in vars(_torch).items()
+    if not name.startswith("_") and not isinstance(value, ModuleType)
+)
 CHECKS = _selftest.checks()
 
 
@@ -127,10 +138,10 @@ def test_a_torch_without_a_name_that_remat_needs_is_named():
 
 
 SLOW = """
-import remat._compat._selftest as selftest, sys
+import remat._torch.selftest as selftest, sys
 before = {*sys.modules}
 assert not selftest.failures()
-print([m for m in {*sys.modules} - before if "_compat" not in m])
+print([m for m in {*sys.modules} - before if "_torch" not in m])
 """
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from remat import RandomnessError
-from remat._draws import Guard
+from remat._ambient.draws import Guard
 
 
 ONES = torch.ones(3)

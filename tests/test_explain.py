@@ -24,7 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-import remat._render
+import remat._report.render
 from remat import (
     checkpoint_name,
     compare,
@@ -1032,7 +1032,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
     ids=str,
 )
 def test_dtypes_are_written_as_by_jax(dtype, text):
-    assert remat._render.short(dtype, (2,)) == text
+    assert remat._report.render.short(dtype, (2,)) == text
 
 
 def test_it_advises_higher_order_after_a_backward_was_differentiated():

@@ -25,7 +25,7 @@ from torch.func import grad, jacrev, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat import CaptureError, RecomputeError, explain, policies, remat
-from remat._match import constants_of
+from remat._partial.match import constants_of
 from remat.testing import assert_same, count_ops
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.func import grad, hessian, jacrev, vmap
 
 from remat import checkpoint_name, remat, saved_residuals
-from remat._context import is_recomputing
-from remat._traces import TRACES
+from remat._base.context import is_recomputing
+from remat._partial.traces import TRACES
 from remat.policies import (
     nothing_saveable,
     save_any_names_but_these,

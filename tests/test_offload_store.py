@@ -26,9 +26,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import OffloadError, RematError, _bytes, _offload
-from remat._compat import is_shared, snapshot, undisturbed
-from remat._offload import Fetched, Origin, in_file, in_host_memory, origin_of
+from remat import OffloadError, RematError
+from remat._offload.offload import (
+    Fetched,
+    Origin,
+    bytes as _bytes,
+    in_file,
+    in_host_memory,
+    offload as _offload,
+    origin_of,
+)
+from remat._torch import is_shared, snapshot, undisturbed
 
 
 MEGABYTE = 2**20
@@ -384,7 +392,7 @@ def test_a_file_goes_with_its_tensor_by_reference_counting(system, folder, monke
 
 SCRIPT = """
 import os, signal, sys, torch
-from remat._offload import in_file
+from remat._offload.offload import in_file
 torch.set_num_threads(1)  # a fork inherits no pool of threads
 x = torch.arange(100_000.)
 stored = [in_file(x + k) for k in range(3)]
@@ -465,7 +473,8 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(folder, monkeypatch):
 
 
 LIMITED = """
-from remat import OffloadError, _offload
+from remat import OffloadError
+from remat._offload import offload as _offload
 before = len(os.listdir("/proc/self/fd"))
 for chunk in (2**19, 2**21):  # room is taken before, or by writing
     _offload._CHUNK = chunk

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from remat._op import Op
-from remat._plan import Fate, Plan, Record, Step, plan
+from remat._base.op import Op
+from remat._partial.plan import Fate, Plan, Record, Step, plan
 
 
 RUN, BLIND, KEEP, DEAD = Fate.RUN, Fate.BLIND, Fate.KEEP, Fate.DEAD

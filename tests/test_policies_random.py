@@ -13,7 +13,7 @@ from torch.func import grad, hessian, jacrev, vmap
 from torch.nn import functional
 
 from remat import checkpoint_name, remat
-from remat._traces import TRACES
+from remat._partial.traces import TRACES
 from remat.policies import (
     dots_saveable,
     everything_saveable,

@@ -34,7 +34,7 @@ from torch.func import (
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import checkpoint_name, remat
-from remat._traces import TRACES
+from remat._partial.traces import TRACES
 from remat.policies import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,

@@ -19,8 +19,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from remat import _offload, _residual, checkpoint_name, remat, saved_residuals
-from remat._traces import TRACES
+from remat import checkpoint_name, remat, saved_residuals
+from remat._graph.graph import residual as _residual
+from remat._offload import offload as _offload
+from remat._partial.traces import TRACES
 from remat.policies import (
     Decision,
     as_policy,

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat import RecomputeError, checkpoint_name, policies, remat
-from remat._traces import TRACES
+from remat._partial.traces import TRACES
 from remat.testing import assert_same, count_ops
 
 

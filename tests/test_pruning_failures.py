@@ -14,7 +14,7 @@ from pruning_helpers import POLICIES, W, X, dead_end, last_trace, traces
 from torch.nn.functional import dropout
 
 from remat import MutationError, policies, remat
-from remat._traces import TRACES
+from remat._partial.traces import TRACES
 from remat.testing import assert_same, count_ops
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat import MutationError, RecomputeError, policies, remat
-from remat._graph import handles_at
+from remat._graph.graph import handles_at
 from remat.testing import assert_same, count_ops, live_bytes
 
 

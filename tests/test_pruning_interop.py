@@ -18,7 +18,8 @@ from torch.nn.functional import dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from remat import RecomputeError, _decide, policies, remat
+from remat import RecomputeError, policies, remat
+from remat._partial import decide as _decide
 from remat.testing import assert_same
 
 

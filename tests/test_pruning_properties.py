@@ -24,7 +24,7 @@ from random_programs import (
 from torch.func import grad, jvp, vmap
 
 from remat import policies, remat
-from remat._traces import TRACES
+from remat._partial.traces import TRACES
 from remat.testing import assert_same, count_ops
 
 

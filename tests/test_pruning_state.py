@@ -21,7 +21,7 @@ from pruning_helpers import (
 from torch import nn
 
 from remat import RecomputeError, policies, remat
-from remat._traces import TRACES
+from remat._partial.traces import TRACES
 from remat.testing import assert_same, count_ops
 
 

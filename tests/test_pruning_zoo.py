@@ -12,7 +12,7 @@ from pruning_helpers import POLICIES, traces
 from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 
 from remat import remat
-from remat._traces import TRACES
+from remat._partial.traces import TRACES
 from remat.testing import assert_same
 
 

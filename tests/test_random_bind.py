@@ -24,7 +24,7 @@ from torch.nn import functional as F, init  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from remat import RandomnessError, random
-from remat._draws import Guard
+from remat._ambient.draws import Guard
 from remat.random import bind, fold_in, key, split
 from remat.random._bind import _COMPOSITES, _RULES
 from remat.testing import count_ops

@@ -14,7 +14,8 @@ from torch.func import grad, hessian, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree
 
-from remat import _tree, random, remat
+from remat import random, remat
+from remat._base import pytree
 from remat.random import Key
 from remat.testing import assert_same, count_ops
 
@@ -369,19 +370,19 @@ def test_to_the_device_it_is_on_is_the_same_memory():
 
 
 def test_data_is_the_only_leaf():
-    for flatten in (_tree.flatten, _pytree.tree_flatten):
+    for flatten in (pytree.flatten, _pytree.tree_flatten):
         leaves, treedef = flatten({"k": KEYS, "n": 1})
         assert [type(leaf) for leaf in leaves] == [torch.Tensor, int]
-    leaves, treedef = _tree.flatten({"k": KEYS})
-    assert _tree.paths(treedef) == ["['k'].data"]
-    assert _tree.unflatten(treedef, leaves)["k"] == KEYS
+    leaves, treedef = pytree.flatten({"k": KEYS})
+    assert pytree.paths(treedef) == ["['k'].data"]
+    assert pytree.unflatten(treedef, leaves)["k"] == KEYS
 
 
 def test_a_tree_may_hold_what_is_no_data():
     named = _pytree.tree_map(lambda _: "here", [K])
     assert named[0].data == "here"
     assert repr(named[0]) == "Key('here')"
-    assert _tree.unflatten(_tree.flatten([K])[1], [None])[0].data is None
+    assert pytree.unflatten(pytree.flatten([K])[1], [None])[0].data is None
     assert _pytree.tree_map(lambda _: 0, K).impl == K.impl
 
 

@@ -28,8 +28,8 @@ from remat import (
     remat as ckpt,
     saved_residuals,
 )
-from remat._compat import _autograd
-from remat._graph import foreign_tensors_at, handles_at, nodes_of
+from remat._graph.graph import foreign_tensors_at, handles_at, nodes_of
+from remat._torch import autograd as _autograd
 from remat.testing import live_bytes
 
 

@@ -23,7 +23,7 @@ from remat import (
     remat,
     saved_residuals,
 )
-from remat._traces import TRACES
+from remat._partial.traces import TRACES
 from remat.policies._functions import PUBLIC
 from remat.testing import assert_same_gradients, live_bytes
 

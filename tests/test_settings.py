@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat
-from remat._compat import read_settings
+from remat._torch import read_settings
 from remat.testing import assert_same, count_ops
 
 

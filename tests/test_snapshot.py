@@ -377,7 +377,7 @@ def test_hooks_are_not_walked():
     """The hook leads to fifty layers, and the call is about one."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50))).double()
     model[0].register_forward_hook(lambda *_: model and None)
-    from remat._capture import Search
+    from remat._capture.search import Search
 
     search = Search()
     search.visit(model[0], None)

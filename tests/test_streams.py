@@ -19,8 +19,9 @@ from helpers import Evaluations
 from torch import nn
 from torch.func import grad, vmap
 
-from remat import RandomnessError, _streams, remat
-from remat._compat import _process
+from remat import RandomnessError, remat
+from remat._ambient import streams as _streams
+from remat._torch import process as _process
 from remat.testing import assert_same, count_ops, live_bytes
 
 
@@ -755,8 +756,8 @@ def test_the_stream_of_every_initialized_device_is_replayed(monkeypatch, initial
     found = device if initialized == "before" else []
     monkeypatch.setattr(_process, "_STREAMS", [lambda: found])
     # The search is not to find it: only the registry knows of it.
-    monkeypatch.setattr("remat._sources.is_stream", lambda _: False)
-    monkeypatch.setattr("remat._capture.is_stream", lambda _: False)
+    monkeypatch.setattr("remat._capture.sources.is_stream", lambda _: False)
+    monkeypatch.setattr("remat._capture.search.is_stream", lambda _: False)
 
     def fn(x):
         found[:] = device

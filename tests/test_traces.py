@@ -27,7 +27,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from remat import RecomputeError, checkpoint_name, explain, policies, remat
-from remat._traces import TRACES, Trace
+from remat._partial.traces import TRACES, Trace
 from remat.testing import assert_same, count_ops
 
 

@@ -17,7 +17,8 @@ from helpers import Evaluations, plainly
 from test_plain_graph import assert_as_plain, leaf
 from torch import nn
 
-from remat import RecomputeError, _trees, remat
+from remat import RecomputeError, remat
+from remat._capture import trees as _trees
 from remat.testing import count_ops
 
 
@@ -290,7 +291,8 @@ def test_ordered_containers_are_compared_in_order():
 SCRIPT = """
 import torch
 from torch import nn
-from remat import remat, _trees
+from remat import remat
+from remat._capture import trees as _trees
 from remat.testing import count_ops
 model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 with count_ops() as ops:

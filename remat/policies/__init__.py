@@ -24,7 +24,7 @@ product of two matrices. Under `vmap` over both operands a product of matrices b
 one with a batch, and is recomputed: use `dots_saveable` or names there.
 """
 
-from remat._op import Op as Op, Value as Value
+from remat._base.op import Op as Op, Value as Value
 from remat.policies._decision import Decision as Decision
 from remat.policies._dots import (
     checkpoint_dots as checkpoint_dots,

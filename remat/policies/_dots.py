@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
-from remat._op import Op
+from remat._base.op import Op
 from remat.policies._decision import check_places
 from remat.policies._operators import checked, family
 from remat.policies._policy import Policy

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from remat._compat import is_operator
-from remat._op import Op
+from remat._base.op import Op
+from remat._torch import is_operator
 from remat.policies._decision import Answer
 from remat.policies._selective import Selective
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from remat._op import Op
+from remat._base.op import Op
 from remat.policies._decision import check_places
 from remat.policies._policy import Policy
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from remat._compat import HigherOrderOperator, is_operator, overload_of
+from remat._torch import HigherOrderOperator, is_operator, overload_of
 
 
 @cache

@@ -29,7 +29,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from remat._op import Op
+from remat._base.op import Op
 from remat.policies._decision import PLACES, Answer, Decision, decision_of, place
 from remat.policies._functions import Ask, asked, printed
 from remat.policies._operators import checked, family, name

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
 from typing_extensions import override
 
-from remat._compat import HigherOrderOperator, tensor_without_data
-from remat._op import Op, Value
+from remat._base.op import Op, Value
+from remat._torch import HigherOrderOperator, tensor_without_data
 from remat.policies._decision import Answer, Decision
 
 

@@ -6,7 +6,7 @@ Rejected: elements, of which a policy would keep twice the bytes in float32 as i
 
 from dataclasses import dataclass
 
-from remat._op import Op
+from remat._base.op import Op
 from remat.policies._policy import Policy
 
 

@@ -23,8 +23,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import get_worker_info
 from typing_extensions import override
 
-from remat._code import known_code, user_line
-from remat._compat import (
+from remat._ambient.draws import Guard
+from remat._base.code import known_code, user_line
+from remat._base.context import is_recomputing
+from remat._base.errors import RandomnessError
+from remat._torch import (
     OpOverload,
     OpOverloadPacket,
     as_fake,
@@ -35,9 +38,6 @@ from remat._compat import (
     show_to_traced_modes,
     without_dispatch_mode,
 )
-from remat._context import is_recomputing
-from remat._draws import Guard
-from remat._errors import RandomnessError
 from remat.random._key import Key, KeyLike, data_of, fold_in
 from remat.random._rerouted import DRAWS
 from remat.random._rerouted_nn import LAYERS

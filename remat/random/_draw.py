@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from remat._compat import current_layer, must_inline
+from remat._torch import current_layer, must_inline
 from remat.random import _reuse
 from remat.random._key import KeyLike, data_of, integer
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from typing_extensions import override
 
-from remat._compat import current_layer, must_inline
+from remat._torch import current_layer, must_inline
 from remat.random import _ops
 from remat.random._draw import Value, consumed, fits, is_number
 from remat.random._key import KeyLike, data_of

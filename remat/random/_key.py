@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat import _tree
-from remat._compat import base_tensor
+from remat._base import pytree
+from remat._torch import base_tensor
 from remat.random import _ops, _reuse
 
 
@@ -167,7 +167,7 @@ def _unpickle(data: Tensor, impl: str) -> Key:
 # It only makes a key, so `torch.load(weights_only=True)` may call it.
 torch.serialization.add_safe_globals([_unpickle])
 
-_tree.register(Key, "remat.random.Key", children=["data"], static=["impl"])
+pytree.register(Key, "remat.random.Key", children=["data"], static=["impl"])
 # A Key, or its data: what torch.func._random calls a key.
 KeyLike: TypeAlias = Key | Tensor
 

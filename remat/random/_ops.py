@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._compat import is_unwatched, native_random
+from remat._torch import is_unwatched, native_random
 from remat.random import _philox
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from remat._compat import current_layer, must_inline
+from remat._torch import current_layer, must_inline
 from remat.random._choices import permutation
 from remat.random._key import Key
 from remat.random._samplers import bernoulli, bits, normal, randint, uniform

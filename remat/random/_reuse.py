@@ -18,10 +18,10 @@ from typing import ParamSpec, TypeVar
 from torch import Tensor
 from typing_extensions import override
 
-from remat._code import user_line
-from remat._compat import base_tensor, must_inline
-from remat._context import is_recomputing
-from remat._errors import KeyReuseError
+from remat._base.code import user_line
+from remat._base.context import is_recomputing
+from remat._base.errors import KeyReuseError
+from remat._torch import base_tensor, must_inline
 
 
 P = ParamSpec("P")
@@ -112,7 +112,7 @@ def check_key_reuse() -> _Block:
         ...     x = random.normal(key, (3,))
         ...     y = random.uniform(key, (3,))
         Traceback (most recent call last):
-        remat._errors.KeyReuseError: remat: a key was consumed twice, ...
+        remat.KeyReuseError: remat: a key was consumed twice, ...
     """
     return _Block()
 

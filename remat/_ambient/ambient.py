@@ -1,0 +1,199 @@
+"""What a function reads without being passed it: random streams, autocast, settings.
+
+An `Ambient` notes it before the forward, keeps of the streams only those that the
+forward moved, and puts it back for a recomputation.
+
+Invariant: after a recomputation every stream and setting stands where it stood before
+it. Nothing is kept for a function that drew nothing.
+Rejected: asking which devices the arguments live on, as torch.utils.checkpoint does; a
+function may draw on any. And an option to leave a stream as it is: a recomputation that
+draws another mask than the forward gives wrong gradients, so nobody could use it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from ctypes import string_at
+from typing import Any
+
+import torch
+
+from remat._ambient.streams import Stream, global_streams
+from remat._torch import (
+    autocast_depth,
+    device_generators,
+    is_autocast_active,
+    read_settings,
+    write_settings,
+)
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+_OFF = False, None, True  # not on, to no dtype, casts cached
+
+
+def _autocast() -> dict[str, Any]:
+    """Return whether and to what each device type autocasts; empty where none does."""
+    if not is_autocast_active():
+        return {}
+    cache = torch.is_autocast_cache_enabled()
+    return {
+        d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache)
+        for d in _AUTOCAST_DEVICES
+    }
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Ambient:
+    """The ambient state of one forward.
+
+    Args:
+        streams: those that the function can reach, besides the global ones.
+        always: whether to keep all of them, for the function may put back itself what
+            it has moved.
+    """
+
+    __slots__ = (
+        "_always",
+        "_autocast",
+        "_before",
+        "_global",
+        "_moved",
+        "_plain",
+        "_settings",
+    )
+
+    def __init__(self, streams: Sequence[Stream] = (), always: bool = False) -> None:
+        self._autocast = _autocast()
+        self._always = always
+        self._settings = read_settings()
+        self._global = ours = global_streams()
+        devices = device_generators()
+        others: list[tuple[Any, Any]] = []
+        if devices or streams:
+            others += [(s, _read(s)) for s in (*devices, *streams)]
+        self._before = ours.read(), others
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells forwards apart that run other operations for it."""
+        return (*self._autocast.items(),)
+
+    def forward_done(self, *, keeps_casts: bool = False) -> None:
+        """Keep only the streams that moved since.
+
+        Args:
+            keeps_casts: whether autocast's casts stay in its cache, as in plain code.
+        """
+        before, others = self._before
+        del self._before
+        always, now = self._always, self._global.read()
+        moved: list[tuple[Any, Any]] = []
+        self._moved = moved
+        if always or before != now:
+            each = zip(self._global.streams, before, now, strict=True)
+            moved += [(s, old) for s, old, new in each if always or old != new]
+        present = device_generators()
+        if others or present:
+            moved += [(s, old) for s, old in others if always or _differ(old, _read(s))]
+            known = {id(s) for s, _ in others}
+            # Those that the forward initialized.
+            fresh = [g for g in present if id(g) not in known]
+            moved += [(g, _initial_state(g)) for g in fresh]
+        self._plain = not (always or moved or self._autocast)
+        if not keeps_casts:
+            self.forget_casts()
+
+    def forget_casts(self) -> None:
+        """Free what autocast cast here, which is of no use elsewhere."""
+        if self._autocast:
+            torch.clear_autocast_cache()
+
+    @property
+    def moved(self) -> Sequence[tuple[Any, Any]]:
+        """The streams that the forward drew from, and their states before."""
+        return getattr(self, "_moved", ())
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Run the body in the noted state, and leave everything as it was before."""
+        unchanged = self._settings == read_settings()
+        if unchanged and self._plain and not autocast_depth():
+            return _NOTHING
+        return self._restored(self._moved)
+
+    def restored_within(self) -> AbstractContextManager[None]:
+        """Do so while the forward still runs."""
+        before, others = self._before
+        return self._restored(
+            [*zip(self._global.streams, before, strict=True), *others]
+        )
+
+    @contextmanager
+    def _restored(self, states: list[tuple[Any, Any]]) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(_under(self._settings))
+            # What the forward cast is cast again, and casts of a recompute are gone.
+            torch.clear_autocast_cache()
+            self._enter_autocast(stack)
+            stack.callback(torch.clear_autocast_cache)
+            stack.enter_context(_set(states))
+            yield
+
+    def _enter_autocast(self, stack: ExitStack) -> None:
+        now, then = _autocast(), self._autocast
+        for device in _AUTOCAST_DEVICES if now != then else ():
+            have, want = now.get(device, _OFF), then.get(device, _OFF)
+            if want != have and (want[0] or have[0]):
+                on, dtype, cache = want
+                context = torch.autocast(device, dtype, on, cache_enabled=cache)
+                stack.enter_context(context)
+
+
+@contextmanager
+def _under(settings: tuple[Any, ...]) -> Iterator[None]:
+    now = read_settings()
+    write_settings(settings)
+    try:
+        yield
+    finally:
+        write_settings(now)
+
+
+@contextmanager
+def _set(states: list[tuple[Any, Any]]) -> Iterator[None]:
+    present: dict[Any, Any] = {}
+    if states:
+        present = {s.name: s for s in global_streams().streams}
+    with ExitStack() as stack:
+        for s, _ in states:
+            # NumPy's generator may have been exchanged since: last comes that of now.
+            now = present.get(getattr(s, "name", None), s)
+            stack.callback(_write, now, _read(now))
+            if now is not s:
+                stack.callback(_write, s, _read(s))
+        for s, state in states:
+            _write(s, state)
+        yield
+
+
+def _initial_state(generator: torch.Generator) -> torch.Tensor:
+    """Return the state in which a generator started that the forward initialized."""
+    fresh = torch.Generator(generator.device)
+    return fresh.manual_seed(generator.initial_seed()).get_state()
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor):
+        return a != b
+    # Past the dispatcher: unseen by modes and transforms.
+    n = a.numel()
+    return string_at(a.data_ptr(), n) != string_at(b.data_ptr(), n)
+
+
+def _read(stream: Any) -> Any:
+    return stream.read() if isinstance(stream, Stream) else stream.get_state()
+
+
+def _write(stream: Any, state: Any) -> None:
+    (stream.write if isinstance(stream, Stream) else stream.set_state)(state)

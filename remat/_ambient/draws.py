@@ -1,0 +1,105 @@
+"""Refuse draws from the global random streams, naming the operation and the line.
+
+Invariant: the stream that was drawn from stands where it stood before.
+Rejected: refusing every operation that torch tags as random. Attention is, and draws
+nothing without dropout; and an operation may have been passed a generator. Nor do the
+tags say all: an operation that someone registered may call a random one.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from remat._ambient.streams import global_streams
+from remat._base.code import user_line
+from remat._base.errors import RandomnessError
+from remat._base.types import Fn
+from remat._torch import (
+    LeanDispatchMode,
+    OpOverload,
+    call_kernel,
+    default_generators,
+    eager_only,
+)
+
+
+class Guard(LeanDispatchMode):
+    """Raises on an operation that moves a global stream.
+
+    Args:
+        message: of the error, with `{op}` and `{where}` to be filled in.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__()
+        self._message = message
+
+    def is_off(self) -> bool:
+        """Say whether draws are let through at present."""
+        return False
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if not _may_draw(func) or self.is_off():
+            return call_kernel(func, *args, **kwargs)
+        before = [(g, g.get_state()) for g in default_generators()]
+        out = call_kernel(func, *args, **kwargs)
+        moved = [(g, s) for g, s in before if not torch.equal(s, g.get_state())]
+        if not moved:
+            return out
+        for generator, state in moved:
+            generator.set_state(state)
+        raise RandomnessError(self._message.format(op=func, where=user_line()))
+
+
+# Whose tags can be trusted.
+_TAGGED = ("aten", "prims", "prim", "remat")
+
+
+@functools.cache
+def _may_draw(func: Any) -> bool:
+    if not isinstance(func, OpOverload) or func.namespace not in _TAGGED:
+        return True
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def without_draws(fn: Fn, label: str) -> Fn:
+    """Return `fn` refusing to draw from a global stream, torch's or another.
+
+    Args:
+        fn: the function.
+        label: what errors call it.
+    """
+    message = _DREW_IN.format(label=label.replace("{", "{{").replace("}", "}}"))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        streams = global_streams()
+        before = streams.read()
+        with Guard(message):
+            result = fn(*args, **kwargs)
+        each = zip(streams.streams, before, streams.read(), strict=True)
+        for stream, old, new in each:
+            if old != new:
+                stream.write(old)
+                raise RandomnessError(_DREW.format(label=label, stream=stream.name))
+        return result
+
+    return run
+
+
+_DREW = (
+    "remat: {label} drew from the global random stream of: {stream}, which "
+    "rng='error' refuses. Pass a key of remat.random, or a generator, and draw from it."
+)
+_DREW_IN = (
+    "remat: {label} drew from a global random stream in {{op}}, at {{where}}, which "
+    "rng='error' refuses. Pass a key and draw with remat.random, or call the function "
+    "under remat.random.bind(key), or pass a torch.Generator."
+)

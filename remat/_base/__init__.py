@@ -1,0 +1,14 @@
+"""What every room uses: types, errors, pytrees, operations as data, a thread's context.
+
+In: nothing of remat but `_torch`. Out: vocabulary.
+
+    types, errors     what flows between rooms, and what a user may catch
+    pytree            the only importer of optree
+    context           which calls a thread is inside of, and for what
+    code              what a function's code refers to, and the user's line
+    op, program       an operation, and a call, as data
+    absent            a tensor without a value, for what a recompute leaves out
+    checks            free functions that say whether a call is what remat takes it for
+
+Called by all rooms.
+"""

@@ -1,0 +1,208 @@
+"""Tensors without a value: what a recomputation puts in place of what it leaves out.
+
+Invariant: nobody reads one. Who tries gets a `MissingError`, or torch's refusal, and
+the replay that left the value out learns of it, also where the user's code catches it.
+Rejected: a buffer of NaN to stand for what is absent. It costs memory and as much time,
+and who reads it gets a number.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from remat._base.op import Value
+from remat._base.types import TENSORS
+from remat._torch import (
+    eager_only,
+    no_torch_function,
+    refuse_data_ptr,
+    tensor_without_data,
+)
+
+
+# Autograd detaches what it saves of a result: not an operation of the function.
+DETACH = torch.ops.aten.detach.default
+# Nor is what fake tensors are asked for.
+IGNORED = frozenset(
+    {DETACH, torch.ops.prim.device.default, torch.ops.prim.layout.default}
+)
+
+
+# They read the metadata of an argument, and not its values.
+LIKE = {
+    *("empty_like", "full_like", "ones_like", "zeros_like"),
+    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
+    *("rand_like", "randn_like", "randint_like"),
+}
+
+
+class MissingError(RuntimeError):
+    """Something read a value that was left out.
+
+    Attributes:
+        shared: what stands for the storage read.
+    """
+
+    def __init__(self, shared: "Shared", reader: Any) -> None:
+        super().__init__(_READ.format(reader=reader))
+        self.shared = shared
+        # Noted as well as raised, for the user's code may catch it.
+        shared.trouble.missed.append(shared.number)
+
+
+_READ = (
+    "remat: {reader} reads a value that the recomputation left out, since no "
+    "operation recorded in the forward reads it. Pass prune=False to recompute all."
+)
+
+
+class MismatchError(RuntimeError):
+    """A replay came by another operation than was recorded."""
+
+
+class Trouble:
+    """What a replay came by that the plan did not expect.
+
+    Attributes:
+        missed: the storages that were read and are not there.
+        differs: how the operations differ.
+    """
+
+    __slots__ = ("differs", "missed")
+
+    def __init__(self) -> None:
+        self.missed: list[int] = []
+        self.differs = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.missed or self.differs)
+
+
+class Shared:
+    """Stands for a storage that is not there; whoever shares it has the same."""
+
+    __slots__ = ("number", "trouble")
+
+    def __init__(self, number: int, trouble: Trouble) -> None:
+        self.number, self.trouble = number, trouble
+
+
+_NOWHERE = Shared(-1, Trouble())
+
+
+class Absent(Tensor):
+    """A tensor without a value.
+
+    Attributes:
+        storage_of: what stands for its storage.
+    """
+
+    storage_of: "Shared"
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        read = [t for t in inputs_of(args, kwargs) if type(t) is Absent]
+        if func is DETACH:
+            return like(read[0])
+        if func.overloadpacket.__name__ in LIKE:
+            return func(*present(args), **present(kwargs or {}))
+        raise MissingError(read[0].storage_of, func)
+
+
+def _refuse(tensor: Absent, *_: Any, **__: Any) -> Any:
+    raise MissingError(tensor.storage_of, "Python")
+
+
+# They read memory without an operation, and would find none.
+for _name in ("data_ptr", "numpy", "storage", "tolist", "untyped_storage"):
+    setattr(Absent, _name, _refuse)
+for _name in ("__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__"):
+    setattr(Absent, _name, _refuse)
+
+
+def absent(value: Value, shared: Shared) -> Absent:
+    """Return a tensor of the metadata given, without a value."""
+    new: Absent = tensor_without_data(
+        Absent,
+        value.shape,
+        value.stride,
+        value.offset,
+        None,
+        value.dtype,
+        torch.strided,
+        value.device,
+    )
+    new.storage_of = shared
+    refuse_data_ptr(new)
+    return new
+
+
+def like(tensor: Tensor, shared: Shared | None = None) -> Absent:
+    """Return an absent tensor like one that is there or is not."""
+    meta = (tuple(tensor.shape), tensor.dtype, tensor.device)
+    value = Value(*meta, tuple(tensor.stride()), int(tensor.storage_offset()))
+    return absent(value, shared or getattr(tensor, "storage_of", _NOWHERE))
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors among an operation's results, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    found: list[Tensor] = []
+    _collect((tree,), found)
+    return found
+
+
+def are_tensors(args: Any, kwargs: Any) -> bool:
+    """Say, quickly and for most operations, that the arguments are tensors alone."""
+    return not kwargs and PLAIN.issuperset(map(type, args))
+
+
+# Classes that see nothing of what is done with their tensors.
+PLAIN = TENSORS | {Absent}
+
+
+def may_be_absent(leaf: Tensor) -> bool:
+    """Say whether a leaf is of no class that sees what is done with it."""
+    return type(leaf) in PLAIN or hasattr(leaf, "fake_mode")
+
+
+def inputs_of(args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors among an operation's arguments, in order."""
+    if are_tensors(args, kwargs):
+        return [*args]
+    found: list[Tensor] = []
+    _collect(args, found)
+    if kwargs:
+        _collect(kwargs.values(), found)
+    return found
+
+
+def _collect(trees: Any, found: list[Tensor]) -> None:
+    for part in trees:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, (list, tuple)):
+            _collect(part, found)
+        elif isinstance(part, dict):
+            _collect(part.values(), found)
+
+
+def present(tree: Any) -> Any:
+    """Put tensors of any values in place of those that are absent."""
+    if type(tree) is Absent:
+        meta = tree.shape, tree.stride()
+        return torch.empty_strided(*meta, dtype=tree.dtype, device=tree.device)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map(present, tree))
+    if isinstance(tree, dict):
+        return {name: present(part) for name, part in tree.items()}
+    return tree

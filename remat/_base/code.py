@@ -1,0 +1,223 @@
+"""What a function's code refers to: which global names, and whose globals they are.
+
+Invariant: what is remembered is bounded and holds no user's globals. Rejected: walking
+the globals of installed packages, which may be thousands of functions on every call.
+"""
+
+import builtins
+import dis
+import enum
+import functools
+import operator
+import os
+import sys
+import sysconfig
+import types
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalNames:
+    """Global names of a function's code.
+
+    Attributes:
+        loaded: those it loads.
+        stored: those it stores or deletes.
+        handles_states: whether it reads or sets the state of a random stream.
+    """
+
+    loaded: tuple[str, ...]
+    stored: tuple[str, ...]
+    handles_states: bool
+
+
+# Names in code that reads or sets states: it may put back a stream that it has moved,
+# or set one, or a setting, where it was anyway.
+STATES = {
+    *("clone_state", "fork_rng", "get_rng_state", "get_state", "getstate"),
+    *("initial_seed", "manual_seed", "set_rng_state", "set_state", "setstate"),
+    *("deepcopy", "jumped", "set_default_dtype", "set_autocast_dtype"),
+    *("use_deterministic_algorithms", "set_float32_matmul_precision"),
+}
+_CALLED = "seed"  # one more, but many a number is called so: it has to be called
+
+
+class KnownCode(NamedTuple):
+    """What a function's code refers to, in the globals of that function.
+
+    Attributes:
+        code: held, so that its identity is not used again.
+        names: all of them.
+        open: those loaded that may stand for something of the user's.
+        settled: the others, which are builtins or what packages define, and what they
+            were then.
+        is_settled: whether there are no open ones, and none that it assigns, and it
+            does nothing to the state of a random stream.
+    """
+
+    code: types.CodeType
+    names: GlobalNames
+    open: tuple[str, ...]
+    settled: dict[str, Any]
+    is_settled: bool
+
+
+# Oldest first. By identity: hashing a code object reads all of it.
+_KNOWN: dict[int, KnownCode] = {}
+_KNOWN_SIZE = 4096
+
+
+def known_code(fn: types.FunctionType) -> KnownCode:
+    """Return what the code of a function, and code nested in it, refers to."""
+    known = _KNOWN.get(id(fn.__code__))
+    if known is not None:
+        present = map(fn.__globals__.get, known.settled)
+        if all(map(operator.is_, present, known.settled.values())):
+            return known
+    elif len(_KNOWN) >= _KNOWN_SIZE:
+        _KNOWN.pop(next(iter(_KNOWN)), None)
+    known = _KNOWN[id(fn.__code__)] = _find_known(fn)
+    return known
+
+
+def _find_known(fn: types.FunctionType) -> KnownCode:
+    code, scope = fn.__code__, fn.__globals__
+    names = _find_names(code)
+    settled: dict[str, Any] = {}
+    opened: tuple[str, ...] = ()
+    if not is_library(scope):
+        settled = {n: scope.get(n) for n in names.loaded if _is_settled(n, scope)}
+        opened = tuple(n for n in names.loaded if n not in settled)
+    touches = names.stored or names.handles_states or fn.__name__ in STATES
+    return KnownCode(code, names, opened, settled, not (opened or touches))
+
+
+def _find_names(code: types.CodeType) -> GlobalNames:
+    found: dict[str, dict[str, None]] = {"LOAD": {}, "STORE": {}, "DELETE": {}}
+    todo = [code]
+    states = False
+    while todo:
+        here = todo.pop()
+        for step in dis.get_instructions(here):
+            action, _, where = step.opname.partition("_")
+            if where in ("GLOBAL", "NAME") and action in found:
+                found[action][str(step.argval)] = None
+            if step.argval == _CALLED:
+                is_method = step.opname == "LOAD_METHOD" or "NULL" in step.argrepr
+                states = states or is_method
+        states = states or not STATES.isdisjoint(here.co_names)
+        todo += [c for c in here.co_consts if isinstance(c, types.CodeType)]
+    stored = (*found["STORE"], *found["DELETE"])
+    return GlobalNames(tuple(found["LOAD"]), stored, states)
+
+
+def _is_settled(name: str, scope: dict[str, Any]) -> bool:
+    """Say whether a global is a builtin, or a package's and so none of the user's."""
+    if name not in scope:
+        return hasattr(builtins, name)
+    value = scope[name]
+    kind = type(value)
+    if kind is types.ModuleType:
+        return is_library(vars(value))
+    if kind is types.FunctionType:
+        held = value.__closure__ or value.__defaults__ or value.__kwdefaults__
+        held = held or value.__name__ in STATES
+        return is_library(value.__globals__) and not held
+    return issubclass(kind, type) and is_library_class(value)
+
+
+def is_library_class(cls: type) -> bool:
+    """Say whether a class is the standard library's or a package's."""
+    module: Any = sys.modules.get(str(cls.__module__))
+    if module is builtins:
+        # Code that was executed without a module's name makes classes of builtins too.
+        return not cls.__flags__ & _HEAP_TYPE
+    return module is not None and is_library(vars(module))
+
+
+_HEAP_TYPE = 1 << 9  # CPython: made by a class statement
+
+
+_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_LIBRARIES = (*(sysconfig.get_paths()[k] for k in _PATHS), _OURS)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library_file(file: str) -> bool:
+    return file.startswith(_LIBRARIES)
+
+
+def is_library(scope: dict[str, Any]) -> bool:
+    """Say whether a module's globals are those of the standard library or a package."""
+    file = scope.get("__file__")
+    if file is None:
+        return scope.get("__name__") in sys.builtin_module_names
+    return _is_library_file(file)
+
+
+_STANDARD = tuple(sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib"))
+_TORCH = os.path.dirname(torch.__file__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_trusted_file(file: str) -> bool:
+    if file.startswith((_TORCH, _OURS)):
+        return True
+    return file.startswith(_STANDARD) and "site-packages" not in file
+
+
+# Not that of a notebook or a prompt.
+_GENERATED = ("<string>", "<frozen", "<eval_with_key>")
+
+
+def user_line() -> str:
+    """Return the innermost line of the stack that is neither torch's nor remat's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        if not file.startswith(_GENERATED) and not _is_trusted_file(file):
+            return f"{file}:{frame.f_lineno}, in {code.co_name}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+CONSTANT = frozenset(
+    {
+        *(bool, bytes, complex, float, int, str, type(None), type(...)),
+        *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
+    }
+)
+
+
+def is_constant(value: Any) -> bool:
+    """Say whether a value is of a kind that reaches nothing else."""
+    return type(value) in CONSTANT
+
+
+def is_static(value: Any) -> bool:
+    """Say whether a value is hashable and refers to nothing of the user's."""
+    if type(value) is types.BuiltinFunctionType:
+        return _is_constant(value)
+    return is_constant(value) or isinstance(value, enum.Enum)
+
+
+def static_of(value: Any) -> Any:
+    """Return what stands for an argument in a signature; None if it is not static."""
+    if not is_static(value):
+        return None
+    # A number may be annealed.
+    return float if type(value) is float else (type(value), value)
+
+
+def _is_constant(value: Any) -> bool:
+    if value is None:  # a name of builtins
+        return True
+    if type(value) is not types.BuiltinFunctionType:
+        return False
+    owner: Any = value.__self__
+    return owner is None or type(owner) is types.ModuleType

@@ -1,0 +1,38 @@
+"""The errors a user of remat may want to catch.
+
+All are `RematError`, itself a `RuntimeError`: what remat refuses, it refuses at run
+time.
+"""
+
+
+class RematError(RuntimeError):
+    """Base class of the errors that remat raises itself."""
+
+
+class RecomputeError(RematError):
+    """The recomputation did something other than the forward did."""
+
+
+class MutationError(RematError):
+    """A tensor that the recomputation reads was changed in place."""
+
+
+class CaptureError(RematError):
+    """The function uses outside state that cannot be made an input of the call."""
+
+
+class OffloadError(RematError):
+    """A residual could not be offloaded: there is no room, or no way."""
+
+
+class RandomnessError(RematError):
+    """A draw was refused: from a global stream, where only keys may be drawn from."""
+
+
+class KeyReuseError(RandomnessError):
+    """A key was consumed twice, so that two draws are the same."""
+
+
+# Tracebacks name them as users import them.
+for _error in (RematError, *RematError.__subclasses__(), KeyReuseError):
+    _error.__module__ = "remat"

@@ -1,0 +1,16 @@
+"""How a call is run again: what it refers to, as it was.
+
+In: a function and its arguments. Out: a `Snapshot`, which holds nodes in place of the
+user's objects, and a `Run`, which makes them again around other tensors.
+
+    search                  finds what a call refers to
+    structure, kinds        paths of what is found; which values hold nothing
+    nodes, containers, callables, modules, objects
+                            each kind of value, and how it is made again
+    sources                 random streams among what is found
+    trees                   what a search found in a module, remembered
+    snapshot, restore       a call as it was, and the run that puts it back
+    handing_on              the forward under torch.func, whose changes are kept
+
+Called by `_transform` for each call, by `_report`, and by `_graph` for what hooks hold.
+"""

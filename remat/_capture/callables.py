@@ -1,0 +1,253 @@
+"""What can be called as nodes: functions with their variables, methods, partials.
+
+Invariant: as of nodes. A function made again has the code and the globals of the user's
+own, and variables of its own.
+Rejected: to assign the variables of the user's functions and put them back. Other
+threads read them meanwhile.
+"""
+
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from remat._capture.nodes import Building, Composite, Node, Part
+
+
+class PartialNode(Composite):
+    """A `functools.partial`."""
+
+    __slots__ = ("_kind", "_parts")
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._kind = type(value)
+        self._parts = [value.func, value.args, value.keywords]
+
+    @override
+    def parts(self) -> Iterator[Part]:
+        for i, part in enumerate(self._parts):
+            yield i, part, ""
+
+    @override
+    def hold(self, key: Any, node: Node) -> None:
+        super().hold(key, node)
+        self._parts[key] = None
+
+    @override
+    def new(self, run: Building) -> Any:
+        parts = self._parts.copy()
+        for i, child in self.children.items():
+            parts[i] = child.build(run)
+        fn, args, kwargs = parts
+        new = run.built[self.identity] = self._kind(fn, *args, **kwargs)
+        return new
+
+
+class MethodNode(Composite):
+    """A bound method, of a Python class or of a built-in one."""
+
+    __slots__ = ("_function", "_owner")
+
+    def __init__(self, function: Any, owner: Any) -> None:
+        super().__init__()
+        self._function, self._owner = function, owner
+
+    @override
+    def parts(self) -> Iterator[Part]:
+        yield "function", self._function, ""
+        yield "owner", self._owner, "self"
+
+    @override
+    def hold(self, key: Any, node: Node) -> None:
+        super().hold(key, node)
+        if key == "owner":
+            self._owner = None
+        else:
+            self._function = None
+
+    @override
+    def new(self, run: Building) -> Any:
+        children = self.children
+        owner, function = self._owner, self._function
+        if "owner" in children:
+            owner = children["owner"].build(run)
+        if "function" in children:
+            function = children["function"].build(run)
+        if isinstance(function, str):
+            new = getattr(owner, function)
+        else:
+            new = types.MethodType(function, owner)
+        run.built[self.identity] = new
+        return new
+
+
+class WrapperNode(Composite):
+    """Another function's remat."""
+
+    __slots__ = ("_kind", "_rest", "_wrapped")
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._kind, self._rest = type(value), value.__remat_options__
+        self._wrapped = value.__wrapped__
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether it has a policy, which may refer to anything."""
+        return self._rest[-1].policy is not None
+
+    @override
+    def parts(self) -> Iterator[Part]:
+        yield "fn", self._wrapped, ""
+
+    @override
+    def hold(self, key: Any, node: Node) -> None:
+        super().hold(key, node)
+        self._wrapped = None
+
+    @override
+    def new(self, run: Building) -> Any:
+        fn = self.children["fn"].build(run) if self.children else self._wrapped
+        new = run.built[self.identity] = self._kind(fn, *self._rest)
+        return new
+
+
+class CellNode(Composite):
+    """A variable of an outer function, which several functions may share."""
+
+    __slots__ = ("_content",)
+
+    def __init__(self, cell: types.CellType) -> None:
+        super().__init__()
+        self._content = content_of(cell)
+
+    @override
+    def parts(self) -> Iterator[Part]:
+        if self._content is not EMPTY:
+            yield "content", self._content, ""
+
+    @override
+    def hold(self, key: Any, node: Node) -> None:
+        super().hold(key, node)
+        self._content = None
+
+    @override
+    def new(self, run: Building) -> Any:
+        """Make an empty cell: what it holds may be the function that has it."""
+        new = run.built[self.identity] = types.CellType()
+        return new
+
+    def fill(self, run: Building) -> None:
+        """Put in what the variable held."""
+        content = self._content
+        for child in self.children.values():
+            content = child.build(run)
+        if content is not EMPTY:
+            run.built[self.identity].cell_contents = content
+
+
+EMPTY = object()
+
+
+def content_of(cell: types.CellType) -> Any:
+    """Return what a variable holds; `EMPTY` if it was not assigned yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return EMPTY
+
+
+class FunctionNode(Composite):
+    """A Python function, with its variables and those globals that may change.
+
+    Children are keyed by position for variables, by `(where, name)` for the rest.
+
+    Attributes:
+        code: of the function.
+        scope: its globals, the user's own.
+        stores: the names of globals that it assigns.
+        variables: the globals that are not settled, as they were.
+
+    Args:
+        fn: the function.
+        names: of the globals that are not settled.
+        stores: see above.
+    """
+
+    __slots__ = (
+        *("_cells", "_entries", "_name"),
+        *("code", "scope", "stores", "variables"),
+    )
+
+    def __init__(
+        self, fn: types.FunctionType, names: Sequence[str], stores: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self.code, self.scope, self.stores = fn.__code__, fn.__globals__, stores
+        scope = self.scope
+        self.variables = {n: scope[n] for n in names if n in scope}
+        self._cells: Any = fn.__closure__ or ()
+        self._name = fn.__name__
+        self._entries = {
+            "__defaults__": fn.__defaults__,
+            "__kwdefaults__": fn.__kwdefaults__,
+            "__qualname__": fn.__qualname__,
+            "__module__": fn.__module__,
+            **fn.__dict__,
+        }
+
+    @override
+    def parts(self) -> Iterator[Part]:
+        for i, cell in enumerate(self._cells):
+            yield i, cell, self.code.co_freevars[i]
+        for name, value in self.variables.items():
+            yield ("global", name), value, name
+        for name, value in self._entries.items():
+            yield ("entry", name), value, f"{self._name}.{name}"
+
+    @override
+    def hold(self, key: Any, node: Node) -> None:
+        super().hold(key, node)
+        if isinstance(key, tuple):
+            where, name = key
+            (self.variables if where == "global" else self._entries)[name] = None
+
+    @override
+    def settle(self) -> None:
+        super().settle()
+        self._cells = [self.children.pop(i) for i in range(len(self._cells))]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it does the same as long as nobody changes the function itself."""
+        return not (self.children or self.variables or self._cells)
+
+    @override
+    def new(self, run: Building) -> Any:
+        fresh = [cell for cell in self._cells if cell.identity not in run.built]
+        cells = tuple([cell.build(run) for cell in self._cells])
+        scope = self._scope_of_run()
+        new = types.FunctionType(self.code, scope, self._name, closure=cells)
+        run.built[self.identity] = new  # what it refers to may be this very function
+        entries = self._entries.copy()
+        for (where, name), child in self.children.items():
+            (scope if where == "global" else entries)[name] = child.build(run)
+        for name in _SPECIAL:
+            setattr(new, name, entries.pop(name))
+        new.__dict__.update(entries)
+        for cell in fresh:
+            cell.fill(run)
+        return new
+
+    def _scope_of_run(self) -> dict[str, Any]:
+        """Return the globals for a run: a copy if some of them are to be others."""
+        scope = self.scope
+        changed = any(scope.get(n, EMPTY) is not v for n, v in self.variables.items())
+        if changed or self.stores:
+            return {**scope, **self.variables}
+        return scope
+
+
+_SPECIAL = ("__defaults__", "__kwdefaults__", "__qualname__", "__module__")

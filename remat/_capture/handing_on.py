@@ -1,0 +1,148 @@
+"""The forward of a call under torch.func: it runs on replicas, whose changes are kept.
+
+What leads to a tensor is made anew around the tensors of the level below. What the
+function assigned to it is handed on to the user's own at the end, and only then.
+
+Invariant: neither another thread nor a plain call sees a tensor of a level that it is
+not in, in a module or an object of the user's.
+Rejected: to exchange the parameters of the user's own modules for the duration.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from remat._capture.callables import EMPTY, CellNode, FunctionNode, content_of
+from remat._capture.containers import DictNode, SequenceNode
+from remat._capture.modules import REGISTRIES, ModuleNode
+from remat._capture.nodes import Composite, ObjectNode
+from remat._capture.objects import (
+    attributes,
+    differing,
+    exchange_attributes,
+    replica_of,
+    set_attributes,
+)
+from remat._capture.restore import Run
+
+
+class Forward(Run):
+    """The first run of a call.
+
+    Args:
+        tensors: stand for those found.
+        found: the user's own.
+        originals: the user's own value for each node, by the identity of the node.
+    """
+
+    is_again = False
+    __slots__ = ("_found", "_made", "_originals", "_states")
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        found: Sequence[Tensor],
+        originals: dict[int, Any],
+    ) -> None:
+        super().__init__(tensors, "live")
+        self._found, self._originals = found, originals
+        self._made: list[tuple[Composite, Any]] = []
+        self._states: list[Any] = []
+
+    @override
+    def make(self, node: Composite) -> Any:
+        if not node.live:
+            value = self.built[node.identity] = self._originals[id(node)]
+            return value
+        new = super().make(node)
+        self._made.append((node, new))
+        return new
+
+    @override
+    def make_object(self, node: ObjectNode) -> Any:
+        value = self._originals[id(node)]
+        new = self.built[node.identity] = replica_of(node.kind, value)
+        set_attributes(new, node.contents(self, value))
+        return new
+
+    def note(self) -> None:
+        """Note what everything holds, now that all of it is built."""
+        self._made = [(n, new) for n, new in self._made if isinstance(n, _MUTABLE)]
+        self._states = [_state(node, new) for node, new in self._made]
+
+    def hand_on(self) -> None:
+        """Let what the function changed reach the user's own."""
+        changes: list[tuple[Composite, Any]] = []
+        for (node, new), before in zip(self._made, self._states, strict=True):
+            now = _state(node, new)
+            if now.keys() != before.keys() or differing(now, before):
+                changes.append((node, now))
+        if not changes:
+            return
+        # What was assigned may be a replica, or a tensor that stands for another.
+        originals = self._originals
+        owners = {id(new): originals[id(node)] for node, new in self._made}
+        owners |= dict(zip(map(id, self.tensors), self._found, strict=True))
+        for node, now in changes:
+            owned = {key: owners.get(id(v), v) for key, v in now.items()}
+            _assign(node, originals[id(node)], owned)
+
+
+_MUTABLE = (CellNode, DictNode, FunctionNode, ObjectNode, SequenceNode)
+
+
+def _state(node: Composite, value: Any) -> dict[Any, Any]:
+    """Return what a value holds, by key."""
+    if isinstance(node, ModuleNode):
+        entries = attributes(value)
+        for name in REGISTRIES:
+            registry = entries.pop(name)
+            entries |= {(name, key): v for key, v in registry.items()}
+        return entries
+    if isinstance(node, ObjectNode):
+        return attributes(value)
+    if isinstance(node, CellNode):
+        content = content_of(value)
+        return {} if content is EMPTY else {0: content}
+    if isinstance(node, FunctionNode):
+        scope = value.__globals__
+        return {name: scope[name] for name in node.stores if name in scope}
+    if isinstance(node, DictNode):
+        return dict(value)
+    if isinstance(value, (set, frozenset)):
+        return {id(item): item for item in value}
+    return dict(enumerate(value))
+
+
+def _assign(node: Composite, value: Any, held: dict[Any, Any]) -> None:
+    """Have the user's own value hold what its replica held."""
+    if isinstance(node, ModuleNode):
+        registries = {name: {} for name in REGISTRIES}
+        for key in [key for key in held if isinstance(key, tuple)]:
+            registries[key[0]][key[1]] = held.pop(key)
+        for name, registry in registries.items():
+            _refill(value.__dict__[name], registry)
+        exchange_attributes(value, held | {n: value.__dict__[n] for n in REGISTRIES})
+    elif isinstance(node, ObjectNode):
+        exchange_attributes(value, held)
+    elif isinstance(node, CellNode):
+        value.cell_contents = held[0]
+    elif isinstance(node, FunctionNode):
+        value.__globals__.update(held)
+    elif isinstance(node, DictNode):
+        _refill(value, held)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(held.values())
+    elif isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(held.values())
+
+
+def _refill(value: dict[Any, Any], held: dict[Any, Any]) -> None:
+    for key in value.keys() - held.keys():
+        del value[key]
+    value.update(held)

@@ -1,0 +1,96 @@
+"""Kinds of values: what holds nothing, what is a container, what is left alone.
+
+Invariant: what is remembered of a class is looked up by the class.
+Rejected: asking each attribute of each object what it is.
+"""
+
+import argparse
+import array
+import sys
+import threading
+import types
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from remat._capture.objects import by_class
+
+
+INERT = frozenset(
+    {
+        *(bool, bytes, complex, float, int, str, range, slice, type(None), type(...)),
+        *(property, staticmethod, classmethod, types.CodeType, threading.Thread),
+        *(types.MethodDescriptorType, types.WrapperDescriptorType),
+        *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
+    }
+)
+SEQUENCES = (list, tuple, set, frozenset, deque)
+# Iterators that `copy.copy` copies, rather than sharing what they iterate over.
+_EMPTY: dict[Any, Any] = {}
+COPIED_ITERATORS = frozenset(
+    {
+        *map(type, map(iter, ([], (), range(0), range(2**64), "", b"", {}, set()))),
+        *(type(iter(_EMPTY.values())), type(iter(_EMPTY.items()))),
+        type(reversed([0])),
+    }
+)
+# Whose instances are searched all the same, though they are of the standard library.
+_OPEN = (argparse.Namespace, types.SimpleNamespace, ChainMap, UserDict, UserList)
+# Whose instances are torch's own, and hold no state of a model: operators and their
+# kernels, compiled code, process groups, streams, graphs, optimizers. And our calls.
+_TORCHS = (
+    *("torch._ops", "torch._library", "torch._dynamo", "torch._inductor"),
+    *("torch.distributed", "torch.fx", "torch.jit", "torch.optim", "torch.cuda"),
+    *("torch.export", "torch._functorch"),
+    *("remat._graph.handles", "remat._transform.saved"),
+)
+
+
+@by_class
+def is_left_alone(kind: type) -> bool:
+    """Say whether instances of a class are used as they are, and not searched."""
+    module = str(kind.__module__)
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        return not issubclass(kind, _OPEN)
+    return module.startswith(_TORCHS)
+
+
+@by_class
+def can_be_made_anew(kind: type) -> bool:
+    """Say whether an instance is its attributes and nothing more."""
+    if hasattr(kind, "__del__"):  # which would be called for an instance made to try
+        return all(cls is object or cls.__flags__ & _HEAP for cls in kind.__mro__)
+    try:
+        object.__new__(kind)
+    except TypeError:  # a subclass of str, say
+        return False
+    return True
+
+
+_HEAP = 1 << 9  # the flag of classes that were not written in C, mostly
+
+
+@by_class
+def is_sharded(kind: type) -> bool:
+    """Say whether modules of a class have their parameters exchanged by FSDP."""
+    return any(
+        cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.distributed")
+        for cls in kind.__mro__
+    )
+
+
+@by_class
+def is_spent_by_use(kind: type) -> bool:
+    """Say whether instances of a class are iterators that can be read only once."""
+    is_iterator = issubclass(kind, Iterator) and kind not in COPIED_ITERATORS
+    return is_iterator and not kind.__dictoffset__
+
+
+@by_class
+def is_buffer(kind: type) -> bool:
+    """Say whether instances of a class are numbers that change in place."""
+    return kind in (bytearray, array.array) or (
+        kind.__module__ == "numpy" and kind.__name__ == "ndarray"
+    )

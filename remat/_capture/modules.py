@@ -1,0 +1,111 @@
+"""Modules as nodes: what is registered in one, its attributes and its hooks.
+
+A block of a model is a dozen modules, and each is looked at in every call and every
+recomputation. So this node copies dictionaries in one piece.
+
+Invariant: as of nodes. Hooks are held as they are and not searched: they may lead to
+the whole model, and what they close over is used by reference, as in plain code.
+Rejected: to hold only modules that changed. To tell costs as much as to exchange.
+"""
+
+import operator
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from remat._capture.nodes import Building, Node, ObjectNode, named
+
+
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+TEMPLATE = vars(nn.Module())
+# Those that run in a forward, or make its graph another one.
+_HOOKS = tuple(
+    name
+    for name in TEMPLATE
+    if name.startswith(("_forward_", "_backward_")) and "hook" in name
+)
+# What a module has of its class and a forward does not read.
+_ASIDE = tuple(
+    name
+    for name, value in TEMPLATE.items()
+    if isinstance(value, (dict, set)) and name not in {*REGISTRIES, *_HOOKS}
+)
+registries_of = operator.itemgetter(*REGISTRIES)
+hooks_of = operator.itemgetter(*_HOOKS)
+_VACANT = dict.fromkeys((*REGISTRIES, *_HOOKS, *_ASIDE))
+_NO_HOOKS: dict[str, Any] = {}
+
+
+class ModuleNode(ObjectNode):
+    """A module.
+
+    Attributes:
+        parameters: their indices among the tensors found.
+        buffers: theirs.
+        modules: how to make its modules.
+        registries: those, the user's own, until the search has ended.
+        hooks: those that run in its forward, where there are some.
+        is_sharded: whether FSDP exchanges its parameters: they are then those that it
+            has at the time.
+    """
+
+    __slots__ = (
+        *("buffers", "hooks", "is_sharded"),
+        *("modules", "parameters", "registries"),
+    )
+
+    def __init__(self, value: nn.Module) -> None:
+        super().__init__(value)
+        entries = self.entries
+        held = [entries.get(name) for name in _HOOKS]
+        self.hooks: dict[str, Any] = _NO_HOOKS
+        if any(held):
+            pairs = zip(_HOOKS, held, strict=True)
+            self.hooks = {name: hooks.copy() for name, hooks in pairs if hooks}
+        self.registries: Any = [entries[name] for name in REGISTRIES]
+        entries.update(_VACANT)
+        self.parameters: dict[str, int | None] = {}
+        self.buffers: dict[str, int | None] = {}
+        self.modules: dict[str, Node | None] = {}
+        self.is_sharded = False
+
+    def seal(self) -> None:
+        """End the search: what is registered is held by nodes now."""
+        self.registries = None
+
+    @override
+    def parts(self) -> Iterator[tuple[Any, Any, str]]:
+        return named({n: v for n, v in self.entries.items() if n not in TEMPLATE})
+
+    @override
+    def contents(self, run: Building, value: Any) -> dict[str, Any]:
+        contents = super().contents(run, value)
+        now = vars(nn.Module() if value is None else value)
+        for name in _ASIDE:
+            contents[name] = now.get(name)
+        hooks = self.hooks
+        for name in _HOOKS:
+            # A copy: a hook that a recomputation sets is dropped with it.
+            contents[name] = hooks[name].copy() if name in hooks else OrderedDict()
+        tensors = run.tensors
+        if self.is_sharded:
+            contents["_parameters"] = now["_parameters"]
+        else:
+            contents["_parameters"] = _filled(self.parameters, tensors)
+        contents["_buffers"] = _filled(self.buffers, tensors)
+        modules: dict[str, Any] = {}
+        contents["_modules"] = modules
+        for name, node in self.modules.items():
+            modules[name] = None if node is None else node.build(run)
+        return contents
+
+
+def _filled(indices: dict[str, int | None], tensors: Any) -> dict[str, Any]:
+    # A loop: as a comprehension, this costs as much as the rest of a module.
+    filled: dict[str, Any] = {}
+    for name, i in indices.items():
+        filled[name] = None if i is None else tensors[i]
+    return filled

@@ -1,0 +1,197 @@
+"""What a search found, as data: each value as it was at the call, and how to make it.
+
+A node holds what its value held, part by part. `build` makes the value again around the
+tensors of a run. Which objects are made anew and which are set back in place is for the
+run to say (`_restore`).
+
+Invariant: no node holds a tensor, nor a module, object, container or closure of the
+user's. The graph holds a call where Python's garbage collector does not see it: if the
+call led back to what it computed, both would live forever. Three hold what nothing else
+would find again: a large container, an iterator, an object that cannot be made anew.
+Rejected: `copy.deepcopy`. It runs the user's code, and copies what nobody changes.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from typing_extensions import override
+
+from remat._capture.kinds import can_be_made_anew
+from remat._capture.objects import attributes
+
+
+class Building(Protocol):
+    """What a node asks of a run.
+
+    Attributes:
+        tensors: stand for those found.
+        built: the values made so far, by the identity of those that they stand for.
+    """
+
+    tensors: Any
+    built: dict[int, Any]
+
+    def make(self, node: "Composite") -> Any:
+        """Return the value of a node that was not built yet."""
+
+    def make_object(self, node: "ObjectNode") -> Any:
+        """Return an object that holds what it held."""
+
+    def make_tree(self, node: Any) -> Any:
+        """Return a module that is remembered."""
+
+
+class Node:
+    """How to make one value.
+
+    Attributes:
+        live: whether it leads to a tensor.
+    """
+
+    __slots__ = ()
+    live = True
+
+    def build(self, run: Building) -> Any:
+        """Return the value around the run's tensors."""
+        raise NotImplementedError
+
+
+class TensorNode(Node):
+    """A tensor, by its index among those found."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    @staticmethod
+    def of(index: int) -> "TensorNode":
+        """Return the node of a tensor; there is one for each index."""
+        while index >= len(_TENSOR_NODES):
+            _TENSOR_NODES.append(TensorNode(len(_TENSOR_NODES)))
+        return _TENSOR_NODES[index]
+
+    @override
+    def build(self, run: Building) -> Any:
+        """Return the run's tensor."""
+        return run.tensors[self.index]
+
+
+_TENSOR_NODES: list[TensorNode] = []
+Part = tuple[Any, Any, str]  # key, value, and how it is written
+
+
+class Composite(Node):
+    """A value made of others, which may refer to itself: built once a run.
+
+    Attributes:
+        identity: of the value. Two nodes may be of one value: of two modules, say, that
+            hold the same list.
+        children: how to make those parts that are not plain, by key.
+        live: taken for granted until the search of the value has ended.
+    """
+
+    __slots__ = ("children", "identity", "live")
+
+    def __init__(self) -> None:
+        self.identity = 0
+        self.children: dict[Any, Node] = {}
+        self.live = True
+
+    def parts(self) -> Iterator[Part]:
+        """Yield what the value holds that may be more than plain."""
+        raise NotImplementedError
+
+    def hold(self, key: Any, node: Node) -> None:
+        """Hold a node in place of a part."""
+        self.children[key] = node
+
+    def settle(self) -> None:
+        """End the search of this value."""
+        self.live = any(child.live for child in self.children.values())
+
+    @override
+    def build(self, run: Building) -> Any:
+        """Return the value, the same one each time in a run."""
+        built = run.built.get(self.identity)
+        return run.make(self) if built is None else built
+
+    def new(self, run: Building) -> Any:
+        """Make the value anew."""
+        raise NotImplementedError
+
+
+def named(entries: dict[str, Any]) -> Iterator[Part]:
+    """Yield attributes as parts."""
+    for name, value in entries.items():
+        yield name, value, f".{name}"
+
+
+def filled(
+    entries: dict[str, Any], children: dict[Any, Node], run: Building
+) -> dict[str, Any]:
+    """Return attributes around a run's tensors."""
+    contents = entries.copy()
+    for name, child in children.items():
+        if name in contents:
+            contents[name] = child.build(run)
+    return contents
+
+
+class ObjectNode(Composite):
+    """An object, its children keyed by attribute.
+
+    Attributes:
+        kind: its class.
+        ref: returns it, or None once it is gone.
+        entries: its attributes, without those that are children.
+    """
+
+    __slots__ = ("entries", "kind", "ref")
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.kind = type(value)
+        self.ref = _reference_to(value)
+        self.entries = attributes(value)
+
+    @override
+    def parts(self) -> Iterator[Part]:
+        return named(self.entries)
+
+    @override
+    def hold(self, key: Any, node: Node) -> None:
+        super().hold(key, node)
+        self.entries[key] = None
+
+    @override
+    def new(self, run: Building) -> Any:
+        return run.make_object(self)
+
+    def contents(self, run: Building, value: Any) -> dict[str, Any]:
+        """Return what it held, around the run's tensors.
+
+        Args:
+            run: the run.
+            value: the object, None if it is gone.
+        """
+        del value
+        contents = self.entries.copy()
+        for name, child in self.children.items():
+            contents[name] = child.build(run)
+        return contents
+
+
+def _reference_to(value: Any) -> Callable[[], Any]:
+    """Return what gives an object, or None if it is gone or cannot be watched."""
+    if not can_be_made_anew(type(value)):
+        return lambda: value
+    try:
+        return weakref.ref(value)
+    except TypeError:  # of a class with slots
+        return _nothing
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,187 @@
+"""Puts what a call refers to back as it was, for one run of the function.
+
+In a recompute, functions and containers are made anew. Objects and modules hold what
+they held at the call for as long as it runs: they stay the same objects, so that what
+is kept by their identity, in a table of weak keys say, is found. At the end they hold
+again what they held before, and what the recompute did to them is gone.
+
+Under torch.func, an object that leads to a tensor is made anew instead, for it has to
+hold another tensor.
+
+Invariant: one thread at a time exchanges what objects hold, and the others make all of
+them anew: two that exchange at once would leave one with what a recompute put there.
+Rejected: making all objects anew always. A table that knows an object does not know its
+copy, and a recompute would find nothing there, or something else.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+from torch import Tensor
+from typing_extensions import override
+
+from remat._base.context import empty, here
+from remat._base.errors import RecomputeError
+from remat._capture.callables import CellNode
+from remat._capture.nodes import Composite, ObjectNode
+from remat._capture.objects import exchange_attributes, replica_of, set_attributes
+from remat._capture.trees import Tree, TreeNode
+
+
+_EXCHANGING = threading.RLock()
+_Undo = list[tuple[Any, dict[str, Any]]]
+
+
+class Run:
+    """A context in which everything is as it was, for one run.
+
+    Args:
+        tensors: stand for those found.
+        anew: which objects are made anew: those that lead to a tensor, all, or none but
+            those that are gone.
+
+    Attributes:
+        is_again: whether it is a recompute.
+    """
+
+    is_again = True
+
+    __slots__ = (
+        *("_anew", "_cells", "_holds_lock", "_trees", "_undo", "built"),
+        "tensors",
+    )
+
+    def __init__(
+        self, tensors: Sequence[Tensor], anew: Literal["live", "all", "none"]
+    ) -> None:
+        self.tensors, self._anew = tensors, anew
+        self.built: dict[int, Any] = {}
+        self._undo: _Undo = []
+        self._cells: list[Any] = []
+        self._holds_lock = False
+        self._trees: list[tuple[Tree, _Undo]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Before the others: a tree may hold what was exchanged, as the run left it.
+        for tree, undo in self._trees:
+            _undo(undo)
+            if not tree.fingerprint.holds():
+                tree.node.build(_Part.for_good(self, tree))
+        _undo(self._undo)
+        if self._holds_lock:
+            _EXCHANGING.release()
+        later = here().cells if self._anew == "live" and self.is_again else None
+        if later is None:
+            empty(self._cells)
+        else:
+            later += self._cells
+
+    def make(self, node: Composite) -> Any:
+        """Return the value of a node that was not built yet."""
+        new = node.new(self)
+        if type(node) is CellNode:
+            self._cells.append(new)
+        return new
+
+    def make_object(self, node: ObjectNode) -> Any:
+        """Return an object that holds what it held."""
+        value = node.ref()
+        if value is None or self._makes_anew(node.live):
+            new = self.built[node.identity] = replica_of(node.kind, value)
+            set_attributes(new, node.contents(self, None))
+            return new
+        if type(value) is not node.kind:
+            then, now = node.kind.__qualname__, type(value).__qualname__
+            raise RecomputeError(_CLASS.format(then=then, now=now))
+        # Before its parts are made: one of them may refer to it.
+        self.built[node.identity] = value
+        contents = node.contents(self, value)
+        self._undo.append((value, exchange_attributes(value, contents)))
+        return value
+
+    def make_tree(self, node: TreeNode) -> Any:
+        """Return a module: as it is, if it is as it was."""
+        tree = node.tree
+        module, tensors = tree.module(), [self.tensors[i] for i in node.indices]
+        anew = module is None or self._makes_anew(node.live)
+        own = () if anew else zip(tensors, tree.tensors, strict=True)
+        others = [i for i, (tensor, ref) in enumerate(own) if tensor is not ref()]
+        owners = [owner for i in others for owner in tree.owners[i]]
+        can_stay = all(isinstance(owner, ObjectNode) for owner in owners)
+        if anew or not can_stay or not self._is_as_it_was(tree):
+            return tree.node.build(_Part(self, tensors))
+        part = _Part(self, tensors, [*map(id, owners)])
+        part._undo = list[Any]()
+        self._trees.append((tree, part._undo))
+        for owner in owners:
+            owner.build(part)
+        return module
+
+    def _is_as_it_was(self, tree: Tree) -> bool:
+        """Say whether what a tree leads to is as it was, and stands for itself."""
+        if not tree.fingerprint.holds():
+            return False
+        containers, built = tree.fingerprint.containers(), self.built
+        if any(built.get(id(value), value) is not value for value in containers):
+            return False
+        built.update(zip(map(id, containers), containers, strict=True))
+        return True
+
+    def _makes_anew(self, is_live: bool) -> bool:
+        if self._anew == "all" or (self._anew == "live" and is_live):
+            return True
+        if not self._holds_lock:
+            self._holds_lock = _EXCHANGING.acquire(blocking=False)
+            if not self._holds_lock:
+                self._anew = "all"
+        return not self._holds_lock
+
+
+class _Part(Run):
+    """A part of a run: of one tree, whose nodes count its tensors alone.
+
+    Args:
+        run: the whole.
+        tensors: the run's, in the order of the tree.
+        only: the identities of the nodes whose objects are exchanged; None for all.
+    """
+
+    __slots__ = ("_only",)
+
+    def __init__(
+        self, run: Run, tensors: Sequence[Any], only: Sequence[int] | None = None
+    ) -> None:
+        self.tensors, self._only = tensors, only
+        self.built, self._undo, self._cells = run.built, run._undo, run._cells
+        self._anew, self._holds_lock = run._anew, run._holds_lock
+
+    @classmethod
+    def for_good(cls, run: Run, tree: Tree) -> Self:
+        """Return one that puts a tree back to what it was at the call.
+
+        It was that when the run began, so that nothing is to be undone.
+        """
+        part = cls(run, [ref() for ref in tree.tensors])
+        part.built, part._undo = dict[int, Any](), list[Any]()
+        return part
+
+    @override
+    def make_object(self, node: ObjectNode) -> Any:
+        if self._only is not None and id(node) not in self._only:
+            return node.ref()
+        return super().make_object(node)
+
+
+def _undo(exchanged: _Undo) -> None:
+    for value, before in reversed(exchanged):
+        exchange_attributes(value, before)
+
+
+_CLASS = (
+    "remat: an object that was a {then} at the call is a {now} now: a recomputation "
+    "would run other code. Change its class after the backward."
+)

@@ -1,0 +1,250 @@
+"""A call's function and arguments as they were, to be called again.
+
+Invariant: as of nodes. The tensors are not in it: they belong to whoever asked for the
+snapshot, who holds them where they are freed in time.
+Rejected: a list of leaves and a treedef. What an object among the arguments holds, and
+that it is that very object, would be lost.
+"""
+
+import functools
+import inspect
+import operator
+import types
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from remat._base.code import static_of
+from remat._base.errors import CaptureError
+from remat._base.types import Fn
+from remat._capture.kinds import INERT, is_spent_by_use
+from remat._capture.nodes import Building, Node, TensorNode
+from remat._capture.search import Search
+from remat._capture.structure import parts_of, written
+from remat._torch import (
+    function_mode_count,
+    function_modes,
+    parametrization_cache,
+    swap_parametrization_cache,
+    under_function_modes,
+)
+
+
+class Snapshot:
+    """What a call refers to.
+
+    Args:
+        fn: the function.
+        label: what errors call it.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        search: to find with; it holds the tensors found.
+
+    Attributes:
+        label: see above.
+        origins: the path of each tensor found.
+        buffers: the tensors that the function may update in place, as it would without
+            remat: index, and whether it is a module's registered buffer.
+        streams: the random streams found.
+        always: whether some code reads or sets the state of a stream itself.
+        compiled: whether it reaches code that torch.compile or TorchScript made.
+        is_contained: whether all that it refers to, besides its arguments, are numbers,
+            packages and functions like it.
+    """
+
+    __slots__ = (
+        *("_cache", "_code", "_constants", "_count", "_fn", "_modes", "_names"),
+        *("_nodes", "_target", "_values"),
+        *("always", "buffers", "compiled", "is_contained", "label", "origins"),
+        "streams",
+    )
+
+    def __init__(
+        self,
+        fn: Fn,
+        label: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        search: Search,
+    ) -> None:
+        self.label = label
+        self._count, self._names = len(args), [*kwargs]
+        self._values: list[Any] = [*args, *kwargs.values()]
+        self._nodes: dict[int, Node] = {}
+        is_simple = type(fn) is types.FunctionType and not fn.__dict__
+        self._target = (fn.__code__, 0) if is_simple else _named(fn)
+        for k, value in enumerate(self._values):
+            if type(value) is Tensor:
+                self._nodes[k] = TensorNode.of(search.tensor(value, k))
+            elif type(value) not in INERT:
+                self._visit(k, value, search)
+        search.in_arguments, search.is_contained = False, not search.code
+        node = search.visit(fn, None)
+        self._fn = fn if node is None else node
+        self._modes: list[Any] = []
+        if function_mode_count():
+            modes = function_modes()
+            self._modes = [search.visit(mode, None) or mode for mode in modes]
+        cache = parametrization_cache()
+        self._cache = None if cache is None else search.visit(cache, None)
+        for k in self._nodes:
+            self._values[k] = None
+        self._code, self._constants = search.code, search.constants
+        self.origins, self.buffers = search.origins, search.buffers
+        self.streams, self.always = search.streams, search.always
+        self.is_contained = search.is_contained
+        self.compiled = search.compiled
+
+    def _visit(self, k: int, value: Any, search: Search) -> None:
+        if is_spent_by_use(type(value)):
+            name, kind = self._argument(k), type(value).__name__
+            raise CaptureError(_SPENT.format(name=name, kind=kind))
+        node = search.visit(value, k)
+        if node is not None:
+            self._nodes[k] = node
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What is the same in each call of the same code.
+
+        That is the code of functions, the types of objects, the types and modes of
+        modules, the structure of the arguments and those that are constants. It holds
+        no tensor and no user's object.
+        """
+        values = map(static_of, self._values)
+        code = map(_code_of, self._code)
+        return self._count, *self._names, *values, *self._constants, *code
+
+    def call(self, run: Building) -> Any:
+        """Call the function again, under the modes of the call and no others."""
+        if self._modes or function_mode_count() or self._caches():
+            return self.called(*self.built(run))
+        args, kwargs = self._arguments(run)
+        return _built(self._fn, run)(*args, **kwargs)
+
+    def _caches(self) -> bool:
+        """Say whether parametrizations are cached, at the call or now."""
+        return not (self._cache is None and parametrization_cache() is None)
+
+    def built(self, run: Building) -> tuple[Any, Any, Any]:
+        """Return a function without arguments, the modes, and a cache."""
+        args, kwargs = self._arguments(run)
+        fn = functools.partial(_built(self._fn, run), *args, **kwargs)
+        modes = [_built(mode, run) for mode in self._modes]
+        return fn, modes, None if self._cache is None else self._cache.build(run)
+
+    def _arguments(self, run: Building) -> tuple[list[Any], dict[str, Any]]:
+        values = self._values
+        if self._nodes:
+            values = values.copy()
+            for k, node in self._nodes.items():
+                values[k] = node.build(run)
+        if not self._names:
+            return values, {}
+        args, named = values[: self._count], values[self._count :]
+        return args, dict(zip(self._names, named, strict=True))
+
+    def called(self, fn: Fn, modes: list[Any], cache: Any) -> Any:
+        """Call what `built` returned."""
+        if not (cache is None and parametrization_cache() is None):
+            fn = _with_cache(fn, cache)
+        if modes or function_mode_count():
+            now = function_modes()
+            if len(now) != len(modes) or not all(map(operator.is_, now, modes)):
+                return under_function_modes(modes, fn)
+        return fn()
+
+    def name_of(self, index: int) -> str:
+        """Write where an input comes from, as the function's author would."""
+        root, text = written(self.origins[index])
+        return text.lstrip(".") if root is None else self._argument(root) + text
+
+    def origin_of(self, index: int) -> tuple[str, bool]:
+        """Return the name of an input, and whether it was passed.
+
+        What a function refers to is written like what an object holds.
+        """
+        root, parts = parts_of(self.origins[index])
+        if root is None:
+            texts = (p if p[:1] in ("", ".", "[") else f".{p}" for p in parts)
+            return "".join(texts).lstrip("."), False
+        return self._argument(root) + "".join(parts), True
+
+    def _argument(self, k: int) -> str:
+        if k >= self._count:
+            return self._names[k - self._count]
+        code, skip = self._target
+        return _parameter(code, skip + k) or f"args[{k}]"
+
+
+def _built(found: Any, run: Building) -> Any:
+    return found.build(run) if isinstance(found, Node) else found
+
+
+def _with_cache(fn: Fn, cache: dict[Any, Any] | None) -> Fn:
+    """Return what calls a function with a cache of parametrizations, or with none."""
+    state = ({}, 0) if cache is None else (dict(cache), 1)
+
+    def run() -> Any:
+        before = swap_parametrization_cache(state)
+        try:
+            return fn()
+        finally:
+            swap_parametrization_cache(before)
+
+    return run
+
+
+def _code_of(found: Any) -> Any:
+    """Return what stands for code in a signature.
+
+    A weak reference has one hash, which reads all of a code, computed once.
+    """
+    is_code = isinstance(found, (type, types.CodeType))
+    return weakref.ref(found) if is_code else found
+
+
+def _named(fn: Any) -> tuple[Any, int]:
+    """Return the code that has the names of a function's arguments.
+
+    And how many of them come before what is passed.
+    """
+    skip = 0
+    while True:
+        if isinstance(fn, types.FunctionType):
+            if "__wrapped__" not in fn.__dict__:
+                return fn.__code__, skip
+            fn = fn.__dict__["__wrapped__"]
+        elif isinstance(fn, types.MethodType):
+            fn, skip = fn.__func__, skip + 1
+        elif isinstance(fn, functools.partial):
+            fn, skip = fn.func, skip + len(fn.args)
+        elif isinstance(fn, nn.Module):
+            fn = fn.forward
+        elif hasattr(type(fn), "__remat_options__"):
+            fn = fn.__wrapped__
+        elif isinstance(
+            inspect.getattr_static(type(fn), "__call__", None), types.FunctionType
+        ):
+            fn, skip = type(fn).__call__, skip + 1
+        else:
+            return None, 0
+
+
+def _parameter(code: Any, position: int) -> str:
+    """Return the name of a parameter; "" if there is none."""
+    if code is None:
+        return ""
+    if position < code.co_argcount:
+        return code.co_varnames[position]
+    if not code.co_flags & inspect.CO_VARARGS:
+        return ""
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+    return f"{name}[{position - code.co_argcount}]"
+
+
+_SPENT = (
+    "remat: the argument `{name}` is a {kind}, which can be read only once, and a "
+    "recomputation reads the arguments again. Pass a list or a tuple."
+)

@@ -1,0 +1,233 @@
+"""Find random streams, also in what cannot be rebuilt around other tensors.
+
+Besides what a search of tensors finds, that is classes and the globals of their
+methods, Python modules, iterators, objects of extension modules. A recomputation sets
+a stream back, on that same object.
+
+Invariant: what is walked in a call is bounded, and the insides of installed packages
+are not walked.
+Rejected: watching every draw for its generator, which takes a mode around every
+forward, at ten times the cost.
+"""
+
+import contextlib
+import gc
+import random
+import sys
+import types
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat._ambient.streams import Stream, stream_of
+from remat._base.code import STATES, is_library, is_library_class, known_code
+from remat._capture.kinds import INERT
+from remat._capture.objects import attributes, by_class, defines
+from remat._torch import default_generators
+
+
+_LIMIT = 300  # values walked in a call
+_PLAIN = frozenset(
+    {
+        *(bool, bytes, complex, float, int, str, range, slice, type(None), type(...)),
+        *(Tensor, torch.nn.Parameter, torch.Size, torch.device, torch.dtype),
+        *(types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType),
+    }
+)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_MAPPINGS = (dict, weakref.WeakValueDictionary)
+# Kinds of the standard library that may hold a stream and cannot be rebuilt.
+_OPENED = {
+    *("argparse", "builtins", "collections", "contextlib", "functools", "itertools"),
+    *("queue", "types"),
+}
+
+
+@by_class
+def is_stream(kind: type) -> bool:
+    """Say whether instances of a class are random streams."""
+    if issubclass(kind, (torch.Generator, random.Random)):
+        return True
+    return str(kind.__module__).startswith("numpy.random")
+
+
+def is_compiled(attributes: Mapping[str, Any]) -> bool:
+    """Say of something's attributes whether it is compiled, and not left to Python."""
+    return (
+        "_torchdynamo_orig_callable" in attributes
+        and "_torchdynamo_disable" not in attributes
+    )
+
+
+@by_class
+def is_scripted(kind: type) -> bool:
+    """Say whether instances of a class are TorchScript's functions or modules."""
+    return issubclass(kind, (torch.jit.ScriptFunction, torch.jit.ScriptModule))
+
+
+@by_class
+def own_bases(cls: type) -> tuple[int, ...]:
+    """Return which classes in the order of resolution are no package's."""
+    return tuple(i for i, base in enumerate(cls.__mro__) if not is_library_class(base))
+
+
+def has_own_code(cls: type) -> bool:
+    """Say whether some of a class's code is no package's."""
+    return bool(own_bases(cls))
+
+
+class Sources:
+    """The streams that one call can reach.
+
+    Attributes:
+        streams: each, by the identity of the object.
+        handles_states: whether code that was walked reads or sets states itself.
+        compiled: whether something walked is code that torch.compile or TorchScript
+            made.
+    """
+
+    __slots__ = ("_left", "_seen", "compiled", "handles_states", "streams")
+
+    def __init__(self) -> None:
+        self.compiled = False
+        self.streams: dict[int, Stream] = {}
+        self.handles_states = False
+        # What was walked is held, so that its identity is not used again.
+        self._seen: dict[int, Any] = {}
+        self._left = _LIMIT
+
+    def add(self, value: Any) -> None:
+        """Add one stream."""
+        known = id(value) in self.streams
+        # The global ones are noted in any case.
+        if not known and all(value is not g for g in default_generators()):
+            stream = stream_of(value)
+            if stream is not None:
+                self.streams[id(value)] = stream
+
+    def of_function(self, fn: types.FunctionType, *, deeply: bool = False) -> None:
+        """Look at the code of a function, and walk its attributes.
+
+        Args:
+            fn: the function.
+            deeply: whether to walk its variables, defaults and globals too.
+        """
+        known = known_code(fn)
+        if known.names.handles_states or fn.__name__ in STATES:
+            self.handles_states = True
+        if fn.__dict__:
+            self.compiled = self.compiled or is_compiled(fn.__dict__)
+            self.walk_all(fn.__dict__.values())
+        if deeply and (known.open or is_closed(fn) or has_defaults(fn)):
+            self.walk_all(_parts_of_function(fn, known.open))
+
+    def of_class(self, cls: type) -> None:
+        """Walk what a class holds and what the code of its methods refers to."""
+        own = own_bases(cls)
+        if not own or id(cls) in self._seen:
+            return
+        self._seen[id(cls)] = cls
+        for i in own:
+            for value in cls.__mro__[i].__dict__.values():
+                kind = type(value)
+                if kind is types.FunctionType:
+                    self.of_function(value, deeply=True)
+                elif kind not in _PLAIN:
+                    self.walk(value)
+
+    def walk(self, value: Any) -> None:
+        """Walk a value and what it holds."""
+        self.walk_all((value,))
+
+    def walk_all(self, values: Iterable[Any]) -> None:
+        """Walk values and what they hold."""
+        todo = [*values]
+        while todo:
+            value = todo.pop()
+            kind = type(value)
+            if kind in _PLAIN:
+                continue
+            if is_stream(kind):
+                self.add(value)
+            elif id(value) not in self._seen and self._left:
+                self._left -= 1
+                self._seen[id(value)] = value
+                todo += islice(self._parts(kind, value), _LIMIT)
+
+    def _parts(self, kind: type, value: Any) -> Iterable[Any]:
+        if kind is types.ModuleType:
+            scope = value.__dict__
+            streams = () if is_library(scope) else scope.values()
+            return [v for v in streams if is_stream(type(v))]
+        if issubclass(kind, type):
+            self.of_class(value)
+            return ()
+        if kind is types.FunctionType:
+            self.of_function(value, deeply=True)
+            return ()
+        if kind is types.MethodType:
+            return value.__func__, value.__self__
+        if kind is property:
+            return (value.fget,)
+        if kind in (staticmethod, classmethod):
+            return (value.__func__,)
+        if issubclass(kind, (*_SEQUENCES, *_MAPPINGS)):
+            return _parts_of_container(value)
+        return self._parts_of_object(kind, value)
+
+    def _parts_of_object(self, kind: type, value: Any) -> Iterable[Any]:
+        if issubclass(kind, weakref.ref):
+            return (value(),)
+        if kind is ContextVar:
+            return (value.get(None),)
+        if defines(kind, "__self__"):  # a method of an extension class
+            return (value.__self__,)
+        root = str(kind.__module__).partition(".")[0]
+        if root in sys.stdlib_module_names:
+            if root not in _OPENED:
+                return ()
+        else:
+            self.of_class(kind)
+            held = attributes(value)
+            self.compiled = self.compiled or is_compiled(held) or is_scripted(kind)
+            if held:
+                return held.values()
+        return gc.get_referents(value)
+
+
+def is_closed(fn: types.FunctionType) -> bool:
+    """Say whether a function has variables of an outer one."""
+    # `__class__` stands in every method that calls super().
+    return any(name != "__class__" for name in fn.__code__.co_freevars)
+
+
+def has_defaults(fn: types.FunctionType) -> bool:
+    """Say whether a function has defaults that can change, or hold a tensor."""
+    inert = INERT.issuperset(map(type, fn.__defaults__ or ()))
+    return not inert or fn.__kwdefaults__ is not None
+
+
+def _parts_of_function(fn: types.FunctionType, names: Iterable[str]) -> list[Any]:
+    cells = []
+    for cell in fn.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not assigned yet
+            cells.append(cell.cell_contents)
+    scope = fn.__globals__
+    return [*cells, fn.__defaults__, fn.__kwdefaults__, *map(scope.get, names)]
+
+
+def _parts_of_container(value: Any) -> Iterable[Any]:
+    items = value.values() if isinstance(value, _MAPPINGS) else value
+    held = [*attributes(value).values()]
+    if isinstance(value, defaultdict):
+        held.append(value.default_factory)
+    # A long list of numbers or words is looked at in one go.
+    if type(value) in (list, tuple, dict) and _PLAIN.issuperset(map(type, items)):
+        return held
+    return [*items, *held]

@@ -1,0 +1,10 @@
+"""What the graph of a call holds, and how a graph is read.
+
+In: a graph, or a tensor that one saves. Out: its nodes and what they saved; handles.
+
+    handles     what stands for a tensor that a graph saved
+    residual    what a policy keeps of a call, wherever it is kept
+    graph       the nodes of a graph, and what they saved
+
+Called by `_partial` and `_transform`, which make handles, and by `_report`.
+"""

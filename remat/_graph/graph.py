@@ -1,0 +1,91 @@
+"""The graph of an output: its nodes, and what they saved.
+
+Invariant: nothing is unpacked that a hook packed, and no node is changed.
+Rejected: saved-tensor hooks, to learn what autograd saves. torch.func refuses to run
+under them, and they do not say for which outputs a value is saved.
+"""
+
+from collections.abc import Container, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from remat._base import pytree
+from remat._base.absent import tensors_of
+from remat._base.program import Program
+from remat._capture.search import Search
+from remat._graph.handles import Handle, Kept, Outer, held_by, innermost, unpack
+from remat._torch import AccumulateGrad, saved_by, unpack_hooks_of
+
+
+def nodes_of(
+    outs: Iterable[Any], ends: Container[Any] = ()
+) -> Iterator[tuple[Any, list[Tensor]]]:
+    """Yield the nodes of the graphs of outputs and of what those saved, and that.
+
+    Args:
+        outs: the outputs.
+        ends: nodes that are of other graphs.
+    """
+    roots = {o.grad_fn for o in outs if o is not None and o.requires_grad}
+    todo = [node for node in roots if node is not None]
+    seen = {*todo}
+    while todo:
+        here = todo.pop()
+        if type(here) is AccumulateGrad or here in ends:
+            continue
+        tensors = tensors_at(here)
+        yield here, tensors
+        # What was saved has a graph, which is another once it was changed in place.
+        parents = [node for node, _ in here.next_functions]
+        parents += [t.grad_fn for t in tensors if t.requires_grad]
+        for node in parents:
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo.append(node)
+
+
+def tensors_at(node: Any) -> list[Tensor]:
+    """Return the tensors that a node saved, or that its Function keeps on its ctx."""
+    packed = saved_by(node)
+    found = [*tensors_of(packed), *chain.from_iterable(map(held_by, _flat(packed)))]
+    is_function = isinstance(node, FunctionCtx)
+    # A call of ours has saved all its tensors.
+    if is_function and not isinstance(getattr(node, "program", None), Program):
+        found += tensors_reached([*vars(node).values()])
+    return found
+
+
+def handles_at(node: Any) -> list[Handle]:
+    """Return the handles that a node holds in place of tensors."""
+    found = (innermost(packed) for packed in _flat(saved_by(node)))
+    return [packed for packed in found if isinstance(packed, Handle)]
+
+
+def foreign_tensors_at(node: Any) -> list[Tensor]:
+    """Return the tensors that saved-tensor hooks which are not ours may keep at a node.
+
+    What ours keep is not searched: a call refers to its function, and so to nearly all.
+    """
+    hooks, found = unpack_hooks_of(node), list[Any]()
+    for packed in _flat(saved_by(node)):
+        while isinstance(packed, Outer):
+            hooks.append(packed.unpack)
+            packed = packed.packed
+        if not isinstance(packed, Handle | Kept):
+            found.append(packed)
+    return tensors_reached((found, [h for h in hooks if h is not unpack]))
+
+
+def _flat(tree: Any) -> list[Any]:
+    return pytree.flatten(tree)[0]
+
+
+def tensors_reached(tree: Any) -> list[Tensor]:
+    """Return the tensors of a pytree, and those in objects that are its leaves."""
+    search = Search()
+    for leaf in pytree.flatten(tree)[0]:
+        search.visit(leaf, None)
+    return search.tensors

@@ -1,0 +1,160 @@
+"""What a graph holds in place of a tensor that it saved.
+
+Under torch's hooks for saved tensors, a node of the graph holds what `pack` returned,
+and `unpack` gives the tensor back when the node runs.
+
+    Handle    of a value that the call recomputes, or that its policy keeps
+    Kept      of an input of the call, or of a leaf that requires grad: that itself
+    Outer     of an input of the call, as the hooks around the call packed it
+
+Invariant: none of them holds what the call computed with its graph. The graph holds
+them, where Python's garbage collector does not see it: it would never be freed.
+Rejected: the tensor itself in place of `Kept`. torch compares no versions under hooks,
+so that a change in place would go unnoticed.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from remat._base.checks import describe
+from remat._base.context import here
+from remat._base.errors import MutationError
+from remat._capture.snapshot import Snapshot
+from remat._graph.residual import Offloaded, ReadOnce, Residual
+from remat._torch import keeps_graph, leave_hooks_on, viewed
+
+
+if TYPE_CHECKING:
+    from remat._base.op import Value
+
+
+class Handle:
+    """Stands for a tensor that a call computed.
+
+    Attributes:
+        call: gives the value.
+        place: the handle's number among all that the call saved.
+        value: the tensor, if it was recomputed and not read yet.
+        residual: what the policy keeps of the call, if the tensor is a view of it.
+        view: which; None if it is that.
+    """
+
+    __slots__ = ("__weakref__", "call", "place", "residual", "value", "view")
+
+    def __init__(self, call: Any, place: int) -> None:
+        self.call, self.place = call, place
+        self.value: Tensor | None = None
+        self.residual: Residual | Offloaded | None = None
+        self.view: Value | None = None
+
+    def unpacked(self) -> Tensor:
+        """Return the tensor."""
+        value = self.value
+        if value is not None:
+            if keeps_graph():
+                self.value = None  # the node stays, not so what was computed for it
+            return value
+        if self.residual is None:
+            return self.call.value_of(self)
+        kept, view = self.residual.value(), self.view
+        if view is None:
+            return kept.detach()
+        return viewed(kept, view.shape, view.stride, view.offset)
+
+
+class Kept:
+    """Stands for a tensor that is saved itself.
+
+    Attributes:
+        tensor: the tensor.
+        version: how often it had been changed; None if that is not counted.
+        snapshot: of the call, for the name.
+        index: of the tensor among the inputs; None if it is none.
+    """
+
+    __slots__ = ("index", "snapshot", "tensor", "version")
+
+    def __init__(
+        self, tensor: Tensor, version: int | None, snapshot: Snapshot, index: int | None
+    ) -> None:
+        self.tensor, self.version = tensor, version
+        self.snapshot, self.index = snapshot, index
+
+    def unpacked(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            MutationError: it was changed in place.
+        """
+        tensor, version = self.tensor, self.version
+        if version is not None and tensor._version != version:
+            raise MutationError(self._changed())
+        return tensor
+
+    def _changed(self) -> str:
+        names, i = self.snapshot, self.index
+        name = describe(self.tensor) if i is None else f"`{names.name_of(i)}`"
+        return _CHANGED.format(name=name, label=names.label)
+
+
+class Outer(ReadOnce):
+    """Stands for a tensor as other hooks packed it.
+
+    The graph reads it in several places, and so does a recompute. Others may give it
+    back only once in a backward, as torch.utils.checkpoint does.
+    """
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, tensor: Tensor, hooks: Any) -> None:
+        super().__init__()
+        pack, self.unpack = hooks
+        self.packed = pack(tensor)
+
+    def unpacked(self) -> Tensor:
+        """Return the tensor."""
+        if self.unpack is unpack:
+            return unpack(self.packed)
+        return self.once(functools.partial(self.unpack, self.packed))
+
+
+def meta_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells a saved tensor from others: shape, dtype, and whose it is."""
+    try:
+        return tensor.shape, tensor.dtype, type(tensor.grad_fn)
+    except RuntimeError:  # a nested tensor has no shape
+        return None, tensor.dtype, type(tensor.grad_fn)
+
+
+def unpack(packed: Any) -> Tensor:
+    """Be the hook that gives a saved tensor back."""
+    return packed if isinstance(packed, Tensor) else packed.unpacked()
+
+
+def innermost(packed: Any) -> Any:
+    """Return what stands for a tensor in the outermost call that packed it."""
+    while isinstance(packed, Outer):
+        packed = packed.packed
+    return packed
+
+
+def held_by(packed: Any) -> list[Tensor]:
+    """Return the tensors that are kept alive by what stands for one."""
+    packed = innermost(packed)
+    if isinstance(packed, Kept):
+        return [packed.tensor]
+    if isinstance(packed, Handle) and packed.residual is not None:
+        return packed.residual.stored()
+    return []
+
+
+# What torch.func saves inside a call is of levels that the call's hooks leave alone.
+leave_hooks_on(lambda: here().saves)
+
+
+_CHANGED = (
+    "remat: {name} was changed in place between the forward and the backward of "
+    "{label}, which reads it. Change a copy, or change it after the backward."
+)

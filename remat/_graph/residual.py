@@ -1,0 +1,169 @@
+"""Residuals: what a policy keeps of a call, wherever it is kept.
+
+Invariant: a residual is given back as it was, or not at all. What is kept belongs to
+who reads it: to the handles of the graph, and to the call for what a recompute reads.
+Rejected: one list for a call. A backward frees what it has used, node by node.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from remat._base.errors import MutationError
+from remat._base.op import Op
+from remat._offload.offload import Fetched, Origin, in_file, in_host_memory, origin_of
+from remat._torch import base_tensor, current_task, when_done
+from remat.policies import Decision
+
+
+PUT = {Decision.OFFLOAD: in_host_memory, Decision.OFFLOAD_TO_DISK: in_file}
+
+
+class ReadOnce:
+    """What is brought back once for all that read it in a backward.
+
+    It is held until nobody is left to read it, and no longer than the backward.
+    """
+
+    __slots__ = ("__weakref__", "_read")
+
+    def __init__(self) -> None:
+        self._read: Tensor | None = None
+
+    def once(self, bring: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor, as it was read before or brought back now."""
+        read = self._read
+        if read is None:
+            read = bring()
+            if current_task() >= 0:
+                self._read = read
+                when_done(functools.partial(_forget, weakref.ref(self)))
+        return read
+
+
+def _forget(ref: weakref.ref[ReadOnce]) -> None:
+    found = ref()
+    if found is not None:
+        found._read = None
+
+
+class Residual(ReadOnce):
+    """One tensor that is kept.
+
+    Args:
+        tensor: the tensor.
+        op: made it; for an error.
+        hooks: for saved tensors, around the call: a pair, or None.
+    """
+
+    __slots__ = ("_tensor", "_unpack", "_version", "op")
+    decision = Decision.SAVE
+
+    def __init__(self, tensor: Tensor, op: Op, hooks: Any = None) -> None:
+        super().__init__()
+        self.op, self._unpack = op, None
+        self._version = base_tensor(tensor)._version
+        self._tensor: Any = tensor
+        if hooks is not None:
+            pack, self._unpack = hooks
+            self._tensor, self._version = pack(tensor), None
+
+    def value(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            MutationError: it was changed in place.
+        """
+        if self._unpack is not None:
+            return self.once(functools.partial(self._unpack, self._tensor))
+        if base_tensor(self._tensor)._version != self._version:
+            raise MutationError(_CHANGED.format(op=self.op.func, where=self.op.source))
+        return self._tensor
+
+    def stored(self) -> list[Tensor]:
+        """Return what is kept, for reports; nothing if hooks have it."""
+        return [] if self._unpack is not None else [self._tensor]
+
+
+class Offloaded(ReadOnce):
+    """One tensor that is kept elsewhere, among those of a call."""
+
+    __slots__ = ("_away", "_k", "decision", "op")
+
+    def __init__(self, away: "Away", k: int, op: Op, decision: Decision) -> None:
+        super().__init__()
+        self._away, self._k, self.op, self.decision = away, k, op, decision
+
+    def value(self) -> Tensor:
+        """Return the tensor, brought back."""
+        return self.once(functools.partial(self._away.take, self._k))
+
+    def stored(self) -> list[Tensor]:
+        """Return what is kept, for reports."""
+        return [self._away.stored[self._k]]
+
+
+class Away:
+    """What a call keeps elsewhere, in the order in which the forward made it.
+
+    A backward reads it from the end: while one is used, the one before is fetched.
+
+    Attributes:
+        stored: what stands for each.
+    """
+
+    __slots__ = ("_fetched", "_origins", "stored")
+
+    def __init__(self) -> None:
+        self.stored: list[Tensor] = []
+        self._origins: list[Origin] = []
+        self._fetched: Fetched | None = None
+
+    def put(self, tensor: Tensor, op: Op, decision: Decision) -> Offloaded:
+        """Move a tensor away."""
+        self._origins.append(origin_of(tensor))
+        self.stored.append(PUT[decision](tensor))
+        return Offloaded(self, len(self.stored) - 1, op, decision)
+
+    def take(self, k: int) -> Tensor:
+        """Bring a tensor back."""
+        if self._fetched is None:
+            self._fetched = Fetched(self.stored[::-1], self._origins[::-1])
+        return self._fetched.take(len(self.stored) - 1 - k)
+
+
+def keep(
+    tensors: Sequence[Tensor],
+    decisions: Sequence[Decision],
+    ops: Sequence[Op],
+    hooks: Any,
+    *,
+    nested: bool,
+) -> list[Residual | Offloaded]:
+    """Keep tensors where a policy says.
+
+    Args:
+        tensors: the residuals of a call.
+        decisions: where each of them is to be kept.
+        ops: what made them.
+        hooks: for saved tensors, around the call: they keep what stays where it is.
+        nested: whether those are of a call of remat, which decides for all within it.
+    """
+    away = Away()
+    kept: list[Residual | Offloaded] = []
+    for tensor, decision, op in zip(tensors, decisions, ops, strict=True):
+        if decision in PUT and not nested:
+            kept.append(away.put(tensor, op, decision))
+        else:
+            kept.append(Residual(tensor, op, hooks))
+    return kept
+
+
+_CHANGED = (
+    "remat: a result of {op} ({where}), which the policy keeps for the backward, was "
+    "changed in place since the forward. Change a copy: it was returned, or shares "
+    "memory with what was."
+)

@@ -1,0 +1,362 @@
+"""Offloading: residuals kept in the host's memory or in a file, and brought back.
+
+A tensor goes in, and out comes an ordinary one that stands for it elsewhere; `Fetched`
+gives the first back, and copies the next one meanwhile. The bytes are moved, not the
+elements, so that every dtype comes back bit for bit.
+
+Invariant: what comes back has the shape, the strides and the bits of what went. A file
+has no name, so that none is left behind however the process ends, killed or not; and
+it is written before it is mapped, so that a full disk is an error, not a signal.
+Rejected: `torch.autograd.graph.save_on_cpu`, whose hooks torch.func refuses. A folder
+that is removed at exit, which nobody removes after a SIGKILL. And Python's own `mmap`
+where there is a choice: it keeps a file descriptor for each residual.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from remat._base.errors import OffloadError
+from remat._offload.bytes import extent, packed, respaced, room, typed
+from remat._torch import is_shared, undisturbed
+
+
+_CPU = torch.device("cpu")
+
+
+class Origin(NamedTuple):
+    """Where a tensor was, and its strides, which lose their gaps elsewhere."""
+
+    device: torch.device
+    stride: tuple[int, ...]
+
+
+def origin_of(tensor: Tensor) -> Origin:
+    """Return what `Fetched` has to know to give a tensor back."""
+    with undisturbed():
+        return Origin(tensor.device, tensor.stride())
+
+
+# --- Away ---
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """Copy a tensor to pinned memory of the host; one that is on the host stays there.
+
+    The copy runs beside what the device computes: its values are for `Fetched` alone
+    until the device is synchronized. It is in plain memory where none can be pinned.
+    No mode, transform or default of the user sees it or changes it; nor autograd.
+
+    Args:
+        tensor: of strided layout. Without data, meta or fake, it is returned as it is.
+
+    Returns:
+        A tensor of the same shape and dtype, without gaps.
+
+    Raises:
+        OffloadError: it is no plain strided tensor.
+    """
+    with undisturbed():
+        if not _has_data(tensor) or tensor.is_cpu:
+            return tensor
+        data, stride = packed(tensor)
+        lane = _lane_of(tensor.device)
+        host = data.cpu() if lane is None else lane.away(data)
+        return typed(host, tensor, stride)
+
+
+def in_file(tensor: Tensor) -> Tensor:
+    """Write a tensor to a file without a name, and map that into memory.
+
+    The file is in the folder `REMAT_OFFLOAD_DIR`, else where Python puts temporary
+    files, and goes with the tensor. Its pages are the kernel's to write out and drop:
+    where the folder is on a real disk, they take memory only while there is enough.
+    No mode, transform or default of the user sees it or changes it; nor autograd.
+
+    Args:
+        tensor: of strided layout, on any device. Without data, meta or fake, it is
+            returned as it is.
+
+    Returns:
+        A tensor on the CPU of the same shape and dtype, without gaps.
+
+    Raises:
+        OffloadError: there is no room for it, or it is no plain strided tensor.
+
+    Example:
+        >>> x = torch.linspace(0, 1, 6).view(2, 3).t()
+        >>> away = in_file(x)
+        >>> fetched = Fetched([away], [origin_of(x)])
+        >>> torch.equal(fetched.take(0), x), fetched.take(0).stride()
+        (True, (1, 3))
+    """
+    with undisturbed():
+        if not _has_data(tensor):
+            return tensor
+        data, stride = packed(tensor)
+        if not data.numel():
+            return typed(data.cpu(), tensor, stride)
+        folder = os.environ.get("REMAT_OFFLOAD_DIR")
+        try:
+            folder = folder or tempfile.gettempdir()
+            storage = _written(data, folder)
+        except OSError as error:
+            raise _no_room(tensor, data.numel(), folder, error) from error
+        return typed(storage, tensor, stride)
+
+
+def _has_data(tensor: Tensor) -> bool:
+    """Say whether there is anything to offload.
+
+    Raises:
+        OffloadError: there is, in some way that is unknown here.
+    """
+    try:
+        storage = tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # sparse, or of a torch.func level
+        raise _not_plain(tensor) from None
+    if storage.device.type == "meta":
+        return False
+    is_plain = type(tensor) in {Tensor, torch.nn.Parameter}
+    if not is_plain or tensor.is_quantized:
+        raise _not_plain(tensor)
+    count = extent(tensor.shape, tensor.stride())
+    end = (tensor.storage_offset() + count) * tensor.element_size()
+    if count and end > storage.nbytes():
+        raise OffloadError(_FREED.format(what=_described(tensor)))
+    return True
+
+
+# --- Back ---
+
+
+class _Arriving(NamedTuple):
+    data: Tensor
+    event: torch.Event
+
+
+class Fetched:
+    """Gives offloaded tensors back, each just before it is used.
+
+    It copies the first one as it is made, and the next one whenever one is taken, on a
+    stream beside that of the computation; more than that it does not hold. What was
+    never moved is given as it is, and so is a mapped file, which the kernel is told to
+    read meanwhile: they are not to be written to. No mode or transform of the user sees
+    the copies.
+
+    Args:
+        stored: the tensors offloaded, in the order in which they will be used. Another
+            order gives the same, with the copies less hidden.
+        origins: what each of them was.
+    """
+
+    def __init__(self, stored: Sequence[Tensor], origins: Sequence[Origin]) -> None:
+        self._stored = stored
+        self._origins = origins
+        self._next: tuple[int, _Arriving | None] = -1, None
+        with undisturbed():
+            self._prefetch(0)
+
+    def take(self, k: int) -> Tensor:
+        """Return tensor `k`: a copy of its own each time, where copies are needed."""
+        (device, stride), stored = self._origins[k], self._stored[k]
+        with undisturbed():
+            index, arriving = self._next
+            if index != k:
+                arriving = self._sent_back(k)
+            self._prefetch(k + 1)
+            if arriving is not None:
+                stored = typed(_arrived(arriving), stored)
+            elif stored.device != device:
+                data, dense = packed(stored)
+                stored = typed(data.to(device), stored, dense)
+            return respaced(stored, stride)
+
+    def _prefetch(self, k: int) -> None:
+        self._next = -1, None  # what nobody took is freed first
+        if k < len(self._stored):
+            self._next = k, self._sent_back(k)
+
+    def _sent_back(self, k: int) -> _Arriving | None:
+        """Start to copy tensor `k`, if that can be done beside the computation."""
+        stored, (device, _) = self._stored[k], self._origins[k]
+        lane = None if stored.device == device else _lane_of(device)
+        if lane is not None:
+            return lane.back(packed(stored)[0])
+        _read_ahead(stored.untyped_storage())
+        return None
+
+
+# --- Streams ---
+
+
+class _Lane:
+    """The copies between a device and the host: in their order, on a stream of theirs.
+
+    One for both ways, so that what is brought back has arrived before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def away(self, data: Tensor) -> Tensor:
+        host = _pinned(data.numel())
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            # To memory that is not pinned, such a copy would be seen half done.
+            host.copy_(data, non_blocking=host.is_pinned())
+        # Its memory may be given to others as soon as the caller drops it.
+        data.record_stream(self._stream)
+        return host
+
+    def back(self, host: Tensor) -> _Arriving:
+        with self._stream:
+            data = room(host.numel(), self._device)
+            data.copy_(host, non_blocking=True)
+            return _Arriving(data, self._stream.record_event())
+
+
+def _arrived(arriving: _Arriving) -> Tensor:
+    """Have the computation wait for a copy, and return it."""
+    data, event = arriving
+    stream = torch.accelerator.current_stream(data.device)
+    stream.wait_event(event)
+    data.record_stream(stream)
+    return data
+
+
+_LANES: dict[torch.device, _Lane | None] = {}
+
+
+def _lane_of(device: torch.device) -> _Lane | None:
+    """Return the lane of a device, or None if it has no streams besides its own."""
+    if device not in _LANES:
+        lane = None
+        with suppress(RuntimeError):
+            lane = _Lane(device)
+        # Two threads get the same one: the order of the copies depends on it.
+        _LANES.setdefault(device, lane)
+    return _LANES[device]
+
+
+def _pinned(nbytes: int) -> Tensor:
+    """Return room in memory of the host, pinned unless that is impossible."""
+    with suppress(RuntimeError):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return room(nbytes, _CPU)
+
+
+# --- Files ---
+
+
+_CHUNK = 2**26  # bytes
+# Where room cannot be taken at once, writing takes it all the same.
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+def _written(data: Tensor, folder: str) -> Tensor:
+    """Return bytes as they are in a file: of no name, and of just their size."""
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        _reserve(file, data.numel())
+        for piece in data.split(_CHUNK):
+            _write(file, piece.cpu())
+        return _mapped(file, data.numel())
+
+
+def _reserve(file: IO[bytes], nbytes: int) -> None:
+    """Fail early where there is no room for all of what takes long to write."""
+    # Three milliseconds on ext4; to write a chunk takes twenty.
+    if nbytes <= _CHUNK or not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+
+
+def _write(file: IO[bytes], piece: Tensor) -> None:
+    # A copy on write would be made where its address is asked for.
+    piece = piece.clone() if is_shared(piece) else piece
+    memory = (ctypes.c_char * piece.numel()).from_address(piece.data_ptr())
+    rest = memoryview(memory)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _mapped(file: IO[bytes], nbytes: int) -> Tensor:
+    """Return the bytes of a file, which may be closed then."""
+    path = f"/dev/fd/{file.fileno()}"
+    with suppress(OSError, RuntimeError):
+        if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+            from_file: Any = torch.UntypedStorage.from_file
+            return room(0, _CPU).set_(from_file(path, shared=True, nbytes=nbytes))
+    return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+
+
+_LIBC: Any = ctypes.CDLL(None) if hasattr(mmap, "MADV_WILLNEED") else None
+
+
+def _read_ahead(storage: torch.UntypedStorage) -> None:
+    """Have the kernel read what it dropped of a mapped file, and not wait for it."""
+    if _LIBC is not None and storage.device.type == "cpu" and storage.is_shared():
+        start, nbytes = map(ctypes.c_size_t, (storage.data_ptr(), storage.nbytes()))
+        # An advice: where it fails, reading is slower.
+        _LIBC.madvise(start, nbytes, mmap.MADV_WILLNEED)
+
+
+# --- Errors ---
+
+
+def _described(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{[*tensor.shape]}"
+
+
+def _not_plain(tensor: Tensor) -> OffloadError:
+    kind = type(tensor).__qualname__
+    what = _described(tensor)
+    return OffloadError(_NOT_PLAIN.format(kind=kind, what=what, layout=tensor.layout))
+
+
+def _no_room(
+    tensor: Tensor, nbytes: int, folder: str | None, error: OSError
+) -> OffloadError:
+    free = "an unknown number of bytes is"
+    if folder is not None:
+        with suppress(OSError):
+            free = f"{shutil.disk_usage(folder).free:,} are"
+    return OffloadError(
+        _NO_ROOM.format(
+            what=_described(tensor),
+            nbytes=f"{nbytes:,}",
+            folder="a temporary folder" if folder is None else repr(folder),
+            free=free,
+            reason=error.strerror or error,
+        )
+    )
+
+
+_NO_ROOM = (
+    "remat: {what} could not be offloaded to disk: {nbytes} bytes are wanted in "
+    "{folder}, where {free} free ({reason}). Set the environment variable "
+    "REMAT_OFFLOAD_DIR to a folder with more room, or offload less."
+)
+_NOT_PLAIN = (
+    "remat: a {kind}, {what} of layout {layout}, cannot be offloaded: only plain "
+    "strided tensors can. Have the policy save it or recompute it."
+)
+_FREED = (
+    "remat: {what} cannot be offloaded: its memory was freed, by `resize_(0)` of its "
+    "storage for instance. Have the policy recompute it."
+)

@@ -1,0 +1,15 @@
+"""What a recompute leaves out, and what is kept for it: record, plan, replay.
+
+In: a policy, `prune=` and a forward. Out: a plan for its backward, and its replay.
+
+    options                     what was asked for
+    decide, cost                whether a call is recorded, and what operations cost
+    recorder, values, effects   a record of what a forward did
+    plan, script                what is recomputed, kept or left out; laid out to be run
+    replay, match               the function again, along a plan
+    traces, tracing             what calls of one signature share; what one forward does
+    following, recipe           what a call keeps and replays: at base, under torch.func
+    naming, names               `checkpoint_name`
+
+Called by `_transform` where a policy or pruning asks for it, and by `_report`.
+"""

@@ -1,0 +1,81 @@
+"""What operations cost, by their metadata: FLOPs, bytes moved, time at nominal rates.
+
+Invariant: nothing is run or measured, so that two processes decide alike.
+Rejected: timing the operations of the first call. It waits for the device, and decides
+by the noise of the machine.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from remat._base.op import Op, Value
+from remat._partial.plan import Fate, Plan, Record, Step, filled
+
+
+# FLOPs and bytes in a second: of one CPU core and of an accelerator, to an order of
+# magnitude.
+_RATES = {"cpu": (2e10, 1e10)}
+_ACCELERATOR = (5e13, 1e12)
+_MODE = 8e-6  # seconds that a dispatch mode takes for an operation
+
+
+def flops(step: Step) -> int:
+    """Return the floating-point operations of an operation that torch can count.
+
+    That is of products, convolutions and attention; 0 for all others, as in torch's
+    `FlopCounterMode`.
+
+    Example:
+        >>> shapes = (2, 3), (3, 4), (2, 4)
+        >>> a, b, c = (Value(s, torch.float32, torch.device("cpu")) for s in shapes)
+        >>> flops(Step(Op(torch.ops.aten.mm.default, (a, b), outputs=(c,))))
+        48
+    """
+    op = step.op
+    count: Any = flop_registry.get(op.packet)
+    if count is None:
+        return 0
+    # With a None where it returned one: the gradient of an input that needs none.
+    result = filled(step.result, [*map(_shape, op.outputs)], [*map(_shape, op.inputs)])
+    kwargs = {name: _shape(v) for name, v in op.kwargs}
+    return int(count(*map(_shape, op.args), **kwargs, out_val=result))
+
+
+def _shape(arg: Any) -> Any:
+    if isinstance(arg, Value):
+        return torch.Size(arg.shape)
+    return [*map(_shape, arg)] if isinstance(arg, tuple) else arg
+
+
+def bytes_moved(op: Op) -> int:
+    """Return the bytes that an operation reads and writes."""
+    return op.nbytes + sum(value.nbytes for value in op.inputs)
+
+
+def seconds(step: Step) -> float:
+    """Return about how long an operation takes."""
+    op = step.op
+    kinds = {value.device.type for value in op.outputs}
+    rates = [_RATES.get(kind, _ACCELERATOR) for kind in kinds] or [_ACCELERATOR]
+    flops_per_second, bytes_per_second = map(min, zip(*rates, strict=True))
+    return max(flops(step) / flops_per_second, bytes_moved(op) / bytes_per_second)
+
+
+def avoided(record: Record, plan: Plan) -> float:
+    """Return about how many seconds a plan saves by what it leaves out."""
+    pairs = zip(record.steps, plan.fates, strict=True)
+    dead = [step for step, fate in pairs if fate is Fate.DEAD and not step.is_view]
+    return sum(seconds(step) for step in dead)
+
+
+def reason_against(record: Record, plan: Plan) -> str:
+    """Say why a plan is not worth a dispatch mode; "" if it is."""
+    saved, cost = avoided(record, plan), len(record.steps) * _MODE
+    if saved > cost:
+        return ""
+    return (
+        f"it would save about {saved * 1e6:.0f} us of work, and cost "
+        f"{cost * 1e6:.0f} us of bookkeeping"
+    )

@@ -1,0 +1,178 @@
+"""What an operation does besides returning values: writes, draws, reads by Python.
+
+Invariant: by the schema and the tags of an operation, or by what it was seen to do; an
+operator that nobody knows is taken to do whatever it may.
+Rejected: a list of all operations. torch has thousands, and users add to them.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat._ambient.streams import global_streams
+from remat._base.absent import LIKE, tensors_of
+from remat._torch import OpOverload
+
+
+DRAWS = torch.Tag.nondeterministic_seeded
+_READ_BY_PYTHON = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+}
+_OF_TORCH = {"aten", "prim", "prims", "profiler"}
+_EXCHANGES_STORAGE = {"set_", "resize_", "_resize_output_", "resize_as_"}
+
+
+Argument = tuple[int, str]  # its place in the schema, and its name
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What an operation does besides returning values, whatever its arguments.
+
+    Attributes:
+        may_draw: whether it moves a random stream, by its tag.
+        is_of_others: whether it is not of torch, so that its tags may not tell all.
+        is_read_by_python: whether Python sees what it gives, or nobody knows what it
+            does.
+        writes: the arguments that it writes to, by its schema.
+        statistics: the running statistics that a batch norm updates, unsaid in it.
+        training: which argument says whether it does, if one does.
+    """
+
+    may_draw: bool = False
+    is_of_others: bool = True
+    is_read_by_python: bool = True
+    writes: tuple[Argument, ...] = ()
+    statistics: tuple[Argument, ...] = ()
+    training: Argument | None = None
+
+    @property
+    def may_move(self) -> bool:
+        """Whether it may move a random stream, or nobody knows."""
+        return self.may_draw or self.is_of_others
+
+
+# To read a schema or tags costs more than all else that a record notes.
+@functools.lru_cache(maxsize=4096)
+def traits_of(func: Any) -> Traits:
+    """Return what an operation does besides returning values."""
+    may_draw = DRAWS in getattr(func, "tags", ())
+    if not isinstance(func, OpOverload):
+        return Traits(may_draw)
+    exchanges = func.overloadpacket.__name__ in _EXCHANGES_STORAGE
+    arguments = [*enumerate(func._schema.arguments)]
+    places = {argument.name: (k, argument.name) for k, argument in arguments}
+    is_batch_norm = func.overloadpacket in _BATCH_NORMS
+    return Traits(
+        may_draw,
+        func.namespace not in _OF_TORCH,
+        exchanges or not _READ_BY_PYTHON.isdisjoint(func.tags),
+        tuple(places[a.name] for _, a in arguments if _is_written(a)),
+        tuple(map(places.__getitem__, _STATISTICS)) if is_batch_norm else (),
+        places.get("training") if is_batch_norm else None,
+    )
+
+
+def _is_written(argument: Any) -> bool:
+    info = argument.alias_info
+    return info is not None and info.is_write
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation writes to."""
+    traits = traits_of(func)
+    declared = declared_writes(traits, args, kwargs)
+    return [*declared, *updated_statistics(traits, args, kwargs)]
+
+
+def declared_writes(
+    traits: Traits, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """Return the tensors that an operation writes to, by its schema."""
+    if not traits.writes:
+        return []
+    return tensors_of([_given(argument, args, kwargs) for argument in traits.writes])
+
+
+def updated_statistics(
+    traits: Traits, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """Return the running statistics that a batch norm updates, unsaid in its schema."""
+    names, training = traits.statistics, traits.training
+    updates = training is None or _given(training, args, kwargs)
+    if not (names and updates):
+        return []
+    return tensors_of([_given(argument, args, kwargs) for argument in names])
+
+
+def _given(argument: Argument, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what an operation was given for an argument; None if it was left out."""
+    place, name = argument
+    return args[place] if place < len(args) else kwargs.get(name)
+
+
+_STATISTICS = ("running_mean", "running_var")
+_BATCH_NORMS = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
+        *("batch_norm_update_stats", "batch_norm_gather_stats"),
+        "batch_norm_gather_stats_with_counts",
+    )
+}
+
+
+_DRAWS_IN_PLACE = {
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
+    *("normal_", "random_", "uniform_"),
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def blind_outputs(func: Any, count: int) -> tuple[int, ...]:
+    """Return the outputs of an operation that do not depend on its arguments' values.
+
+    How often it draws does not either.
+    """
+    name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return ()
+    if name in LIKE:
+        return (*range(count),)
+    if name in _DRAWS_IN_PLACE and func._overloadname != "Tensor":
+        return (*range(count),)
+    if name == "native_dropout":
+        return (1,)
+    return (0,) if func is torch.ops.aten.bernoulli.p else ()
+
+
+class Moved:
+    """Notices a draw: by the tag, or from a stream on the CPU where there is none."""
+
+    __slots__ = ("_before", "_tagged")
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        traits = traits_of(func)
+        self._tagged = traits.may_draw and _dropout(func, args, kwargs) != 0.0
+        unknown = not self._tagged and traits.is_of_others
+        self._before = global_streams().read() if unknown else None
+
+    def draws(self) -> bool:
+        """Say whether the operation drew."""
+        moved = self._before is not None and self._before != global_streams().read()
+        return self._tagged or moved
+
+
+def _dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return how much an operation of attention drops; None if it is none."""
+    for k, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = _given((k, argument.name), args, kwargs)
+            return argument.default_value if given is None else given
+    return None

@@ -1,0 +1,132 @@
+"""Compares an operation with the one recorded.
+
+Invariant: an operation that is left out has the metadata it had, for it is a function
+of that of its arguments and of the constants among them; so that is what is compared.
+Rejected: comparing the constants of operations on single elements, such as a factor
+that is annealed. They change no metadata.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat._base.absent import are_tensors, tensors_of
+from remat._base.code import user_line
+from remat._base.op import Op, Value
+from remat._partial.plan import Step
+
+
+def fits_metadata(
+    step: "Expected", args: Any, kwargs: Any, inputs: Sequence[Tensor]
+) -> bool:
+    """Say whether the metadata of the results is as recorded, by the arguments."""
+    if [*map(_metadata, inputs)] != step.metadata:
+        return False
+    pairs = zip(inputs, step.strides, strict=True)
+    if not all(not then or t.stride() == then for t, then in pairs):
+        return False
+    if step.has_constants:
+        return has_same_constants(step.op, args, kwargs, step.same)
+    # What was left to its default then may be given now.
+    return not kwargs and len(args) == len(inputs)
+
+
+_metadata = operator.attrgetter("shape", "dtype", "device")
+
+
+def constants_of(args: Any, kwargs: Any) -> list[str]:
+    """Write the arguments that are no tensors, with their names if they have one."""
+    if are_tensors(args, kwargs):
+        return []
+    given = (*args, *(kwargs or {}).items())
+    return [repr(arg) for arg in given if not tensors_of(arg)]
+
+
+def is_reflection(func: Any, of: Any) -> bool:
+    """Say whether an operation is another with its two arguments exchanged.
+
+    Of `p > t` Python tries `t < p` first where the class of `t` is derived from that of
+    `p`, as that of an absent tensor is.
+
+    Example:
+        >>> gt, lt = torch.ops.aten.gt.Tensor, torch.ops.aten.lt.Tensor
+        >>> is_reflection(lt, of=gt), is_reflection(gt, of=gt), is_reflection(gt, None)
+        (True, False, False)
+    """
+    return (func, of) in _REFLECTIONS
+
+
+_REFLECTIONS = {
+    (getattr(torch.ops.aten, name).Tensor, getattr(torch.ops.aten, other).Tensor)
+    for name, other in (
+        *(("eq", "eq"), ("ne", "ne"), ("gt", "lt")),
+        *(("lt", "gt"), ("ge", "le"), ("le", "ge")),
+    )
+}
+
+
+class Expected:
+    """What is compared of an operation that is left out."""
+
+    __slots__ = ("has_constants", "metadata", "op", "same", "strides")
+
+    def __init__(self, op: Op) -> None:
+        self.op, inputs = op, op.inputs
+        self.metadata = [*map(_metadata, inputs)]
+        # Of none, of what has no stride, nothing is compared.
+        self.strides = [value.stride for value in inputs]
+        alone = all(isinstance(arg, Value) for arg in op.args)
+        self.has_constants = bool(op.kwargs) or not alone
+        pointwise = torch.Tag.pointwise in op.func.tags
+        self.same = _same_type if pointwise else _same
+
+
+def _same_type(now: Any, then: Any) -> bool:
+    """Compare arguments of an operation on single elements, such as a factor."""
+    return type(now) is type(then) or _same(now, then)
+
+
+def _same(now: Any, then: Any) -> bool:
+    if isinstance(then, Value):
+        return isinstance(now, Tensor)
+    if isinstance(then, tuple) and isinstance(now, (list, tuple)):
+        return len(now) == len(then) and all(map(_same, now, then))
+    if isinstance(then, type):
+        return type(now) is then
+    return type(now) is type(then) and (now == then or (now != now and then != then))
+
+
+def has_same_constants(
+    op: Op, args: Sequence[Any], kwargs: Any, same: Callable[[Any, Any], bool] = _same
+) -> bool:
+    """Say whether the arguments that are no tensors are as recorded."""
+    if len(args) != len(op.args) or len(kwargs or ()) != len(op.kwargs):
+        return False
+    pairs = zip(args, op.args, strict=True)
+    if not all(same(now, then) for now, then in pairs):
+        return False
+    if not kwargs:
+        return True
+    return all(name in kwargs and same(kwargs[name], v) for name, v in op.kwargs)
+
+
+def described(steps: Sequence[Step], i: int, func: Any) -> str:
+    """Describe the first operation that is not as recorded, with those before."""
+    before = [_line(step.op) for step in steps[max(0, i - 2) : i]]
+    then = [_line(step.op) for step in steps[i : i + 3]] or ["nothing more"]
+    now = f"{func}  # {user_line()}" if func is not None else "nothing more"
+    return "\n".join(
+        [
+            "  forward:",
+            *(f"    {line}" for line in (*before, *then)),
+            "  recomputation:",
+            *(f"    {line}" for line in (*before, now)),
+        ]
+    )
+
+
+def _line(op: Op) -> str:
+    return f"{op.func}" + (f"  # {op.source}" if op.source else "")

@@ -1,0 +1,235 @@
+"""How one call is recomputed under torch.func: along the plan of a record.
+
+Invariant: a trace is only an optimization. A replay that does not fit is given up, and
+the function runs as it is; inputs are dropped only where replays of this trace have
+succeeded, and the forward at hand was seen to do the same.
+Rejected: one plan for all calls of a module. What is given differs, and so what is
+read.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat._base.absent import Absent, like
+from remat._base.errors import MutationError, RecomputeError
+from remat._graph.residual import PUT
+from remat._offload.offload import Fetched, Origin, origin_of
+from remat._partial.recorder import Recorder
+from remat._partial.replay import Check, Replay, Verify
+from remat._partial.traces import Scripts, Trace
+from remat._partial.tracing import Tracing, is_of_memory
+from remat._torch import base_tensor, current_layer, is_lazy
+
+
+def finish(
+    tracing: Tracing, outs: Sequence[Any], *, may_drop: bool
+) -> tuple["Recipe | None", list[Tensor]]:
+    """Return how a call is recomputed, and the tensors to keep for it.
+
+    Args:
+        tracing: of its forward.
+        outs: of its function.
+        may_drop: whether inputs may be dropped that nothing reads.
+    """
+    mode, trace, count = tracing.mode, tracing.trace, len(tracing.leaves)
+    if isinstance(mode, Recorder):
+        record = mode.record(outs)
+        given = [j for j, o in enumerate(outs) if o.requires_grad]
+        scripts = tracing.learn(mode, record, given)
+        if scripts is None:
+            return None, []
+        recipe = Recipe(trace, scripts, count, {}, True)
+        recipe.constants = {i: mode.constants[i] for i in scripts.full.plan.kept}
+        return recipe, recipe.put_away(scripts.held(mode))
+    scripts = tracing.scripts
+    if scripts is None:
+        return None, []
+    residuals: list[Tensor] | None = [] if mode is None else mode.residuals()
+    if residuals is None or len(outs) != len(scripts.record.roots):
+        trace.strike()
+        return None, []
+    dropped: dict[int, Absent] = {}
+    if may_drop and isinstance(mode, Verify):
+        leaves = tracing.leaves
+        dropped = {i: like(leaves[i]) for i in tracing.droppable(scripts.full)}
+    recipe = Recipe(trace, scripts, count, dropped, mode is not None)
+    recipe.constants = {} if mode is None else mode.constants
+    return recipe, recipe.put_away(residuals)
+
+
+class Recipe:
+    """How one call is recomputed.
+
+    Attributes:
+        dropped: the leaves that were not kept, and what stands for them.
+        scripts: the plans.
+        constants: of the operations whose results are kept.
+    """
+
+    __slots__ = (
+        "_count",
+        "_origins",
+        "_seen",
+        "_trace",
+        "_versions",
+        "constants",
+        "dropped",
+        "scripts",
+    )
+
+    def __init__(
+        self,
+        trace: Trace,
+        scripts: Scripts,
+        count: int,
+        dropped: dict[int, Absent],
+        seen: bool,
+    ) -> None:
+        self._trace, self.scripts, self._count = trace, scripts, count
+        self.dropped, self._seen = dropped, seen
+        self._origins: list[Origin] | None = None
+        self.constants: dict[int, Any] = {}
+
+    def put_away(self, residuals: list[Tensor]) -> list[Tensor]:
+        """Return the residuals where the policy wants them."""
+        places = self.scripts.places
+        if not PUT.keys().isdisjoint(places):
+            self._origins = [*map(origin_of, residuals)]
+            pairs = zip(residuals, places, strict=True)
+            residuals = [PUT[d](t) if d in PUT else t for t, d in pairs]
+        self._versions = [t._version for t in residuals]
+        return residuals
+
+    def kept(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return the leaves that are kept."""
+        if not self.dropped:
+            return leaves
+        return [t for i, t in enumerate(leaves) if i not in self.dropped]
+
+    def carry_out(
+        self,
+        given: Sequence[int],
+        saved: Sequence[Tensor],
+        pull: Callable[..., Any],
+    ) -> Any:
+        """Return `pull(leaves, mode)`, along the script if it fits.
+
+        Args:
+            given: the outputs that have cotangents.
+            saved: the leaves kept, and the residuals.
+            pull: runs the function, and the backward of what it did.
+
+        Raises:
+            RecomputeError: the function does something else than in the forward.
+            MutationError: a result that was kept was changed since.
+        """
+        leaves, residuals = self._put_back(saved)
+        script = self.scripts.of(given)
+        replay = Replay(script, residuals, self._taker(residuals), self.constants)
+        replay.start(leaves)
+        whole = not _is_of_level(leaves)
+        try:
+            # No name for the stand-ins: `note_escaped` counts who else holds them.
+            grads = pull(self._stand_ins(leaves, replay, whole=whole), replay)
+        except Exception as error:
+            if not (replay.trouble or is_of_memory(error)):
+                raise
+            self._note(replay, error)
+        else:
+            # Elsewhere a graph holds them, or what escapes is refused in the forward.
+            if current_layer() is None and not torch.is_grad_enabled():
+                replay.note_escaped()
+            if not replay.trouble:
+                trace = self._trace
+                # Another record may have taken its place since.
+                if whole and trace.scripts is self.scripts:
+                    self._trace.proven.update(given)
+                self._trace.warn_of_names()
+                return grads
+            self._note(replay, None)
+        return pull(leaves, Check(script) if self._seen else None)
+
+    def _put_back(
+        self, saved: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return leaves, with stand-ins for those that were dropped, and residuals."""
+        kept, dropped = self._count - len(self.dropped), self.dropped
+        leaves, residuals = saved[:kept], saved[kept:]
+        if dropped:
+            ours = iter(leaves)
+            each = range(self._count)
+            leaves = [dropped[i] if i in dropped else next(ours) for i in each]
+        return leaves, residuals
+
+    def _taker(self, residuals: Sequence[Tensor]) -> Callable[[int], Tensor]:
+        """Return what gives a residual back, by its place."""
+        now = [base_tensor(t)._version for t in residuals]
+        if now != self._versions:
+            place = [*map(operator.ne, now, self._versions)].index(True)
+            i, k = self.scripts.full.plan.residuals[place]
+            op = self.scripts.record.steps[i].op
+            raise MutationError(_CHANGED.format(op=op.func, k=k, source=op.source))
+        if self._origins is None:
+            return residuals.__getitem__
+        return Fetched(residuals, self._origins).take
+
+    def _stand_ins(
+        self, leaves: Sequence[Tensor], replay: Replay, *, whole: bool
+    ) -> Sequence[Tensor]:
+        """Put stand-ins in place of leaves whose values are not needed.
+
+        But not for what a graph is recorded of, which is to reach it.
+        """
+        if not whole:
+            return leaves
+        recorded, stand_ins = torch.is_grad_enabled(), [*leaves]
+        # Once it is known that they are not read, only what is changed is left out.
+        proven = self._trace.is_proven() and self._trace.scripts is self.scripts
+        inputs, written = replay.script.record.inputs, replay.script.written
+        for i in replay.script.unneeded:
+            t = leaves[i]
+            if not (
+                (proven and type(t) is not Absent and inputs[i] not in written)
+                or type(t) not in (Tensor, Absent)
+                or (recorded and t.requires_grad)
+                or is_lazy(t)
+            ):
+                stand_ins[i] = replay.absent_leaf(i, t)
+        return stand_ins
+
+    def _note(self, replay: Replay, error: Exception | None) -> None:
+        """Learn from a replay that did not fit.
+
+        Raises:
+            RecomputeError: the function cannot be run as it is.
+        """
+        trouble = replay.trouble
+        if trouble.missed and not trouble.differs:
+            self._trace.learn(self.scripts, trouble.missed)
+        else:
+            self._trace.strike()
+        if self.dropped:
+            what = trouble.differs or _READ.format(error=error)
+            raise RecomputeError(_DROPPED.format(what=what)) from error
+
+
+def _is_of_level(leaves: Sequence[Tensor]) -> bool:
+    """Say whether some leaf is of a level, where a stand-in would be of none."""
+    return current_layer() is not None and any(base_tensor(t) is not t for t in leaves)
+
+
+_READ = "  something read the value of what was left out. {error}"
+_CHANGED = (
+    "remat: output {k} of {op} ({source}), which the policy keeps for the backward, "
+    "was changed in place since the forward. Change a copy: it was returned, or shares "
+    "memory with what was."
+)
+_DROPPED = (
+    "remat: the recomputation did something else than it did before, and inputs were "
+    "not kept that it needs for that. Pass prune=False if it depends on more than its "
+    "inputs.\n{what}"
+)

@@ -1,0 +1,219 @@
+"""`check_replay`: whether a recomputation computes what the forward did, bit for bit.
+
+The function runs twice, as the forward of a rematerialized call and as its
+recomputation. A mode copies what each operation of the forward made; another compares
+that with what the operations of the recomputation make.
+
+Invariant: a value is compared as soon as it is made, so what is reported is where the
+two part, and not where it shows. Rejected: comparing gradients, which tell that
+something differs and not what. And keeping hashes, which take no memory: how far two
+values are apart could be told only by running the function a third time, when it may do
+something else.
+"""
+
+import operator
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from remat._ambient.draws import without_draws
+from remat._base.errors import RecomputeError
+from remat._base.types import Fn
+from remat._capture.restore import Run
+from remat._capture.search import Search
+from remat._capture.snapshot import Snapshot
+from remat._capture.structure import Out
+from remat._partial.options import DEFAULT
+from remat._partial.traces import TRACES
+from remat._report.compare import CompareValues, KeepValues, has_values
+from remat._report.inputs import Inputs
+from remat._report.reporting import label_of, refuse_transforms
+from remat._torch import below_all_levels, unwrap_dead
+from remat._transform.api import Rematerialized
+from remat._transform.filling import Filling
+from remat._transform.saved import Saved
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What `check_replay` found to be the same twice.
+
+    Attributes:
+        operations: how many the function ran.
+        values: how many tensors were compared: what operations made or wrote, and what
+            they read that was there before.
+        nbytes: the bytes of those tensors.
+    """
+
+    operations: int
+    values: int
+    nbytes: int
+
+
+def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
+    """Run a function and its recomputation, and compare all they compute, bit by bit.
+
+    For a function whose gradients are not what they should be, or that raises
+    `RecomputeError`: it names the operation where the recomputation leaves the forward,
+    and how. Each is run once and in full, as without a policy or pruning: a difference
+    is found also in what a policy keeps at present. For the function it is as one call:
+    buffers are updated and random streams moved once.
+
+    A copy of all that operations make, and of the inputs that they read, is held in the
+    memory of the host: more than the function needs without `remat`. On the device it
+    is what one call of `remat` needs. What is a view of something else is not copied.
+
+    Not compared are memory that is given out as it is (`empty`, `new_empty`, ...), the
+    states of random streams that attention returns, the scratch memory of kernels of
+    batch norm and recurrent layers, and meta tensors, which have no values. Compiled
+    functions run eagerly here.
+
+    Args:
+        fn: the function, rematerialized or not.
+        *args: its arguments. If nothing that it is passed or refers to requires grad,
+            every floating argument is taken to.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        How much was compared.
+
+    Raises:
+        RecomputeError: the recomputation ran another operation, or one gave other bits.
+        RuntimeError: called under a transform of torch.func, forward-mode AD or
+            torch.compile; or an input is a meta or fake tensor.
+
+    Example:
+        >>> import time, torch
+        >>> from remat import remat
+        >>> check_replay(remat(lambda x: x.sin().sin()), torch.ones(3))
+        Agreement(operations=2, values=3, nbytes=36)
+        >>> f = lambda x: x * time.perf_counter()
+        >>> check_replay(f, torch.ones(3))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        remat.RecomputeError: remat: recomputing `<lambda>` does something...
+    """
+    instead = "the transformed function: check_replay(torch.func.grad(f), x)"
+    refuse_transforms("check_replay", instead)
+    options, label = DEFAULT, label_of(fn)
+    if isinstance(fn, Rematerialized):
+        fn, options, label = fn.__wrapped__, fn._options, fn._label
+    if options.rng == "error":
+        fn = without_draws(fn, label)
+    inputs, search = Inputs(fn, args, kwargs), Search(shallow=True)
+    args, kwargs = inputs.args, inputs.kwargs
+    snapshot = Snapshot(fn, label, args, kwargs, search)
+    leaves = [*map(unwrap_dead, search.tensors)]
+    if not all(map(has_values, leaves)):
+        raise RuntimeError(_NO_VALUES)
+    needs = [t.requires_grad for t in leaves]
+    call = _Twice(snapshot, leaves, needs, (), replace(options, prune=False))
+    forward = KeepValues()
+    TRACES.clear()  # calls within do in both what a first call does
+    result = call.run_forward(fn, args, kwargs, leaves, forward)
+    TRACES.clear()
+    recomputation = CompareValues(forward.steps)
+    try:
+        call.run_again(recomputation)
+    except Exception as error:
+        if recomputation.difference is None:
+            raise
+        raise RecomputeError(recomputation.described(label)) from error
+    if recomputation.difference is not None:
+        raise RecomputeError(recomputation.described(label))
+    del result
+    return Agreement(len(forward.steps), forward.values, forward.nbytes)
+
+
+_NO_VALUES = (
+    "remat: check_replay compares values, and a meta or fake tensor has none. Pass "
+    "tensors that are on a device."
+)
+_GRADLESS = (
+    "remat: recomputing {label} gave outputs that require grad: {now}, where in the "
+    "forward: {then}. The function must compute the same thing twice."
+)
+
+
+# --- The two runs ---
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class _Twice(Saved):
+    """A call that a mode follows, and whose recomputation runs to its end."""
+
+    __slots__ = ("_needs_grad", "_out")
+    _needs_grad: list[bool]
+    _out: Out
+
+    def run_forward(
+        self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Any, mode: Any
+    ) -> Any:
+        """Be the forward; return its result, whose graph holds the handles."""
+        followed: Any = _Followed(mode)
+        self._following = followed
+        result = self.forward(fn, args, kwargs, leaves)
+        self._following = None
+        outs, self._out = Out.split(result, leaves)
+        self._needs_grad = [*map(_requires_grad, outs)]
+        return result
+
+    def run_again(self, mode: Any) -> None:
+        """Be the recomputation."""
+        filling = _ToTheEnd([*self.alive()], self._metas, self.label)
+        tensors = self.held.tensors(as_they_are=True)
+        below_all_levels(self._recompute, filling, tensors, mode)
+        if mode.difference is None and filling.error is not None:
+            raise filling.error
+        if mode.difference is None and filling.left > 1:
+            raise filling.differs()
+
+    @override
+    def _again(self, run: Run) -> None:
+        outs = self._out.split_again(self._snapshot.call(run), run.tensors)
+        now, then = [*map(_requires_grad, outs)], self._needs_grad
+        if now != then:
+            raise RecomputeError(_GRADLESS.format(label=self.label, now=now, then=then))
+
+
+class _ToTheEnd(Filling):
+    """Lets a recomputation go on when all is filled, or something else is saved.
+
+    Attributes:
+        error: the first that was to be raised.
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.left += 1  # or it would stop at the last handle
+        self.error: RecomputeError | None = None
+
+    @override
+    def pack(self, t: Tensor) -> Any:
+        try:
+            return super().pack(t)
+        except RecomputeError as error:
+            self.error = self.error or error
+            return t if t.is_leaf else t.detach()
+
+
+class _Followed:
+    """In place of what follows a record."""
+
+    dropped: Mapping[int, Any] = types.MappingProxyType({})
+    decision: Any = None
+
+    def __init__(self, mode: Any) -> None:
+        self.mode = mode
+
+    def pack(self, place: int, tensor: Any) -> None:
+        """Be told what is saved."""
+
+    def finish(self, handles: Any) -> None:
+        """Keep nothing."""

@@ -1,0 +1,279 @@
+"""Runs a call once for a report: its record, and who reads what in the backward.
+
+It is the forward of a `remat` call, recorded whatever its options are; nothing is kept,
+and nothing is recomputed.
+
+Invariant: what is found is what a call does with the same arguments. No graph, stream,
+gradient or buffer is other than before. Rejected: a trace on fake tensors. Some
+operations choose another kernel there, and the user's code may look at values.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from remat._base import pytree
+from remat._base.context import here
+from remat._base.types import Fn
+from remat._capture.search import Search
+from remat._capture.snapshot import Snapshot
+from remat._graph.graph import handles_at, nodes_of
+from remat._partial.decide import Situation
+from remat._partial.options import Options
+from remat._partial.plan import Fate, Record
+from remat._partial.recorder import Recorder
+from remat._partial.traces import Kind
+from remat._partial.tracing import is_droppable
+from remat._report.inputs import Inputs
+from remat._report.reporting import called, reader_of, stream_name
+from remat._report.storages import Ledger, parts
+from remat._torch import base_tensor
+from remat._transform.saved import Saved
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An input of a call.
+
+    Attributes:
+        name: as the function's author would write it.
+        dtype: its dtype.
+        shape: its shape.
+        nbytes: its bytes, of whatever storage it is a view of.
+        needs: whether it is differentiated.
+        stays: why it is kept even if it is not needed; "" if it is not.
+        is_copied: whether the forward writes to it, so that a recompute has a copy.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    needs: bool
+    stays: str
+    is_copied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What one call did.
+
+    Attributes:
+        record: of its operations.
+        readers: for each storage, by number, what reads it in the backward.
+        sizes: the bytes of each storage.
+        leaves: its inputs.
+        itself: the storages that the graph saves themselves.
+        situation: what decides whether it is recorded.
+        scalar: whether the outputs are of one element each.
+        inner: how often calls of `remat` within it recompute each operation, and which.
+        taken: the storages whose memory Python takes.
+        kind: what it has in common with those that share its record.
+        streams: the random streams that it draws from.
+    """
+
+    record: Record
+    readers: Mapping[int, tuple[str, ...]]
+    sizes: Mapping[int, int]
+    leaves: tuple[Leaf, ...]
+    itself: frozenset[int]
+    situation: Situation
+    scalar: bool
+    inner: tuple[tuple[int, str], ...]
+    taken: frozenset[int]
+    kind: Kind
+    streams: tuple[str, ...]
+
+
+def examine(
+    fn: Fn, label: str, args: Any, kwargs: Any, options: Options
+) -> Examined | None:
+    """Run a call, and put everything back; None if nothing is to be differentiated."""
+    with _undone(fn, args, kwargs) as inputs:
+        search = Search(shallow=True)
+        snapshot = Snapshot(fn, label, inputs.args, inputs.kwargs, search)
+        leaves = search.tensors
+        needs = [t.requires_grad for t in leaves]
+        if True not in needs:
+            return None
+        call = _Examining(snapshot, leaves, needs, (), options)
+        call.follow(getattr(fn, "__self__", fn), leaves)
+        result = call.forward(fn, inputs.args, inputs.kwargs, leaves)
+        return call.found(leaves, result)
+
+
+@contextmanager
+def _undone(fn: Fn, args: Any, kwargs: Any) -> Iterator[Inputs]:
+    """Give what to run on, and put back what the run changes."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        inputs = Inputs(fn, args, kwargs)
+        stack.enter_context(inputs.restored())
+        torch.clear_autocast_cache()  # casts in it may be of another graph
+        stack.callback(torch.clear_autocast_cache)
+        with Ledger(stack):
+            yield inputs
+
+
+class _Examining(Saved):
+    """A call that is recorded whatever its options are."""
+
+    __slots__ = ("_noting", "_situation")
+
+    @override
+    def follow(self, owner: Any, leaves: Sequence[Tensor]) -> None:
+        self._situation = self.situation(leaves)
+        del owner
+        self._noting = _Noting(leaves)
+
+    @override
+    def forward(
+        self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Sequence[Tensor]
+    ) -> Any:
+        context = here()
+        before, context.examining = context.examining, self._noting.observe
+        try:
+            with self._noting:
+                return super().forward(fn, args, kwargs, leaves)
+        finally:
+            context.examining = before
+
+    def found(self, leaves: Sequence[Tensor], result: Any) -> Examined:
+        """Return what was found."""
+        outs = [t for t in pytree.flatten(result)[0] if isinstance(t, Tensor)]
+        noting = self._noting
+        alive = {handle.place for handle in self.alive()}
+        gone = {*range(len(self._handles))} - alive
+        record = noting.record(outs, gone)
+        noting.note_readers(outs, leaves)
+        return Examined(
+            record=record,
+            readers={s: tuple(names) for s, names in noting.readers.items()},
+            sizes=noting.sizes,
+            leaves=tuple(self._leaf(i, t) for i, t in enumerate(leaves)),
+            itself=frozenset(noting.itself),
+            situation=self._situation,
+            scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
+            inner=tuple(noting.inner(self)),
+            taken=frozenset(noting.taken),
+            kind=self.kind(leaves),
+            streams=tuple(stream_name(stream) for stream, _ in self.ambient.moved),
+        )
+
+    def _leaf(self, i: int, tensor: Tensor) -> Leaf:
+        nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
+        meta = tensor.dtype, tuple(tensor.shape), nbytes, self.held.needs[i]
+        name = self._snapshot.name_of(i)
+        return Leaf(name, *meta, _stays(_as_real(tensor)), i in self.held.copied)
+
+
+def _stays(leaf: Tensor) -> str:
+    """Say why an input is kept even if it is not needed; "" if it is not."""
+    if is_droppable(leaf):
+        return ""
+    anyway = leaf.is_leaf and (leaf.requires_grad or isinstance(leaf, nn.Parameter))
+    return "a leaf is alive anyway" if anyway else "its kind of tensor is not dropped"
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return what a fake tensor stands for, but without its data."""
+    if not hasattr(tensor, "fake_mode") or isinstance(tensor, nn.Parameter):
+        return tensor
+    real = torch.empty(0, dtype=tensor.dtype)
+    if tensor.requires_grad:
+        real.requires_grad_()
+    return real if tensor.is_leaf else real.view(0)
+
+
+class _Noting(Recorder):
+    """Records, and notes the sizes of storages, their readers, and calls within.
+
+    Attributes:
+        readers: for each storage, by number, what reads it in the backward.
+        sizes: the bytes of each storage.
+        itself: the storages that the graph saves themselves.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.readers: dict[int, dict[str, None]] = {}
+        self.sizes: dict[int, int] = {}
+        self.itself: set[int] = set()
+        # For each operation, the calls that it runs in, from the outermost one in.
+        self._inside: list[tuple[Saved, ...]] = []
+        # For each call, its handles' storages, and how many operations were before.
+        self._packed: dict[int, tuple[Saved, dict[int, tuple[int, int]]]] = {}
+        super().__init__(leaves, None)
+
+    @override
+    def number(self, tensor: Tensor) -> int:
+        number = super().number(tensor)
+        if number not in self.sizes:
+            storages = [part.untyped_storage() for part in parts(tensor)]
+            self.sizes[number] = sum(s.nbytes() for s in storages)
+        return number
+
+    @override
+    def _note(self, *args: Any, **kwargs: Any) -> None:
+        super()._note(*args, **kwargs)
+        self._inside.append(here().inside[1:])
+
+    def observe(
+        self, call: Saved, observe: Callable[[int, Tensor | None], None] | None
+    ) -> Callable[[int, Tensor | None], None]:
+        """Return what is told of what a call saves."""
+        packed: dict[int, tuple[int, int]] = {}
+        is_first = not self._packed
+        self._packed[id(call)] = call, packed
+
+        def both(place: int, tensor: Tensor | None) -> None:
+            if is_first:
+                self.pack(tensor)
+            if tensor is not None:
+                packed[place] = self.number(base_tensor(tensor)), len(self._steps)
+            if observe is not None:
+                observe(place, tensor)
+
+        return both
+
+    def note_readers(self, outs: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
+        """Note which nodes of the graph read each storage."""
+        numbers: dict[int, int] = {}
+        for call, packed in self._packed.values():
+            for place, (number, _) in packed.items():
+                handle = call.handle_at(place)
+                if handle is not None:
+                    numbers[id(handle)] = number
+        for node, tensors in nodes_of(outs, {t.grad_fn for t in leaves}):
+            reader = reader_of(node)
+            found = [self.number(base_tensor(t)) for t in tensors]
+            self.itself.update(found)
+            found += [numbers[id(h)] for h in handles_at(node) if id(h) in numbers]
+            for number in found:
+                self.readers.setdefault(number, {})[reader] = None
+
+    def inner(self, outermost: Saved) -> Iterator[tuple[int, str]]:
+        """Yield how often calls within recompute each operation, and the innermost."""
+        times = [0] * len(self._steps)
+        for call, packed in self._packed.values():
+            if call is outermost:
+                continue
+            where = [i for i, inside in enumerate(self._inside) if call in inside]
+            last = max((packed[h.place][1] for h in call.alive()), default=0)
+            for i, fate in zip(where, _fates(call, len(where)), strict=True):
+                times[i] += fate.is_run and i < last
+        for i, inside in enumerate(self._inside):
+            yield times[i], called(inside[-1].label) if inside else ""
+
+
+def _fates(call: Saved, count: int) -> Sequence[Fate]:
+    """Return what a call's recompute does with its operations, so many there are."""
+    following = call.following
+    decision = None if following is None else following.decision
+    fates = decision[1].full.plan.fates if decision else ()
+    return fates if len(fates) == count else [Fate.RUN] * count

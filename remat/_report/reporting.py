@@ -1,0 +1,76 @@
+"""What the reports share: where they can be made, and what they call things.
+
+Invariant: a thing has the same name in every report. Rejected: a report under a
+transform. A function has several graphs there, and which is meant nobody says.
+"""
+
+import re
+from typing import Any
+
+import torch
+
+from remat._ambient.streams import Stream
+from remat._base.program import Program
+from remat._torch import current_layer, dual_level_active
+from remat._transform.call import Call
+from remat._transform.rules import Batch
+
+
+def refuse_transforms(report: str, instead: str) -> None:
+    """Check that a report can be made here.
+
+    Args:
+        report: what the user called.
+        instead: what to call it on, outside.
+
+    Raises:
+        RuntimeError: under a transform of torch.func, forward-mode AD or torch.compile.
+    """
+    if current_layer() is not None or dual_level_active():
+        raise RuntimeError(_TRANSFORMED.format(report=report, instead=instead))
+    if torch.compiler.is_compiling():
+        raise RuntimeError(_COMPILED.format(report=report))
+
+
+_TRANSFORMED = (
+    "remat: {report} was called under a transform of torch.func or forward-mode AD, "
+    "where tensors have several graphs. Call it outside, on {instead}."
+)
+_COMPILED = (
+    "remat: {report} was called in a function that torch.compile traces. Call it "
+    "outside, on the function that is not compiled."
+)
+
+
+def label_of(fn: Any) -> str:
+    """Return what to call a function that is not rematerialized."""
+    return f"`{getattr(fn, '__qualname__', type(fn).__qualname__)}`"
+
+
+def stream_name(stream: Any) -> str:
+    """Return the name of a random stream, or of a generator that was passed."""
+    return stream.name if isinstance(stream, Stream) else "a torch.Generator"
+
+
+def reader_of(node: Any) -> str:
+    """Name the operation that a node of a graph is the backward of."""
+    program = getattr(node, "program", None)
+    if isinstance(program, Program):
+        call = call_of(program)
+        return "remat" if call is None else f"remat({called(call.label)})"
+    name = re.sub(r"Backward\d*$", "", type(node).__name__)
+    if isinstance(node, torch.autograd.function.FunctionCtx):
+        return name
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def call_of(program: Any) -> Call | None:
+    """Return the call that a program is, or is a batch of."""
+    while isinstance(program, Batch):
+        program = program._of
+    return program if isinstance(program, Call) else None
+
+
+def called(label: str) -> str:
+    """Return the name of the function of a call, by its label."""
+    return label.split("`")[1]

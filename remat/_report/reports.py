@@ -1,0 +1,270 @@
+"""What reports on a call are: values that print as tables and draw themselves.
+
+Invariant: they hold neither tensors nor the user's function, so that they pickle,
+compare, and can be kept. Rejected: a report that is only text. Who wants a policy
+chosen by a program needs the numbers.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from remat._base.op import Value
+from remat._report import render as _render
+from remat._report.reasons import place
+from remat.policies import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedInput:
+    """What becomes of an input of the call.
+
+    Attributes:
+        name: as the author of the function would write it, "params['w']" say.
+        dtype: its dtype.
+        shape: its shape.
+        nbytes: the bytes of its storage; 0 if that is counted for an input before it.
+        kept: whether it is kept for the backward.
+        why: why it is, or is not.
+    """
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    nbytes: int
+    kept: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedOp:
+    """What becomes of one operation of the call.
+
+    Attributes:
+        name: of the operation, "mm" say.
+        source: the user's line, "file.py:12, in block".
+        outputs: what it returned.
+        nbytes: the bytes of that; none of a view, which has no bytes of its own.
+        flops: its floating-point operations, as torch's `FlopCounterMode` counts them.
+        fate: what becomes of it: "saved", "offloaded", "recomputed" or "dead", which
+            is neither.
+        times: how often the backward runs it again: more than once if calls of `remat`
+            within this one do.
+        kept: the bytes kept of what it returned.
+        why: why it has that fate.
+        is_view: whether it only looks at a tensor in another way.
+    """
+
+    name: str
+    source: str
+    outputs: tuple[Value, ...]
+    nbytes: int
+    flops: int
+    fate: Literal["saved", "offloaded", "recomputed", "dead"]
+    times: int
+    kept: int
+    why: str
+    is_view: bool
+
+
+class _Shown(ABC):
+    """What a table says, in a terminal, in a notebook and by rich."""
+
+    @abstractmethod
+    def _table(self) -> _render.Table:
+        """Return what is shown."""
+
+    def __str__(self) -> str:
+        return _render.text(self._table())
+
+    def _repr_html_(self) -> str:
+        return _render.html(self._table())
+
+    def __rich__(self) -> Any:
+        return _render.rich_table(self._table())
+
+
+@dataclass(frozen=True)
+class Explanation(_Shown):
+    """What `explain` returns: a value that prints as a table.
+
+    Attributes:
+        label: the function.
+        policy: which results may be kept; None for none.
+        inputs: of the call.
+        ops: its operations, in order.
+        pruned: whether a recomputation leaves out what the backward does not need.
+        reason: why it does not, if it does not.
+        plain_bytes: the bytes that stay alive for the backward without remat. At most:
+            in-place operations on views do not tell what they save.
+        held_bytes: of those saved, the bytes that the graph holds itself, as without
+            remat: Python numbers, and what a Function keeps on its ctx.
+        streams: the random streams whose states are kept, outside of all totals.
+        advice: what to change, and why.
+    """
+
+    label: str
+    policy: Policy | None
+    inputs: tuple[ExplainedInput, ...]
+    ops: tuple[ExplainedOp, ...]
+    pruned: bool
+    reason: str
+    plain_bytes: int
+    held_bytes: int
+    streams: tuple[str, ...]
+    advice: tuple[str, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes that stay alive for the backward, where they were computed."""
+        kept = self.held_bytes + sum(i.nbytes for i in self.inputs if i.kept)
+        return kept + sum(op.kept for op in self.ops if op.fate == "saved")
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """The bytes that are kept elsewhere."""
+        return sum(op.kept for op in self.ops if op.fate == "offloaded")
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of the forward."""
+        return sum(op.flops for op in self.ops)
+
+    @property
+    def recomputed_flops(self) -> int:
+        """The FLOPs that the backward spends on running operations again."""
+        return sum(op.flops * op.times for op in self.ops)
+
+    @property
+    def recomputed_share(self) -> float:
+        """Those, as a share of the forward's: 1.0 for all of it."""
+        return self.recomputed_flops / self.flops if self.flops else 0.0
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the bytes of each operation, coloured by fate.
+
+        Args:
+            ax: the matplotlib axes to draw on; None for new ones.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        ops = [op for op in self.ops if not op.is_view]
+        labels = [f"{op.name} ({place(op.source)})" for op in ops]
+        sizes, fates = [op.nbytes for op in ops], [op.fate for op in ops]
+        return _render.bars(labels, sizes, fates, self._table().title, ax)
+
+    @override
+    def _table(self) -> _render.Table:
+        rows = [*map(_input_row, self.inputs)]
+        rows += [_op_row(op) for op in self.ops if not op.is_view]
+        title = f"remat of {self.label}"
+        title += "" if self.policy is None else f" under {self.policy}"
+        return _render.Table(
+            title=title,
+            columns=("operation", "line", "output", "#bytes", "#FLOPs", "fate", "why"),
+            rows=tuple(row for row, _ in rows),
+            kinds=tuple(kind for _, kind in rows),
+            notes=tuple(self._notes()),
+        )
+
+    def _notes(self) -> Iterator[str]:
+        less = f"; {self.offloaded_bytes:,} offloaded" if self.offloaded_bytes else ""
+        yield f"saved: {self.saved_bytes:,} bytes{less}; plain: {self.plain_bytes:,}"
+        if self.held_bytes:
+            yield f"of these, the graph holds {self.held_bytes:,} itself"
+        again = sum(op.times for op in self.ops if not op.is_view)
+        count = sum(not op.is_view for op in self.ops)
+        yield (
+            f"recomputed: {self.recomputed_flops:,} of {self.flops:,} FLOPs "
+            f"({self.recomputed_share:.0%}), {again} of {count} operations"
+        )
+        yield "pruned: " + ("yes" if self.pruned else f"no, {self.reason}")
+        if self.streams:
+            yield f"kept besides: the state of {', '.join(self.streams)}"
+        yield from (f"advice: {line}" for line in self.advice)
+
+
+def _input_row(leaf: ExplainedInput) -> tuple[tuple[str, ...], str]:
+    what = _render.short(leaf.dtype, leaf.shape)
+    fate = "saved" if leaf.kept else "dropped"
+    row = (leaf.name, "input", what, f"{leaf.nbytes:,}", "", fate, leaf.why)
+    return row, "saved" if leaf.kept else "dead"
+
+
+def _op_row(op: ExplainedOp) -> tuple[tuple[str, ...], str]:
+    what = " ".join(_render.short(v.dtype, v.shape) for v in op.outputs)
+    fate = op.fate if op.times < 2 else f"{op.fate} x{op.times}"
+    costs = f"{op.nbytes:,}", f"{op.flops:,}"
+    return (op.name, place(op.source), what, *costs, fate, op.why), op.fate
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedPolicy:
+    """What one policy costs.
+
+    Attributes:
+        name: how the policy prints; "plain" for no remat at all.
+        saved_bytes: the bytes that stay alive for the backward, where they were
+            computed.
+        offloaded_bytes: those that are kept elsewhere.
+        recomputed_flops: the FLOPs that the backward spends on running operations
+            again.
+        recomputed_share: those, as a share of the forward's.
+    """
+
+    name: str
+    saved_bytes: int
+    offloaded_bytes: int
+    recomputed_flops: int
+    recomputed_share: float
+
+
+@dataclass(frozen=True)
+class Comparison(_Shown):
+    """What `compare` returns: a value that prints as a table.
+
+    Attributes:
+        label: the function.
+        rows: plain, which recomputes nothing, remat without a policy, and with each.
+    """
+
+    label: str
+    rows: tuple[ComparedPolicy, ...]
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw recomputed FLOPs against saved bytes, a point for each policy.
+
+        Args:
+            ax: the matplotlib axes to draw on; None for new ones.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        names = [row.name for row in self.rows]
+        sizes = [row.saved_bytes for row in self.rows]
+        costs = [row.recomputed_flops for row in self.rows]
+        return _render.tradeoff(names, sizes, costs, self._table().title, ax)
+
+    @override
+    def _table(self) -> _render.Table:
+        return _render.Table(
+            title=f"policies for {self.label}",
+            columns=("policy", "#saved bytes", "#offloaded", "#FLOPs again", "#share"),
+            rows=tuple(map(_compared_row, self.rows)),
+            kinds=("",) * len(self.rows),
+        )
+
+
+def _compared_row(row: ComparedPolicy) -> tuple[str, ...]:
+    numbers = row.saved_bytes, row.offloaded_bytes, row.recomputed_flops
+    return row.name, *(f"{n:,}" for n in numbers), f"{row.recomputed_share:.0%}"

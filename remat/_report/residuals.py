@@ -1,0 +1,359 @@
+"""`saved_residuals`: what a function keeps alive between its forward and its backward.
+
+The function runs once under a mode that notes where each storage comes from. Then the
+graph is asked what its nodes saved, and dropped: what loses a reference was held by it,
+whoever held it and however.
+
+Invariant: a storage is listed once, with all its bytes, if and only if the graph of the
+outputs holds it. The report changes no tensor and moves no random stream.
+Rejected: saved-tensor hooks, which see every saved tensor but not what a Function keeps
+on its ctx, and which torch.func refuses to run under. And a trace of the function as
+JAX makes: it would report on the trace.
+"""
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import graph
+
+from remat._base.op import Op
+from remat._base.types import Fn
+from remat._graph.graph import (
+    foreign_tensors_at,
+    handles_at,
+    tensors_at,
+    tensors_reached,
+)
+from remat._graph.handles import Handle
+from remat._partial.naming import told_of_names
+from remat._partial.recipe import Recipe
+from remat._report.compare import has_values
+from remat._report.inputs import Inputs
+from remat._report.reporting import (
+    call_of,
+    called,
+    reader_of,
+    refuse_transforms,
+    stream_name,
+)
+from remat._report.storages import (
+    CONSTANT,
+    MADE,
+    Entry,
+    Ledger,
+    Residual as Residual,
+    counts,
+    origin_text,
+    parts,
+    tensors_in,
+)
+from remat._torch import (
+    AccumulateGrad,
+    saved_by,
+    sequence_number,
+)
+from remat._transform.call import Call
+from remat.policies import Decision
+
+
+if TYPE_CHECKING:
+    from remat._transform.saved import Saved
+
+
+def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
+    """List what stays alive for the backward after the forward of a function.
+
+    The function, rematerialized or not, is called once, on the tensors given. If none
+    that it is passed or refers to requires grad, every floating argument is taken to,
+    as in JAX. Afterwards the tensors that were written to in place (the running
+    statistics of batch norm, say), the random streams and the `.grad` of inputs are as
+    they were before. What the function does to Python objects stays done, and so does a
+    write by an operator whose schema hides it.
+
+    Each storage is listed once, in the order: constants, arguments, captured tensors,
+    the rest as it was made. The bytes of all add up to what the graph of the outputs
+    holds; the outputs themselves are listed only if the backward reads them, and a leaf
+    that only receives a gradient is not. Of a call of `remat`, what its policy keeps is
+    listed, offloaded or not, and so are the states of the random streams to be set
+    back. A first call keeps all inputs; with pruning, those after the first backward
+    drop what it did not read, and the report, which is such a call, does as well.
+
+    Compiled functions run eagerly here, and what they save then is listed. So it is for
+    the few functions of torch that take another path under a dispatch mode, `ctc_loss`
+    for one. Two kinds of nodes do not tell what they saved, Functions written in C++
+    and in-place operations on views: what they hold is listed without its readers, if
+    it was passed or an operation made it; not so the 8 bytes of a Python number.
+
+    Args:
+        fn: the function.
+        *args: its arguments. Meta and fake tensors do, for a model larger than memory.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        The residuals. The list is empty if no output requires grad.
+
+    Raises:
+        RuntimeError: called under a transform of torch.func, forward-mode AD or
+            torch.compile.
+        CaptureError: `fn` holds a lazy or scripted module, or what it saved has no
+            storage.
+
+    Source: JAX's `jax.ad_checkpoint.saved_residuals`.
+
+    Example:
+        >>> from remat import remat
+        >>> def f(x):
+        ...     return x.sin().sin().sum()
+        >>> [r.origin for r in saved_residuals(f, torch.ones(3))]
+        ['from the argument x', 'output of sin']
+        >>> [r.origin for r in saved_residuals(remat(f), torch.ones(3))]
+        ['from the argument x']
+    """
+    instead = "the transformed function: saved_residuals(torch.func.grad(f), x)"
+    refuse_transforms("saved_residuals", instead)
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        inputs = Inputs(fn, args, kwargs)
+        stack.enter_context(inputs.restored())
+        ledger = Ledger(stack)
+        for i, tensor in enumerate(inputs.tensors):
+            ledger.know(tensor, *inputs.described(i))
+        roots, start = _run(fn, inputs, ledger)
+        torch.clear_autocast_cache()
+        notes = _Notes(ledger)
+        notes.ask(roots, start)
+        return notes.residuals(roots, inputs)
+
+
+def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
+    """Print what `saved_residuals` lists, one residual on a line, and the total.
+
+    Args:
+        fn: the function.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+
+    Source: JAX's `jax.ad_checkpoint.print_saved_residuals`, with bytes and readers.
+
+    Example:
+        >>> print_saved_residuals(lambda x: x.sin(), torch.ones(3))
+        f32[3] from the argument x: 12 bytes, read by sin
+        total: 12 bytes in 1 residual
+    """
+    found = saved_residuals(fn, *args, **kwargs)
+    total, count = sum(r.nbytes for r in found), len(found)
+    away = sum(r.nbytes for r in found if r.place)
+    plural = "" if count == 1 else "s"
+    last = f"total: {total:,} bytes in {count} residual{plural}"
+    lines = [*map(str, found), f"{last}, {away:,} of them offloaded" if away else last]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+# --- The run ---
+
+
+def _run(fn: Fn, inputs: Inputs, ledger: Ledger) -> tuple[list[Any], int]:
+    """Return the roots of the graph, and the number of its first node."""
+    torch.clear_autocast_cache()  # casts in it may be of another graph
+    first = torch.zeros((), requires_grad=True).view(())
+    with told_of_names(ledger), ledger:
+        result = fn(*inputs.args, **inputs.kwargs)
+    outs = [t for t in tensors_reached(result) if t.requires_grad]
+    roots = [node for node in dict.fromkeys(t.grad_fn for t in outs) if node]
+    return roots, sequence_number(first.grad_fn)
+
+
+# --- The graph ---
+
+
+class _Notes:
+    """What the graph says of the storages that the ledger met."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._saved: set[int] = set()
+        self._calls: set[int] = set()
+        self._states: list[Residual] = []
+
+    def ask(self, roots: Sequence[Any], start: int) -> None:
+        """Note for each node since `start` what it saved."""
+        for node in sorted(_nodes(roots, start), key=sequence_number):
+            reader, call = reader_of(node), call_of(getattr(node, "program", None))
+            if call is not None:
+                self._note_call(node, call, reader)
+            for handle in handles_at(node):
+                self._note_handle(handle, reader)
+            for t in tensors_at(node):
+                self._note(t, reader, "from a constant")
+            # Of these not all are held: a hook may refer to a global.
+            for t in foreign_tensors_at(node):
+                self._ledger.know(t, CONSTANT, "from a constant")
+
+    def _note(self, tensor: Tensor, reader: str, origin: str) -> list[Entry]:
+        entries = self._ledger.know(tensor, CONSTANT, origin)
+        for entry in entries:
+            entry.readers[reader] = None
+            self._saved.add(entry.ref.address)
+        return entries
+
+    def _note_call(self, node: Any, call: Call, reader: str) -> None:
+        """Note what a call keeps that nobody passed it, and that no operation made."""
+        facts = node.program.facts
+        leaves: Sequence[int] = range(len(facts.needs))
+        if facts.recipe is not None:
+            leaves = facts.recipe.kept(leaves)
+        saved = _saved_by_call(node, len(leaves) + facts.residuals)
+        if facts.recipe is not None:
+            self._note_offloaded(saved[len(leaves) :], facts.recipe, reader)
+        for i, value in zip(leaves, saved, strict=False):
+            if i in facts.kept:
+                origin = f"copy of `{call.name_of(i)}` as it was before the call"
+                for t in tensors_in(value):
+                    for entry in self._note(t, reader, origin):
+                        entry.origin = origin
+        ambient = getattr(call, "_ambient", None)
+        for stream, state in ambient.moved if ambient is not None else ():
+            self._note_state(stream, state, reader)
+
+    def _note_handle(self, handle: Handle, reader: str) -> None:
+        """Note what a handle stands for, and what its call keeps to recompute it."""
+        kept = handle.residual
+        if kept is not None:
+            self._note_kept(kept.stored(), kept.op, kept.decision, reader)
+            return
+        call: Saved = handle.call
+        if id(call) in self._calls:
+            return
+        self._calls.add(id(call))
+        reader = f"remat({called(call.label)})"
+        for i, t in call.held.kept():
+            origin = f"copy of `{call.name_of(i)}` as it was before the call"
+            copied = i in call.held.copied
+            for entry in self._note(t, reader, origin if copied else "from a constant"):
+                if copied:
+                    entry.origin, entry.rank = origin, MADE
+        following = call.following
+        for residual in following.residuals_held() if following else ():
+            self._note_kept(residual.stored(), residual.op, residual.decision, reader)
+        for stream, state in call.ambient.moved:
+            self._note_state(stream, state, reader)
+
+    def _note_kept(
+        self, stored: Sequence[Tensor], op: Op, decision: Decision, reader: str
+    ) -> None:
+        """Note what a policy keeps."""
+        origin = origin_text(op.func, sorted(op.names))
+        for t in stored:
+            is_new = not self._ledger.has_met(t)
+            for entry in self._note(t, reader, origin):
+                if is_new:
+                    entry.rank, entry.source = MADE, op.source
+                if is_new or _would_move(t, decision):
+                    entry.place = _PLACES.get(decision, "")
+
+    def _note_offloaded(
+        self, residuals: Sequence[Any], recipe: Recipe, reader: str
+    ) -> None:
+        """Note what was made here and is kept elsewhere."""
+        for value, (op, decision) in zip(residuals, _kept_by(recipe), strict=True):
+            self._note_kept(tensors_in(value), op, decision, reader)
+
+    def _note_state(self, stream: Any, state: Any, reader: str) -> None:
+        """Note the state of a stream to be set back."""
+        origin = f"state of the stream: {stream_name(stream)}"
+        if isinstance(state, Tensor):
+            self._note(state, reader, origin)
+            return
+        size, host = _size_of(state), torch.device("cpu")
+        self._states.append(Residual(None, (), host, size, origin, "", (reader,)))
+
+    def residuals(self, roots: list[Any], inputs: Inputs) -> list[Residual]:
+        """Drop the graph, and list what it saved or was seen to hold.
+
+        Args:
+            roots: of the graph, held by nobody else; emptied here.
+            inputs: may be held as they are, without a reference more to the storage.
+        """
+        entries = self._ledger.entries.values()
+        sizes = {e.ref.address: e.nbytes() for e in entries}
+        made = [e for e in entries if e.rank == MADE]
+        if not self._saved.issuperset(_alive(made)):
+            gc.collect()  # what only garbage holds is not kept for a backward
+        # Held meanwhile: the accumulators of leaves go with the graph, and would look
+        # as if it had saved the leaves.
+        leaves = [t for t in inputs.run_on if t.is_leaf and t.requires_grad]
+        edges = [*map(graph.get_gradient_edge, leaves)]
+        before = counts(entries), inputs.references()
+        roots.clear()
+        after = counts(entries), inputs.references()
+        del edges
+        held = self._saved | {a for a in sizes if before[0][a] > after[0][a]}
+        for t, old, new in zip(inputs.run_on, before[1], after[1], strict=True):
+            if old > new:
+                held.update(p.untyped_storage()._cdata for p in parts(t))
+        if _alive(made):
+            gc.collect()  # a Function may hold its own node
+            now = counts(made)
+            held |= {a for a in now if before[0][a] > now[a]}
+        found = sorted(
+            (e for e in entries if e.ref.address in held), key=attrgetter("rank")
+        )
+        return [e.residual(sizes[e.ref.address]) for e in found] + self._states
+
+
+def _alive(entries: Iterable[Entry]) -> list[int]:
+    return [address for address, count in counts(entries).items() if count]
+
+
+def _nodes(roots: Sequence[Any], start: int) -> set[Any]:
+    """Return the nodes that a graph holds and that are not older than `start`."""
+    todo, seen = [*roots], set(roots)
+    while todo:
+        here = todo.pop()
+        # What was saved has a graph, which is another once it was changed in place.
+        saved = [t.grad_fn for t in tensors_in(saved_by(here)) if t.requires_grad]
+        for node in (*(node for node, _ in here.next_functions), *saved):
+            if node is None or node in seen or type(node) is AccumulateGrad:
+                continue
+            if sequence_number(node) >= start:
+                seen.add(node)
+                todo.append(node)
+    return seen
+
+
+def _saved_by_call(node: Any, count: int) -> list[Any]:
+    """Return what each tensor saved became; an older torch gives all as one tuple."""
+    saved = saved_by(node)
+    return saved if len(saved) == count else [*saved[0]]
+
+
+def _kept_by(recipe: Recipe) -> Iterator[tuple[Op, Decision]]:
+    """Yield for each residual of a call what made it, and where it may be kept."""
+    scripts = recipe.scripts
+    for i, _ in scripts.full.plan.residuals:
+        yield scripts.record.steps[i].op, scripts.decisions[i]
+
+
+def _would_move(tensor: Tensor, decision: Decision) -> bool:
+    """Say whether a tensor stays only for having no values that could be moved."""
+    there = tensor.device.type == "cpu" and decision is Decision.OFFLOAD
+    return not (has_values(tensor) or there)
+
+
+_PLACES = {Decision.OFFLOAD: "pinned host", Decision.OFFLOAD_TO_DISK: "disk"}
+
+
+def _size_of(state: Any) -> int:
+    """Return the bytes of a stream's state."""
+    if isinstance(state, bytes):
+        return len(state)
+    if isinstance(state, tuple):
+        return sum(map(_size_of, state))
+    return sys.getsizeof(state)

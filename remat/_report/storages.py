@@ -1,0 +1,253 @@
+"""Storages: where each that an operation met comes from, and how many hold it.
+
+Invariant: noting a storage does not keep it alive, and what was there before is in the
+end as it was. Rejected: tensors in place of storages. A view keeps all that it is a
+view of, and the same bytes are kept once, by however many tensors.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
+from typing_extensions import override
+
+from remat._base import pytree
+from remat._base.absent import Absent
+from remat._base.code import user_line
+from remat._base.errors import CaptureError
+from remat._partial.effects import written_by
+from remat._report.render import short
+from remat._torch import (
+    StorageRef,
+    base_tensor,
+    call_kernel,
+    preserved_version,
+    storage_id,
+)
+
+
+CONSTANT, ARGUMENT, CAPTURED, MADE = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """One storage that stays alive for the backward.
+
+    Attributes:
+        dtype: of the tensor; None for the state of a random stream, which is none.
+        shape: of the tensor that the storage was made for, or that was passed.
+        device: where it is.
+        nbytes: the bytes of the whole storage, also where a view of it was saved.
+        origin: where it comes from: "from the argument x['w'][0]", "from the captured
+            `self.up.weight`", "output of sin", "named 'y'" if `checkpoint_name` called
+            it so, or "from a constant" if nobody knows.
+        source: the user's line that made or named it, "file.py:12, in block", or "".
+        readers: what reads it in the backward, in the order of the forward; empty where
+            torch does not tell, as for a Function written in C++.
+        place: "pinned host" or "disk", if it was offloaded there.
+    """
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    device: torch.device
+    nbytes: int
+    origin: str
+    source: str
+    readers: tuple[str, ...]
+    place: str = ""
+
+    def __str__(self) -> str:
+        source = f" from {self.source}" if self.source else ""
+        place = f", offloaded to {self.place}" if self.place else ""
+        readers = f", read by {', '.join(self.readers)}" if self.readers else ""
+        what = short(self.dtype, self.shape) if self.dtype else "state"
+        origin = f"{self.origin}{source}{place}"
+        return f"{what} {origin}: {self.nbytes:,} bytes{readers}"
+
+
+@dataclass(slots=True)
+class Entry:
+    """A storage, not kept alive."""
+
+    ref: StorageRef
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+    rank: int
+    origin: str
+    source: str = ""
+    place: str = ""
+    readers: dict[str, None] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+    def nbytes(self) -> int:
+        """Return its size, 0 once it is freed."""
+        storage = self.ref.get()
+        return 0 if storage is None else storage.nbytes()
+
+    def residual(self, nbytes: int) -> Residual:
+        """Return what is reported of it, which was of that size."""
+        meta = self.dtype, self.shape, self.device, nbytes
+        readers = tuple(self.readers)
+        return Residual(*meta, self.origin, self.source, readers, self.place)
+
+
+class Ledger(TorchDispatchMode):
+    """Notes each storage met, and what puts back those that are written to.
+
+    Args:
+        stack: takes on what is to be undone.
+
+    Attributes:
+        entries: the storages by address, in the order in which they were met.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, stack: ExitStack) -> None:
+        super().__init__()
+        self.entries: dict[int, Entry] = {}
+        self._stack = stack
+        self._preserved: set[int] = set()
+
+    def know(
+        self, tensor: Tensor, rank: int, origin: str, source: str = ""
+    ) -> list[Entry]:
+        """Return the entries of a tensor's storages, made now if they are new."""
+        found = []
+        for part in parts(tensor):
+            storage = part.untyped_storage()
+            entry = self.entries.get(storage._cdata)
+            if entry is None:
+                meta = (part.dtype, tuple(part.shape), part.device)
+                ref = StorageRef(storage)
+                entry = Entry(ref, *meta, rank, origin, source)
+                self.entries[ref.address] = entry
+            found.append(entry)
+        return found
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        for t in tensors_in((args, kwargs)):
+            self.know(t, CONSTANT, "from a constant")
+        written = written_by(func, args, kwargs)
+        for t in written:
+            self._preserve(t)
+        result = call_kernel(func, *args, **kwargs)
+        origin, source = origin_text(func), user_line()
+        for t in tensors_in(result):
+            self.know(t, MADE, origin, source)
+        for t in written:
+            for entry in self.know(t, MADE, origin, source):
+                if entry.rank == MADE:
+                    entry.origin, entry.source = origin, source
+                    entry.names = ()  # of the value that was there before
+        return result
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Have what an operation made called by a name."""
+        for part in parts(base_tensor(tensor)):
+            # A recorder around would take `untyped_storage` for the user's reading it.
+            entry = self.entries.get(storage_id(part))
+            if entry is None or entry.rank != MADE or name in entry.names:
+                continue
+            entry.names = (*entry.names, name)
+            entry.origin = origin_text(None, entry.names)
+            entry.source = user_line()
+
+    def has_met(self, tensor: Tensor) -> bool:
+        """Say whether all storages of a tensor are known."""
+        storages = (part.untyped_storage() for part in parts(tensor))
+        return all(storage._cdata in self.entries for storage in storages)
+
+    def _preserve(self, tensor: Tensor) -> None:
+        """Have what is older than the run put back as it is now."""
+        for part in parts(tensor):
+            storage = part.untyped_storage()
+            is_new = self.entries[storage._cdata].rank == MADE
+            if is_new or storage._cdata in self._preserved:
+                continue
+            self._preserved.add(storage._cdata)
+            if not part.is_inference():
+                self._stack.enter_context(preserved_version(part))
+            if storage.device.type != "meta":
+                self._stack.callback(_put_back, storage, storage.clone())
+
+
+def _put_back(storage: torch.UntypedStorage, before: torch.UntypedStorage) -> None:
+    if storage.nbytes() != before.nbytes():
+        storage.resize_(before.nbytes())
+    storage.copy_(before)
+
+
+# --- Tensors ---
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors of a pytree."""
+    return [t for t in pytree.flatten(tree)[0] if isinstance(t, Tensor)]
+
+
+def parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors with a storage that make up a tensor."""
+    if type(tensor) is Absent:
+        return
+    if is_traceable_wrapper_subclass(tensor):
+        wrapper: Any = tensor
+        inner = [getattr(tensor, name) for name in wrapper.__tensor_flatten__()[0]]
+    elif tensor.is_nested:
+        inner = [tensor.values(), *(getattr(tensor, name)() for name in _OF_NESTED)]
+    elif tensor.layout is torch.strided:
+        yield tensor
+        return
+    elif tensor.layout in _SPARSE:
+        inner = [getattr(tensor, name)() for name in _SPARSE[tensor.layout]]
+    else:
+        kind = type(tensor).__qualname__
+        raise CaptureError(_NO_STORAGE.format(kind=kind, layout=tensor.layout))
+    for part in inner:
+        yield from parts(part)
+
+
+_OF_NESTED = (
+    "_nested_tensor_size",
+    "_nested_tensor_strides",
+    "_nested_tensor_storage_offsets",
+)
+_BY_ROW = ("crow_indices", "col_indices", "values")
+_BY_COLUMN = ("ccol_indices", "row_indices", "values")
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROW),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMN),
+}
+
+
+def origin_text(func: Any, names: Sequence[str] = ()) -> str:
+    """Write, as JAX does, where what an operation made comes from."""
+    if names:
+        return f"named {', '.join(map(repr, names))}"
+    packet = getattr(func, "overloadpacket", func)
+    return f"output of {getattr(packet, '__name__', func)}"
+
+
+_NO_STORAGE = (
+    "remat: a saved tensor of {kind} and layout {layout} has no storage whose bytes "
+    "could be counted. Report on a function of strided or sparse tensors."
+)
+
+
+def counts(entries: Iterable[Entry]) -> dict[int, int]:
+    """Return how many references there are to each storage."""
+    return {e.ref.address: e.ref.count() for e in entries}

@@ -1,0 +1,266 @@
+"""What the shims of `_autograd` expect of torch.
+
+Invariant: a check fails where a name of it is missing or does something else.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function, forward_ad, graph
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+from remat._torch import autograd as _autograd
+from remat._torch.selftest import expects, leaf, same
+
+
+@expects("set_grad_enabled", "grad_mode")
+def _grad_mode_is_switched() -> None:
+    with _autograd.grad_mode(False):
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+    _autograd.set_grad_enabled(False)
+    assert not torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+
+
+@expects("base_dual_level_active", "dual_level_active", "forward_ad_enabled")
+def _dual_levels_are_seen() -> None:
+    assert _autograd.dual_level_active() is False
+    with forward_ad.dual_level():
+        assert _autograd.dual_level_active() is True
+        assert _autograd.base_dual_level_active() is True
+    with _autograd.forward_ad_enabled(False):
+        assert not torch._C._is_fwd_grad_enabled()
+
+
+@expects("detach_dual", "without_tangent")
+def _dual_numbers_are_taken_apart() -> None:
+    x, tangent = leaf(), torch.ones(2)
+    with forward_ad.dual_level():
+        # Not `make_dual`, which imports rules that take a second.
+        dual = torch._VF._make_dual(x, tangent, level=0)
+        assert forward_ad.unpack_dual(_autograd.without_tangent(dual)).tangent is None
+        with _autograd.forward_ad_enabled(False):
+            assert not _autograd.detach_dual(dual).requires_grad
+
+
+@expects("pull_back")
+def _the_engine_returns_gradients() -> None:
+    x = leaf()
+    ones = (torch.ones(2),)
+    (grad,) = _autograd.pull_back((x * x,), ones, (x,), create_graph=True)
+    assert grad is not None
+    assert grad.requires_grad
+    assert same(grad, 2 * x)
+    assert x.grad is None
+
+
+def _refuse(_: Any) -> Any:
+    raise AssertionError("a hook on saved tensors ran")
+
+
+@expects(
+    *("pop_hooks", "push_hooks", "resume_hooks", "suspend_hooks", "top_hooks"),
+    "without_hooks",
+)
+def _hooks_are_suspended() -> None:
+    x = leaf()
+    with graph.saved_tensors_hooks(_refuse, _refuse):
+        hooks = _autograd.top_hooks(True)
+        assert hooks == (_refuse, _refuse)
+        _autograd.pop_hooks()
+        assert _autograd.top_hooks(True) is None
+        _autograd.push_hooks(*hooks)
+        out = _autograd.without_hooks(torch.sin, x)
+        suspended = _autograd.suspend_hooks()
+        assert _autograd.top_hooks(True) is None
+        _autograd.resume_hooks(suspended)
+        assert _autograd.top_hooks(True) == hooks
+    assert same(out, x.sin())
+
+
+@expects("are_hooks_allowed", "leave_hooks_on")
+def _hooks_are_left_on() -> None:
+    manager: Any = graph.disable_saved_tensors_hooks
+    (cell,) = manager.__closure__
+    before = cell.cell_contents  # remat's own, after its import
+    assert _autograd.are_hooks_allowed() is True
+    try:
+        for harmless in (True, False):
+            cell.cell_contents = manager.__wrapped__
+            _autograd.leave_hooks_on(_always if harmless else bool)
+            with manager("refused"):
+                assert _autograd.are_hooks_allowed() is harmless
+    finally:
+        cell.cell_contents = before
+
+
+def _always() -> bool:
+    return True
+
+
+@expects("current_task", "keeps_graph", "when_done")
+def _a_backward_tells_of_itself() -> None:
+    x = leaf()
+    told: list[Any] = []
+
+    def tell(_: Tensor) -> None:
+        told.append((_autograd.current_task() >= 0, _autograd.keeps_graph()))
+        _autograd.when_done(note_end)
+
+    def note_end() -> None:
+        told.append("end")
+
+    x.register_hook(tell)
+    out = x.sin().sum()
+    for keep in (True, False):
+        torch.autograd.grad(out, x, retain_graph=keep)
+    assert told == [(True, True), "end", (True, False), "end"]
+    assert _autograd.current_task() == -1
+
+
+class _Sine(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        ctx.save_for_backward(x)
+        return x.sin()
+
+
+@expects("saved_tensors", "saved_by", "unpack_hooks_of")
+def _nodes_tell_what_they_saved() -> None:
+    x = leaf() * 1
+    for out in (x.sin(), _Sine.apply(x)):
+        saved = _autograd.saved_by(out.grad_fn)
+        assert [s.data_ptr() for s in saved] == [x.data_ptr()]
+    with graph.saved_tensors_hooks(_pack, _unpack):
+        assert _autograd.unpack_hooks_of(x.sin().grad_fn) == [_unpack]
+        assert _autograd.unpack_hooks_of(_Sine.apply(x).grad_fn) == [_unpack]
+    node = _Sine.apply(x).grad_fn
+    with torch.no_grad():
+        x.add_(1)
+    (changed,) = _autograd.saved_tensors(node)
+    assert changed.data_ptr() == x.data_ptr()
+
+
+def _pack(tensor: Tensor) -> Any:
+    return tensor
+
+
+def _unpack(packed: Any) -> Tensor:
+    return packed
+
+
+@expects("snapshot", "is_shared")
+def _clones_are_made_on_write() -> None:
+    x = torch.ones(2)
+    copy = _autograd.snapshot(x)
+    assert isinstance(copy, Tensor)
+    assert _autograd.is_shared(copy) is True
+    copy.add_(1)
+    assert _autograd.is_shared(copy) is False
+    assert same(x, torch.ones(2))
+    assert _autograd.snapshot(nn.Parameter(x)) is None
+
+
+@expects("AccumulateGrad", "is_held")
+def _leaves_are_found_in_the_graph() -> None:
+    held = leaf()
+    nodes = (held * 2).grad_fn, (leaf() * 2).grad_fn
+    leaves: list[Any] = [node.next_functions[0][0] for node in nodes if node]
+    assert {*map(type, leaves)} == {_autograd.AccumulateGrad}
+    assert [*map(_autograd.is_held, leaves)] == [True, False]
+
+
+@expects("is_graph_held", "use_count")
+def _references_are_counted() -> None:
+    x = leaf()
+    before = _autograd.use_count(x)
+    assert _autograd.is_graph_held([x]) is False
+    node = x.sin().grad_fn
+    assert _autograd.is_graph_held([x]) is True
+    assert _autograd.use_count(x) > before
+    del node
+    assert _autograd.use_count(x) == before
+
+
+@expects("MODAL_NODES", "pull_in_grad_mode")
+def _some_formulas_ask_for_grad_mode() -> None:
+    x = leaf()
+    for op in (nn.functional.silu, nn.functional.mish, torch.logit):
+        assert type(op(x).grad_fn).__name__ in _autograd.MODAL_NODES
+    out = nn.functional.silu(x)
+    _autograd.pull_in_grad_mode([out])
+    modes: list[bool] = []
+    node: Any = out.grad_fn
+
+    def note(_: Any) -> None:
+        modes.append(torch.is_grad_enabled())
+
+    node.register_prehook(note)
+    torch.autograd.grad(out.sum(), x)
+    assert modes == [True]
+    assert torch.is_grad_enabled()
+
+
+@expects("sequence_number")
+def _nodes_are_numbered() -> None:
+    x = leaf()
+    first = _autograd.sequence_number(x.sin().grad_fn)
+    assert first < _autograd.sequence_number(x.cos().grad_fn)
+
+
+@expects("StorageRef", "storage_id")
+def _storages_are_referred_to() -> None:
+    x = torch.ones(2)
+    ref = _autograd.StorageRef(x.untyped_storage())
+    assert ref.address == x.untyped_storage()._cdata
+    assert _autograd.storage_id(x) == _autograd.storage_id(x.view(1, 2))
+    assert _autograd.storage_id(x) != _autograd.storage_id(x.clone())
+    before = ref.count()
+    view = x.view(1, 2)
+    assert ref.count() > before > 0
+    del x, view
+    assert ref.get() is None
+    assert ref.count() == 0
+
+
+@expects("preserved_version")
+def _a_change_is_not_counted() -> None:
+    x = torch.ones(2)
+    with _autograd.preserved_version(x):
+        x.add_(1)
+    assert x._version == 0
+    assert same(x, torch.full((2,), 2.0))
+
+
+@expects("once_differentiable_function")
+def _what_is_differentiated_once_is_known() -> None:
+    rules: dict[str, Any] = {
+        "forward": staticmethod(_copied),
+        "backward": staticmethod(_as_it_is),
+    }
+    often: Any = type("Often", (Function,), rules)
+    rules["backward"] = staticmethod(once_differentiable(_as_it_is))
+    once: Any = type("Once", (Function,), rules)
+    nodes = [f.apply(leaf()).grad_fn for f in (often, once)]
+    assert [*map(_autograd.once_differentiable_function, nodes)] == [None, once]
+
+
+def _copied(ctx: Any, x: Tensor) -> Tensor:
+    del ctx
+    return x.clone()
+
+
+def _as_it_is(ctx: Any, *cotangents: Any) -> Any:
+    del ctx
+    return cotangents[0]
+
+
+@expects("is_for_transforms")
+def _a_function_for_transforms_sets_its_context_up() -> None:
+    apart = type("Apart", (Function,), {"setup_context": staticmethod(_as_it_is)})
+    assert _autograd.is_for_transforms(apart)
+    assert not _autograd.is_for_transforms(Function)

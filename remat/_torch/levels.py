@@ -1,0 +1,315 @@
+"""The levels of torch.func: which there are, what is on them, calls below them.
+
+Invariant: a level left is entered again, also after an exception.
+Rejected: a HigherOrderOperator, or `Function.apply` under torch.func. They need less
+private API, but cost 1.2 and 2.7 million instructions a call where this costs a third
+of a million (torch 2.13).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._C._functorch import (
+    CGradInterpreterPtr,
+    CInterpreter,
+    CJvpInterpreterPtr,
+    CVmapInterpreterPtr,
+    RandomnessType,
+    TransformType,
+    _unwrap_for_grad,
+    _wrap_for_grad,
+    get_interpreter_stack,
+    get_single_level_autograd_function_allowed,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    maybe_get_level,
+    peek_interpreter_stack,
+    pop_dynamic_layer_stack,
+    push_dynamic_layer_stack,
+    set_single_level_autograd_function_allowed,
+    unwrap_if_dead,
+)
+from torch._functorch import eager_transforms
+from torch._functorch.pyfunctorch import (
+    coerce_cinterpreter,
+    retrieve_current_functorch_interpreter,
+)
+from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
+from torch.autograd import function
+
+from remat._torch.autograd import (
+    is_forward_ad_enabled,
+    set_forward_ad,
+    set_grad_enabled,
+)
+
+
+# Deleted by: a public way to ask which torch.func transform is innermost.
+current_layer = peek_interpreter_stack
+
+# Deleted by: Function.apply doing this without inspecting signatures on each call.
+unwrap_dead = unwrap_if_dead
+
+# Deleted by: a static (not per call) single-level Function in functorch.
+unwrap_for_grad = _unwrap_for_grad
+
+wrap_for_grad = _wrap_for_grad
+
+# Deleted by: enums that compare as cheaply as integers.
+_kinds: Any = TransformType
+
+VMAP: int = _kinds.Vmap.value
+
+GRAD: int = _kinds.Grad.value
+
+JVP: int = _kinds.Jvp.value
+
+
+def kind_of(layer: CInterpreter) -> int:
+    """Return what transform a level of torch.func is of.
+
+    Raises:
+        NotImplementedError: it is none that remat knows.
+    """
+    key: Any = layer.key()
+    kind: int = key.value
+    if kind not in (VMAP, GRAD, JVP):
+        raise NotImplementedError(f"remat: under {key.name} of torch.func")
+    return kind
+
+
+# Deleted by: a public `Tensor.unwrap()` for torch.func wrappers.
+def base_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor under all torch.func wrappers."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+def is_of_level_above(tensor: Tensor) -> bool:
+    """Say whether a tensor belongs to a level above the innermost active one."""
+    tensor = unwrap_if_dead(tensor)
+    if not is_functorch_wrapped_tensor(tensor):
+        return False
+    layer = peek_interpreter_stack()
+    return maybe_get_level(tensor) > (layer.level() if layer is not None else 0)
+
+
+def requires_grad_at_any_level(tensor: Tensor) -> bool:
+    """Say whether some level, torch.func's or the base, differentiates `tensor`."""
+    while not tensor.requires_grad:
+        if not is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = get_unwrapped(tensor)
+    return True
+
+
+# Deleted by: `Function.apply` sending a call to torch.func's levels only where the
+# Function asks for it. (Up to torch 2.13 it also inspects signatures on each call.)
+class SingleLevelFunction(function._SingleLevelFunction):
+    """A Function whose `apply` records a call at the level that it is on."""
+
+    apply: Callable[..., Any]
+
+    # For compiled autograd, which asks for it and finds it on `Function` alone.
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int]:
+        return (ctx._autograd_function_id,)
+
+
+# Deleted by: a static single-level Function in functorch.
+def apply_at_level(apply: Callable[..., Any], *args: Any) -> Any:
+    """Record a call at one torch.func level, which torch allows only if told so."""
+    before = get_single_level_autograd_function_allowed()
+    set_single_level_autograd_function_allowed(True)
+    try:
+        return apply(*args)
+    finally:
+        set_single_level_autograd_function_allowed(before)
+
+
+def lifted(layer: CInterpreter, kind: int, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves as tensors of a grad or jvp level.
+
+    Else that level would see the tangents that a constant of its has one level down.
+    """
+    level = (CGradInterpreterPtr if kind == GRAD else CJvpInterpreterPtr)(layer)
+    return [*map(level.lift, leaves)]
+
+
+def call_below(
+    layer: CInterpreter, kind: int, fn: Callable[..., Any], *args: Any
+) -> Any:
+    """Call `fn` below a grad or jvp level, in the modes it was entered in."""
+    before, forward_ad = torch.is_grad_enabled(), is_forward_ad_enabled()
+    if kind == GRAD:
+        # Off inside of a level, it is off for all below as well.
+        set_grad_enabled(before and CGradInterpreterPtr(layer).prevGradMode())
+        changes = not forward_ad
+    else:
+        changes = forward_ad != CJvpInterpreterPtr(layer).prevFwdGradMode()
+    if changes:
+        set_forward_ad(not forward_ad)
+    popped = pop_dynamic_layer_stack()
+    try:
+        return fn(*args)
+    finally:
+        push_dynamic_layer_stack(popped)
+        set_grad_enabled(before)
+        if changes:
+            set_forward_ad(forward_ad)
+
+
+# Deleted by: `torch.autograd.grad(is_grads_batched=True)` saying that it is at work.
+def is_batch_of_cotangents(primals: Sequence[Tensor]) -> bool:
+    """Say whether a vmap over the base is the only level, and batches no primal."""
+    layers = get_interpreter_stack()
+    return (
+        layers is not None
+        and len(layers) == 1
+        and layers[0].key().value == VMAP
+        and not any(map(is_functorch_wrapped_tensor, primals))
+    )
+
+
+def call_below_vmap(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` below the innermost level."""
+    popped = pop_dynamic_layer_stack()
+    try:
+        return fn(*args)
+    finally:
+        push_dynamic_layer_stack(popped)
+
+
+# Deleted by: a public context below all levels of torch.func, and below the vmap of
+# `is_grads_batched`, a mode of its own.
+def below_all_levels(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` as if no transform were active."""
+    depth = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    if not depth and peek_interpreter_stack() is None:
+        return fn(*args)
+    popped = []
+    while peek_interpreter_stack() is not None:
+        popped.append(pop_dynamic_layer_stack())
+    for _ in range(depth):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        return fn(*args)
+    finally:
+        for _ in range(depth):
+            torch._C._vmapmode_increment_nesting()
+        for layer in reversed(popped):
+            push_dynamic_layer_stack(layer)
+
+
+# Deleted by: wrappers of torch.func that can be detached from the node they have.
+def without_node(tensor: Tensor) -> Tensor:
+    """Return a tensor of a torch.func level without its node at that level."""
+    level = maybe_get_level(tensor)
+    return _wrap_for_grad(_unwrap_for_grad(tensor, level), level)
+
+
+is_of_torch_func = is_functorch_wrapped_tensor
+
+Flat: TypeAlias = tuple[Any, ...]
+
+
+# Deleted by: `torch.func.vmap` returning the out_dims that a function has.
+def batched(
+    leaves: Sequence[Tensor],
+    lower: Callable[[Flat, Flat, int, str], tuple[Flat, Flat]],
+) -> Flat:
+    """Send a call below the innermost vmap level.
+
+    `lower(physical, in_dims, batch_size, randomness)` is called there; it gives
+    `(outputs, out_dims)`.
+    """
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    level = interpreter.level()
+    physical, in_dims = unwrap_batched(tuple(leaves), level)
+    size, randomness = interpreter.batch_size(), interpreter.randomness()
+    with interpreter.lower():
+        outs, dims = lower(physical, in_dims, size, randomness)
+    return wrap_batched(outs, dims, level) if outs else ()
+
+
+batch = restore_vmap
+
+
+def are_all_vmaps() -> bool:
+    """Say whether no active level differentiates."""
+    return all(layer.key().value == VMAP for layer in get_interpreter_stack() or ())
+
+
+How: TypeAlias = tuple[Flat, int, str]  # in_dims, batch size, randomness
+
+
+def unbatched(leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[How]]:
+    """Return the tensors below all vmap levels, and how `batched_again` puts them back.
+
+    The innermost level comes first.
+    """
+    hows: list[How] = []
+    below: Any = tuple(leaves)
+    for layer in reversed(get_interpreter_stack() or ()):
+        level: Any = coerce_cinterpreter(layer)
+        below, in_dims = unwrap_batched(below, level.level())
+        hows.append((in_dims, level.batch_size(), level.randomness()))
+    return [*below], hows
+
+
+def batched_again(fn: Callable[..., Any], hows: Sequence[How]) -> Callable[..., Any]:
+    """Return a function of tensors below vmap levels, which runs `fn` in such ones."""
+    for how in hows:
+        fn = restore_vmap(fn, *how)
+    return fn
+
+
+# Deleted by: torch.func levels that are lowered keeping inference mode switched off.
+def without_grad_mode(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn`, which may switch grad mode on, where it is off.
+
+    Autograd can record there, below a level in inference mode too.
+    """
+    before = torch.is_grad_enabled()
+    if not before and torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+        with torch.inference_mode(False):
+            return fn(*args)
+    set_grad_enabled(False)
+    try:
+        return fn(*args)
+    finally:
+        set_grad_enabled(before)
+
+
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+
+# Deleted by: a public way to open a grad level without `torch.func.vjp`'s graph.
+grad_level = eager_transforms.grad_increment_nesting
+
+
+def leaf_at(level: int, tensor: Tensor, *, requires_grad: bool) -> Tensor:
+    """Return `tensor` as an argument of the grad level just opened."""
+    wrapped = _wrap_for_grad(tensor, level)
+    if requires_grad:
+        with eager_transforms.enable_inplace_requires_grad(True):
+            wrapped.requires_grad_()
+    return wrapped
+
+
+# Deleted by: a public way to ask a vmap for its `randomness`, and what it batches.
+def is_shared_by_examples(tensor: Tensor) -> bool:
+    """Say whether the innermost level is a vmap that wants different random numbers.
+
+    And `tensor` is the same for all of its examples.
+    """
+    layer: Any = peek_interpreter_stack()
+    if layer is None or layer.key().value != VMAP:
+        return False
+    if CVmapInterpreterPtr(layer).randomness() != RandomnessType.Different:
+        return False
+    return not is_batchedtensor(tensor) or maybe_get_level(tensor) != layer.level()

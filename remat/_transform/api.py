@@ -1,0 +1,252 @@
+"""`remat`: the decorator, and the callable it returns.
+
+Invariant: with nothing to differentiate, calling it is calling the function.
+Rejected: a closure for the callable, which could not be pickled, or rebuilt around
+other captured tensors by an outer remat.
+"""
+
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
+
+import torch
+from torch import nn
+
+from remat._ambient.draws import without_draws
+from remat._partial.options import Options, Prune, Rng
+from remat._torch import is_traced_symbolically, not_scriptable
+from remat._transform.function import record
+from remat._transform.lowering import Lowering, lowering_of
+from remat._transform.primal import Primal
+from remat._transform.saved import call_saved
+from remat.policies import Policy, as_policy, nothing_saveable
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+PolicyLike: TypeAlias = object
+
+
+@overload
+def remat(
+    fn: Callable[P, R],
+    /,
+    *,
+    policy: PolicyLike = None,
+    prune: Prune = "auto",
+    rng: Rng = "replay",
+    higher_order: bool = False,
+) -> "Rematerialized[P, R]": ...
+@overload
+def remat(
+    fn: None = None,
+    /,
+    *,
+    policy: PolicyLike = None,
+    prune: Prune = "auto",
+    rng: Rng = "replay",
+    higher_order: bool = False,
+) -> "Callable[[Callable[P, R]], Rematerialized[P, R]]": ...
+def remat(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    policy: PolicyLike = None,
+    prune: Prune = "auto",
+    rng: Rng = "replay",
+    higher_order: bool = False,
+) -> Any:
+    """Return a function equal to `fn` that recomputes values instead of storing them.
+
+    Between the forward and the backward only the inputs of a call stay alive: the
+    tensors in its arguments, and those that `fn` reaches through closures, defaults,
+    globals, bound objects and modules; and of what it computes, that which a policy
+    lets be kept, if the backward reads it. The backward runs `fn` again on the same
+    tensors, in the same random, autocast and device state.
+
+    Under `.backward()` the graph is the one that plain code makes, and gradients are
+    those of plain code bit for bit: only the tensors that the graph saves are given
+    back by the second run, which ends with the last of them. Under `torch.func` a call
+    is one function whose backward is itself such a call, so that the same holds under
+    its transforms and for higher derivatives. With nothing to differentiate, calling
+    the result is calling `fn`, and no policy is asked.
+
+    The first call of a kind records what `fn` does. Later recomputations leave out the
+    operations that the backward does not read, and, once that has worked, calls do not
+    keep inputs that none reads. A record only ever saves work: where it does not fit a
+    call, `fn` is run as it is.
+
+    Use it as `remat(fn)`, `@remat` or `@remat(...)`, on functions, methods, partials,
+    callable objects and modules. A module is called, not wrapped: keep the module
+    itself registered with its parent, and write `remat(self.block)(x)`.
+
+    Args:
+        fn: the function. Its arguments and results are pytrees; leaves that are no
+            tensors pass through.
+        policy: which results may be kept: one of `remat.policies`, or what
+            `remat.policies.as_policy` takes, a function of an operation say. `None`
+            keeps none. Within another call the policies of both count. Under forward
+            mode nothing is kept.
+        prune: whether a recomputation leaves out what the backward does not read.
+            `True` for always, `False` for never, `"auto"` where that saves more than
+            following the record costs, by its FLOPs and bytes; with a policy, which is
+            followed anyhow, that is always. Results never depend on it.
+        rng: `"replay"` restores the global random streams for a recomputation;
+            `"error"` refuses a `fn` that draws from them.
+        higher_order: whether `.backward()`, too, differentiates a call as `torch.func`
+            does: then the backward is itself such a call, and a second derivative
+            (`create_graph=True`) recomputes as well. Else what a first backward with
+            `create_graph=True` computes stays in memory, as in plain code. See
+            "Higher derivatives" in the docs for what it takes instead.
+
+    Returns:
+        A callable with the signature, name and docstring of `fn`, which is its
+        `__wrapped__`.
+
+    Raises:
+        TypeError: `fn` is not callable, or the policy is none.
+        ValueError: an option has no such value.
+        RecomputeError: in a backward, where `fn` does something else than it did; also
+            where inputs were not kept that it reads now and did not before. There
+            `prune=False` keeps them.
+        RematError: on a call, where `fn` does what cannot be recomputed.
+
+    Source: JAX's `jax.checkpoint`; the exchange of time for memory is from Griewank,
+    "Achieving logarithmic growth of temporal and spatial complexity in reverse
+    automatic differentiation" (1992).
+
+    Example:
+        >>> from remat import policies
+        >>> from remat.testing import count_ops
+        >>> def f(w, x):
+        ...     return torch.tanh(w @ torch.tanh(w @ x)).sum()
+        >>> w, x = torch.ones(2, 2) / 4, torch.ones(2, 2)
+        >>> def tanhs_and_products(f):
+        ...     with count_ops() as ops:
+        ...         torch.func.grad(f, argnums=(0, 1))(w, x)
+        ...     return ops["tanh"], ops["mm"]
+        >>> tanhs_and_products(f)
+        (2, 6)
+        >>> tanhs_and_products(remat(f, prune=True))
+        (4, 8)
+        >>> tanhs_and_products(remat(f, policy=policies.dots_saveable))
+        (4, 6)
+    """
+    if higher_order not in (False, True):
+        raise ValueError(f"remat: higher_order={higher_order!r}: use True or False")
+    options = Options(_checked(policy, prune, rng), prune, rng, higher_order)
+    where = "compiled code" if torch.compiler.is_compiling() else _caller()
+    if fn is None:
+        return functools.partial(Rematerialized, where=where, options=options)
+    return Rematerialized(fn, where, options)
+
+
+def _caller() -> str:
+    caller = sys._getframe(2)
+    return f"{caller.f_code.co_filename}:{caller.f_lineno}"
+
+
+def _checked(policy: PolicyLike, prune: object, rng: object) -> Policy | None:
+    if prune not in ("auto", True, False):
+        raise ValueError(f"remat: prune={prune!r}: use 'auto', True or False")
+    if rng not in ("replay", "error"):
+        raise ValueError(f"remat: rng={rng!r}: use 'replay' or 'error'")
+    checked = as_policy(policy)
+    return None if checked == nothing_saveable else checked
+
+
+class Rematerialized(Generic[P, R]):
+    """What `remat` returns.
+
+    Attributes:
+        __wrapped__: the function. Attributes not set here are the function's.
+    """
+
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, fn: Callable[P, R], where: str, options: Options) -> None:
+        if isinstance(fn, classmethod):
+            raise TypeError("remat: write @classmethod above @remat, not below")
+        if not callable(fn):
+            raise TypeError(f"remat: {fn!r} is not callable")
+        if isinstance(fn, nn.Module) or not hasattr(fn, "__qualname__"):
+            self.__wrapped__ = fn
+            name = self.__name__ = type(fn).__qualname__
+        else:
+            functools.update_wrapper(self, fn)
+            name = fn.__qualname__
+        self._where, self._options = where, options
+        self._label = f"`{name}` (rematerialized at {where})"
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function, for recomputation if something is to be differentiated."""
+        fn, options, label = self.__wrapped__, self._options, self._label
+        lowering = lowering_of(options)
+        if lowering is Lowering.SAVED:
+            return call_saved(fn, label, args, kwargs, options)
+        if lowering is Lowering.FUNCTION:
+            program = Primal(fn, label, args, kwargs, options)
+            leaves, needs = program.take_leaves()
+            outs = None if program.is_lazy else record(program, leaves, needs)
+            if outs is not None:
+                return program.join(outs, leaves)
+        if options.rng == "error" and lowering is not Lowering.INLINED:
+            fn = without_draws(fn, label)
+        return fn(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        # What binds no instance itself, a builtin function say, binds none here.
+        binds = hasattr(type(self.__wrapped__), "__get__")
+        unbound = instance is None or not binds
+        return self if unbound else types.MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__code__" and is_traced_symbolically():
+            raise TypeError(_SYMBOLIC.format(label=self._label))
+        if name.startswith("__"):
+            # TorchScript asks a method for its globals, and tells what it was told.
+            raise AttributeError(_SCRIPTED if name == "__globals__" else name)
+        return getattr(self.__wrapped__, name)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse to be compiled by TorchScript."""
+        raise TypeError(_SCRIPTED)
+
+    def __repr__(self) -> str:
+        return f"remat({self.__wrapped__!r})"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if _find(self) is self:
+            return self.__qualname__
+        return Rematerialized, (self.__wrapped__, self._where, self._options)
+
+    @property
+    def __remat_options__(self) -> tuple[str, Options]:
+        """What makes another one like it of another function."""
+        return self._where, self._options
+
+
+_SCRIPTED = (
+    "remat: TorchScript cannot compile a rematerialized function. Script the function "
+    "without remat (`fn.__wrapped__`), trace it with torch.jit.trace, or use "
+    "torch.compile."
+)
+_SYMBOLIC = (
+    "remat: torch.fx cannot trace {label} itself. Trace the function without remat "
+    "(`fn.__wrapped__`), or one that calls it: a trace holds no recomputation."
+)
+not_scriptable(remat, _SCRIPTED)
+
+
+def _find(decorated: Any) -> Any:
+    """Return what stands under the name of `decorated`: itself, if so made."""
+    try:
+        found: Any = importlib.import_module(decorated.__module__)
+        for part in decorated.__qualname__.split("."):
+            found = getattr(found, part)
+    except (AttributeError, ImportError):
+        return None
+    return found

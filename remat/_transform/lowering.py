@@ -1,0 +1,46 @@
+"""Chooses what becomes of a call, by who differentiates it.
+
+    base autograd, and vmap  saved handles: plain's own graph (`_saved`)
+    a level of torch.func    one Function whose backward is again a call (`_transform`)
+    nobody, or a tracer      the function itself
+
+Invariant: nothing else asks what goes on around a call.
+Rejected: one lowering for all. torch.func refuses hooks for saved tensors, since it
+records its own backward: what a recompute in it saves would all be retained.
+"""
+
+from enum import Enum
+
+import torch
+
+from remat._partial.options import Options
+from remat._torch import (
+    are_all_vmaps,
+    are_hooks_allowed,
+    current_layer,
+    dual_level_active,
+    must_inline,
+)
+
+
+class Lowering(Enum):
+    """What becomes of a call."""
+
+    SAVED = "saved handles"
+    FUNCTION = "one recursive Function"
+    PLAIN = "the function itself"
+    INLINED = "the function itself, in a trace"
+
+
+def lowering_of(options: Options) -> Lowering:
+    """Return what becomes of a call that is made here."""
+    if must_inline():
+        return Lowering.INLINED
+    if not torch.is_grad_enabled():
+        return Lowering.PLAIN
+    is_differentiated = current_layer() is not None and not are_all_vmaps()
+    if options.higher_order or is_differentiated or dual_level_active():
+        return Lowering.FUNCTION
+    if not are_hooks_allowed():
+        return Lowering.FUNCTION
+    return Lowering.SAVED
