@@ -2,7 +2,7 @@
 
 A node holds what its value held, part by part. `build` makes the value again around the
 tensors of a run. Which objects are made anew and which are set back in place is for the
-run to say (`_restore`).
+run to say (`restore`).
 
 Invariant: no node holds a tensor, nor a module, object, container or closure of the
 user's. The graph holds a call where Python's garbage collector does not see it: if the

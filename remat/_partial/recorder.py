@@ -1,7 +1,7 @@
 """Records what one forward does: its operations, and what its graph saved.
 
 Invariant: a record holds no tensor, and recording changes no value. It is only ever an
-optimization: what it gets wrong shows in the replay (`_replay`), as an error or as an
+optimization: what it gets wrong shows in the replay (`replay`), as an error or as an
 operation that is not the one expected.
 Rejected: recording on fake tensors, a second run. The user's code may look at values,
 and some operations choose another kernel.

@@ -1,7 +1,7 @@
 """Runs a function again under a plan: what is kept is handed in, what is dead left out.
 
 `Keep` runs in the forward and collects what the plan keeps, `Replay` in the backward.
-An operation that is dead returns what is absent (`_absent`), which nobody can read.
+An operation that is dead returns what is absent (`absent`), which nobody can read.
 
 Invariant: what a replay gives was computed, or kept by this very call. A plan that does
 not fit the call at hand shows: as another operation, or as a read of what is absent.

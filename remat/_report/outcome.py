@@ -1,6 +1,6 @@
 """What a call does under its options, by the plan of its record.
 
-Invariant: it is decided by the functions that calls ask (`_decide`, `_plan`); the tests
+Invariant: it is decided by the functions that calls ask (`decide`, `plan`); the tests
 hold the two together, by counting operations and bytes. Rejected: to ask the lowerings.
 They decide while they hold the tensors to be kept, once, and for one policy.
 """

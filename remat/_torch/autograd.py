@@ -73,7 +73,7 @@ def detach_dual(tensor: Tensor) -> Tensor:
     if tangent is None or not is_forward_ad_enabled():
         return primal.detach()
     primal = primal.detach()
-    primal.requires_grad = True  # see `_program._leaf`
+    primal.requires_grad = True  # see `program._leaf`
     return forward_ad.make_dual(primal, tangent.detach())
 
 

@@ -1,4 +1,4 @@
-"""What the shims of `_autograd` expect of torch.
+"""What the shims of `autograd` expect of torch.
 
 Invariant: a check fails where a name of it is missing or does something else.
 """

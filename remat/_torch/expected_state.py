@@ -1,4 +1,4 @@
-"""What the shims of `_state` and `_process` expect of torch.
+"""What the shims of `state` and `process` expect of torch.
 
 Invariant: a check fails where a name of it is missing or does something else.
 Rejected: to have Dynamo compile something. Importing it takes seconds, so what it asks

@@ -1,7 +1,7 @@
 """Chooses what becomes of a call, by who differentiates it.
 
-    base autograd, and vmap  saved handles: plain's own graph (`_saved`)
-    a level of torch.func    one Function whose backward is again a call (`_transform`)
+    base autograd, and vmap  saved handles: plain's own graph (`saved`)
+    a level of torch.func    one Function whose backward is again a call (`function`)
     nobody, or a tracer      the function itself
 
 Invariant: nothing else asks what goes on around a call.

@@ -1,7 +1,7 @@
 """A call under base autograd: its graph is the one that plain code makes.
 
 The forward runs the function as it is, on the user's own tensors and objects, under
-hooks that put handles (`_handles`) in place of what the graph saves. The first handle
+hooks that put handles (`handles`) in place of what the graph saves. The first handle
 that a backward reads has the function run again as the call was, under hooks that put
 the j-th saved tensor into the j-th handle, and that stop it as soon as each handle that
 is still alive has its value. Which ones are alive the graph itself tells: the handles
@@ -10,7 +10,7 @@ of nodes that no backward can reach any more are gone.
 Invariant: both runs save alike. What stays itself and what becomes a handle is decided
 in the forward alone; a recompute counts all that is saved, and to save something else
 is an error. The graph of a recompute is differentiated by nobody but the function.
-Rejected: one node for a call, whose backward is again a call (`_transform`). What
+Rejected: one node for a call, whose backward is again a call (`function`). What
 leaves the function other than by being returned would have no graph, hooks would fire
 at other times, and gradients of all inputs arrive together, whichever were asked for.
 """
