@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 import torch
 
-from remat._partial.traces import TRACES
+from remat._partial.cache import CACHES
 
 
 # On Intel's processors MKL adds up a transposed product in another order. What these
@@ -37,7 +37,7 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _first_calls() -> None:
     # What a call does depends on those of its signature before it.
-    TRACES.clear()
+    CACHES.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from remat import policies, remat
-from remat._partial.traces import TRACES, Trace
+from remat._partial.cache import CACHES, CallCache
 from remat.testing import assert_same, count_ops
 
 
@@ -97,7 +97,7 @@ def assert_exact(
     before: Callable[[int], object] = lambda call: None,
     calls: int = 5,
     wrap: Callable[..., Any] = remat,
-) -> Trace | None:
+) -> CallCache | None:
     """`remat(fn, prune=True)` is `fn`, bit for bit, on every call.
 
     Args:
@@ -141,11 +141,11 @@ def assert_not_zero(tree: Any) -> None:
     assert any(t.count_nonzero() for t in tensors)
 
 
-def traces() -> list[Trace]:
+def traces() -> list[CallCache]:
     """All traces, the one last used at the end."""
-    return [*TRACES._traces.values()]
+    return [*CACHES._traces.values()]
 
 
-def last_trace() -> Trace | None:
+def last_trace() -> CallCache | None:
     """The trace last used, if there is one."""
-    return traces()[-1] if len(TRACES) else None
+    return traces()[-1] if len(CACHES) else None

@@ -165,7 +165,7 @@ def test_every_formula_that_asks_for_grad_mode_is_known():
         if "GradMode::is_enabled()" in entry:
             words = entry.partition("(")[0].split("_")
             asking.add("".join(map(str.capitalize, words)) + "Backward0")
-    assert asking | ASKING_IN_CPP == _autograd.MODAL_NODES
+    assert asking | ASKING_IN_CPP == _autograd.NODES_ASKING_GRAD_MODE
 
 
 # --- The versions that were run ---

@@ -13,7 +13,7 @@ from torch.func import grad, hessian, jacrev, vmap
 
 from remat import checkpoint_name, remat, saved_residuals
 from remat._base.context import is_recomputing
-from remat._partial.traces import TRACES
+from remat._partial.cache import CACHES
 from remat.policies import (
     nothing_saveable,
     save_any_names_but_these,
@@ -257,13 +257,13 @@ def test_one_value_may_have_several_names():
         return checkpoint_name(y.view(-1), "third").sin()
 
     for name in ("name", "other", "third"):
-        TRACES.clear()
+        CACHES.clear()
         ((origin, shape),) = named(fn, X, policy=save(name))
         assert name in origin
         assert shape == (2, 6)
-    TRACES.clear()
+    CACHES.clear()
     assert named(fn, X, policy=save_any_names_but_these("name", "other", "third")) == []
-    TRACES.clear()
+    CACHES.clear()
     assert len(named(fn, X, policy=save_any_names_but_these("name", "other"))) == 1
 
 

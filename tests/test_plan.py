@@ -14,7 +14,7 @@ from remat._base.op import Op
 from remat._partial.plan import Fate, Plan, Record, Step, plan
 
 
-RUN, BLIND, KEEP, DEAD = Fate.RUN, Fate.BLIND, Fate.KEEP, Fate.DEAD
+RUN, METADATA_ONLY, KEEP, DEAD = Fate.RUN, Fate.METADATA_ONLY, Fate.KEEP, Fate.DEAD
 
 
 def pure(reads, *makes, **flags):
@@ -36,19 +36,21 @@ def draw(*reads, makes):
 
 def draw_like(of, makes):
     """Draws as many as another has elements, `rand_like` say."""
-    return Step(Op("draw_like"), (of,), (makes,), draws=True, blind=(0,))
+    return Step(Op("draw_like"), (of,), (makes,), draws=True, metadata_only=(0,))
 
 
 def dropout(of, out, mask):
-    return Step(Op("dropout"), (of,), (out, mask), draws=True, blind=(1,))
+    return Step(Op("dropout"), (of,), (out, mask), draws=True, metadata_only=(1,))
 
 
 def draw_in_place(target):
-    return Step(Op("draw_"), (target,), (target,), (target,), draws=True, blind=(0,))
+    return Step(
+        Op("draw_"), (target,), (target,), (target,), draws=True, metadata_only=(0,)
+    )
 
 
 def zeros_like(of, makes):
-    return Step(Op("zeros_like"), (of,), (makes,), blind=(0,))
+    return Step(Op("zeros_like"), (of,), (makes,), metadata_only=(0,))
 
 
 def record(*steps, inputs=(0,), roots=()):
@@ -201,15 +203,15 @@ def test_a_draw_needs_what_it_reads():
 
 def test_a_draw_that_does_not_read_values_needs_none():
     like = record(pure([0], 1), draw_like(1, 2), pure([2], 3), roots=[[2]])
-    assert fates(like) == [DEAD, BLIND, DEAD]
+    assert fates(like) == [DEAD, METADATA_ONLY, DEAD]
     assert plan(like).needed == frozenset()
     assert plan(like).live == {2}
 
 
 def test_a_mask_needs_no_values_and_what_it_is_applied_to_does():
     drops = record(pure([0], 1), dropout(1, 2, 3), roots=[[3], [2, 3]])
-    assert fates(drops, outputs=[]) == [DEAD, BLIND]
-    assert fates(drops, outputs=[0]) == [DEAD, BLIND]
+    assert fates(drops, outputs=[]) == [DEAD, METADATA_ONLY]
+    assert fates(drops, outputs=[0]) == [DEAD, METADATA_ONLY]
     assert fates(drops, outputs=[1]) == [RUN, RUN]
 
 
@@ -221,15 +223,15 @@ def test_a_draw_is_not_kept_for_it_has_to_run():
 
 def test_a_draw_in_place_needs_its_target_if_somebody_else_does():
     target = record(pure([0], 1), draw_in_place(1), roots=[[], [1]])
-    assert fates(target, outputs=[0]) == [DEAD, BLIND]
-    assert fates(target, outputs=[1]) == [RUN, BLIND]
+    assert fates(target, outputs=[0]) == [DEAD, METADATA_ONLY]
+    assert fates(target, outputs=[1]) == [RUN, METADATA_ONLY]
     assert plan(target, outputs=[1]).live >= {0, 1}
 
 
 def test_what_is_made_after_a_shape_needs_no_values():
     """As in JAX: `zeros_like(x)` keeps no x."""
     zeros = record(pure([0], 1), zeros_like(1, 2), pure([0, 2], 3), roots=[[2]])
-    assert fates(zeros) == [DEAD, BLIND, DEAD]
+    assert fates(zeros) == [DEAD, METADATA_ONLY, DEAD]
     assert plan(zeros).needed == frozenset()
     assert fates(zeros, outputs=[]) == [DEAD] * 3
     assert fates(zeros, saveable=[1]) == [DEAD, KEEP, DEAD]
@@ -374,12 +376,12 @@ class Machine:
     def made(self, i, state, drawn, fate):
         """The new values of the storages that step `i` makes or changes."""
         step = self.record.steps[i]
-        blind = {step.makes[k] for k in step.blind}
+        metadata_only = {step.makes[k] for k in step.metadata_only}
         new = {}
         for s in {*step.makes}.difference(step.reads).union(step.writes):
-            reads = [s] * (s in step.writes) if s in blind else step.reads
+            reads = [s] * (s in step.writes) if s in metadata_only else step.reads
             values = [state.get(r) for r in reads]
-            if fate is RUN or (s in blind and None not in values):
+            if fate is RUN or (s in metadata_only and None not in values):
                 new[s] = self.number(s, i, drawn, *values)
         return new
 
@@ -471,7 +473,7 @@ def test_along_a_plan_everything_holds_what_it_held(rec, data):
 def test_nothing_in_a_plan_can_be_left_out(rec, data):
     """But draws, and changes of what is there: it must not be read unchanged."""
     made = plan(rec, data.draw(subsets(range(len(rec.steps)))))
-    for i in steps_of(made, RUN) | steps_of(made, BLIND):
+    for i in steps_of(made, RUN) | steps_of(made, METADATA_ONLY):
         step = rec.steps[i]
         if not (step.runs or step.draws or step.is_view or step.writes):
             without = [*made.fates]
@@ -498,9 +500,9 @@ def test_what_makes_or_changes_a_storage_that_is_there_runs_or_is_kept(rec, data
             assert touched.isdisjoint(made.live), i
             assert not step.draws, i
             assert not step.runs, i
-        if fate is BLIND:
-            blind = {step.makes[k] for k in step.blind}
-            assert made.live.intersection(touched) <= blind, i
+        if fate is METADATA_ONLY:
+            metadata_only = {step.makes[k] for k in step.metadata_only}
+            assert made.live.intersection(touched) <= metadata_only, i
         if fate is RUN:
             assert made.live.issuperset((*touched, *step.reads)), i
         if fate is KEEP:

@@ -13,7 +13,7 @@ from torch.func import grad, hessian, jacrev, vmap
 from torch.nn import functional
 
 from remat import checkpoint_name, remat
-from remat._partial.traces import TRACES
+from remat._partial.cache import CACHES
 from remat.policies import (
     dots_saveable,
     everything_saveable,
@@ -216,7 +216,7 @@ prunes = st.sampled_from([True, True, "auto", False])
 
 def assert_equals_plain(program, inner, outside, inside, prune, hows):
     """Run both, from the same place of the random stream, and compare."""
-    TRACES.clear()
+    CACHES.clear()
     plain = built(program, built(inner) if inner else None)
     nested = (
         remat(built(inner), policy=POLICIES[inside], prune=prune) if inner else None
@@ -249,7 +249,7 @@ def _given(operations, hows):
 def test_programs_of_pure_operations(program, inner, outside, inside, prune, hows):
     assert_equals_plain(program, inner, outside, inside, prune, hows)
     if inner is None:
-        assert all(trace.strikes == 0 for trace in TRACES._traces.values())
+        assert all(trace.strikes == 0 for trace in CACHES._traces.values())
 
 
 @settings(max_examples=40)

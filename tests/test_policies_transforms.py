@@ -34,7 +34,7 @@ from torch.func import (
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import checkpoint_name, remat
-from remat._partial.traces import TRACES
+from remat._partial.cache import CACHES
 from remat.policies import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
@@ -291,7 +291,7 @@ def test_forward_mode_runs_what_plain_code_runs(how, policy, case):
     assert_same_thrice(
         FORWARD_MODE[how], FUNCTIONS[case], POLICIES[policy], reassociated=False
     )
-    assert len(TRACES) == 0
+    assert len(CACHES) == 0
 
 
 @pytest.mark.parametrize("case", FUNCTIONS)
@@ -300,7 +300,7 @@ def test_who_saves_more_recomputes_less(how, case):
     """Down to what plain code runs, for the policy that saves all."""
 
     def work(policy):
-        TRACES.clear()
+        CACHES.clear()
         run = partial(assert_same_thrice, FIRST_ORDER[how], FUNCTIONS[case])
         return run(POLICIES[policy], reassociated=False)
 
@@ -339,7 +339,7 @@ def test_one_record_serves_all_transforms_in_any_order(policy):
                 expected[how],
                 reassociated=how in SECOND_ORDER and how not in AT_BASE,
             )
-    assert all(trace.strikes == 0 for trace in TRACES._traces.values())
+    assert all(trace.strikes == 0 for trace in CACHES._traces.values())
 
 
 @pytest.mark.parametrize("outer", ["None", "dots", "everything", "names"])
@@ -393,7 +393,7 @@ def test_a_change_through_a_view_of_what_nobody_needs(policy):
 
     for transform in FIRST_ORDER.values():
         assert_same_thrice(transform, fn, POLICIES[policy], reassociated=False)
-    assert all(trace.strikes == 0 for trace in TRACES._traces.values())
+    assert all(trace.strikes == 0 for trace in CACHES._traces.values())
 
 
 def mixed_grad(loss, w, x):

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 from remat import checkpoint_name, remat, saved_residuals
 from remat._graph.graph import residual as _residual
 from remat._offload import offload as _offload
-from remat._partial.traces import TRACES
+from remat._partial.cache import CACHES
 from remat.policies import (
     Decision,
     as_policy,
@@ -717,7 +717,7 @@ def test_an_operator_of_the_users_becomes_a_dot():
     name = "remat_golden::product"
     fn = remat(plain, policy=dots_saveable, prune=True)
     assert_runs(fn, plain, MATRIX, **{name: 1})
-    TRACES.clear()
+    CACHES.clear()
     register_dot(torch.ops.remat_golden.product)
     assert_runs(fn, plain, MATRIX, **{name: 0})
 
@@ -747,11 +747,11 @@ def test_none_and_nothing_saveable_are_the_same_and_are_no_remat_neither():
     """d7: and everything_saveable is not the same as no remat, but keeps as much."""
     plain = run(chain_of_three, MATRIX)[2]
     for policy in (None, nothing_saveable, Decision.RECOMPUTE, as_policy(None)):
-        TRACES.clear()
+        CACHES.clear()
         _, _, ops = run(remat(chain_of_three, policy=policy, prune=True), MATRIX)
         assert ops["dot"] == plain["dot"] + 1
         assert ops["exp"] == plain["exp"] + 1
-    TRACES.clear()
+    CACHES.clear()
     fn = remat(chain_of_three, policy=everything_saveable)
     assert_runs(fn, chain_of_three, MATRIX, dot=plain["dot"], exp=0, sin=0)
     x = torch.linspace(0, 1, 1 << 12).view(64, 64).requires_grad_()
@@ -775,7 +775,7 @@ def test_the_outer_policy_decides_what_crosses():
     inner = remat(chain_of_three, policy=everything_saveable)
     none_outside = remat(lambda x: inner(x).sin(), policy=None, prune=True)
     assert settled(none_outside, MATRIX) == ["from the argument x"]
-    TRACES.clear()
+    CACHES.clear()
     inner = remat(chain_of_three, prune=True)
     outside = remat(lambda x: inner(x).sin(), policy=everything_saveable, prune=True)
     assert "output of exp" in settled(outside, MATRIX)
@@ -843,7 +843,7 @@ def test_an_mlp_keeps_its_first_product_and_not_its_second():
     assert [(r.origin, r.shape) for r in kept] == [("output of addmm", (64, 128))]
     assert kept[0].source.endswith("in forward")
     result, up, down = 64 * 32 * 4, 64 * 128 * 4, 64 * 32 * 4
-    TRACES.clear()
+    CACHES.clear()
     for _ in range(3):
         assert live_bytes(lambda: fn(x)) == result + up
     assert live_bytes(lambda: selective(mlp, x)) == result + up + down
@@ -912,7 +912,7 @@ def test_what_is_offloaded_is_copied_once_and_brought_back_once(store, to):
     for _ in range(3):
         assert_runs(fn, three_names, x, calls=1, exp=0, tanh=1)
         assert store.taken() == ([(2, 4)], [(2, 4)])
-    TRACES.clear()
+    CACHES.clear()
     fn = remat(three_names, policy=saved_and_offloaded([], ["y", "z", "w"], to))
     for _ in range(3):
         assert_runs(fn, three_names, x, calls=1, exp=0, tanh=0)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat import RecomputeError, checkpoint_name, policies, remat
-from remat._partial.traces import TRACES
+from remat._partial.cache import CACHES
 from remat.testing import assert_same, count_ops
 
 
@@ -48,7 +48,7 @@ def test_a_draw_that_nothing_needs_is_drawn_all_the_same():
 
 
 def test_the_records_of_the_last_512_kinds_are_held():
-    assert TRACES._size == 512
+    assert CACHES._size == 512
 
 
 # --- What is let go ---
@@ -106,14 +106,14 @@ def test_where_it_is_off_the_recomputation_is_full(case):
     for _ in range(3):
         assert work(ours, x) == work(full, x) > work(fn, x)
     # Around what such a class sees, others may be left out: here there are none.
-    assert case == "class" or not any(t.scripts for t in TRACES._traces.values())
+    assert case == "class" or not any(t.plans for t in CACHES._traces.values())
 
 
 def test_forward_mode_is_not_recorded():
     ours = remat(lambda x: dead_end(x.exp()), prune=True)
     got = torch.func.jvp(ours, (X,), (W,))
     assert_same(got, torch.func.jvp(lambda x: dead_end(x.exp()), (X,), (W,)))
-    assert not any(t.scripts for t in TRACES._traces.values())
+    assert not any(t.plans for t in CACHES._traces.values())
     with count_ops() as ops:
         torch.func.jvp(torch.func.grad(lambda x: scalar(ours(x))), (X,), (W,))
     assert ops["exp"] >= 2

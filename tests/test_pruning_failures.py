@@ -14,7 +14,7 @@ from pruning_helpers import POLICIES, W, X, dead_end, last_trace, traces
 from torch.nn.functional import dropout
 
 from remat import MutationError, policies, remat
-from remat._partial.traces import TRACES
+from remat._partial.cache import CACHES
 from remat.testing import assert_same, count_ops
 
 
@@ -122,7 +122,7 @@ def test_threads_that_call_first_at_the_same_time(policy):
         for call, grads in enumerate(got):
             x, w = leaves_of(make(4, 4, seed=seed), make(4, 4, seed=seed + call))
             assert_same(grads, torch.autograd.grad(scalar(fn(x, w)), (x, w)))
-    assert len(TRACES) == 1
+    assert len(CACHES) == 1
     assert not last_trace().reason
 
 

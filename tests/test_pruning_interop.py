@@ -346,7 +346,7 @@ def test_compiled_code_inside(policy, backend, hidden, told):
         return dead_end(f(x * 2))
 
     assert_equal(fn, policy, told=told)
-    assert not any(t.scripts for t in traces())
+    assert not any(t.plans for t in traces())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method:DeprecationWarning")
@@ -360,7 +360,7 @@ def test_compiled_code_of_inductor_inside(policy, told):
         return dead_end(inner(x * 2))
 
     assert_equal(fn, policy, calls=3, told=told)
-    assert not any(t.scripts for t in traces())
+    assert not any(t.plans for t in traces())
 
 
 class HoldsCompiled:

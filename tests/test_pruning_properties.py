@@ -24,7 +24,7 @@ from random_programs import (
 from torch.func import grad, jvp, vmap
 
 from remat import policies, remat
-from remat._partial.traces import TRACES
+from remat._partial.cache import CACHES
 from remat.testing import assert_same, count_ops
 
 
@@ -91,7 +91,7 @@ AT_BASE = {backward, of_one_result, twice, create_graph}
 
 
 def check(program, wrap, transforms, *, calls, reassociated=False):
-    TRACES.clear()
+    CACHES.clear()
     ours = wrap(program)
     for transform in transforms * calls:
         want = transform(program)
@@ -130,7 +130,7 @@ def test_random_programs_of_higher_order(program, wrap, transforms):
 @given(st.lists(programs(size=5), min_size=2, max_size=3), wrappers(), some(FIRST, 2))
 def test_a_function_that_is_another_program_in_each_call(several, wrap, transforms):
     """Of one signature: the record of the one is not that of the other."""
-    TRACES.clear()
+    CACHES.clear()
     turn = [0]
     nested = any(step.nested for program in several for step in program.steps)
 
@@ -159,7 +159,7 @@ def test_a_recomputation_runs_no_more_than_all_of_it(program, policy):
             backward(fn)
         return sum(n for name, n in ops.items() if name not in FREE)
 
-    TRACES.clear()
+    CACHES.clear()
     ours = remat(lambda x, w: program(x, w), policy=policy, prune=True)
     for _ in range(3):
         backward(ours)

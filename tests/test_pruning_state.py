@@ -21,7 +21,7 @@ from pruning_helpers import (
 from torch import nn
 
 from remat import RecomputeError, policies, remat
-from remat._partial.traces import TRACES
+from remat._partial.cache import CACHES
 from remat.testing import assert_same, count_ops
 
 
@@ -217,7 +217,7 @@ def test_closures_that_are_made_anew_in_each_call(policy):
             )
         full.append(ops)
         assert_same(got, want)
-    assert len(TRACES) <= 2
+    assert len(CACHES) <= 2
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -273,7 +273,7 @@ def test_a_number_that_grows_and_is_in_no_snapshot(policy):
 
     ours = remat(fn, policy=POLICIES[policy], prune=True)
     for length in [0, 1, 2, 3, 4, 5, 13, 14]:
-        TRACES.clear()
+        CACHES.clear()
         got = gradient(ours, length)
         same = (length + 1) // 3 == (length + 2) // 3 or length > 12
         if same or policy == "everything":  # of which nothing is recomputed

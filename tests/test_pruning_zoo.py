@@ -12,7 +12,7 @@ from pruning_helpers import POLICIES, traces
 from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 
 from remat import remat
-from remat._partial.traces import TRACES
+from remat._partial.cache import CACHES
 from remat.testing import assert_same
 
 
@@ -81,7 +81,7 @@ def test_the_zoo_under_transforms(case, transform, policy):
     for _ in range(3):
         got = apply(lambda w, x: scalar(call(ours, w, x)))
         assert_same(got, want, reassociated=transform in REASSOCIATED)
-    assert (len(TRACES) == 0) == (transform in FORWARD)
+    assert (len(CACHES) == 0) == (transform in FORWARD)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -97,4 +97,4 @@ def test_the_zoo_under_all_transforms_in_turn(case, policy):
             want = apply(lambda w, x: scalar(call(fn, w, x)))
             got = apply(lambda w, x: scalar(call(ours, w, x)))
             assert_same(got, want)
-    assert [t.strikes for t in traces()] == [0] * len(TRACES)
+    assert [t.strikes for t in traces()] == [0] * len(CACHES)

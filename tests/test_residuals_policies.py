@@ -23,7 +23,7 @@ from remat import (
     remat,
     saved_residuals,
 )
-from remat._partial.traces import TRACES
+from remat._partial.cache import CACHES
 from remat.policies._functions import PUBLIC
 from remat.testing import assert_same_gradients, live_bytes
 
@@ -122,7 +122,7 @@ def test_the_total_is_what_the_graph_keeps_alive(policy, prune, when):
         warmed(fn, args)
     found = saved_residuals(fn, *fresh(args))
     if when == "cold":
-        TRACES.clear()  # the report was a first call, and so is what is measured
+        CACHES.clear()  # the report was a first call, and so is what is measured
     assert of_tensors(found) == measured(fn, args) > 0
     readers = {r.origin: r.readers for r in found}
     # The graph is plain's, whose nodes hold inputs, and the call holds them besides.

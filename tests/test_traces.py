@@ -27,7 +27,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from remat import RecomputeError, checkpoint_name, explain, policies, remat
-from remat._partial.traces import TRACES, Trace
+from remat._partial.cache import CACHES, CallCache
 from remat.testing import assert_same, count_ops
 
 
@@ -66,7 +66,7 @@ def test_twelve_blocks_share_one_trace():
     ours = model(lambda block: remat(block, prune=True))
     for _ in range(3):
         assert_same(of_backward(ours, (X,)), of_backward(model(lambda b: b), (X,)))
-    assert len(TRACES) == 1
+    assert len(CACHES) == 1
     assert last_trace().proven
     assert last_trace().strikes == 0
 
@@ -74,17 +74,17 @@ def test_twelve_blocks_share_one_trace():
 def test_a_block_records_once():
     ours = remat(fn, prune=True)
     of_backward(ours, (X, W))
-    scripts = last_trace().scripts
+    scripts = last_trace().plans
     for _ in range(3):
         of_backward(ours, (X, W))
-    assert last_trace().scripts is scripts
-    assert len(TRACES) == 1
+    assert last_trace().plans is scripts
+    assert len(CACHES) == 1
 
 
 def test_a_function_wrapped_anew_in_each_call_shares_a_trace():
     for k in range(5):
         of_backward(remat(lambda x: dead_end(x.exp() * k), prune=True), (X,))  # noqa: B023
-    assert len(TRACES) == 1
+    assert len(CACHES) == 1
 
 
 def differing():
@@ -158,20 +158,20 @@ def test_calls_in_another_mode_do_not_share(mode):
 
 
 def test_the_cache_is_bounded_and_drops_the_least_recently_used():
-    size = TRACES._size
+    size = CACHES._size
     ours = remat(lambda x: dead_end(x.exp()), prune=True)
     (first,) = leaves_of(X)
     ours(first)
-    held = weakref.ref(last_trace()) if hasattr(Trace, "__weakref__") else None
+    held = weakref.ref(last_trace()) if hasattr(CallCache, "__weakref__") else None
     x = torch.ones(size + 10, dtype=torch.double, requires_grad=True)
     for n in range(1, size + 5):
         ours(x[:n])
         if n % 100 == 0:
             ours(first)
-    assert len(TRACES) == size
+    assert len(CACHES) == size
     kept = last_trace()
     ours(first)
-    assert len(TRACES) == size
+    assert len(CACHES) == size
     assert kept is not last_trace()
     assert held is None or held() is not None
     with count_ops() as ops:
@@ -184,7 +184,7 @@ def test_a_trace_that_was_dropped_still_serves_the_calls_that_used_it():
     for _ in range(3):
         x, w = leaves_of(X, W)
         loss = scalar(ours(x, w))
-        TRACES.clear()
+        CACHES.clear()
         got = torch.autograd.grad(loss, (x, w))
         y, v = leaves_of(X, W)
         assert_same(got, torch.autograd.grad(scalar(fn(y, v)), (y, v)))
@@ -201,13 +201,13 @@ def test_an_inner_trace_is_cold_while_the_outer_one_is_warm(clear, policy):
     for call in range(6):
         got = of_backward(ours, (X, W))
         assert_same(got, of_backward(plain, (X, W)))
-        keys = [*TRACES._traces]
+        keys = [*CACHES._traces]
         if call % 2:
             continue
         if clear == "all":
-            TRACES.clear()
+            CACHES.clear()
         else:
-            del TRACES._traces[keys[0 if clear == "the inner one" else -1]]
+            del CACHES._traces[keys[0 if clear == "the inner one" else -1]]
 
 
 @pytest.mark.parametrize("outer_first", [True, False])
@@ -236,7 +236,7 @@ def freed(make_call):
     refs = [weakref.ref(w) for w in watched]
     for _ in range(3):
         scalar(fn(*args)).backward()
-    assert len(TRACES) >= 1, "nothing was recorded"
+    assert len(CACHES) >= 1, "nothing was recorded"
     fn = args = watched = None
     gc.collect()
     return [r() is None for r in refs]
@@ -326,7 +326,7 @@ def test_nothing_of_the_users_is_held(make_call):
 def test_a_record_holds_no_tensor():
     ours = remat(fn, prune=True, policy=policies.everything_saveable)
     of_backward(ours, (X, W))
-    found = gc.get_referents(*gc.get_referents(last_trace().scripts))
+    found = gc.get_referents(*gc.get_referents(last_trace().plans))
     assert not any(isinstance(o, torch.Tensor) for o in found)
 
 
@@ -369,7 +369,7 @@ def test_after_three_strikes_it_is_off_for_a_reason():
     assert strikes == sorted(strikes)
     assert trace.strikes == 4
     assert "did not fit" in trace.reason
-    assert trace.scripts is None
+    assert trace.plans is None
     STATE["on"] = True
     with count_ops() as ops:
         of_backward(ours, (X,))
@@ -567,7 +567,7 @@ def test_threads_share_one_trace():
     for of_thread in got:
         for each in of_thread:
             assert_same(each, want)
-    assert len(TRACES) == 1
+    assert len(CACHES) == 1
     assert last_trace().strikes == 0
 
 
@@ -577,7 +577,7 @@ def test_threads_while_the_cache_is_cleared():
 
     def clear():
         while not stop.is_set():
-            TRACES.clear()
+            CACHES.clear()
 
     want = of_backward(fn, (X, W))
     with ThreadPoolExecutor(3) as pool:

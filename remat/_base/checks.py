@@ -23,7 +23,7 @@ from typing_extensions import override
 from remat._base.errors import CaptureError, MutationError
 from remat._base.types import TENSORS
 from remat._torch import (
-    MODAL_NODES,
+    NODES_ASKING_GRAD_MODE,
     AccumulateGrad,
     call_kernel,
     current_layer,
@@ -63,8 +63,8 @@ def reached_leaves(
             used.append(i)
         elif is_held(node):
             raise CaptureError(NOT_LIFTED.format(what=describe(node.variable)))
-    modal = not MODAL_NODES.isdisjoint(map(_name, map(type, nodes)))
-    return sorted(used), modal
+    asks_grad_mode = not NODES_ASKING_GRAD_MODE.isdisjoint(map(_name, map(type, nodes)))
+    return sorted(used), asks_grad_mode
 
 
 _name = operator.attrgetter("__name__")

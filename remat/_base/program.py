@@ -31,25 +31,25 @@ class Facts:
         kept: the leaves that the forward updated in place; their values from before
             follow the outputs.
         views: the outputs that share memory, see `views_of`.
-        modal: whether its backward depends on whether grad mode is on.
+        asks_grad_mode: whether its backward depends on whether grad mode is on.
         untracked: whether some leaf is an inference tensor.
         batched: whether a vmap lies between here and the base.
         above: what was found at the levels above each such vmap.
-        pushed: whether a level, or the user, differentiates it forward.
+        in_forward_mode: whether a level, or the user, differentiates it forward.
         residuals: how many tensors, besides, follow the outputs.
-        recipe: how it is recomputed; None for as it is.
+        recomputation: how it is recomputed; None for as it is.
     """
 
     differentiable: Sequence[bool] = ()
     kept: Sequence[int] = ()
     views: Mapping[int, int] = {}  # never changed, only replaced
-    modal: bool = False
+    asks_grad_mode: bool = False
     untracked: bool = False
     batched: bool = False
     above: Sequence["Above"] = ()
-    pushed: bool = False
+    in_forward_mode: bool = False
     residuals: int = 0
-    recipe: Any = None
+    recomputation: Any = None
 
     def __init__(self, needs: list[bool], used: Sequence[int], *, exact: bool) -> None:
         self.needs = needs

@@ -5,10 +5,10 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
     options                     what was asked for
     decide, cost                whether a call is recorded, and what operations cost
     recorder, values, effects   a record of what a forward did
-    plan, script                what is recomputed, kept or left out; laid out to be run
-    replay, match               the function again, along a plan
-    traces, tracing             what calls of one signature share; what one forward does
-    following, recipe           what a call keeps and replays: at base, under torch.func
+    plan, schedule              what is recomputed, kept or left out; laid out to be run
+    replay, match               the function again, along a schedule
+    cache, forward_plan         what calls of one signature share; what one forward does
+    following, recomputation    what a call keeps and replays: at base, under torch.func
     naming, names               `checkpoint_name`
 
 Called by `_transform` where a policy or pruning asks for it, and by `_report`.

@@ -19,7 +19,7 @@ class Situation:
     Attributes:
         is_saved: whether its graph is plain's own, with handles.
         is_compiled: whether it reaches code of torch.compile or TorchScript.
-        is_pushed: whether forward mode differentiates it.
+        in_forward_mode: whether forward mode differentiates it.
         kind: the class of an input that sees what is done with it, "" if there is none.
         elements: how many its inputs have in all.
         given_up: why calls like it are not recorded any more, "" if they are.
@@ -27,7 +27,7 @@ class Situation:
 
     is_saved: bool
     is_compiled: bool = False
-    is_pushed: bool = False
+    in_forward_mode: bool = False
     kind: str = ""
     elements: int = 0
     given_up: str = ""
@@ -47,7 +47,7 @@ def why_as_it_is(policy: Policy | None, prune: Prune, call: Situation) -> str:
             return f"its inputs have only {call.elements:,} elements in all"
     if call.is_compiled:
         return "it calls compiled code, whose operations cannot be left out"
-    if call.is_pushed:
+    if call.in_forward_mode:
         return "forward mode differentiates it"
     if call.kind:
         return f"an input is a {call.kind}, which sees what is done with it"
@@ -66,7 +66,7 @@ def warn_if_asked(
     policy: Policy | None, prune: Prune, call: Situation, label: str, why: str
 ) -> None:
     """Warn, once for each function, that a policy or `prune=True` is not followed."""
-    if not why or call.is_pushed or (policy is None and prune is not True):
+    if not why or call.in_forward_mode or (policy is None and prune is not True):
         return
     asked = "the policy" if policy is not None else "prune=True"
     _warn(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))

@@ -135,7 +135,7 @@ _DRAWS_IN_PLACE = {
 
 
 @functools.lru_cache(maxsize=4096)
-def blind_outputs(func: Any, count: int) -> tuple[int, ...]:
+def metadata_only_outputs(func: Any, count: int) -> tuple[int, ...]:
     """Return the outputs of an operation that do not depend on its arguments' values.
 
     How often it draws does not either.

@@ -23,10 +23,10 @@ from remat._base.errors import RecomputeError
 from remat._base.op import Value
 from remat._graph.handles import Handle
 from remat._graph.residual import Offloaded, Residual, keep
+from remat._partial.cache import CallCache, Plans
+from remat._partial.forward_plan import ForwardPlan, is_droppable, is_of_memory
 from remat._partial.recorder import Recorder
 from remat._partial.replay import Check, Replay, Verify
-from remat._partial.traces import Scripts, Trace
-from remat._partial.tracing import Tracing, is_droppable, is_of_memory
 from remat._partial.values import can_be_seen_as, key_of, value_of
 from remat._torch import is_lazy, outside_dispatch_mode, viewed
 
@@ -35,7 +35,7 @@ class Following:
     """What one call does with its record.
 
     Args:
-        tracing: says whether it is recorded, or follows a record.
+        forward_plan: says whether it is recorded, or follows a record.
         hooks: for saved tensors, around the call: a pair, or None.
         nested: whether those are of a call of remat.
 
@@ -45,15 +45,15 @@ class Following:
     """
 
     __slots__ = (
-        *("_constants", "_early", "_feeding", "_hooks", "_nested", "_scripts", "_seen"),
-        *("_taken", "_trace", "_tracing", "dropped", "mode"),
+        *("_constants", "_early", "_feeding", "_hooks", "_nested", "_plans", "_seen"),
+        *("_taken", "_cache", "_forward_plan", "dropped", "mode"),
     )
 
-    def __init__(self, tracing: Tracing, hooks: Any, *, nested: bool) -> None:
-        self._tracing: Tracing | None = tracing
+    def __init__(self, forward_plan: ForwardPlan, hooks: Any, *, nested: bool) -> None:
+        self._forward_plan: ForwardPlan | None = forward_plan
         self._hooks, self._nested = hooks, nested
-        self.mode, self._scripts = tracing.mode, tracing.scripts
-        self._trace, self._seen = tracing.trace, tracing.mode is not None
+        self.mode, self._plans = forward_plan.mode, forward_plan.plans
+        self._cache, self._seen = forward_plan.cache, forward_plan.mode is not None
         self._feeding: Sequence[Residual | Offloaded | None] = ()
         self._constants: dict[int, Any] = {}
         self._taken: dict[int, Tensor] = {}
@@ -66,32 +66,32 @@ class Following:
 
         What it keeps is saved there as soon as it is made: that recompute stops then.
         """
-        trace, scripts = decision
+        cache, plans = decision
         early: list[Residual] = []
-        steps, residuals = scripts.record.steps, scripts.full.plan.residuals
+        steps, residuals = plans.record.steps, plans.full.plan.residuals
 
         def tell(tensor: Tensor) -> None:
             i, _ = residuals[len(early)]
             early.append(Residual(tensor, steps[i].op, hooks))
 
-        new = cls(Tracing.again(trace, scripts, leaves, tell), hooks, nested=True)
+        new = cls(ForwardPlan.again(cache, plans, leaves, tell), hooks, nested=True)
         new._early = early
         return new
 
     @property
     def decision(self) -> Any:
         """What the call does, for `again`."""
-        return None if self._scripts is None else (self._trace, self._scripts)
+        return None if self._plans is None else (self._cache, self._plans)
 
     # --- The forward ---
 
     def pack(self, place: int, tensor: Tensor | None) -> None:
         """Be told of what the graph saves at a place; None for what stays itself."""
-        mode, scripts = self.mode, self._scripts
-        if scripts is None:
+        mode, plans = self.mode, self._plans
+        if plans is None:
             if mode is not None:
                 mode.pack(tensor)
-        elif place in scripts.saved_at and tensor is not None:
+        elif place in plans.saved_at and tensor is not None:
             self._taken[place] = tensor.detach()
 
     def finish(self, handles: Sequence[Handle | None]) -> None:
@@ -101,64 +101,62 @@ class Following:
             handles: by place; None for what stays itself, and for what is gone.
         """
         tensors = self._residuals(handles)
-        self._tracing = self.mode = None
+        self._forward_plan = self.mode = None
         self._taken.clear()
-        scripts = self._scripts
-        if scripts is None:
+        plans = self._plans
+        if plans is None:
             return
         if tensors is None:
-            self._trace.strike()
-            self._scripts = None
+            self._cache.strike()
+            self._plans = None
             return
-        steps, residuals = scripts.record.steps, scripts.full.plan.residuals
+        steps, residuals = plans.record.steps, plans.full.plan.residuals
         ops = [steps[i].op for i, _ in residuals]
         kept = self._early or keep(
-            tensors, scripts.places, ops, self._hooks, nested=self._nested
+            tensors, plans.places, ops, self._hooks, nested=self._nested
         )
-        packs = scripts.record.packs
-        for place, k in scripts.saved_at.items():
+        packs = plans.record.packs
+        for place, k in plans.saved_at.items():
             handle, pack = handles[place], packs[place]
             if handle is not None and pack is not None:
                 handle.call, handle.residual = None, kept[k]
                 handle.view = None if pack.value == value_of(tensors[k]) else pack.value
-        self._feeding = [
-            r if k in scripts.feeding else None for k, r in enumerate(kept)
-        ]
+        self._feeding = [r if k in plans.feeding else None for k, r in enumerate(kept)]
 
     def _residuals(self, handles: Sequence[Handle | None]) -> list[Tensor] | None:
         """Return what is to be kept; None if the plan is not of this forward."""
-        tracing, mode, scripts = self._tracing, self.mode, self._scripts
-        assert tracing is not None
+        forward_plan, mode, plans = self._forward_plan, self.mode, self._plans
+        assert forward_plan is not None
         if isinstance(mode, Recorder):
             gone = {place for place, handle in enumerate(handles) if handle is None}
             record = mode.record((), gone)
             given = [place for place in range(len(handles)) if place not in gone]
-            scripts = self._scripts = tracing.learn(mode, record, given)
-            if scripts is None:
+            plans = self._plans = forward_plan.learn(mode, record, given)
+            if plans is None:
                 return None
-            self._constants = {i: mode.constants[i] for i in scripts.full.plan.kept}
-            return scripts.held(mode)
-        if scripts is None:
+            self._constants = {i: mode.constants[i] for i in plans.full.plan.kept}
+            return plans.held(mode)
+        if plans is None:
             return None
-        if len(handles) != len(scripts.record.packs):
+        if len(handles) != len(plans.record.packs):
             return None
         if mode is None:
-            residuals = self._taken_by_place(scripts)
+            residuals = self._taken_by_place(plans)
         else:
             residuals, self._constants = mode.residuals(), mode.constants
-        if residuals is None or not self._are_saved(residuals, scripts):
+        if residuals is None or not self._are_saved(residuals, plans):
             return None
         if isinstance(mode, Verify):
-            leaves = tracing.leaves
-            droppable = tracing.droppable(scripts.full)
+            leaves = forward_plan.leaves
+            droppable = forward_plan.droppable(plans.full)
             self.dropped = {i: like(leaves[i]) for i in droppable}
         return residuals
 
-    def _taken_by_place(self, scripts: Scripts) -> list[Tensor] | None:
+    def _taken_by_place(self, plans: Plans) -> list[Tensor] | None:
         """Return the residuals, of which the graph saved views or themselves."""
-        steps, found = scripts.record.steps, dict[int, Tensor]()
-        residuals = scripts.full.plan.residuals
-        for place, k in scripts.saved_at.items():
+        steps, found = plans.record.steps, dict[int, Tensor]()
+        residuals = plans.full.plan.residuals
+        for place, k in plans.saved_at.items():
             if k not in found and place in self._taken:
                 i, j = residuals[k]
                 value = steps[i].op.outputs[j]
@@ -169,10 +167,10 @@ class Following:
             return None
         return [found[k] for k in range(len(residuals))]
 
-    def _are_saved(self, residuals: Sequence[Tensor], scripts: Scripts) -> bool:
+    def _are_saved(self, residuals: Sequence[Tensor], plans: Plans) -> bool:
         """Say whether the graph saved, where it is to hold residuals, just them."""
-        packs, taken = scripts.record.packs, self._taken
-        for place, k in scripts.saved_at.items():
+        packs, taken = plans.record.packs, self._taken
+        for place, k in plans.saved_at.items():
             saved, pack = taken.get(place), packs[place]
             if saved is None or pack is None or value_of(saved) != pack.value:
                 return False
@@ -201,18 +199,18 @@ class Following:
 
     def replay(self, handles: Iterable[Handle]) -> "Replaying | None":
         """Return how the handles given are filled along the plan, if there is one."""
-        scripts = self._scripts
-        if scripts is None:
+        plans = self._plans
+        if plans is None:
             return None
         given = tuple(sorted(handle.place for handle in handles))
         kept: list[Any] = [None if r is None else r.value() for r in self._feeding]
-        replay = Replay(scripts.of(given), kept, kept.__getitem__, self._constants)
-        return Replaying(self._trace, scripts, given, replay)
+        replay = Replay(plans.of(given), kept, kept.__getitem__, self._constants)
+        return Replaying(self._cache, plans, given, replay)
 
     def check(self) -> Check | None:
         """Return what compares a full recompute with the forward, if that was seen."""
-        scripts = self._scripts if self._seen else None
-        return None if scripts is None else Check(scripts.full)
+        plans = self._plans if self._seen else None
+        return None if plans is None else Check(plans.full)
 
     def read_what_is_gone(self, replaying: "Replaying") -> RecomputeError:
         """Return the error that a recompute needs an input that was let go."""
@@ -223,16 +221,16 @@ class Replaying:
     """One recompute along a plan.
 
     Args:
-        trace: of the signature.
-        scripts: the plans.
+        cache: of the signature.
+        plans: the plans.
         given: the places that are to be filled.
         mode: that replays.
     """
 
     def __init__(
-        self, trace: Trace, scripts: Scripts, given: Sequence[int], mode: Replay
+        self, cache: CallCache, plans: Plans, given: Sequence[int], mode: Replay
     ) -> None:
-        self._trace, self._scripts, self._given = trace, scripts, given
+        self._cache, self._plans, self._given = cache, plans, given
         self.mode = mode
         self.what = ""
 
@@ -244,9 +242,9 @@ class Replaying:
         """
         mode, stand_ins = self.mode, [*tensors]
         mode.start(tensors)
-        proven = self._trace.is_proven() and self._trace.scripts is self._scripts
-        inputs, written = mode.script.record.inputs, mode.script.written
-        for i in mode.script.unneeded:
+        proven = self._cache.is_proven() and self._cache.plans is self._plans
+        inputs, written = mode.schedule.record.inputs, mode.schedule.written
+        for i in mode.schedule.unneeded:
             t = tensors[i]
             left = not proven or inputs[i] in written
             if type(t) is Absent or (left and is_droppable(t)):
@@ -261,12 +259,12 @@ class Replaying:
 
     def succeeded(self) -> None:
         """Note that nothing was read but what the plan says."""
-        trace = self._trace
+        cache = self._cache
         # Another record may have taken its place since.
-        if trace.scripts is self._scripts:
+        if cache.plans is self._plans:
             # What is kept is given without a replay.
-            trace.proven.update(self._given, self._scripts.saved_at)
-        trace.warn_of_names()
+            cache.proven.update(self._given, self._plans.saved_at)
+        cache.warn_of_names()
 
     def failed(self, error: Exception | None) -> None:
         """Learn from a replay that did not fit.
@@ -279,9 +277,9 @@ class Replaying:
         if error is not None and not (is_ours or is_of_memory(error)):
             raise error
         if trouble.missed and not trouble.differs:
-            self._trace.learn(self._scripts, trouble.missed)
+            self._cache.learn(self._plans, trouble.missed)
         else:
-            self._trace.strike()
+            self._cache.strike()
         self.what = trouble.differs or _READ.format(error=error)
 
 

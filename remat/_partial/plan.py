@@ -57,7 +57,7 @@ class Step(NamedTuple):
         writes: the storages that it changes in place.
         draws: whether it moves a random stream.
         may_draw: whether it would with other arguments.
-        blind: the outputs that do not depend on the values of its arguments.
+        metadata_only: the outputs that do not depend on the values of its arguments.
         runs: whether it runs in any case: Python reads what it gives, or nobody knows.
         opaque: whether some of its tensors are of a class of their own, so that nobody
             knows what shares memory.
@@ -72,7 +72,7 @@ class Step(NamedTuple):
     writes: tuple[int, ...] = ()
     draws: bool = False
     may_draw: bool = False
-    blind: tuple[int, ...] = ()
+    metadata_only: tuple[int, ...] = ()
     runs: bool = False
     opaque: bool = False
     watched: bool = False
@@ -134,14 +134,14 @@ class Fate(Enum):
     """What becomes of an operation in a recomputation."""
 
     RUN = "recomputed"
-    BLIND = "recomputed, on no values"
+    METADATA_ONLY = "recomputed, on no values"
     KEEP = "saved"
     DEAD = "dead"
 
     @property
     def is_run(self) -> bool:
         """Whether the operation runs again."""
-        return self in {Fate.RUN, Fate.BLIND}
+        return self in {Fate.RUN, Fate.METADATA_ONLY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,11 @@ def plan(
         walk.need(record.roots[j])
     for i, step in enumerate(steps):
         if step.runs or step.draws or (step.watched and i not in walk.kept):
-            walk.run(i, blind=bool(step.blind) and not (step.runs or step.watched))
+            walk.run(
+                i,
+                metadata_only=bool(step.metadata_only)
+                and not (step.runs or step.watched),
+            )
     fates = tuple(walk.fate(i, prune) for i in range(len(steps)))
     residuals = tuple(
         (i, k)
@@ -232,7 +236,7 @@ class _Walk:
         self._saveable = {*whole}
         self.live: set[int] = set()
         self.run_steps: set[int] = set()
-        self.blind: set[int] = set()
+        self.metadata_only: set[int] = set()
         self._todo: list[int] = []
         self.kept: set[int] = set()
 
@@ -256,27 +260,27 @@ class _Walk:
                 if i in self._saveable:
                     self.kept.add(i)
                 else:
-                    self._run(i, blind=self._is_blind(i, s))
+                    self._run(i, metadata_only=self._is_blind(i, s))
 
     def _is_blind(self, i: int, storage: int) -> bool:
         """Say whether what a step puts in a storage depends on none that it reads."""
         step = self._steps[i]
-        if not step.blind:
+        if not step.metadata_only:
             return False
         made = [k for k, s in enumerate(step.makes) if s == storage]
-        return bool(made) and {*made} <= {*step.blind}
+        return bool(made) and {*made} <= {*step.metadata_only}
 
-    def run(self, i: int, *, blind: bool) -> None:
+    def run(self, i: int, *, metadata_only: bool) -> None:
         """Have a step run, whether or not what it makes is needed."""
         self._saveable.discard(i)
         self.kept.discard(i)
-        self._run(i, blind=blind)
+        self._run(i, metadata_only=metadata_only)
         self.need(())
 
-    def _run(self, i: int, *, blind: bool) -> None:
+    def _run(self, i: int, *, metadata_only: bool) -> None:
         step = self._steps[i]
-        if blind:
-            self.blind.add(i)
+        if metadata_only:
+            self.metadata_only.add(i)
         elif i not in self.run_steps:
             self.run_steps.add(i)
             self._todo += (*step.reads, *step.makes)
@@ -302,7 +306,7 @@ class _Walk:
             return Fate.RUN
         if not self.live.isdisjoint(step.makes) and step.is_view:
             return Fate.RUN
-        return Fate.BLIND if i in self.blind else Fate.DEAD
+        return Fate.METADATA_ONLY if i in self.metadata_only else Fate.DEAD
 
 
 def _makers(record: Record) -> dict[int, list[int]]:

@@ -23,8 +23,8 @@ from remat._graph.graph import nodes_of
 from remat._partial.effects import (
     Moved,
     Traits,
-    blind_outputs,
     declared_writes,
+    metadata_only_outputs,
     traits_of,
     updated_statistics,
 )
@@ -151,7 +151,7 @@ class Recorder(LeanDispatchMode):
             writes,
             draws=draws,
             may_draw=traits.may_draw,
-            blind=blind_outputs(func, len(outputs)),
+            metadata_only=metadata_only_outputs(func, len(outputs)),
             runs=runs,
             opaque=bool(others),
             watched=any(map(is_watched, given.tensors)),

@@ -40,7 +40,7 @@ from remat._partial.match import (
     is_reflection,
 )
 from remat._partial.plan import Fate, Slot, Step, filled
-from remat._partial.script import Follow, Script
+from remat._partial.schedule import Follow, Schedule
 from remat._torch import (
     base_tensor,
     call_kernel,
@@ -59,7 +59,7 @@ class Keep(Follow):
     """Collects, in a forward, the results that a plan keeps.
 
     Args:
-        script: to follow.
+        schedule: to follow.
         tell: is given each of them as it is made.
 
     Attributes:
@@ -68,11 +68,11 @@ class Keep(Follow):
     """
 
     def __init__(
-        self, script: Script, tell: Callable[[Tensor], None] | None = None
+        self, schedule: Schedule, tell: Callable[[Tensor], None] | None = None
     ) -> None:
-        super().__init__(script)
+        super().__init__(schedule)
         self._tell = tell
-        self._places = script.places
+        self._places = schedule.places
         self._kept: list[tuple[Tensor, int]] = []
         self.constants: dict[int, Any] = {}
         self.fits = True
@@ -97,7 +97,7 @@ class Keep(Follow):
         return result
 
     def _keep(self, i: int, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
-        step = self.script.record.steps[i]
+        step = self.schedule.record.steps[i]
         if step.may_draw and not has_same_constants(step.op, args, kwargs):
             self._give_up()
         self.constants[i] = constants_of(args, kwargs)
@@ -132,10 +132,10 @@ class Verify(Keep):
     Before inputs are dropped: afterwards nothing else could be computed.
     """
 
-    def __init__(self, script: Script, leaves: Sequence[Tensor], key: Any) -> None:
-        super().__init__(script)
+    def __init__(self, schedule: Schedule, leaves: Sequence[Tensor], key: Any) -> None:
+        super().__init__(schedule)
         self._key = key
-        numbers = script.record.inputs
+        numbers = schedule.record.inputs
         self._numbers = {key(t): s for t, s in zip(leaves, numbers, strict=True)}
 
     @override
@@ -146,7 +146,7 @@ class Verify(Keep):
         i = self._next
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.fits and self._next > i:
-            step, numbers, key = self.script.record.steps[i], self._numbers, self._key
+            step, numbers, key = self.schedule.record.steps[i], self._numbers, self._key
             inputs, outputs = inputs_of(args, kwargs), tensors_of(result)
             if not self._is_wired(i, step, args, kwargs, inputs, outputs):
                 self._give_up()
@@ -159,31 +159,31 @@ class Verify(Keep):
     ) -> bool:
         if (len(inputs), len(outputs)) != (len(step.reads), len(step.makes)):
             return False
-        numbers, key, known = self._numbers, self._key, self.script.known
+        numbers, key, known = self._numbers, self._key, self.schedule.known
         reads = zip(inputs, step.reads, strict=True)
         if not all(numbers.get(key(t), s) == s for t, s in reads if s in known):
             return False
-        if self.script.fates[i] is not Fate.DEAD:
+        if self.schedule.fates[i] is not Fate.DEAD:
             return True
-        return fits_metadata(self.script.expected[i], args, kwargs, inputs)
+        return fits_metadata(self.schedule.expected[i], args, kwargs, inputs)
 
 
 class Replay(Follow):
     """Runs a function again, without what is dead and with what was kept.
 
     Args:
-        script: to follow.
+        schedule: to follow.
         residuals: what was kept, or stands for it elsewhere.
         take: gives one of them back, by its place; None if it is not there any more.
         constants: that the operations had whose results were kept.
     """
 
     def __init__(
-        self, script: Script, residuals: Sequence[Tensor], take: Any, constants: Any
+        self, schedule: Schedule, residuals: Sequence[Tensor], take: Any, constants: Any
     ) -> None:
-        super().__init__(script)
+        super().__init__(schedule)
         self._constants = constants
-        self._runs, self._fates = script.runs, script.fates
+        self._runs, self._fates = schedule.runs, schedule.fates
         self._residuals, self._take = residuals, take
         self._absent: dict[int, Shared] = {}
         self._known: dict[int, int] = {}
@@ -207,13 +207,13 @@ class Replay(Follow):
         return self._not_run(i, func, args, kwargs)
 
     def _not_run(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
-        step, fate = self.script.record.steps[i], self._fates[i]
+        step, fate = self.schedule.record.steps[i], self._fates[i]
         if is_reflection(func, of=func) and _number(args[0]) == step.reads[1]:
             args = args[::-1]
         if fate is Fate.KEEP:
             self._check_wiring(i, step, args, kwargs)
-            return self._result(step, step.result, (), self.script.places[i])
-        if fate is Fate.BLIND:
+            return self._result(step, step.result, (), self.schedule.places[i])
+        if fate is Fate.METADATA_ONLY:
             return self._on_no_values(step, args, kwargs or {})
         return self._left_out(i, step, args, kwargs)
 
@@ -247,7 +247,7 @@ class Replay(Follow):
             return False
         if self._funcs[i] is not func:
             return True
-        step, expected = self.script.record.steps[i], self.script.expected.get(i)
+        step, expected = self.schedule.record.steps[i], self.schedule.expected.get(i)
         same = step.reads[0] == args[0].storage_of.number and expected is not None
         return not (
             same and fits_metadata(expected, args, kwargs, inputs_of(args, None))
@@ -269,7 +269,7 @@ class Replay(Follow):
         result = step.op.func(*present(args), **present(kwargs))
         outputs = tensors_of(result)
         for k, s in enumerate(step.makes):
-            if k not in step.blind or s in step.reads:
+            if k not in step.metadata_only or s in step.reads:
                 outputs[k] = absent(step.op.outputs[k], self._shared(s))
         inputs = inputs_of(args, kwargs)
         return filled(step.result, outputs, inputs)
@@ -277,7 +277,7 @@ class Replay(Follow):
     def _left_out(self, i: int, step: Step, args: Any, kwargs: Any) -> Any:
         """Return what stands for the result of an operation that does not run."""
         inputs = inputs_of(args, kwargs)
-        if not fits_metadata(self.script.expected[i], args, kwargs, inputs):
+        if not fits_metadata(self.schedule.expected[i], args, kwargs, inputs):
             raise self._differs(step.op.func)
         if step.writes:
             numbers = zip(step.reads, inputs, strict=True)
@@ -330,10 +330,10 @@ class Replay(Follow):
         if not self._residuals:
             return
         residuals = self._residuals
-        kept = [(residuals[place], number) for place, number in self.script.kept]
+        kept = [(residuals[place], number) for place, number in self.schedule.kept]
         kept = [(t, number) for t, number in kept if t is not None]
         tensors = (*leaves, *[t for t, _ in kept])
-        numbers = (*self.script.record.inputs, *[number for _, number in kept])
+        numbers = (*self.schedule.record.inputs, *[number for _, number in kept])
         self._known = _by_storage(tensors, numbers)
 
     def _shared(self, number: int) -> Shared:
@@ -350,7 +350,7 @@ class Replay(Follow):
 
     def absent_leaf(self, i: int, leaf: Tensor) -> Absent:
         """Return what stands for a leaf whose value is not needed."""
-        return like(leaf, self._shared(self.script.record.inputs[i]))
+        return like(leaf, self._shared(self.schedule.record.inputs[i]))
 
 
 def _number(tensor: Tensor) -> int | None:
@@ -398,10 +398,10 @@ class Check(Follow):
     may be in a cache of the function's, a table of positions say.
     """
 
-    def __init__(self, script: Script) -> None:
-        super().__init__(script)
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule)
         self._error: Exception | None = None
-        steps = script.record.steps
+        steps = schedule.record.steps
         constant = zip(steps, _of_constants(steps), strict=True)
         pairs = [(s, c) for s, c in constant if not _is_by_the_way(s.op.func)]
         self._steps = [step for step, _ in pairs]

@@ -27,8 +27,8 @@ from remat._capture.restore import Run
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
 from remat._capture.structure import Out
+from remat._partial.cache import CACHES
 from remat._partial.options import DEFAULT
-from remat._partial.traces import TRACES
 from remat._report.compare import CompareValues, KeepValues, has_values
 from remat._report.inputs import Inputs
 from remat._report.reporting import label_of, refuse_transforms
@@ -112,9 +112,9 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     needs = [t.requires_grad for t in leaves]
     call = _Twice(snapshot, leaves, needs, (), replace(options, prune=False))
     forward = KeepValues()
-    TRACES.clear()  # calls within do in both what a first call does
+    CACHES.clear()  # calls within do in both what a first call does
     result = call.run_forward(fn, args, kwargs, leaves, forward)
-    TRACES.clear()
+    CACHES.clear()
     recomputation = CompareValues(forward.steps)
     try:
         call.run_again(recomputation)

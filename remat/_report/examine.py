@@ -23,12 +23,12 @@ from remat._base.types import Fn
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
 from remat._graph.graph import handles_at, nodes_of
+from remat._partial.cache import Kind
 from remat._partial.decide import Situation
+from remat._partial.forward_plan import is_droppable
 from remat._partial.options import Options
 from remat._partial.plan import Fate, Record
 from remat._partial.recorder import Recorder
-from remat._partial.traces import Kind
-from remat._partial.tracing import is_droppable
 from remat._report.inputs import Inputs
 from remat._report.reporting import called, reader_of, stream_name
 from remat._report.storages import Ledger, parts

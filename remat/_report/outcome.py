@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from remat._base.op import Value
 from remat._partial.cost import reason_against
 from remat._partial.decide import why_as_it_is, why_unpruned
+from remat._partial.forward_plan import WORTH_DROPPING
 from remat._partial.options import Options, Prune
 from remat._partial.plan import Fate, Plan, Step, plan
-from remat._partial.tracing import WORTH_DROPPING
 from remat._report.examine import Examined
 from remat.policies import Decision, Policy
 
@@ -45,9 +45,9 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
     policy, prune = options.policy, options.prune
     record, steps = found.record, found.record.steps
     is_saved = not options.higher_order
-    trace = found.kind.trace(policy, prune)
-    learned = found.taken.union(trace.scripts.learned if trace.scripts else ())
-    given_up = trace.reason if is_saved else ""
+    cache = found.kind.cache(policy, prune)
+    learned = found.taken.union(cache.plans.learned if cache.plans else ())
+    given_up = cache.reason if is_saved else ""
     call = dataclasses.replace(found.situation, is_saved=is_saved, given_up=given_up)
     unpruned = why_as_it_is(policy, prune, call)
     if unpruned:

@@ -35,7 +35,7 @@ def place(source: str) -> str:
 
 def _reads(step: Step) -> bool:
     """Say whether an operation reads values, not only how they are laid out."""
-    return not step.is_view and len(step.blind) < max(1, len(step.makes))
+    return not step.is_view and len(step.metadata_only) < max(1, len(step.makes))
 
 
 class Reasons:

@@ -32,7 +32,7 @@ from remat._graph.graph import (
 )
 from remat._graph.handles import Handle
 from remat._partial.naming import told_of_names
-from remat._partial.recipe import Recipe
+from remat._partial.recomputation import Recomputation
 from remat._report.compare import has_values
 from remat._report.inputs import Inputs
 from remat._report.reporting import (
@@ -207,11 +207,11 @@ class _Notes:
         """Note what a call keeps that nobody passed it, and that no operation made."""
         facts = node.program.facts
         leaves: Sequence[int] = range(len(facts.needs))
-        if facts.recipe is not None:
-            leaves = facts.recipe.kept(leaves)
+        if facts.recomputation is not None:
+            leaves = facts.recomputation.kept(leaves)
         saved = _saved_by_call(node, len(leaves) + facts.residuals)
-        if facts.recipe is not None:
-            self._note_offloaded(saved[len(leaves) :], facts.recipe, reader)
+        if facts.recomputation is not None:
+            self._note_offloaded(saved[len(leaves) :], facts.recomputation, reader)
         for i, value in zip(leaves, saved, strict=False):
             if i in facts.kept:
                 origin = f"copy of `{call.name_of(i)}` as it was before the call"
@@ -259,10 +259,12 @@ class _Notes:
                     entry.place = _PLACES.get(decision, "")
 
     def _note_offloaded(
-        self, residuals: Sequence[Any], recipe: Recipe, reader: str
+        self, residuals: Sequence[Any], recomputation: Recomputation, reader: str
     ) -> None:
         """Note what was made here and is kept elsewhere."""
-        for value, (op, decision) in zip(residuals, _kept_by(recipe), strict=True):
+        for value, (op, decision) in zip(
+            residuals, _kept_by(recomputation), strict=True
+        ):
             self._note_kept(tensors_in(value), op, decision, reader)
 
     def _note_state(self, stream: Any, state: Any, reader: str) -> None:
@@ -334,11 +336,11 @@ def _saved_by_call(node: Any, count: int) -> list[Any]:
     return saved if len(saved) == count else [*saved[0]]
 
 
-def _kept_by(recipe: Recipe) -> Iterator[tuple[Op, Decision]]:
+def _kept_by(recomputation: Recomputation) -> Iterator[tuple[Op, Decision]]:
     """Yield for each residual of a call what made it, and where it may be kept."""
-    scripts = recipe.scripts
-    for i, _ in scripts.full.plan.residuals:
-        yield scripts.record.steps[i].op, scripts.decisions[i]
+    plans = recomputation.plans
+    for i, _ in plans.full.plan.residuals:
+        yield plans.record.steps[i].op, plans.decisions[i]
 
 
 def _would_move(tensor: Tensor, decision: Decision) -> bool:

@@ -7,7 +7,7 @@ Invariant: every name says which upstream change would delete it, and has a self
 from remat._torch import selftest as selftest  # isort: skip
 
 from remat._torch.autograd import (
-    MODAL_NODES as MODAL_NODES,
+    NODES_ASKING_GRAD_MODE as NODES_ASKING_GRAD_MODE,
     AccumulateGrad as AccumulateGrad,
     StorageRef as StorageRef,
     are_hooks_allowed as are_hooks_allowed,

@@ -216,7 +216,7 @@ _use_count: Callable[[Tensor], int] = operator.methodcaller("_use_count")
 
 # Deleted by: backward formulas that do not ask whether grad mode is on. These do, and
 # with it on use other kernels, whose results differ in the last bits.
-MODAL_NODES = frozenset(
+NODES_ASKING_GRAD_MODE = frozenset(
     {
         *("FusedRmsNormBackward0", "LogitBackward0", "MishBackward0"),
         *("MkldnnRnnLayerBackward0", "NativeDropoutBackward0"),
@@ -230,12 +230,12 @@ MODAL_NODES = frozenset(
 
 
 def pull_in_grad_mode(outs: Iterable[Tensor]) -> None:
-    """Make the modal nodes of a graph act as with grad mode on, recording nothing."""
+    """Run the nodes that ask for grad mode as with it on, and record nothing."""
     todo = [o.grad_fn for o in outs if o.requires_grad]
     seen = set(todo)
     while todo:
         node: Any = todo.pop()
-        if type(node).__name__ in MODAL_NODES:
+        if type(node).__name__ in NODES_ASKING_GRAD_MODE:
             node.register_prehook(_enter_grad_mode)
             node.register_hook(_leave_grad_mode)
         for parent, _ in node.next_functions:

@@ -186,11 +186,11 @@ def _references_are_counted() -> None:
     assert _autograd.use_count(x) == before
 
 
-@expects("MODAL_NODES", "pull_in_grad_mode")
+@expects("NODES_ASKING_GRAD_MODE", "pull_in_grad_mode")
 def _some_formulas_ask_for_grad_mode() -> None:
     x = leaf()
     for op in (nn.functional.silu, nn.functional.mish, torch.logit):
-        assert type(op(x).grad_fn).__name__ in _autograd.MODAL_NODES
+        assert type(op(x).grad_fn).__name__ in _autograd.NODES_ASKING_GRAD_MODE
     out = nn.functional.silu(x)
     _autograd.pull_in_grad_mode([out])
     modes: list[bool] = []

@@ -18,7 +18,7 @@ from torch import nn
 from remat._ambient.draws import without_draws
 from remat._partial.options import Options, Prune, Rng
 from remat._torch import is_traced_symbolically, not_scriptable
-from remat._transform.function import record
+from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.primal import Primal
 from remat._transform.saved import call_saved
@@ -190,7 +190,11 @@ class Rematerialized(Generic[P, R]):
         if lowering is Lowering.FUNCTION:
             program = Primal(fn, label, args, kwargs, options)
             leaves, needs = program.take_leaves()
-            outs = None if program.is_lazy else record(program, leaves, needs)
+            outs = (
+                None
+                if program.is_lazy
+                else evaluate_differentiably(program, leaves, needs)
+            )
             if outs is not None:
                 return program.join(outs, leaves)
         if options.rng == "error" and lowering is not Lowering.INLINED:
@@ -235,7 +239,7 @@ _SCRIPTED = (
     "torch.compile."
 )
 _SYMBOLIC = (
-    "remat: torch.fx cannot trace {label} itself. Trace the function without remat "
+    "remat: torch.fx cannot trace {label} itself. CallCache the function without remat "
     "(`fn.__wrapped__`), or one that calls it: a trace holds no recomputation."
 )
 not_scriptable(remat, _SCRIPTED)

@@ -57,7 +57,9 @@ from remat._transform.rules import Batch, Jvp, Vjp, records, replace
 def call(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     """Evaluate `program`, differentiably at every level."""
     if torch.is_grad_enabled():
-        outs = record(program, leaves, [*map(requires_grad_at_any_level, leaves)])
+        outs = evaluate_differentiably(
+            program, leaves, [*map(requires_grad_at_any_level, leaves)]
+        )
         if outs is not None:
             return outs
     layer = current_layer()
@@ -71,7 +73,7 @@ def call(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
 
 
 @eager_only
-def record(
+def evaluate_differentiably(
     program: Program, leaves: Sequence[Tensor], needs: list[bool]
 ) -> Sequence[Any] | None:
     """Evaluate `program` if there is something to differentiate."""
@@ -100,7 +102,7 @@ def _dispatch_at(
         leaves = lifted(layer, kind, leaves)
         forward_mode = forward_mode or base_dual_level_active()
     if forward_mode:
-        program.facts.pushed = True
+        program.facts.in_forward_mode = True
     below = [unwrap_for_grad(t, level) for t in leaves]
     results = call_below(layer, kind, dispatch, program, below)
     outs = [None if o is None else wrap_for_grad(o, level) for o in results]
@@ -117,7 +119,7 @@ def _dispatch_at(
 def _dispatch_at_base(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
     facts, forward_mode = program.facts, base_dual_level_active()
     if forward_mode:
-        facts.pushed = True
+        facts.in_forward_mode = True
         with forward_ad_enabled(False):
             outs = without_grad_mode(program.evaluate, leaves)
     else:
@@ -177,7 +179,7 @@ class Remat(SingleLevelFunction):
         ctx.set_materialize_grads(False)
         facts: Facts = program.facts
         saved: Sequence[Tensor] = leaves
-        if facts.kept or facts.recipe is not None:
+        if facts.kept or facts.recomputation is not None:
             saved = _saved(facts, leaves, outs)
             if facts.exact and facts.residuals:  # there is no level to hand them up to
                 outs = outs[: -facts.residuals]
@@ -255,9 +257,9 @@ def _saved(
     end = len(outs) - facts.residuals
     if facts.kept:
         leaves = replace(leaves, facts.kept, outs[end - len(facts.kept) : end])
-    if facts.recipe is None:
+    if facts.recomputation is None:
         return leaves
-    return [*facts.recipe.kept(leaves), *outs[end:]]
+    return [*facts.recomputation.kept(leaves), *outs[end:]]
 
 
 def _as_views(

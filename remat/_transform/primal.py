@@ -37,13 +37,13 @@ from remat._base.program import Program
 from remat._base.types import TENSORS, Fn, Outputs
 from remat._capture.search import holds_tensors
 from remat._capture.structure import Out
+from remat._partial.cache import cache_of
 from remat._partial.decide import Situation, warn_if_asked, why_as_it_is
+from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import DEFAULT, Options, reference
-from remat._partial.recipe import finish
+from remat._partial.recomputation import finish
 from remat._partial.recorder import Recorder
 from remat._partial.replay import Replay
-from remat._partial.traces import trace_of
-from remat._partial.tracing import Tracing
 from remat._torch import (
     base_tensor,
     current_layer,
@@ -131,9 +131,9 @@ class Primal(Call):
             mode.end()
         return result
 
-    def _tracing(
+    def _forward_plan(
         self, program: Program, leaves: Sequence[Tensor], inner: Sequence[Tensor]
-    ) -> Tracing | None:
+    ) -> ForwardPlan | None:
         """Return how the forward is traced, if it is."""
         policy, prune = self._policy, self._prune
         situation = self.situation(leaves)
@@ -142,9 +142,9 @@ class Primal(Call):
         if why:
             return None
         options = reference(policy), prune, *self.facts.needs, self._ambient.key
-        trace = trace_of((*program.signature, *options), leaves)
-        trace = trace.of(getattr(self._fn, "__self__", self._fn))
-        return Tracing(trace, policy, prune, leaves, self._label, inner)
+        cache = cache_of((*program.signature, *options), leaves)
+        cache = cache.of(getattr(self._fn, "__self__", self._fn))
+        return ForwardPlan(cache, policy, prune, leaves, self._label, inner)
 
     def situation(self, leaves: Sequence[Tensor]) -> Situation:
         """Return what decides whether the call is recorded."""
@@ -153,7 +153,7 @@ class Primal(Call):
         return Situation(
             is_saved=False,
             is_compiled=self._snapshot.compiled,
-            is_pushed=self.facts.pushed,
+            in_forward_mode=self.facts.in_forward_mode,
             kind=next(others, ""),
             elements=sum(map(Tensor.numel, leaves)),
         )
@@ -172,20 +172,20 @@ class Primal(Call):
         self._classes = () if plain else [*map(type, leaves)]
         facts.untracked = None in self._versions
         copies = shield(inner, facts.needs, snapshot.buffers)
-        tracing = self._tracing(program, leaves, inner)
-        mode = None if tracing is None else tracing.mode
+        forward_plan = self._forward_plan(program, leaves, inner)
+        mode = None if forward_plan is None else forward_plan.mode
         outs = self._run_watched(program, inner, mode)
         self._ambient.forward_done()
         kept = self._update_buffers(leaves, copies) if copies else ()
         self._check_inputs(leaves, inner)
-        facts.used, modal = self._reached(outs, inner)
-        facts.modal = facts.modal or modal
+        facts.used, asks_grad_mode = self._reached(outs, inner)
+        facts.asks_grad_mode = facts.asks_grad_mode or asks_grad_mode
         facts.views = views_of(outs, inner, copies)
         facts.differentiable = [*map(_requires_grad, outs), *[False] * len(kept)]
         results = [*map(Tensor.detach, outs), *kept]
-        if tracing is not None:
-            results += self._trace(tracing, outs)
-        del outs, mode, tracing  # which hold what the graph does
+        if forward_plan is not None:
+            results += self._finish_plan(forward_plan, outs)
+        del outs, mode, forward_plan  # which hold what the graph does
         self._fn: Any = None
         self._search = None
         self._check_leaks(leaves, inner)
@@ -208,13 +208,15 @@ class Primal(Call):
         set_grad_enabled(False)
         return outs
 
-    def _trace(self, tracing: Tracing, outs: Sequence[Any]) -> list[Tensor]:
+    def _finish_plan(
+        self, forward_plan: ForwardPlan, outs: Sequence[Any]
+    ) -> list[Tensor]:
         """Note how the call is recomputed; return the tensors kept for it."""
         facts = self.facts
-        if isinstance(tracing.mode, Recorder):
-            tracing.mode.ask(outs)
+        if isinstance(forward_plan.mode, Recorder):
+            forward_plan.mode.ask(outs)
         may_drop = not facts.above and not here().saves
-        facts.recipe, residuals = finish(tracing, outs, may_drop=may_drop)
+        facts.recomputation, residuals = finish(forward_plan, outs, may_drop=may_drop)
         facts.residuals = len(residuals)
         facts.differentiable = [*facts.differentiable, *[False] * len(residuals)]
         return residuals
@@ -343,7 +345,7 @@ class Primal(Call):
             return state
         if isinstance(mode, Replay):
             # An operation that reads it may be left out, and its graph may not.
-            for i in mode.script.plan.needed.intersection(changed):
+            for i in mode.schedule.plan.needed.intersection(changed):
                 raise self._error(_CHANGED, i)
         names = {bases[i].untyped_storage()._cdata: self.name_of(i) for i in changed}
         both = contextlib.ExitStack()

@@ -73,8 +73,8 @@ class Vjp(Program):
         """Return the leaves that the program uses, and the cotangents."""
         facts = self._of.facts
         used: Sequence[int] = facts.used
-        if facts.recipe is not None and facts.recipe.dropped:
-            kept = facts.recipe.kept(range(len(facts.needs)))
+        if facts.recomputation is not None and facts.recomputation.dropped:
+            kept = facts.recomputation.kept(range(len(facts.needs)))
             used = [k for k, i in enumerate(kept) if i in facts.used]
         return (*used, *range(self._arity, count))
 
@@ -83,12 +83,12 @@ class Vjp(Program):
         """Recompute the program and pull the cotangents back through it."""
         del mode
         saved, cts = leaves[: self._arity], leaves[self._arity :]
-        recipe = self._of.facts.recipe
+        recomputation = self._of.facts.recomputation
         with differentiated():
-            if recipe is None:
+            if recomputation is None:
                 return self._pull(cts, saved, None)
             pull = functools.partial(self._pull, cts)
-            return recipe.carry_out(self._given, saved, pull)
+            return recomputation.carry_out(self._given, saved, pull)
 
     def _pull(
         self, cts: tuple[Tensor, ...], primals: Sequence[Tensor], mode: Any
@@ -128,7 +128,7 @@ class Vjp(Program):
             if not pairs:
                 return (None,) * len(self._wanted)
             ours, cts = zip(*pairs, strict=True)
-        if self._in_grad_mode and self._of.facts.modal and not recorded:
+        if self._in_grad_mode and self._of.facts.asks_grad_mode and not recorded:
             pull_in_grad_mode(ours)
         inputs = tuple([inner[i] for i in self._wanted])
         if recorded:
@@ -234,8 +234,8 @@ class Jvp(Program):
             return tuple(outs[j] for j in positions)
 
         given = tuple(primals[i] for i in self._given)
-        pushed = torch.func.jvp(of_given, given, tuple(tangents))[1]
-        return tuple(replace([None] * count, positions, pushed))
+        in_forward_mode = torch.func.jvp(of_given, given, tuple(tangents))[1]
+        return tuple(replace([None] * count, positions, in_forward_mode))
 
     def _push_dual(
         self, primals: Sequence[Tensor], tangents: Sequence[Tensor]
@@ -305,9 +305,9 @@ class Batch(Program):
             if mode is not None:
                 mode.ask(outs)
             flags = [j for j, o in enumerate(outs) if requires_grad(o)]
-            used, modal = reached_leaves(outs, inner)
+            used, asks_grad_mode = reached_leaves(outs, inner)
             found = Above(used, flags)
-            self.facts.modal = self.facts.modal or modal
+            self.facts.asks_grad_mode = self.facts.asks_grad_mode or asks_grad_mode
             self.facts.above = (*self.facts.above, found)
             return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
 

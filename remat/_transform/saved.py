@@ -36,11 +36,11 @@ from remat._capture.restore import Run
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
 from remat._graph.handles import Handle, unpack
+from remat._partial.cache import Kind, metas_of
 from remat._partial.decide import Situation, warn_if_asked, why_as_it_is
 from remat._partial.following import Following, Replaying
+from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import Options
-from remat._partial.traces import Kind, metas_of
-from remat._partial.tracing import Tracing
 from remat._torch import (
     batched_again,
     below_all_levels,
@@ -153,9 +153,9 @@ class Saved:
         why = why_as_it_is(policy, prune, call)
         warn_if_asked(policy, prune, call, label, why)
         if not why:
-            trace = self.kind(leaves).trace(policy, prune).of(owner)
-            tracing = Tracing(trace, policy, prune, leaves, label)
-            self._following = Following(tracing, self._outer, nested=self._nested)
+            cache = self.kind(leaves).cache(policy, prune).of(owner)
+            forward_plan = ForwardPlan(cache, policy, prune, leaves, label)
+            self._following = Following(forward_plan, self._outer, nested=self._nested)
 
     def situation(self, leaves: Sequence[Tensor]) -> Situation:
         """Return what decides whether the call is recorded."""

@@ -1,7 +1,7 @@
 """How one call is recomputed under torch.func: along the plan of a record.
 
-Invariant: a trace is only an optimization. A replay that does not fit is given up, and
-the function runs as it is; inputs are dropped only where replays of this trace have
+Invariant: a cache is only an optimization. A replay that does not fit is given up, and
+the function runs as it is; inputs are dropped only where replays of this cache have
 succeeded, and the forward at hand was seen to do the same.
 Rejected: one plan for all calls of a module. What is given differs, and so what is
 read.
@@ -18,85 +18,85 @@ from remat._base.absent import Absent, like
 from remat._base.errors import MutationError, RecomputeError
 from remat._graph.residual import PUT
 from remat._offload.offload import Fetched, Origin, origin_of
+from remat._partial.cache import CallCache, Plans
+from remat._partial.forward_plan import ForwardPlan, is_of_memory
 from remat._partial.recorder import Recorder
 from remat._partial.replay import Check, Replay, Verify
-from remat._partial.traces import Scripts, Trace
-from remat._partial.tracing import Tracing, is_of_memory
 from remat._torch import base_tensor, current_layer, is_lazy
 
 
 def finish(
-    tracing: Tracing, outs: Sequence[Any], *, may_drop: bool
-) -> tuple["Recipe | None", list[Tensor]]:
+    forward_plan: ForwardPlan, outs: Sequence[Any], *, may_drop: bool
+) -> tuple["Recomputation | None", list[Tensor]]:
     """Return how a call is recomputed, and the tensors to keep for it.
 
     Args:
-        tracing: of its forward.
+        forward_plan: of its forward.
         outs: of its function.
         may_drop: whether inputs may be dropped that nothing reads.
     """
-    mode, trace, count = tracing.mode, tracing.trace, len(tracing.leaves)
+    mode, cache, count = forward_plan.mode, forward_plan.cache, len(forward_plan.leaves)
     if isinstance(mode, Recorder):
         record = mode.record(outs)
         given = [j for j, o in enumerate(outs) if o.requires_grad]
-        scripts = tracing.learn(mode, record, given)
-        if scripts is None:
+        plans = forward_plan.learn(mode, record, given)
+        if plans is None:
             return None, []
-        recipe = Recipe(trace, scripts, count, {}, True)
-        recipe.constants = {i: mode.constants[i] for i in scripts.full.plan.kept}
-        return recipe, recipe.put_away(scripts.held(mode))
-    scripts = tracing.scripts
-    if scripts is None:
+        recomputation = Recomputation(cache, plans, count, {}, True)
+        recomputation.constants = {i: mode.constants[i] for i in plans.full.plan.kept}
+        return recomputation, recomputation.put_away(plans.held(mode))
+    plans = forward_plan.plans
+    if plans is None:
         return None, []
     residuals: list[Tensor] | None = [] if mode is None else mode.residuals()
-    if residuals is None or len(outs) != len(scripts.record.roots):
-        trace.strike()
+    if residuals is None or len(outs) != len(plans.record.roots):
+        cache.strike()
         return None, []
     dropped: dict[int, Absent] = {}
     if may_drop and isinstance(mode, Verify):
-        leaves = tracing.leaves
-        dropped = {i: like(leaves[i]) for i in tracing.droppable(scripts.full)}
-    recipe = Recipe(trace, scripts, count, dropped, mode is not None)
-    recipe.constants = {} if mode is None else mode.constants
-    return recipe, recipe.put_away(residuals)
+        leaves = forward_plan.leaves
+        dropped = {i: like(leaves[i]) for i in forward_plan.droppable(plans.full)}
+    recomputation = Recomputation(cache, plans, count, dropped, mode is not None)
+    recomputation.constants = {} if mode is None else mode.constants
+    return recomputation, recomputation.put_away(residuals)
 
 
-class Recipe:
+class Recomputation:
     """How one call is recomputed.
 
     Attributes:
         dropped: the leaves that were not kept, and what stands for them.
-        scripts: the plans.
+        plans: the plans.
         constants: of the operations whose results are kept.
     """
 
     __slots__ = (
+        "_cache",
         "_count",
         "_origins",
         "_seen",
-        "_trace",
         "_versions",
         "constants",
         "dropped",
-        "scripts",
+        "plans",
     )
 
     def __init__(
         self,
-        trace: Trace,
-        scripts: Scripts,
+        cache: CallCache,
+        plans: Plans,
         count: int,
         dropped: dict[int, Absent],
         seen: bool,
     ) -> None:
-        self._trace, self.scripts, self._count = trace, scripts, count
+        self._cache, self.plans, self._count = cache, plans, count
         self.dropped, self._seen = dropped, seen
         self._origins: list[Origin] | None = None
         self.constants: dict[int, Any] = {}
 
     def put_away(self, residuals: list[Tensor]) -> list[Tensor]:
         """Return the residuals where the policy wants them."""
-        places = self.scripts.places
+        places = self.plans.places
         if not PUT.keys().isdisjoint(places):
             self._origins = [*map(origin_of, residuals)]
             pairs = zip(residuals, places, strict=True)
@@ -116,7 +116,7 @@ class Recipe:
         saved: Sequence[Tensor],
         pull: Callable[..., Any],
     ) -> Any:
-        """Return `pull(leaves, mode)`, along the script if it fits.
+        """Return `pull(leaves, mode)`, along the schedule if it fits.
 
         Args:
             given: the outputs that have cotangents.
@@ -128,8 +128,8 @@ class Recipe:
             MutationError: a result that was kept was changed since.
         """
         leaves, residuals = self._put_back(saved)
-        script = self.scripts.of(given)
-        replay = Replay(script, residuals, self._taker(residuals), self.constants)
+        schedule = self.plans.of(given)
+        replay = Replay(schedule, residuals, self._taker(residuals), self.constants)
         replay.start(leaves)
         whole = not _is_of_level(leaves)
         try:
@@ -144,14 +144,14 @@ class Recipe:
             if current_layer() is None and not torch.is_grad_enabled():
                 replay.note_escaped()
             if not replay.trouble:
-                trace = self._trace
+                cache = self._cache
                 # Another record may have taken its place since.
-                if whole and trace.scripts is self.scripts:
-                    self._trace.proven.update(given)
-                self._trace.warn_of_names()
+                if whole and cache.plans is self.plans:
+                    self._cache.proven.update(given)
+                self._cache.warn_of_names()
                 return grads
             self._note(replay, None)
-        return pull(leaves, Check(script) if self._seen else None)
+        return pull(leaves, Check(schedule) if self._seen else None)
 
     def _put_back(
         self, saved: Sequence[Tensor]
@@ -170,8 +170,8 @@ class Recipe:
         now = [base_tensor(t)._version for t in residuals]
         if now != self._versions:
             place = [*map(operator.ne, now, self._versions)].index(True)
-            i, k = self.scripts.full.plan.residuals[place]
-            op = self.scripts.record.steps[i].op
+            i, k = self.plans.full.plan.residuals[place]
+            op = self.plans.record.steps[i].op
             raise MutationError(_CHANGED.format(op=op.func, k=k, source=op.source))
         if self._origins is None:
             return residuals.__getitem__
@@ -188,9 +188,9 @@ class Recipe:
             return leaves
         recorded, stand_ins = torch.is_grad_enabled(), [*leaves]
         # Once it is known that they are not read, only what is changed is left out.
-        proven = self._trace.is_proven() and self._trace.scripts is self.scripts
-        inputs, written = replay.script.record.inputs, replay.script.written
-        for i in replay.script.unneeded:
+        proven = self._cache.is_proven() and self._cache.plans is self.plans
+        inputs, written = replay.schedule.record.inputs, replay.schedule.written
+        for i in replay.schedule.unneeded:
             t = leaves[i]
             if not (
                 (proven and type(t) is not Absent and inputs[i] not in written)
@@ -209,9 +209,9 @@ class Recipe:
         """
         trouble = replay.trouble
         if trouble.missed and not trouble.differs:
-            self._trace.learn(self.scripts, trouble.missed)
+            self._cache.learn(self.plans, trouble.missed)
         else:
-            self._trace.strike()
+            self._cache.strike()
         if self.dropped:
             what = trouble.differs or _READ.format(error=error)
             raise RecomputeError(_DROPPED.format(what=what)) from error

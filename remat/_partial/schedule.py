@@ -16,7 +16,7 @@ from remat._partial.plan import Fate, Plan, Record
 from remat._torch import LeanDispatchMode, call_kernel, kernel_of
 
 
-class Script:
+class Schedule:
     """A plan laid out for running, one entry for each operation.
 
     Args:
@@ -90,12 +90,12 @@ def _kernel_of(op: Op) -> Callable[..., Any]:
 
 
 class Follow(LeanDispatchMode):
-    """Follows a script from operation to operation."""
+    """Follows a schedule from operation to operation."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         super().__init__()
-        self.script = script
-        self._funcs, self._kernels = script.funcs, script.kernels
+        self.schedule = schedule
+        self._funcs, self._kernels = schedule.funcs, schedule.kernels
         self._next = 0
 
     def ask(self, outs: Sequence[Any]) -> None:
@@ -112,7 +112,7 @@ class Follow(LeanDispatchMode):
 
     def _differs(self, func: Any) -> Exception:
         """Return the error that another operation came by than was recorded."""
-        error = MismatchError(described(self.script.record.steps, self._next, func))
+        error = MismatchError(described(self.schedule.record.steps, self._next, func))
         self._give_up()
         return error
 

@@ -20,16 +20,16 @@ from remat._base.types import TENSORS
 from remat._partial.naming import names_given
 from remat._partial.options import reference
 from remat._partial.plan import Record, plan
-from remat._partial.script import Script
+from remat._partial.schedule import Schedule
 from remat.policies import Decision, Policy
 
 
 _STRIKES = 3  # records that did not fit, before no more is made
-_MODULES = 128  # of one signature, that have traces of their own
+_MODULES = 128  # of one signature, that have caches of their own
 _LESSONS = 16  # values read that no operation reads, before they are given up
 
 
-class Scripts:
+class Plans:
     """The plans of one record.
 
     Args:
@@ -50,7 +50,7 @@ class Scripts:
         *("_narrowed", "are_saved", "decisions", "feeding", "full", "learned"),
         *("places", "prune", "record", "saved_at"),
     )
-    full: Script
+    full: Schedule
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Scripts:
         self.learned = frozenset(learned)
         saveable = [i for i, decision in enumerate(decisions) if decision]
         made = plan(record, saveable, learned=self.learned, prune=prune)
-        self.full = Script(record, made)
+        self.full = Schedule(record, made)
         self.places = [decisions[i] for i, _ in made.residuals]
-        self._narrowed: dict[tuple[int, ...], Script] = {}
+        self._narrowed: dict[tuple[int, ...], Schedule] = {}
         steps, packs = record.steps, record.packs
         numbers = [steps[i].makes[k] for i, k in made.residuals]
         number = {s: k for k, s in enumerate(numbers)}
@@ -97,25 +97,25 @@ class Scripts:
             for i, k in self.full.plan.residuals
         ]
 
-    def of(self, given: Sequence[int]) -> Script:
-        """Return the script for the outputs that have cotangents."""
+    def of(self, given: Sequence[int]) -> Schedule:
+        """Return the schedule for the outputs that have cotangents."""
         if not self.prune or len(given) == len(self.record.roots):
             return self.full
         key = tuple(given)
-        script = self._narrowed.get(key)
-        if script is None:
+        schedule = self._narrowed.get(key)
+        if schedule is None:
             kept = self.full.plan.kept
             made = plan(self.record, kept, given, learned=self.learned)
-            script = Script(self.record, made, self.full.plan.residuals)
-            self._narrowed[key] = script
-        return script
+            schedule = Schedule(self.record, made, self.full.plan.residuals)
+            self._narrowed[key] = schedule
+        return schedule
 
 
-class Trace:
+class CallCache:
     """What calls of one signature share.
 
     Attributes:
-        scripts: the plans; None if there is to be a new record.
+        plans: the plans; None if there is to be a new record.
         reason: why there are none, and will not be.
         outputs: those that can be differentiated.
         proven: those that a replay has succeeded for.
@@ -128,14 +128,14 @@ class Trace:
         "asked",
         "names",
         "outputs",
+        "plans",
         "proven",
         "reason",
-        "scripts",
         "strikes",
     )
 
     def __init__(self) -> None:
-        self.scripts: Scripts | None = None
+        self.plans: Plans | None = None
         self.reason = ""
         self.outputs: frozenset[int] = frozenset()
         self.proven: set[int] = set()
@@ -143,10 +143,10 @@ class Trace:
         self.strikes = 0
         self.asked = ""
         # By identity: a module need not hash.
-        self._parts: dict[int, tuple[weakref.ref[Any], Trace]] = {}
+        self._parts: dict[int, tuple[weakref.ref[Any], CallCache]] = {}
 
-    def of(self, owner: Any) -> "Trace":
-        """Return the trace of one module, once modules of this signature differ.
+    def of(self, owner: Any) -> "CallCache":
+        """Return the cache of one module, once modules of this signature differ.
 
         In a constant, say, that is no argument: a shift, or a dilation.
         """
@@ -157,7 +157,7 @@ class Trace:
             return parts[id(owner)][1]
         if len(parts) >= _MODULES:
             return self
-        part = Trace()
+        part = CallCache()
         parts[id(owner)] = weakref.ref(owner), part
         return part
 
@@ -167,7 +167,7 @@ class Trace:
 
     def strike(self) -> None:
         """Give a record up that did not fit."""
-        self.scripts, self.proven = None, set()
+        self.plans, self.proven = None, set()
         self.strikes += 1
         if self.strikes > _STRIKES and len(self._parts) in (0, _MODULES):
             self._give_up(f"{_STRIKES} records did not fit the calls after them")
@@ -178,15 +178,15 @@ class Trace:
             message = _GIVEN_UP.format(asked=self.asked, reason=reason)
             warnings.warn(message, stacklevel=3)
 
-    def learn(self, scripts: Scripts, numbers: Iterable[int]) -> None:
+    def learn(self, plans: Plans, numbers: Iterable[int]) -> None:
         """Plan again, for something read storages that were thought not needed."""
-        learned = scripts.learned.union(numbers)
+        learned = plans.learned.union(numbers)
         if len(learned) > _LESSONS:
             self._give_up("the function reads too much other than by operations")
-        if self.scripts is not None:
+        if self.plans is not None:
             self.proven = set()
-            self.scripts = Scripts(
-                scripts.record, scripts.decisions, prune=scripts.prune, learned=learned
+            self.plans = Plans(
+                plans.record, plans.decisions, prune=plans.prune, learned=learned
             )
 
     def warn_of_names(self) -> None:
@@ -210,40 +210,40 @@ _UNKNOWN = (
 )
 
 
-class _Traces:
-    """The traces by signature; the least recently used go first."""
+class _Caches:
+    """The caches by signature; the least recently used go first."""
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, threading.Lock()
-        self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
+        self._caches: OrderedDict[Hashable, CallCache] = OrderedDict()
 
-    def __getitem__(self, key: Hashable) -> Trace:
+    def __getitem__(self, key: Hashable) -> CallCache:
         with self._lock:
-            trace = self._traces.get(key)
-            if trace is None:
-                trace = self._traces[key] = Trace()
-                if len(self._traces) > self._size:
-                    self._traces.popitem(last=False)
+            cache = self._caches.get(key)
+            if cache is None:
+                cache = self._caches[key] = CallCache()
+                if len(self._caches) > self._size:
+                    self._caches.popitem(last=False)
             else:
-                self._traces.move_to_end(key)
-            return trace
+                self._caches.move_to_end(key)
+            return cache
 
     def __len__(self) -> int:
-        return len(self._traces)
+        return len(self._caches)
 
     def clear(self) -> None:
         """Forget all."""
         with self._lock:
-            self._traces.clear()
+            self._caches.clear()
 
 
-TRACES = _Traces(512)
+CACHES = _Caches(512)
 _meta = operator.attrgetter("shape", "dtype", "device")
 
 
-def trace_of(signature: Hashable, leaves: Sequence[Tensor]) -> Trace:
+def cache_of(signature: Hashable, leaves: Sequence[Tensor]) -> CallCache:
     """Return what is shared by the calls of a signature, on such leaves."""
-    return TRACES[signature, metas_of(leaves)]
+    return CACHES[signature, metas_of(leaves)]
 
 
 def metas_of(leaves: Sequence[Tensor]) -> Hashable:
@@ -266,6 +266,6 @@ class Kind:
     signature: Hashable
     metas: Hashable
 
-    def trace(self, policy: Policy | None, prune: Any) -> Trace:
+    def cache(self, policy: Policy | None, prune: Any) -> CallCache:
         """Return what calls of this kind share that are asked for the same."""
-        return TRACES[(self.signature, reference(policy), prune), self.metas]
+        return CACHES[(self.signature, reference(policy), prune), self.metas]

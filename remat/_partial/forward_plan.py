@@ -1,4 +1,4 @@
-"""What one forward does with the trace of its signature: record it, or follow it.
+"""What one forward does with the cache of its signature: record it, or follow it.
 
 Invariant: a record is only an optimization, and what a call does without one is right.
 Rejected: to record on fake tensors, in a run of its own. The user's code may look at
@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat._partial.cache import CallCache, Plans
 from remat._partial.cost import reason_against
 from remat._partial.decide import warn_if_unpruned, why_unpruned
 from remat._partial.options import Prune
 from remat._partial.plan import Record
 from remat._partial.recorder import Recorder
 from remat._partial.replay import Keep, Verify
-from remat._partial.script import Script
-from remat._partial.traces import Scripts, Trace
+from remat._partial.schedule import Schedule
 from remat._partial.values import key_of
 from remat._torch import is_lazy
 from remat.policies import Decision, Policy
 
 
-class Tracing:
-    """What one forward does with its trace.
+class ForwardPlan:
+    """What one forward does with its cache.
 
     Args:
-        trace: of the signature.
+        cache: of the signature.
         policy: which results may be kept.
         prune: "auto", True or False.
         leaves: of the call.
@@ -36,63 +36,63 @@ class Tracing:
         inner: what stands for them in it; None if the graph is plain's own.
 
     Attributes:
-        trace: of the signature.
+        cache: of the signature.
         leaves: of the call.
-        scripts: the plans that it follows, None if it follows none.
+        plans: the plans that it follows, None if it follows none.
         mode: to run the function in, None if it runs as it is.
     """
 
     __slots__ = (
         *("_inner", "_label", "_policy", "_prune"),
-        *("leaves", "mode", "scripts", "trace"),
+        *("leaves", "mode", "plans", "cache"),
     )
 
     def __init__(
         self,
-        trace: Trace,
+        cache: CallCache,
         policy: Policy | None,
         prune: Prune,
         leaves: Sequence[Tensor],
         label: str,
         inner: Sequence[Tensor] | None = None,
     ) -> None:
-        self.trace, self._policy, self._prune = trace, policy, prune
+        self.cache, self._policy, self._prune = cache, policy, prune
         self._label = label
         self.leaves, self._inner = leaves, inner
         inner = leaves if inner is None else inner
-        self.scripts: Scripts | None = None if trace.reason else trace.scripts
+        self.plans: Plans | None = None if cache.reason else cache.plans
         self.mode: Any = None
-        if trace.reason:
+        if cache.reason:
             return
-        scripts = self.scripts
-        if scripts is None:
+        plans = self.plans
+        if plans is None:
             self.mode = Recorder(inner, policy)
-        elif trace.is_proven() and self.droppable(scripts.full):
-            self.mode = Verify(scripts.full, inner, key_of)
-        elif scripts.full.places and not scripts.are_saved:
-            self.mode = Keep(scripts.full)
+        elif cache.is_proven() and self.droppable(plans.full):
+            self.mode = Verify(plans.full, inner, key_of)
+        elif plans.full.places and not plans.are_saved:
+            self.mode = Keep(plans.full)
 
     @classmethod
     def again(
         cls,
-        trace: Trace,
-        scripts: Scripts,
+        cache: CallCache,
+        plans: Plans,
         leaves: Sequence[Tensor],
         tell: Callable[[Tensor], None],
-    ) -> "Tracing":
+    ) -> "ForwardPlan":
         """Return one that follows just these plans, and tells what is to be kept."""
-        tracing = cls(Trace(), None, False, leaves, "")
-        tracing.trace, tracing.scripts = trace, scripts
-        tracing.mode = Keep(scripts.full, tell) if scripts.full.places else None
-        return tracing
+        forward_plan = cls(CallCache(), None, False, leaves, "")
+        forward_plan.cache, forward_plan.plans = cache, plans
+        forward_plan.mode = Keep(plans.full, tell) if plans.full.places else None
+        return forward_plan
 
-    def droppable(self, script: Script) -> list[int]:
+    def droppable(self, schedule: Schedule) -> list[int]:
         """Return the leaves to be dropped, if they are worth it."""
         leaves = self.leaves
-        found = [i for i in script.unneeded if is_droppable(leaves[i])]
+        found = [i for i in schedule.unneeded if is_droppable(leaves[i])]
         if self._inner is not None:
             # What is kept is differentiated again by way of what it was computed from.
-            inner, linked = self._inner, script.plan.linked
+            inner, linked = self._inner, schedule.plan.linked
             found = [i for i in found if not (i in linked and inner[i].requires_grad)]
         if self._prune is not True:
             size = sum(leaves[i].numel() * leaves[i].itemsize for i in found)
@@ -101,7 +101,7 @@ class Tracing:
 
     def learn(
         self, recorder: Recorder, record: Record, given: Iterable[int]
-    ) -> Scripts | None:
+    ) -> Plans | None:
         """Plan a record, for this call and those after it.
 
         Args:
@@ -112,20 +112,20 @@ class Tracing:
         Returns:
             The plans for this call; None if a replay is not worth it.
         """
-        trace, policy = self.trace, self._policy
+        cache, policy = self.cache, self._policy
         decisions = recorder.decisions(record)
         unpruned = why_unpruned(self._prune, record)
         warn_if_unpruned(self._prune, self._label, unpruned)
         learned = recorder.taken
-        scripts = Scripts(record, decisions, prune=not unpruned, learned=learned)
+        plans = Plans(record, decisions, prune=not unpruned, learned=learned)
         if self._prune == "auto" and policy is None:
-            trace.reason = reason_against(record, scripts.full.plan)
-            if trace.reason:
+            cache.reason = reason_against(record, plans.full.plan)
+            if cache.reason:
                 return None
-        trace.scripts, trace.proven, trace.outputs = scripts, set(), frozenset(given)
-        trace.names = frozenset() if policy is None else policy.names
-        trace.asked = _POLICY if policy else _PRUNE if self._prune is True else ""
-        return _with_what_was_held(scripts, recorder)
+        cache.plans, cache.proven, cache.outputs = plans, set(), frozenset(given)
+        cache.names = frozenset() if policy is None else policy.names
+        cache.asked = _POLICY if policy else _PRUNE if self._prune is True else ""
+        return _with_what_was_held(plans, recorder)
 
 
 _POLICY, _PRUNE = "a policy", "prune=True"
@@ -142,20 +142,20 @@ def is_droppable(leaf: Tensor) -> bool:
     return leaf.layout is torch.strided and not is_lazy(leaf)
 
 
-def _with_what_was_held(scripts: Scripts, recorder: Recorder) -> Scripts:
+def _with_what_was_held(plans: Plans, recorder: Recorder) -> Plans:
     """Return the plans for the call that was recorded.
 
     What got its name after it was gone is kept by later calls only.
     """
-    record = scripts.record
-    residuals = scripts.full.plan.residuals
+    record = plans.record
+    residuals = plans.full.plan.residuals
     if recorder.has(record.steps[i].makes[k] for i, k in residuals):
-        return scripts
+        return plans
     decisions = [
         decision if recorder.has(step.makes) else Decision.RECOMPUTE
-        for step, decision in zip(record.steps, scripts.decisions, strict=True)
+        for step, decision in zip(record.steps, plans.decisions, strict=True)
     ]
-    return Scripts(record, decisions, prune=scripts.prune, learned=scripts.learned)
+    return Plans(record, decisions, prune=plans.prune, learned=plans.learned)
 
 
 def is_of_memory(error: Exception) -> bool:
