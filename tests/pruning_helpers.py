@@ -143,7 +143,7 @@ def assert_not_zero(tree: Any) -> None:
 
 def traces() -> list[CallCache]:
     """All traces, the one last used at the end."""
-    return [*CACHES._traces.values()]
+    return [*CACHES._caches.values()]
 
 
 def last_trace() -> CallCache | None:

@@ -27,13 +27,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import OffloadError, RematError
+from remat._offload import bytes as _bytes, offload as _offload
 from remat._offload.offload import (
     Fetched,
     Origin,
-    bytes as _bytes,
     in_file,
     in_host_memory,
-    offload as _offload,
     origin_of,
 )
 from remat._torch import is_shared, snapshot, undisturbed

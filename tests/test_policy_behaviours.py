@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from remat import checkpoint_name, remat, saved_residuals
-from remat._graph.graph import residual as _residual
+from remat._graph import residual as _residual
 from remat._offload import offload as _offload
 from remat._partial.cache import CACHES
 from remat.policies import (

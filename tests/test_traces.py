@@ -201,13 +201,13 @@ def test_an_inner_trace_is_cold_while_the_outer_one_is_warm(clear, policy):
     for call in range(6):
         got = of_backward(ours, (X, W))
         assert_same(got, of_backward(plain, (X, W)))
-        keys = [*CACHES._traces]
+        keys = [*CACHES._caches]
         if call % 2:
             continue
         if clear == "all":
             CACHES.clear()
         else:
-            del CACHES._traces[keys[0 if clear == "the inner one" else -1]]
+            del CACHES._caches[keys[0 if clear == "the inner one" else -1]]
 
 
 @pytest.mark.parametrize("outer_first", [True, False])

@@ -239,7 +239,7 @@ _SCRIPTED = (
     "torch.compile."
 )
 _SYMBOLIC = (
-    "remat: torch.fx cannot trace {label} itself. CallCache the function without remat "
+    "remat: torch.fx cannot trace {label} itself. Trace the function without remat "
     "(`fn.__wrapped__`), or one that calls it: a trace holds no recomputation."
 )
 not_scriptable(remat, _SCRIPTED)
