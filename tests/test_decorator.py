@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat import remat
+from remat import policies, remat
 from remat.testing import assert_same, assert_same_gradients, count_ops
 
 
@@ -371,8 +371,12 @@ def test_what_cannot_be_pickled_cannot_be_pickled_rematerialized():
         ({"prune": None}, ValueError, "prune=None: use 'auto', True or False"),
         ({"rng": "ignore"}, ValueError, "rng='ignore': use 'replay' or 'error'"),
         ({"rng": False}, ValueError, "rng=False: use 'replay' or 'error'"),
-        ({"use_reentrant": False}, TypeError, "unexpected keyword .*'use_reentrant'"),
-        ({"static_argnums": 0}, TypeError, "unexpected keyword .*'static_argnums'"),
+        (
+            {"use_reentrant": False},
+            TypeError,
+            "`use_reentrant` is not needed",
+        ),
+        ({"static_argnums": 0}, TypeError, "`static_argnums` is not needed"),
     ],
     ids=[
         "policy",
@@ -404,8 +408,76 @@ def test_what_cannot_be_called_is_refused(value):
 
 
 def test_options_are_keywords_only():
-    with pytest.raises(TypeError, match="positional argument"):
+    with pytest.raises(TypeError, match=r"one positional argument.* remat\(fn\)\(x\)"):
         remat(wave, None)
+
+
+@pytest.mark.parametrize(
+    ("args", "written"),
+    [
+        ((wave, policies.dots_saveable), r"remat\(fn, policy=\.\.\.\)"),
+        ((policies.dots_saveable,), r"remat\(policy=\.\.\.\)"),
+    ],
+    ids=["second", "decorator"],
+)
+def test_a_policy_by_position_is_refused(args, written):
+    with pytest.raises(TypeError, match=f"a policy is passed by name: {written}"):
+        remat(*args)
+
+
+def test_a_call_in_place_of_a_decoration_is_refused():
+    with pytest.raises(TypeError, match=r"call that, as in remat\(fn\)\(x\)"):
+        remat(wave, torch.ones(2))
+
+
+OTHERS = ("static_argnums", "prevent_cse", "use_reentrant", "context_fn", "early_stop")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_options_of_other_systems_are_said_to_be_needless(name):
+    with pytest.raises(TypeError, match=f"'{name}'. `{name}` is not needed: "):
+        remat(wave, **{name: True})
+    with pytest.raises(TypeError, match=r"'prun'\. The options are policy, prune"):
+        remat(prun=True)
+
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return x.sin()
+
+
+@pytest.mark.parametrize(
+    ("kind", "which"),
+    [(Layer, "a module"), (Waves, "an object")],
+    ids=["module", "other"],
+)
+def test_a_class_is_refused(kind, which):
+    match = f"{kind.__qualname__} is a class. Apply remat to {which} of it"
+    with pytest.raises(TypeError, match=match):
+        remat(kind)
+
+
+def generates(x):
+    yield x.sin()
+
+
+async def waits(x):
+    return x.sin()
+
+
+async def generates_and_waits(x):
+    yield x.sin()
+
+
+@pytest.mark.parametrize("fn", [generates, waits, generates_and_waits])
+def test_what_runs_after_the_call_is_refused(fn):
+    match = (
+        f"`{fn.__name__}` is a .* function, whose body runs after the call has ended"
+    )
+    with pytest.raises(TypeError, match=match):
+        remat(fn)
+    with pytest.raises(TypeError, match=match):
+        remat(prune=True)(fn)
 
 
 def test_above_classmethod_is_refused_with_the_right_order():

@@ -463,3 +463,10 @@ def test_compiled_code_ignores_names(fullgraph):
     (actual,) = torch.autograd.grad(compiled(leaf), leaf)
     assert_same(actual, grad(loss)(X))
     torch.compiler.reset()
+
+
+def test_swapped_arguments_are_said_to_be():
+    with pytest.raises(
+        TypeError, match=r"write checkpoint_name\(x, name\): .* a Tensor"
+    ):
+        checkpoint_name("h", torch.ones(2))

@@ -24,9 +24,11 @@ from remat._base.op import Value
 from remat._graph.handles import Handle
 from remat._graph.residual import Offloaded, Residual, keep
 from remat._partial.cache import CallCache, Plans
+from remat._partial.check import Check
+from remat._partial.collect import Verify
 from remat._partial.forward_plan import ForwardPlan, is_droppable, is_of_memory
 from remat._partial.recorder import Recorder
-from remat._partial.replay import Check, Replay, Verify
+from remat._partial.replay import Replay
 from remat._partial.values import can_be_seen_as, key_of, value_of
 from remat._torch import is_lazy, outside_dispatch_mode, viewed
 

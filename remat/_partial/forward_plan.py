@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from remat._partial.cache import CallCache, Plans
+from remat._partial.collect import Keep, Verify
 from remat._partial.cost import reason_against
 from remat._partial.decide import warn_if_unpruned, why_unpruned
 from remat._partial.options import Prune
 from remat._partial.plan import Record
 from remat._partial.recorder import Recorder
-from remat._partial.replay import Keep, Verify
 from remat._partial.schedule import Schedule
 from remat._partial.values import key_of
 from remat._torch import is_lazy

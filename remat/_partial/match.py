@@ -19,6 +19,11 @@ from remat._base.op import Op, Value
 from remat._partial.plan import Step
 
 
+CLONE = torch.ops.aten.clone.default
+# Autocast makes them of weights, unless it has one from another call in its cache.
+CAST = torch.ops.aten._to_copy.default
+
+
 def fits_metadata(
     step: "Expected", args: Any, kwargs: Any, inputs: Sequence[Tensor]
 ) -> bool:

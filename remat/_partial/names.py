@@ -52,10 +52,17 @@ def checkpoint_name(x: T, name: str) -> T:
     if torch.compiler.is_compiling():
         return x
     if not isinstance(name, str):
-        kind = type(name).__name__
-        raise TypeError(
-            f"remat: checkpoint_name takes a string; got {name!r}, a {kind}"
-        )
+        raise TypeError(_swapped(name) if isinstance(x, str) else _no_string(name))
     leaves = [x] if isinstance(x, Tensor) else pytree.flatten(x)[0]
     give_name([t for t in leaves if isinstance(t, Tensor)], name)
     return x
+
+
+def _swapped(value: object) -> str:
+    kind = type(value).__name__
+    return f"remat: write checkpoint_name(x, name): the name is second; got a {kind}"
+
+
+def _no_string(name: object) -> str:
+    kind = type(name).__name__
+    return f"remat: checkpoint_name takes a string; got {name!r}, a {kind}"

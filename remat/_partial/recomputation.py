@@ -19,9 +19,11 @@ from remat._base.errors import MutationError, RecomputeError
 from remat._graph.residual import PUT
 from remat._offload.offload import Fetched, Origin, origin_of
 from remat._partial.cache import CallCache, Plans
+from remat._partial.check import Check
+from remat._partial.collect import Verify
 from remat._partial.forward_plan import ForwardPlan, is_of_memory
 from remat._partial.recorder import Recorder
-from remat._partial.replay import Check, Replay, Verify
+from remat._partial.replay import Replay
 from remat._torch import base_tensor, current_layer, is_lazy
 
 

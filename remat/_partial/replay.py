@@ -1,7 +1,7 @@
 """Runs a function again under a plan: what is kept is handed in, what is dead left out.
 
-`Keep` runs in the forward and collects what the plan keeps, `Replay` in the backward.
-An operation that is dead returns what is absent (`absent`), which nobody can read.
+Called by `following` and `recomputation`, in a backward. An operation that is dead
+returns what is absent (`absent`), which nobody can read.
 
 Invariant: what a replay gives was computed, or kept by this very call. A plan that does
 not fit the call at hand shows: as another operation, or as a read of what is absent.
@@ -11,7 +11,7 @@ and the control flow of this call are in no record.
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,143 +29,23 @@ from remat._base.absent import (
     present,
     tensors_of,
 )
-from remat._base.errors import RecomputeError
 from remat._base.op import Value
 from remat._base.types import TENSORS
 from remat._partial.match import (
+    CAST,
+    CLONE,
     constants_of,
-    described,
     fits_metadata,
-    has_same_constants,
     is_reflection,
 )
 from remat._partial.plan import Fate, Slot, Step, filled
 from remat._partial.schedule import Follow, Schedule
 from remat._torch import (
     base_tensor,
-    call_kernel,
     eager_only,
     is_view_op,
     storage_id,
 )
-
-
-CLONE = torch.ops.aten.clone.default
-# Autocast makes them of weights, unless it has one from another call in its cache.
-CAST = torch.ops.aten._to_copy.default
-
-
-class Keep(Follow):
-    """Collects, in a forward, the results that a plan keeps.
-
-    Args:
-        schedule: to follow.
-        tell: is given each of them as it is made.
-
-    Attributes:
-        fits: whether the plan is of this forward.
-        constants: of the operations whose results are kept.
-    """
-
-    def __init__(
-        self, schedule: Schedule, tell: Callable[[Tensor], None] | None = None
-    ) -> None:
-        super().__init__(schedule)
-        self._tell = tell
-        self._places = schedule.places
-        self._kept: list[tuple[Tensor, int]] = []
-        self.constants: dict[int, Any] = {}
-        self.fits = True
-
-    @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        i = self._next
-        if self._funcs[i] is not func:
-            if is_reflection(func, of=self._funcs[i]):
-                return self.__torch_dispatch__(self._funcs[i], types, args[::-1])
-            if func not in IGNORED:
-                self._give_up()
-            return func(*args, **kwargs) if kwargs else func(*args)
-        self._next = i + 1
-        kernel = self._kernels[i]
-        result = kernel(*args, **kwargs) if kwargs else kernel(*args)
-        if i in self._places:
-            self._keep(i, args, kwargs, tensors_of(result))
-        return result
-
-    def _keep(self, i: int, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
-        step = self.schedule.record.steps[i]
-        if step.may_draw and not has_same_constants(step.op, args, kwargs):
-            self._give_up()
-        self.constants[i] = constants_of(args, kwargs)
-        for k in self._places[i]:
-            # Not detached: below autograd what is detached has a version counter of
-            # its own, by which changes would go unnoticed.
-            self._kept.append((outputs[k], outputs[k]._version))
-            if self._tell is not None:
-                self._tell(outputs[k])
-
-    @override
-    def _give_up(self) -> None:
-        super()._give_up()
-        self.fits = False
-
-    @override
-    def end(self) -> None:
-        """Do nothing: the forward may be another, see `residuals`."""
-
-    def residuals(self) -> list[Tensor] | None:
-        """Return what was kept; None if the plan is not of this forward."""
-        unchanged = all(t._version == version for t, version in self._kept)
-        complete = self._funcs[self._next] is None
-        if not (self.fits and complete and unchanged):
-            return None
-        return [t.detach() for t, _ in self._kept]
-
-
-class Verify(Keep):
-    """Checks besides that what goes into each operation comes from where it did.
-
-    Before inputs are dropped: afterwards nothing else could be computed.
-    """
-
-    def __init__(self, schedule: Schedule, leaves: Sequence[Tensor], key: Any) -> None:
-        super().__init__(schedule)
-        self._key = key
-        numbers = schedule.record.inputs
-        self._numbers = {key(t): s for t, s in zip(leaves, numbers, strict=True)}
-
-    @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        i = self._next
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.fits and self._next > i:
-            step, numbers, key = self.schedule.record.steps[i], self._numbers, self._key
-            inputs, outputs = inputs_of(args, kwargs), tensors_of(result)
-            if not self._is_wired(i, step, args, kwargs, inputs, outputs):
-                self._give_up()
-                return result
-            numbers.update(zip(map(key, outputs), step.makes, strict=True))
-        return result
-
-    def _is_wired(
-        self, i: int, step: Step, args: Any, kwargs: Any, inputs: Any, outputs: Any
-    ) -> bool:
-        if (len(inputs), len(outputs)) != (len(step.reads), len(step.makes)):
-            return False
-        numbers, key, known = self._numbers, self._key, self.schedule.known
-        reads = zip(inputs, step.reads, strict=True)
-        if not all(numbers.get(key(t), s) == s for t, s in reads if s in known):
-            return False
-        if self.schedule.fates[i] is not Fate.DEAD:
-            return True
-        return fits_metadata(self.schedule.expected[i], args, kwargs, inputs)
 
 
 class Replay(Follow):
@@ -383,77 +263,3 @@ def _references() -> int:
 
 
 _UNHELD = _references()
-
-
-def _is_by_the_way(func: Any) -> bool:
-    return func in (CLONE, CAST) or func in IGNORED or is_view_op(func)
-
-
-class Check(Follow):
-    """Runs a function again as it is, which must do what it did in the forward.
-
-    Views, copies and casts are not compared. Hooks on modules make views, as torch's
-    FLOP counter does, autograd copies what is changed in place and differentiated, and
-    autocast has some casts in its cache. What depends on no input may be missing: it
-    may be in a cache of the function's, a table of positions say.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        super().__init__(schedule)
-        self._error: Exception | None = None
-        steps = schedule.record.steps
-        constant = zip(steps, _of_constants(steps), strict=True)
-        pairs = [(s, c) for s, c in constant if not _is_by_the_way(s.op.func)]
-        self._steps = [step for step, _ in pairs]
-        self._is_constant = [is_constant for _, is_constant in pairs]
-        self._funcs = [*[step.op.func for step in self._steps], None]
-
-    @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if not _is_by_the_way(func):
-            then = self._funcs[self._next]
-            while then not in (func, None) and self._is_constant[self._next]:
-                self._next += 1
-                then = self._funcs[self._next]
-            if then is not func and not is_reflection(func, of=then):
-                raise self._differs(func)
-            self._next += 1
-        return call_kernel(func, *args, **(kwargs or {}))
-
-    @override
-    def _differs(self, func: Any) -> Exception:
-        error = RecomputeError(_DIFFERENT + described(self._steps, self._next, func))
-        self._give_up()
-        self._error = self._error or error
-        return error
-
-    @override
-    def end(self) -> None:
-        """Raise what the function may have caught."""
-        super().end()
-        if self._error is not None:
-            raise self._error
-
-
-def _of_constants(steps: Sequence[Step]) -> list[bool]:
-    """Return which steps depend on no input and no draw."""
-    constant: set[int] = set()
-    found = []
-    for step in steps:
-        is_constant = not step.draws and constant.issuperset(step.reads)
-        found.append(is_constant and bool(step.makes))
-        if is_constant:
-            constant.update(step.makes)
-        else:
-            constant.difference_update(step.writes)
-    return found
-
-
-_DIFFERENT = (
-    "remat: the recomputation ran other operations than the forward did. The function "
-    "must compute the same thing twice: if it depends on outside state that changed, "
-    "pass that state as an argument.\n"
-)

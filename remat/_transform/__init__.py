@@ -2,7 +2,8 @@
 
 In: a call of `remat(fn)`. Out: the results of `fn`, with a graph that recomputes.
 
-    api, lowering               the decorator; the one file that chooses
+    api, refused                the decorator, and what it refuses
+    lowering                    the one file that chooses
     saved, held, packing, filling, leaves
                                 base autograd: plain's own graph, which holds handles
     function, rules             torch.func: a recursive Function; its rules are programs

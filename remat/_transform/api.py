@@ -21,6 +21,7 @@ from remat._torch import is_traced_symbolically, not_scriptable
 from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.primal import Primal
+from remat._transform.refused import refuse_arguments, refuse_function
 from remat._transform.saved import call_saved
 from remat.policies import Policy, as_policy, nothing_saveable
 
@@ -53,11 +54,12 @@ def remat(
 def remat(
     fn: Callable[..., Any] | None = None,
     /,
-    *,
+    *others: Any,
     policy: PolicyLike = None,
     prune: Prune = "auto",
     rng: Rng = "replay",
     higher_order: bool = False,
+    **unknown: Any,
 ) -> Any:
     """Return a function equal to `fn` that recomputes values instead of storing them.
 
@@ -101,13 +103,17 @@ def remat(
             (`create_graph=True`) recomputes as well. Else what a first backward with
             `create_graph=True` computes stays in memory, as in plain code. See
             "Higher derivatives" in the docs for what it takes instead.
+        *others: refused, as are other options.
+        **unknown: refused.
 
     Returns:
         A callable with the signature, name and docstring of `fn`, which is its
         `__wrapped__`.
 
     Raises:
-        TypeError: `fn` is not callable, or the policy is none.
+        TypeError: `fn` is not callable, is a class, a generator function or a coroutine
+            function, `policy` is not a policy, or there are other arguments. The
+            message says what to write instead.
         ValueError: an option has no such value.
         RecomputeError: in a backward, where `fn` does something else than it did; also
             where inputs were not kept that it reads now and did not before. There
@@ -135,12 +141,19 @@ def remat(
         >>> tanhs_and_products(remat(f, policy=policies.dots_saveable))
         (4, 6)
     """
+    if others or unknown or isinstance(fn, Policy):
+        refuse_arguments(fn, others, unknown)
     if higher_order not in (False, True):
         raise ValueError(f"remat: higher_order={higher_order!r}: use True or False")
     options = Options(_checked(policy, prune, rng), prune, rng, higher_order)
     where = "compiled code" if torch.compiler.is_compiling() else _caller()
     if fn is None:
-        return functools.partial(Rematerialized, where=where, options=options)
+        return functools.partial(_decorated, where=where, options=options)
+    return _decorated(fn, where, options)
+
+
+def _decorated(fn: Any, where: str, options: Options) -> Any:
+    refuse_function(fn)
     return Rematerialized(fn, where, options)
 
 
@@ -168,10 +181,6 @@ class Rematerialized(Generic[P, R]):
     __wrapped__: Callable[P, R]
 
     def __init__(self, fn: Callable[P, R], where: str, options: Options) -> None:
-        if isinstance(fn, classmethod):
-            raise TypeError("remat: write @classmethod above @remat, not below")
-        if not callable(fn):
-            raise TypeError(f"remat: {fn!r} is not callable")
         if isinstance(fn, nn.Module) or not hasattr(fn, "__qualname__"):
             self.__wrapped__ = fn
             name = self.__name__ = type(fn).__qualname__
