@@ -3,6 +3,7 @@
 In: nothing of remat but `_torch`. Out: vocabulary.
 
     types, errors     what flows between rooms, and what a user may catch
+    tracebacks        hides remat's own frames
     pytree            the only importer of optree
     context           which calls a thread is inside of, and for what
     code              what a function's code refers to, and the user's line

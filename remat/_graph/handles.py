@@ -21,6 +21,7 @@ from torch import Tensor
 from remat._base.checks import describe
 from remat._base.context import here
 from remat._base.errors import MutationError
+from remat._base.tracebacks import hide_frames
 from remat._capture.snapshot import Snapshot
 from remat._graph.residual import Offloaded, ReadOnce, Residual
 from remat._torch import keeps_graph, leave_hooks_on, viewed
@@ -130,7 +131,13 @@ def meta_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def unpack(packed: Any) -> Tensor:
     """Be the hook that gives a saved tensor back."""
-    return packed if isinstance(packed, Tensor) else packed.unpacked()
+    if isinstance(packed, Tensor):
+        return packed
+    try:
+        return packed.unpacked()
+    except Exception as error:
+        hide_frames(error)
+        raise
 
 
 def innermost(packed: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from remat._ambient.draws import without_draws
+from remat._base.tracebacks import hide_frames
 from remat._partial.options import Options, Prune, Rng
 from remat._torch import is_traced_symbolically, not_scriptable
 from remat._transform.function import evaluate_differentiably
@@ -194,18 +195,20 @@ class Rematerialized(Generic[P, R]):
         """Call the function, for recomputation if something is to be differentiated."""
         fn, options, label = self.__wrapped__, self._options, self._label
         lowering = lowering_of(options)
-        if lowering is Lowering.SAVED:
-            return call_saved(fn, label, args, kwargs, options)
-        if lowering is Lowering.FUNCTION:
-            program = Primal(fn, label, args, kwargs, options)
-            leaves, needs = program.take_leaves()
-            outs = (
-                None
-                if program.is_lazy
-                else evaluate_differentiably(program, leaves, needs)
-            )
-            if outs is not None:
-                return program.join(outs, leaves)
+        try:
+            if lowering is Lowering.SAVED:
+                return call_saved(fn, label, args, kwargs, options)
+            if lowering is Lowering.FUNCTION:
+                program = Primal(fn, label, args, kwargs, options)
+                leaves, needs = program.take_leaves()
+                outs = None
+                if not program.is_lazy:
+                    outs = evaluate_differentiably(program, leaves, needs)
+                if outs is not None:
+                    return program.join(outs, leaves)
+        except Exception as error:
+            hide_frames(error)
+            raise
         if options.rng == "error" and lowering is not Lowering.INLINED:
             fn = without_draws(fn, label)
         return fn(*args, **kwargs)

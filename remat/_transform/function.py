@@ -27,6 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.program import Facts, Program, has_derivatives
+from remat._base.tracebacks import hide_frames
 from remat._torch import (
     GRAD,
     JVP,
@@ -226,7 +227,11 @@ class Remat(SingleLevelFunction):
             rule = Vjp(program, len(primals), wanted, given)
             ours: list[Any] = [cotangents[j] for j in given]
             cts = [*map(unwrap_dead, ours)]
-            found = call(rule, [*primals, *cts])
+            try:
+                found = call(rule, [*primals, *cts])
+            except Exception as error:
+                hide_frames(error)
+                raise
             if len(found) == len(ends):
                 return (None, *found)
             grads = dict(zip(wanted, found, strict=True))

@@ -1,0 +1,35 @@
+"""Hides remat's own frames in the traceback of an error that leaves remat.
+
+Called where the user's code or torch calls remat: by `Rematerialized`, by the hook that
+gives a saved tensor back, and by the backward of a Function.
+
+Invariant: the frames of the user and of torch stay, in order. With
+`REMAT_FULL_TRACEBACK=1` in the environment all stay. Rejected: an error raised anew,
+which would lose its cause, its notes and its identity.
+"""
+
+import os
+from types import TracebackType
+
+
+IS_ON = not os.environ.get("REMAT_FULL_TRACEBACK")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+
+
+def hide_frames(error: BaseException) -> None:
+    """Take remat's frames out of the traceback of an error."""
+    if IS_ON:
+        error.__traceback__ = _without_ours(error.__traceback__)
+
+
+def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    theirs: list[TracebackType] = []
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(_OURS):
+            theirs.append(traceback)
+        traceback = traceback.tb_next
+    rest: TracebackType | None = None
+    for found in reversed(theirs):
+        found.tb_next = rest
+        rest = found
+    return rest
