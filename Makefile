@@ -33,13 +33,14 @@ CORE := $(addsuffix .py,$(addprefix tests/test_, \
 	random_bind_transforms random_bind_compiled))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test core full cov check format docs notebooks bench model clean
+.PHONY: help demo test core uncached full cov check format docs notebooks bench model clean
 
 help:
 	@echo "make demo       train a small language model plain and with remat, and compare"
 	@echo "make test       run the tests, doctests, docs examples and notebooks; with"
 	@echo "                TORCH=2.14.1 in an environment that has that version of torch"
 	@echo "make core       run the core tests with every other version of torch"
+	@echo "make uncached   run the core tests without what is remembered of modules"
 	@echo "make full       run everything: slow tests, clients, torch's operator database,"
 	@echo "                with every version of torch; before a release"
 	@echo "make check      ruff, pyrefly, import-linter"
@@ -84,8 +85,11 @@ core:
 			ARGS="$(CORE) $(ARGS)" || exit 1; \
 	done
 
+uncached: $(VENV)/.dev
+	@REMAT_NO_CACHE=1 $(TEST) $(CORE) $(ARGS)
+
 # `-m ""` takes back what pyproject.toml leaves out.
-full: check docs
+full: check docs uncached
 	@$(MAKE) --no-print-directory test ARGS='-m "" $(ARGS)'
 	@for torch in $(TORCHES); do echo "== torch $$torch"; \
 		$(MAKE) --no-print-directory test TORCH=$$torch VENV=.venv-torch-$$torch \
