@@ -98,7 +98,7 @@ def explain(
     return _explained(label, options, found, plainly)
 
 
-def _unwrapped(fn: Fn, policy: object, prune: Any) -> tuple[Fn, str, Options]:
+def _unwrapped(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:
     """Return the function that is recomputed, what to call it, and the options."""
     found = _remat_in(fn)
     if found is None:
@@ -106,7 +106,7 @@ def _unwrapped(fn: Fn, policy: object, prune: Any) -> tuple[Fn, str, Options]:
     else:
         (inner, call) = found
         own, label = call._options, call._label
-    chosen = own.policy if isinstance(policy, str) and policy == "own" else policy
+    chosen: Any = own.policy if isinstance(policy, str) and policy == "own" else policy
     pruned = own.prune if prune == "own" else prune
     made = remat(inner, policy=chosen, prune=pruned)._options
     made = dataclasses.replace(made, rng=own.rng, higher_order=own.higher_order)

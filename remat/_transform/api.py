@@ -10,10 +10,18 @@ import importlib
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
+from typing import (
+    Any,
+    Generic,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    overload,
+)
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from remat._ambient.draws import without_draws
 from remat._base.tracebacks import hide_frames
@@ -24,12 +32,23 @@ from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.primal import Primal
 from remat._transform.refused import refuse_arguments, refuse_function
 from remat._transform.saved import call_saved
-from remat.policies import Policy, as_policy, nothing_saveable
+from remat.policies import Decision, Policy, as_policy, nothing_saveable
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
-PolicyLike: TypeAlias = object
+# What `as_policy` takes.
+PolicyLike: TypeAlias = (
+    Policy
+    | Decision
+    | CheckpointPolicy
+    | Callable[..., Any]
+    | list[Any]
+    | tuple[Any, ...]
+    | set[Any]
+    | frozenset[Any]
+    | None
+)
 
 
 @overload
