@@ -2,7 +2,7 @@
 
 Two tables, each of the same work for every system:
 
-- the bytes that the forward leaves alive, and the products computed again,
+- the bytes that the forward leaves alive, and the matmuls recomputed,
 - the time of a step: all systems in turn, on one thread, many times.
 
 Reproduce with
@@ -46,7 +46,7 @@ def saved_bytes(screen: Console) -> bool:
         products[name] = dots_run(work.step(SYSTEMS[name]))
     again = {name: count - products[PLAIN] for name, count in products.items()}
     met = kept[SAVING] < kept[SELECTIVE] and not again[SAVING] and not again[SELECTIVE]
-    title = "Bytes alive after the forward, and products computed again"
+    title = "Bytes alive after the forward, and matmuls recomputed"
     cells = table(title, "system", "bytes", "streams", "again", "target")
     for name, size in kept.items():
         target = verdict(met, f"< {SELECTIVE}, none again") if name == SAVING else ""

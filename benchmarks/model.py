@@ -66,7 +66,7 @@ TARGETS = {
 
 
 def named_block(params: Params, x: Tensor, heads: int) -> Tensor:
-    """Apply the block, and name what is dear to compute again."""
+    """Apply the block, and name what is expensive to compute again."""
     qkv = checkpoint_name(queries(params, x), "qkv")
     x = add_attention(params, x, attention(qkv, heads))
     return add_mlp(params, x, checkpoint_name(hidden(params, x), "hidden"))
@@ -133,7 +133,7 @@ def target(rows: dict[str, Row], name: str) -> str:
 def report(rows: dict[str, Row], screen: Console) -> bool:
     """Print the table; return whether every target is met."""
     headings = "after forward", "peak", "in files", "again", "target"
-    cells = table("Bytes of a model, and products computed again", "system", *headings)
+    cells = table("Bytes of a model, and matmuls recomputed", "system", *headings)
     all_met = True
     for name, row in rows.items():
         text = target(rows, name)

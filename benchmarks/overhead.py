@@ -198,7 +198,7 @@ TARGETS = (
     Target(BLOCK, PRUNED, BASELINE, 1.0, 1.0),
     Target(BLOCK, SAVING, SELECTIVE, 0.60, 0.60),
 )
-SPREAD = 1.5  # of ours, the dearest style beside the cheapest
+SPREAD = 1.5  # of ours, the most expensive style beside the cheapest
 MOST_FUNC_GRAD = 510_000  # beyond plain: it is 500,000, and repeats to one in a hundred
 FIRST_CALL = 3.0  # of a warm one
 
@@ -223,7 +223,7 @@ def all_beyond(counts: Counts, body: str, screen: Console) -> None:
 def shares(counts: Counts, screen: Console) -> bool:
     """Print ours as shares of what they replace; return whether targets are met."""
     title = "Shares of what another system costs beyond plain"
-    headings = "target", "dearest / cheapest", "target"
+    headings = "target", "most expensive / cheapest", "target"
     cells = table(title, "system, of another", *STYLES, *headings)
     all_met = True
     for target in TARGETS:

@@ -160,7 +160,9 @@ def test_what_is_read_from_memory_that_nobody_has_written_is():
         out.numpy()[:] = values()  # as memory that was used before
         return out * x
 
-    assert "output 0 (float64[4]) has 4 of 4" in difference(garbage, make(4, seed=1))
+    assert "output 0 (float64[4]) differs in 4 of 4" in difference(
+        garbage, make(4, seed=1)
+    )
 
 
 def test_nan_and_signs_of_zero():
@@ -170,7 +172,7 @@ def test_nan_and_signs_of_zero():
     assert check_replay(f, torch.ones(3)).values > 4
     sign = in_turn(0.0, -0.0)
     lost = difference(lambda x: x * torch.tensor(sign()), torch.ones(2))
-    assert "has 1 of 1 elements other, by up to 0." in lost
+    assert "differs in 1 of 1 elements, by up to 0." in lost
 
 
 def test_other_layouts_and_dtypes():
@@ -371,7 +373,7 @@ def test_a_global_tensor_that_changed():
 
     text = difference(f, make(3, seed=1).float())
     assert f"aten.mul.Tensor at {line_of(f, 3)}, differs: input 0 (float32[3]) " in text
-    assert "has 3 of 3 elements other, by up to 0.5." in text
+    assert "differs in 3 of 3 elements, by up to 0.5." in text
     assert "It was there before, and has changed since" in text
 
 
@@ -384,8 +386,10 @@ def test_memory_that_numpy_changed():
 
     assert check_replay(adds_to_a_small_array(), make(3, seed=1)).operations == 3
     text = difference(f, make(3, seed=1))
-    assert f"at {line_of(f, 2)}, differs: input 0 (float64[3]) has 1 of 3 " in text
-    assert "elements other, by up to 0.25. It was there before" in text
+    assert (
+        f"at {line_of(f, 2)}, differs: input 0 (float64[3]) differs in 1 of 3 " in text
+    )
+    assert "elements, by up to 0.25. It was there before" in text
 
 
 def adds_to_a_small_array():
@@ -428,7 +432,7 @@ def test_an_operation_that_gives_other_values_each_time():
         f"Operation 1, check_replay_test.noisy.default at {line_of(f, 3)}, differs: "
     )
     assert (
-        where + "output 0 (float64[4]) has 1 of 4 elements other, by up to 1." in text
+        where + "output 0 (float64[4]) differs in 1 of 4 elements, by up to 1." in text
     )
     assert "It read the same tensors: the operation itself gives another" in text
 
@@ -442,7 +446,9 @@ def test_an_operation_that_writes_other_values_each_time():
 
     text = difference(f, make(4, seed=1))
     assert "check_replay_test.scribble.default" in text
-    assert "differs: what it wrote to (0) (float64[3]) has 1 of 3 elements" in text
+    assert (
+        "differs: what it wrote to (0) (float64[3]) differs in 1 of 3 elements" in text
+    )
 
 
 def test_the_smallest_difference_is_found():
@@ -458,7 +464,7 @@ def test_the_smallest_difference_is_found():
         return x * torch.tensor(value(), dtype=torch.double)
 
     text = difference(g, torch.ones(1000).double())
-    assert "has 1 of 1 elements other, by up to 2.22045e-16." in text
+    assert "differs in 1 of 1 elements, by up to 2.22045e-16." in text
 
 
 def test_flags_numbers_and_complex_numbers_that_differ():
@@ -466,11 +472,13 @@ def test_flags_numbers_and_complex_numbers_that_differ():
         value = in_turn(*map(torch.tensor, values))
         return difference(lambda x: value() * x, torch.ones(1))
 
-    assert "(bool[2]) has 1 of 2 elements other. It was" in of(
+    assert "(bool[2]) differs in 1 of 2 elements. It was" in of(
         [True, True], [True, False]
     )
-    assert "(int64[1]) has 1 of 1 elements other, by up to 3." in of([4], [7])
-    assert "(complex64[1]) has 1 of 1 elements other, by up to 5." in of([0j], [3 + 4j])
+    assert "(int64[1]) differs in 1 of 1 elements, by up to 3." in of([4], [7])
+    assert "(complex64[1]) differs in 1 of 1 elements, by up to 5." in of(
+        [0j], [3 + 4j]
+    )
     assert "by up to nan" in of([float("nan")], [1.0])
     assert "is float32[2], where it was float32[1]" in of([1.0], [1.0, 2.0])
 

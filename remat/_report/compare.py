@@ -336,7 +336,7 @@ def _difference(now: Tensor, then: Tensor) -> str:
         if not count:
             return ""
         apart = _distance(now.reshape(-1)[other], then.reshape(-1)[other])
-    return f"({_meta(now)}) has {count} of {now.numel()} elements other{apart}"
+    return f"({_meta(now)}) differs in {count} of {now.numel()} elements{apart}"
 
 
 def _meta(tensor: Tensor) -> str:

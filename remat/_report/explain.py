@@ -61,7 +61,8 @@ def explain(
 
     Args:
         fn: the function, rematerialized or not.
-        *args: its arguments. Meta and fake tensors do, for a model larger than memory.
+        *args: its arguments. Meta and fake tensors are accepted, for a model larger
+            than memory.
         policy: as for `remat`. "own" is what `fn` was rematerialized with; None for one
             that is not.
         prune: likewise; "auto" for a function that is not rematerialized.
@@ -331,7 +332,7 @@ def compare(
 
     Args:
         fn: the function, rematerialized or not. The policy it has is no row of its own.
-        *args: its arguments. Meta and fake tensors do.
+        *args: its arguments. Meta and fake tensors are accepted.
         policies: anything that `remat` takes as one; JAX's usual ones if not given.
         prune: as for `explain`.
         **kwargs: its keyword arguments, of which none can be called `policies` or

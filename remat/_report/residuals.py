@@ -92,7 +92,8 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
 
     Args:
         fn: the function.
-        *args: its arguments. Meta and fake tensors do, for a model larger than memory.
+        *args: its arguments. Meta and fake tensors are accepted, for a model larger
+            than memory.
         **kwargs: its keyword arguments.
 
     Returns:

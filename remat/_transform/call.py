@@ -135,6 +135,6 @@ _PULLBACK = (
     "Call torch.func.vjp inside it."
 )
 _SCRIPTED = (
-    "remat: {name} is a TorchScript module, whose parameters cannot be stood in for. "
+    "remat: {name} is a TorchScript module, whose parameters remat cannot replace. "
     "Pass the eager module instead."
 )

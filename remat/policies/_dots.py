@@ -1,4 +1,4 @@
-"""Which operators are dots: contractions, whose results are dear to compute again.
+"""Which operators are dots: contractions, whose results are expensive to compute again.
 
 Invariant: a dot's cost per byte of its output grows with the size of a dimension that
 it sums over. So convolution and attention are dots, and outer products are not.
