@@ -153,7 +153,8 @@ def test_the_checks_import_nothing():
 
 # Found by torch's operator database, `vmap(grad)` of each, in test_opinfo.py.
 ASKING_IN_CPP = {
-    *("CumprodBackward0", "LinalgDetBackward0", "LinalgSolveExBackward0"),
+    *("CumprodBackward0", "LinalgDetBackward0", "LinalgSlogdetBackward0"),
+    *("LinalgHouseholderProductBackward0", "LinalgSolveExBackward0"),
     "OrmqrBackward0",
 }
 

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -455,6 +456,30 @@ def test_a_class_is_refused(kind, which):
     match = f"{kind.__qualname__} is a class. Apply remat to {which} of it"
     with pytest.raises(TypeError, match=match):
         remat(kind)
+
+
+class Decorated(nn.Module):
+    @remat
+    def forward(self, x):
+        return x.sin()
+
+
+METHODS = {
+    "of a decorated method": Decorated().forward,
+    "of a partial": types.MethodType(
+        functools.partial(torch.add, alpha=2), torch.ones(2)
+    ),
+    "of a builtin function": types.MethodType(torch.add, torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_methods_of_callables_are_taken(method):
+    x = torch.linspace(0.1, 0.3, 2).requires_grad_()
+    y = remat(method)(x)
+    assert_same(y, method(x))
+    y.sum().backward()
+    assert x.grad.abs().min() > 0
 
 
 def generates(x):

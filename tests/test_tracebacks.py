@@ -1,5 +1,6 @@
 """Errors show the user's frames, and not remat's own."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -87,6 +88,36 @@ def test_what_remat_refuses_ends_at_the_users_call():
     with pytest.raises(CaptureError, match="left it other than by being") as found:
         grad(remat(fn))(make(3, seed=1))
     assert not [name for name in files(found.value) if name.startswith(HERE)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):  # noqa: N818
+    code: int
+
+
+def test_an_error_that_refuses_attributes_comes_out_as_it_is():
+    calls = Evaluations()
+
+    def fn(x):
+        calls.note(None)
+        if len(calls) > 1:
+            raise Frozen(3)
+        return x.sin().exp()
+
+    out = remat(fn)(make(3, seed=1).requires_grad_())
+    with pytest.raises(Frozen, match="3") as found:
+        out.sum().backward()
+    assert len(calls) == 2
+    assert_shows_the_user_alone(found.value, 2)
+
+
+def test_where_nothing_is_differentiated_frames_are_hidden_too():
+    calls = Evaluations()
+    calls.note(None)
+    fn = remat(fails_again(calls))
+    with torch.no_grad(), pytest.raises(ValueError, match="second") as found:
+        fn(make(3, seed=1))
+    assert_shows_the_user_alone(found.value, 2)
 
 
 SCRIPT = """

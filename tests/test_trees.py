@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -395,3 +396,41 @@ def test_another_class_is_an_error_before_the_backward_and_used_after():
     model.__class__ = Other
     with pytest.raises(RecomputeError, match="was a Block at the call is a Other now"):
         y.sum().backward()
+
+
+TABLE = weakref.WeakKeyDictionary()
+
+
+class ByIdentity(nn.Module):
+    """Finds what belongs to it by itself, which a copy of it would not."""
+
+    def forward(self, x):
+        return (x * TABLE[self]).sin().exp()
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.last = inner, nn.Tanh()
+
+    def forward(self, x):
+        return self.last(self.inner(x))
+
+
+def test_a_module_that_is_gone_leaves_other_threads_as_they_were():
+    child = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    found = ByIdentity()
+    TABLE[found] = 2.0
+
+    def of_a_module_that_is_gone():
+        return remat(Around(child))(leaf(1)).sum()
+
+    with count_ops() as ops:
+        of_a_module_that_is_gone().backward()
+    assert ops["addmm"] == 2
+    x = leaf(2)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: remat(found)(x).sum().backward()).result()
+    plain = leaf(2)
+    (plain * 2.0).sin().exp().sum().backward()
+    assert torch.equal(x.grad, plain.grad)

@@ -1,11 +1,12 @@
 """What a function reads without being passed it: random streams, autocast, settings.
 
 In: the streams that a search found. Out: `Ambient`, which notes their state at the call
-and restores it around a recompute, and `refuse_draws` for `rng="error"`.
+and restores it around a recompute, and `without_draws` for `rng="error"`.
 
     streams     which random streams there are, and how each is read and set
     ambient     the state of a call, noted and restored
     draws       draws from global streams, refused by name and line
 
-Called by `_transform`; `_capture` and `random` use the streams alone.
+Called by `_transform`. `_capture`, `_partial`, `_report` and `random` ask for streams
+and draws.
 """

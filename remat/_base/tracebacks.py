@@ -8,6 +8,7 @@ Invariant: the frames of the user and of torch stay, in order. With
 which would lose its cause, its notes and its identity.
 """
 
+import contextlib
 import os
 from types import TracebackType
 
@@ -19,7 +20,14 @@ _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 def hide_frames(error: BaseException) -> None:
     """Take remat's frames out of the traceback of an error."""
     if IS_ON:
-        error.__traceback__ = _without_ours(error.__traceback__)
+        # Not assigned: a frozen dataclass refuses that.
+        BaseException.with_traceback(error, _without_ours(error.__traceback__))
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an error, if its class lets notes be added."""
+    with contextlib.suppress(Exception):
+        error.add_note(text)
 
 
 def _without_ours(traceback: TracebackType | None) -> TracebackType | None:

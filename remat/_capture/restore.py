@@ -150,14 +150,13 @@ class _Part(Run):
         only: the identities of the nodes whose objects are exchanged; None for all.
     """
 
-    __slots__ = ("_only",)
+    __slots__ = ("_only", "_run")
 
     def __init__(
         self, run: Run, tensors: Sequence[Any], only: Sequence[int] | None = None
     ) -> None:
-        self.tensors, self._only = tensors, only
+        self.tensors, self._only, self._run = tensors, only, run
         self.built, self._undo, self._cells = run.built, run._undo, run._cells
-        self._anew, self._holds_lock = run._anew, run._holds_lock
 
     @classmethod
     def for_good(cls, run: Run, tree: Tree) -> Self:
@@ -168,6 +167,10 @@ class _Part(Run):
         part = cls(run, [ref() for ref in tree.tensors])
         part.built, part._undo = dict[int, Any](), list[Any]()
         return part
+
+    @override
+    def _makes_anew(self, is_live: bool) -> bool:
+        return self._run._makes_anew(is_live)  # which releases the lock
 
     @override
     def make_object(self, node: ObjectNode) -> Any:

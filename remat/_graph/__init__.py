@@ -6,5 +6,5 @@ In: a graph, or a tensor that one saves. Out: its nodes and what they saved; han
     residual    what a policy keeps of a call, wherever it is kept
     graph       the nodes of a graph, and what they saved
 
-Called by `_partial` and `_transform`, which make handles, and by `_report`.
+Called by `_transform`, which makes handles, by `_partial` and by `_report`.
 """

@@ -173,6 +173,8 @@ class CallCache:
             self._give_up(f"{_STRIKES} records did not fit the calls after them")
 
     def _give_up(self, reason: str) -> None:
+        if self.reason:
+            return
         self.reason = reason
         if self.asked:
             message = _GIVEN_UP.format(asked=self.asked, reason=reason)

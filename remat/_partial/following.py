@@ -3,7 +3,7 @@
 The first call of a kind is recorded: its operations, and for each handle the storage
 that it stands for. The plan of the record says what is kept. Where the graph saves what
 is kept anyway, later calls keep it as it is saved, by its place, and no mode follows
-their operations; else one collects it (`replay.Keep`).
+their operations; else one collects it (`collect.Keep`).
 
 Invariant: a handle of a value that is kept gives that very value, whatever a plan says.
 A replay that does not fit is given up, and the function runs as it is.

@@ -124,11 +124,12 @@ class ForwardPlan:
                 return None
         cache.plans, cache.proven, cache.outputs = plans, set(), frozenset(given)
         cache.names = frozenset() if policy is None else policy.names
-        cache.asked = _POLICY if policy else _PRUNE if self._prune is True else ""
+        asked = _POLICY if policy else _PRUNE if self._prune is True else ""
+        cache.asked = asked and f"{asked} of {self._label}"
         return _with_what_was_held(plans, recorder)
 
 
-_POLICY, _PRUNE = "a policy", "prune=True"
+_POLICY, _PRUNE = "the policy", "prune=True"
 WORTH_DROPPING = 2**16  # bytes, for which "auto" follows a forward
 
 

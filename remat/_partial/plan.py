@@ -260,9 +260,9 @@ class _Walk:
                 if i in self._saveable:
                     self.kept.add(i)
                 else:
-                    self._run(i, metadata_only=self._is_blind(i, s))
+                    self._run(i, metadata_only=self._is_metadata_only(i, s))
 
-    def _is_blind(self, i: int, storage: int) -> bool:
+    def _is_metadata_only(self, i: int, storage: int) -> bool:
         """Say whether what a step puts in a storage depends on none that it reads."""
         step = self._steps[i]
         if not step.metadata_only:

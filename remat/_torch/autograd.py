@@ -223,7 +223,8 @@ NODES_ASKING_GRAD_MODE = frozenset(
         *("NativeGroupNormBackward0", "SiluBackward0", "ThnnFusedGruCellBackward0"),
         *("ThnnFusedLstmCellBackward0", "WeightNormInterfaceBackward0"),
         # These ask in C++.
-        *("CumprodBackward0", "LinalgDetBackward0", "LinalgSolveExBackward0"),
+        *("CumprodBackward0", "LinalgDetBackward0", "LinalgSlogdetBackward0"),
+        *("LinalgHouseholderProductBackward0", "LinalgSolveExBackward0"),
         "OrmqrBackward0",
     }
 )

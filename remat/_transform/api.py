@@ -225,11 +225,12 @@ class Rematerialized(Generic[P, R]):
                     outs = evaluate_differentiably(program, leaves, needs)
                 if outs is not None:
                     return program.join(outs, leaves)
+            if lowering is not Lowering.INLINED:
+                plain = without_draws(fn, label) if options.rng == "error" else fn
+                return plain(*args, **kwargs)
         except Exception as error:
             hide_frames(error)
             raise
-        if options.rng == "error" and lowering is not Lowering.INLINED:
-            fn = without_draws(fn, label)
         return fn(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

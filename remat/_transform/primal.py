@@ -34,6 +34,7 @@ from remat._base.checks import (
 from remat._base.context import here, is_followed, within
 from remat._base.errors import CaptureError, MutationError, RecomputeError
 from remat._base.program import Program
+from remat._base.tracebacks import note
 from remat._base.types import TENSORS, Fn, Outputs
 from remat._capture.search import holds_tensors
 from remat._capture.structure import Out
@@ -97,7 +98,7 @@ class Primal(Call):
         try:
             return self._recompute(self._out, leaves, mode)
         except Exception as error:
-            error.add_note(f"remat: raised while recomputing {self._label}.")
+            note(error, f"remat: raised while recomputing {self._label}.")
             raise
 
     def _recompute(self, out: Out, leaves: Sequence[Tensor], mode: Any) -> Outputs:

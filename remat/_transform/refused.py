@@ -51,8 +51,9 @@ def refuse_function(fn: Any) -> None:
     if isinstance(fn, type):
         which = "a module" if issubclass(fn, nn.Module) else "an object"
         raise TypeError(_CLASS.format(name=fn.__qualname__, which=which))
-    is_plain = isinstance(fn, (types.FunctionType, types.MethodType))
-    flags = fn.__code__.co_flags if is_plain else 0
+    function = fn.__func__ if isinstance(fn, types.MethodType) else fn
+    is_python = isinstance(function, types.FunctionType)
+    flags = function.__code__.co_flags if is_python else 0
     if flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
         raise TypeError(_LATER.format(name=fn.__qualname__, kind="generator function"))
     if flags & inspect.CO_COROUTINE:
@@ -71,7 +72,8 @@ _NOT_NEEDED = {
     "concrete": "the function runs as it is, on values.",
     "use_reentrant": "there is one implementation, which works under every transform.",
     "preserve_rng_state": "the random state is always restored.",
-    "determinism_check": "what a recompute saves is always compared.",
+    "determinism_check": "under .backward() the shape, dtype and node of what is saved "
+    "are compared. `remat.testing.check_replay` compares values.",
     "context_fn": "pass policy=... to choose what is saved.",
     "debug": "an error names the operations that differ.",
     "early_stop": "a recompute ends with the last value that is read.",

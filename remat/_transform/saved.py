@@ -31,6 +31,7 @@ from remat._ambient.draws import without_draws
 from remat._base.checks import Watch, places_of
 from remat._base.context import here, within
 from remat._base.errors import MutationError
+from remat._base.tracebacks import note
 from remat._base.types import Fn
 from remat._capture.restore import Run
 from remat._capture.search import Search
@@ -242,7 +243,7 @@ class Saved:
             with torch_functions():  # those of a loss may have called the backward
                 below_all_levels(self._fill, handles)
         except Exception as error:
-            error.add_note(f"remat: raised while recomputing {self._snapshot.label}.")
+            note(error, f"remat: raised while recomputing {self._snapshot.label}.")
             for handle in handles:
                 handle.value = None
             raise
