@@ -61,7 +61,7 @@ SYSTEMS: dict[str, tuple[Block, int | None]] = {
     "plain": (by_torch, None),
     "plain, key": (by_key, LAYERS * KEY_BYTES),
     "torch non-reentrant": (functools.partial(torch_checkpoint, by_torch), None),
-    "remat": (remat(by_torch), 2600),
+    "remat": (remat(by_torch), 5100),  # the state as torch gives it, and its header
     "remat, key": (remat(by_key), 0),
 }
 LARGE = 1024  # of Python objects: what remat notes about a call is in smaller ones
