@@ -142,8 +142,8 @@ _HEAP_TYPE = 1 << 9  # CPython: made by a class statement
 
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
-_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-_LIBRARIES = (*(sysconfig.get_paths()[k] for k in _PATHS), _OURS)
+OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_LIBRARIES = (*(sysconfig.get_paths()[k] for k in _PATHS), OURS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -165,7 +165,7 @@ _TORCH = os.path.dirname(torch.__file__)
 
 @functools.lru_cache(maxsize=4096)
 def _is_trusted_file(file: str) -> bool:
-    if file.startswith((_TORCH, _OURS)):
+    if file.startswith((_TORCH, OURS)):
         return True
     return file.startswith(_STANDARD) and "site-packages" not in file
 

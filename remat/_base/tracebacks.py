@@ -12,9 +12,10 @@ import contextlib
 import os
 from types import TracebackType
 
+from remat._base.code import OURS
+
 
 IS_ON = not os.environ.get("REMAT_FULL_TRACEBACK")
-_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def hide_frames(error: BaseException) -> None:
@@ -33,7 +34,7 @@ def note(error: BaseException, text: str) -> None:
 def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
     theirs: list[TracebackType] = []
     while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith(_OURS):
+        if not traceback.tb_frame.f_code.co_filename.startswith(OURS):
             theirs.append(traceback)
         traceback = traceback.tb_next
     rest: TracebackType | None = None

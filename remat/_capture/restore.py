@@ -114,9 +114,9 @@ class Run:
         can_stay = all(isinstance(owner, ObjectNode) for owner in owners)
         if anew or not can_stay or not self._is_as_it_was(tree):
             return tree.node.build(_Part(self, tensors))
-        part = _Part(self, tensors, [*map(id, owners)])
-        part._undo = list[Any]()
-        self._trees.append((tree, part._undo))
+        undo: _Undo = []
+        self._trees.append((tree, undo))
+        part = _Part(self, tensors, [*map(id, owners)], undo)
         for owner in owners:
             owner.build(part)
         return module
@@ -148,15 +148,21 @@ class _Part(Run):
         run: the whole.
         tensors: the run's, in the order of the tree.
         only: the identities of the nodes whose objects are exchanged; None for all.
+        undo: takes on what objects held before; None for that of the run.
     """
 
     __slots__ = ("_only", "_run")
 
     def __init__(
-        self, run: Run, tensors: Sequence[Any], only: Sequence[int] | None = None
+        self,
+        run: Run,
+        tensors: Sequence[Any],
+        only: Sequence[int] | None = None,
+        undo: _Undo | None = None,
     ) -> None:
         self.tensors, self._only, self._run = tensors, only, run
-        self.built, self._undo, self._cells = run.built, run._undo, run._cells
+        self.built, self._cells = run.built, run._cells
+        self._undo = run._undo if undo is None else undo
 
     @classmethod
     def for_good(cls, run: Run, tree: Tree) -> Self:
@@ -164,8 +170,8 @@ class _Part(Run):
 
         It was that when the run began, so that nothing is to be undone.
         """
-        part = cls(run, [ref() for ref in tree.tensors])
-        part.built, part._undo = dict[int, Any](), list[Any]()
+        part = cls(run, [ref() for ref in tree.tensors], undo=[])
+        part.built = {}
         return part
 
     @override

@@ -62,14 +62,20 @@ def why_unpruned(prune: Prune, record: Record) -> str:
     return _UNSEEN.format(where=unseen[0]) if unseen else ""
 
 
+def asked_for(policy: Policy | None, prune: Prune) -> str:
+    """Say what a user asked for; "" if it is for remat to choose."""
+    if policy is not None:
+        return "the policy"
+    return "prune=True" if prune is True else ""
+
+
 def warn_if_asked(
     policy: Policy | None, prune: Prune, call: Situation, label: str, why: str
 ) -> None:
     """Warn, once for each function, that a policy or `prune=True` is not followed."""
-    if not why or call.in_forward_mode or (policy is None and prune is not True):
-        return
-    asked = "the policy" if policy is not None else "prune=True"
-    _warn(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
+    asked = asked_for(policy, prune)
+    if why and asked and not call.in_forward_mode:
+        _warn(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
 
 
 def warn_if_unpruned(prune: Prune, label: str, why: str) -> None:

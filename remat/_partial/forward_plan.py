@@ -14,7 +14,7 @@ from torch import Tensor
 from remat._partial.cache import CallCache, Plans
 from remat._partial.collect import Keep, Verify
 from remat._partial.cost import reason_against
-from remat._partial.decide import warn_if_unpruned, why_unpruned
+from remat._partial.decide import asked_for, warn_if_unpruned, why_unpruned
 from remat._partial.options import Prune
 from remat._partial.plan import Record
 from remat._partial.recorder import Recorder
@@ -124,12 +124,11 @@ class ForwardPlan:
                 return None
         cache.plans, cache.proven, cache.outputs = plans, set(), frozenset(given)
         cache.names = frozenset() if policy is None else policy.names
-        asked = _POLICY if policy else _PRUNE if self._prune is True else ""
+        asked = asked_for(policy, self._prune)
         cache.asked = asked and f"{asked} of {self._label}"
         return _with_what_was_held(plans, recorder)
 
 
-_POLICY, _PRUNE = "the policy", "prune=True"
 WORTH_DROPPING = 2**16  # bytes, for which "auto" follows a forward
 
 

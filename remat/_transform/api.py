@@ -161,8 +161,7 @@ def remat(
         >>> tanhs_and_products(remat(f, policy=policies.dots_saveable))
         (4, 6)
     """
-    if others or unknown or isinstance(fn, Policy):
-        refuse_arguments(fn, others, unknown)
+    refuse_arguments(fn, others, [*unknown])
     if higher_order not in (False, True):
         raise ValueError(f"remat: higher_order={higher_order!r}: use True or False")
     options = Options(_checked(policy, prune, rng), prune, rng, higher_order)

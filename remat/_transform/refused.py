@@ -8,6 +8,7 @@ which name `remat`'s parameters and not those of the API that somebody comes fro
 
 import inspect
 import types
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -15,13 +16,13 @@ from torch import nn
 from remat.policies import Policy
 
 
-def refuse_arguments(fn: Any, others: tuple[Any, ...], options: dict[str, Any]) -> None:
+def refuse_arguments(fn: Any, others: Sequence[Any], unknown: Sequence[str]) -> None:
     """Refuse arguments that `remat` does not have.
 
     Args:
         fn: the first argument.
         others: those that were passed by position after it.
-        options: keyword arguments that it does not know.
+        unknown: the names of keyword arguments that it does not know.
 
     Raises:
         TypeError: there are some, or the first is a policy.
@@ -32,10 +33,11 @@ def refuse_arguments(fn: Any, others: tuple[Any, ...], options: dict[str, Any]) 
         raise TypeError(_POLICY.format(first="fn, "))
     if others:
         raise TypeError(_CALLED)
-    for name in options:
+    if unknown:
+        name = unknown[0]
         reason = _NOT_NEEDED.get(name)
-        known = f"`{name}` is not needed: {reason}" if reason else _UNKNOWN
-        raise TypeError(f"remat() got an unexpected keyword argument {name!r}. {known}")
+        advice = f"`{name}` is not needed: {reason}" if reason else _UNKNOWN
+        raise TypeError(_UNEXPECTED.format(name=name, advice=advice))
 
 
 def refuse_function(fn: Any) -> None:
@@ -65,6 +67,7 @@ _CALLED = (
     "remat: remat takes one positional argument, the function. It returns a function: "
     "call that, as in remat(fn)(x)."
 )
+_UNEXPECTED = "remat() got an unexpected keyword argument {name!r}. {advice}"
 _UNKNOWN = "The options are policy, prune, rng and higher_order."
 _NOT_NEEDED = {
     "static_argnums": "what is not a tensor is passed to the function as it is.",
