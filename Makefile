@@ -51,6 +51,8 @@ help:
 	@echo "make format     format the code;  make cov: tests with coverage;  make clean"
 	@echo "Pass options with ARGS, as in: make demo ARGS='--help'"
 
+comma := ,
+
 # A stamp is as new as the last install; the installed package itself is editable.
 define environment
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "remat needs Python 3.11 or newer; try make PYTHON=python3.11")'
@@ -72,6 +74,11 @@ $(VENV)/.dev: pyproject.toml $(PINS)
 	$(call environment,'.[dev]')
 	@touch $(VENV)/.demo $@
 
+# For tests/clients/test_timm.py: where a torchvision loads beside that torch.
+$(VENV)/.vision: $(VENV)/.dev
+	$(call environment,'.[dev$(comma)vision]')
+	@touch $@
+
 demo: $(VENV)/.demo
 	@$(PY) benchmarks/demo.py $(ARGS)
 
@@ -92,8 +99,8 @@ uncached: $(VENV)/.dev
 full: check docs uncached
 	@$(MAKE) --no-print-directory test ARGS='-m "" $(ARGS)'
 	@for torch in $(TORCHES); do echo "== torch $$torch"; \
-		$(MAKE) --no-print-directory test TORCH=$$torch VENV=.venv-torch-$$torch \
-			ARGS='-m "" $(ARGS)' || exit 1; \
+		$(MAKE) --no-print-directory .venv-torch-$$torch/.vision test \
+			TORCH=$$torch VENV=.venv-torch-$$torch ARGS='-m "" $(ARGS)' || exit 1; \
 	done
 
 cov: $(VENV)/.dev
