@@ -5,6 +5,7 @@ Rejected: asking Dynamo. Importing it takes seconds, for those who do not compil
 """
 
 import functools
+import importlib
 import inspect
 import operator
 import sys
@@ -181,7 +182,11 @@ def is_unwatched(tensor: Tensor) -> bool:
 # Deleted by: a public `torch.func.random`.
 def native_random(device: str) -> Any:
     """Return torch's own module of keyed draws, if it has kernels for the device."""
-    module = getattr(torch.func, "_random", None)
+    # By name: nothing in torch imports it, and older ones have none.
+    try:
+        module = importlib.import_module("torch.func._random")
+    except ImportError:
+        return None
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     ops = "aten::_philox_key_split", "aten::_philox_uniform_", "aten::_philox_normal_"
     try:
