@@ -24,13 +24,7 @@ TEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 # The versions of torch that remat is run with beside the one in constraints.txt.
 TORCHES := 2.14.1
 # The tests that CI runs with those: the transform, what it keeps and counts, keys.
-CORE := $(addsuffix .py,$(addprefix tests/test_, \
-	api compat golden backward grad vjp jvp vmap vmap_grad higher_order nested forward_ad \
-	plain_graph snapshot trees module_trees leaves safety threads tracers func_faults \
-	memory lifetime residuals buffers modules mutation recompute_error torch_behaviours \
-	policies policies_transforms policies_random pruning_calls pruning_zoo compile \
-	random_keys random_stream random_dropout random_bind random_bind_layers \
-	random_bind_transforms random_bind_compiled))
+CORE := $(addprefix tests/,transform capture policies random parity)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test core uncached full cov check format docs notebooks bench model clean
@@ -74,7 +68,7 @@ $(VENV)/.dev: pyproject.toml $(PINS)
 	$(call environment,'.[dev]')
 	@touch $(VENV)/.demo $@
 
-# For tests/clients/test_timm.py: where a torchvision loads beside that torch.
+# For tests/whole/clients/test_timm.py: where a torchvision loads beside that torch.
 $(VENV)/.vision: $(VENV)/.dev
 	$(call environment,'.[dev$(comma)vision]')
 	@touch $@
@@ -120,7 +114,7 @@ docs: $(VENV)/.dev
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
 
 notebooks: $(VENV)/.dev
-	$(PY) tests/test_notebooks.py
+	$(PY) tests/whole/test_notebooks.py
 
 model: $(VENV)/.dev
 	@$(PY) benchmarks/model.py $(ARGS)

@@ -211,7 +211,7 @@ def _keyed_draws_have_kernels() -> None:
     module = _state.native_random("cpu")
     names = () if module is None else ("split", "uniform_", "normal_")
     assert all(callable(getattr(module, name)) for name in names)
-    # Once there are kernels, whoever imported what: torch itself imports no module of them.
+    # Where there are kernels, whoever imported what: torch imports no such module.
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert (module is not None) == has("aten::_philox_uniform_", "CPU")
     # Not "meta", whose kernels torch's compiler registers when it is imported.

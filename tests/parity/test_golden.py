@@ -1,0 +1,373 @@
+"""The golden table: how often each operation runs, forward and backward, as in JAX.
+
+The numbers are those of JAX 0.10.2 for the same programs, of DESIGN.md (section 4) and
+the survey of JAX (section G). Each row holds on the first call of a signature, which
+records, and on those after it, which follow the record; and under every transform.
+"""
+
+from collections import Counter
+from functools import partial, reduce
+
+import pytest
+import torch
+from support.zoo import W, X, leaves_of
+from torch.func import grad, jacrev, vjp, vmap
+
+from remat import remat, saved_residuals
+from remat.policies import dots_saveable, everything_saveable, nothing_saveable
+from remat.testing import assert_same, count_ops
+
+
+pruned = partial(remat, prune=True)
+dots = partial(pruned, policy=dots_saveable)
+everything = partial(pruned, policy=everything_saveable)
+
+
+# --- The programs ---
+
+
+def sin2(w, x):
+    return x.sin().sin()
+
+
+def sin3(w, x):
+    return x.sin().sin().sin()
+
+
+def sin_exp(w, x):
+    return x.sin(), x.exp()
+
+
+def sin2_exp2(w, x):
+    return x.sin().sin(), x.exp().exp()
+
+
+def linear(w, x):
+    return 2 * x + 1
+
+
+def sin_plus(w, x):
+    return x.sin() + w
+
+
+def product(w, x):
+    return w @ x
+
+
+def block(w, x):
+    return torch.tanh(w @ torch.tanh(w @ x))
+
+
+def first(fn):
+    return lambda w, x: fn(w, x)[0]
+
+
+def two(fn):
+    return lambda w, x: fn(w, fn(w, x))
+
+
+# The program as it is, and rematerialized; what runs forward and backward.
+ROWS = {
+    "sin2": (sin2, pruned(sin2), "sin 2", "sin 1, cos 2"),
+    "sin3": (sin3, pruned(sin3), "sin 3", "sin 2, cos 3"),
+    "sin, exp": (first(sin_exp), first(pruned(sin_exp)), "sin 1, exp 1", "cos 1"),
+    "sin2, exp2": (
+        first(sin2_exp2),
+        first(pruned(sin2_exp2)),
+        "sin 2, exp 2",
+        "sin 1, cos 2",
+    ),
+    "2x+1": (linear, pruned(linear), "mul 1, add 1", "mul 1"),
+    "sin(x)+y": (sin_plus, pruned(sin_plus), "sin 1, add 1", "cos 1"),
+    "W@x": (product, pruned(product), "dot 1", "dot 2"),
+    "plain": (block, block, "dot 2, tanh 2", "dot 4"),
+    "remat": (block, pruned(block), "dot 2, tanh 2", "dot 6, tanh 2"),
+    "nothing": (
+        block,
+        pruned(block, policy=nothing_saveable),
+        "dot 2, tanh 2",
+        "dot 6, tanh 2",
+    ),
+    "dots": (block, dots(block), "dot 2, tanh 2", "dot 4, tanh 2"),
+    "everything": (block, everything(block), "dot 2, tanh 2", "dot 4"),
+    "remat(remat)": (block, pruned(pruned(block)), "dot 2, tanh 2", "dot 6, tanh 2"),
+    "three deep": (
+        block,
+        pruned(pruned(pruned(block))),
+        "dot 2, tanh 2",
+        "dot 6, tanh 2",
+    ),
+    "remat(dots)": (block, pruned(dots(block)), "dot 2, tanh 2", "dot 6, tanh 3"),
+    "dots(remat)": (block, dots(pruned(block)), "dot 2, tanh 2", "dot 4, tanh 2"),
+    "everything(remat)": (
+        block,
+        everything(pruned(block)),
+        "dot 2, tanh 2",
+        "dot 4",
+    ),
+    "two": (two(block), two(pruned(block)), "dot 4, tanh 4", "dot 12, tanh 4"),
+    "remat(two)": (
+        two(block),
+        pruned(two(pruned(block))),
+        "dot 4, tanh 4",
+        "dot 14, tanh 6",
+    ),
+}
+# In these a weight is used several times in several calls: its gradient is the same sum
+# in another order.
+REASSOCIATED = {"two", "remat(two)"}
+KINDS = {"mm": "dot", "bmm": "dot", "mv": "dot"}
+COUNTED = {"sin", "cos", "exp", "tanh", "dot", "mul", "add"}
+
+
+def table(text):
+    pairs = (part.split() for part in text.split(", ") if part)
+    return Counter({name: int(count) for name, count in pairs})
+
+
+def executed(ops):
+    """What ran: the products by whatever kernel, and no bookkeeping."""
+    found = Counter()
+    for name, count in ops.items():
+        found[KINDS.get(name, name)] += count
+    return found
+
+
+def compared(ops, row):
+    """Of what ran, the operations that a row is about."""
+    about = table(", ".join(ROWS[row][2:]))
+    return Counter({name: n for name, n in executed(ops).items() if name in about})
+
+
+# --- By .backward(): forward and backward apart ---
+
+
+def backward(fn):
+    w, x = leaves_of(W, X)
+    with count_ops() as forward:
+        out = fn(w, x)
+    cotangent = torch.linspace(0.5, 2, out.numel(), dtype=out.dtype).view_as(out)
+    with count_ops() as back:
+        out.backward(cotangent)
+    return (out.detach(), w.grad, x.grad), forward, back
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_forward_and_backward_run_what_they_do_in_jax(row):
+    plain, fn, in_forward, in_backward = ROWS[row]
+    expected, _, _ = backward(plain)
+    for call in range(3):
+        actual, forward, back = backward(fn)
+        assert compared(forward, row) == table(in_forward), call
+        assert compared(back, row) == table(in_backward), call
+        assert_same(actual, expected, reassociated=row in REASSOCIATED)
+
+
+# --- Under torch.func: both together ---
+
+
+def loss(fn):
+    return lambda w, x: (fn(w, x) * X).sum()
+
+
+def batches():
+    return torch.stack([W, -W, 2 * W]), torch.stack([X, 2 * X, -X])
+
+
+def by_grad(fn):
+    return grad(loss(fn), (0, 1))(W, X)
+
+
+def by_vmap_grad(fn):
+    return vmap(grad(loss(fn), (0, 1)))(*batches())
+
+
+def by_grad_vmap(fn):
+    return grad(lambda w, x: vmap(loss(fn))(w, x).sum(), (0, 1))(*batches())
+
+
+def by_vjp(fn):
+    return vjp(fn, W, X)[1](X)
+
+
+TRANSFORMS = {
+    "grad": by_grad,
+    "vjp": by_vjp,
+    "vmap_grad": by_vmap_grad,
+    "grad_vmap": by_grad_vmap,
+}
+
+
+def run(transform, fn):
+    with count_ops() as ops:
+        result = transform(fn)
+    return result, executed(ops)
+
+
+# What a transform runs beside the function: the product in `loss`, and its derivative.
+def around(transform):
+    _, with_it = run(transform, sin2)
+    _, forward, back = backward(sin2)
+    return with_it - executed(forward) - executed(back)
+
+
+@pytest.mark.parametrize("how", TRANSFORMS)
+@pytest.mark.parametrize("row", ROWS)
+def test_so_they_do_under_every_transform(how, row):
+    plain, fn, in_forward, in_backward = ROWS[row]
+    transform = TRANSFORMS[how]
+    expected, _ = run(transform, plain)
+    golden = table(in_forward) + table(in_backward)
+    for call in range(3):
+        actual, ops = run(transform, fn)
+        found = compared(ops - around(transform), row)
+        assert found == golden, (call, found)
+        assert_same(actual, expected, reassociated=row in REASSOCIATED)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_one_transform_recorded_does_not_spoil_another(row):
+    """Nor what another row did: in any order, as in a program."""
+    for name in (row, "remat(remat)", "remat(dots)", row):
+        _, fn, in_forward, in_backward = ROWS[name]
+        for transform in TRANSFORMS.values():
+            _, ops = run(transform, fn)
+            found = compared(ops - around(transform), name)
+            assert found == table(in_forward) + table(in_backward), name
+
+
+# --- What is kept ---
+
+
+def origins(fn, *args):
+    return [r.origin for r in saved_residuals(fn, *args)]
+
+
+@pytest.mark.parametrize(
+    ("fn", "kept"),
+    [
+        (linear, ["from a constant"]),  # the number 2, which torch gives to no hook
+        (sin_plus, ["from the argument x"]),
+        (product, ["from the argument w", "from the argument x"]),
+    ],
+    ids=["2x+1", "sin(x)+y", "W@x"],
+)
+def test_inputs_that_the_backward_does_not_read_are_not_kept(fn, kept):
+    """From the call on that follows a recomputation which did without them."""
+    rematerialized = pruned(fn)
+    w, x = leaves_of(W, X)
+    for _ in range(2):
+        rematerialized(w, x).sum().backward()
+    assert origins(rematerialized, W, X) == kept
+
+
+@pytest.mark.parametrize("fn", [linear, sin_plus], ids=["2x+1", "sin(x)+y"])
+def test_a_call_that_kept_less_gives_the_same(fn):
+    for how in (backward, *TRANSFORMS.values()):
+        for _ in range(3):
+            assert_same(how(pruned(fn))[0], how(fn)[0])
+
+
+# --- Recursive checkpointing ---
+
+
+def recursive(functions):
+    """JAX's example: the second half is a call, each half is divided likewise."""
+    if len(functions) == 1:
+        return functions[0]
+    middle = len(functions) // 2
+    left, right = functions[:middle], functions[middle:]
+    if len(functions) == 2:
+        return lambda x: left[0](right[0](x))
+    one, other = recursive(left), pruned(recursive(right))
+    return lambda x: one(other(x))
+
+
+def chain(functions):
+    return lambda x: reduce(lambda y, f: f(y), functions, x)
+
+
+def evaluations(fn, name):
+    """How often an operation runs in the forward, and in the backward."""
+    (x,) = leaves_of(X)
+    with count_ops() as forward:
+        out = fn(x).sum()
+    with count_ops() as back:
+        out.backward()
+    return forward[name], back[name], x.grad
+
+
+# A function whose derivative reads its result has to be evaluated itself: JAX's counts.
+# Of one whose derivative reads its argument, the last of each recomputation is not.
+@pytest.mark.parametrize(
+    ("length", "tanh", "sin"), [(4, 2, 1), (8, 8, 5), (16, 24, 17)]
+)
+def test_recursive_checkpointing_evaluates_again(length, tanh, sin):
+    for fn, extra in ((torch.tanh, tanh), (torch.sin, sin)):
+        _, _, expected = evaluations(chain([fn] * length), fn.__name__)
+        rematerialized = recursive([fn] * length)
+        for _ in range(3):
+            *counts, actual = evaluations(rematerialized, fn.__name__)
+            assert counts == [length, extra]
+            assert_same(actual, expected)
+
+
+def test_a_call_in_a_call_evaluates_twice_forward_and_three_times_backward():
+    """JAX's `add_one`, whose derivative reads its result."""
+    g = pruned(lambda x: pruned(torch.tanh)(x).tanh())
+    for _ in range(3):
+        assert evaluations(g, "tanh")[:2] == (2, 3)
+
+
+def test_residuals_of_a_chain_and_of_recursive_checkpointing():
+    sines = [torch.sin] * 8
+    assert len(saved_residuals(chain(sines), X)) == 8
+    for _ in range(3):
+        assert len(saved_residuals(recursive(sines), X)) == 4
+        assert len(saved_residuals(recursive(sines * 2), X)) == 5
+
+
+# --- The same backward several times ---
+
+
+def test_each_pull_back_recomputes():
+    for _ in range(3):
+        _, pull = vjp(partial(pruned(sin3), W), X)
+        pulled = []
+        for cotangent in (X, W):
+            with count_ops() as ops:
+                pulled.append(pull(cotangent)[0])
+            assert (ops["sin"], ops["cos"]) == (2, 3)
+        _, plain = vjp(partial(sin3, W), X)
+        assert_same(pulled, [plain(X)[0], plain(W)[0]])
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_a_jacobian_recomputes_once_whatever_its_size(size):
+    """And on values that are not batched: so many elements go through the sines."""
+    x = X.flatten()[:size]
+    sizes = []
+
+    def fn(x):
+        y = x.sin()
+        sizes.append(y.shape)
+        return y.sin()
+
+    for _ in range(3):
+        with count_ops() as ops:
+            actual = jacrev(pruned(fn))(x)
+        assert (ops["sin"], ops["cos"]) == (3, 2)
+        assert_same(actual, jacrev(fn)(x))
+    assert {*sizes} == {x.shape}
+
+
+def test_a_retained_graph_recomputes_each_time():
+    fn = pruned(sin3)
+    for _ in range(3):
+        (x,) = leaves_of(X)
+        out = fn(W, x).sum()
+        with count_ops() as ops:
+            out.backward(retain_graph=True)
+            out.backward()
+        assert (ops["sin"], ops["cos"]) == (4, 6)
+        assert_same(x.grad, 2 * grad(lambda x: sin3(W, x).sum())(X))

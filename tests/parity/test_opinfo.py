@@ -1,0 +1,473 @@
+"""Torch's own database of operators and modules: plain against remat.
+
+Each operator is called with the samples that torch tests it with, between a product by
+one and a sine: so there is always something to recompute, and it is on the way to the
+gradient. One remat object is called three times (the first call records, the others
+follow), each time with plain's bits as result and gradient; of one call more, the
+operations are counted. Where plain raises, remat has to raise too.
+"""
+
+import copy
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.pruning import total
+from support.zoo import plainly
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from remat import policies, remat
+from remat.testing import assert_same, count_ops
+
+
+pytestmark = [
+    pytest.mark.opinfo,
+    # Torch warns of many of its own operators. Only what remat says is an error.
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.filterwarnings("error:remat"),
+    # Of tensor_split, whose results depend on values.
+    pytest.mark.filterwarnings("ignore:.* is not followed any more"),
+]
+pytest.importorskip("expecttest", reason="torch's database imports it")
+from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+from torch.testing._internal.common_modules import module_db  # noqa: E402
+
+
+# The import froze torch's flags, which other tests of this process set.
+torch.backends.__allow_nonbracketed_mutation_flag = True
+
+# How many samples, by the type of numbers.
+ONE = {torch.float64: 1}
+SOME = {torch.float64: 2, torch.complex128: 1}
+MANY = {**SOME, torch.float32: 1}
+CALLS = 3
+
+# --- What can't be compared, and why ---
+
+NOTHING = "no sample has a tensor to differentiate, and the same result twice"
+NO_VALUES = {
+    **dict.fromkeys(["empty_like", "new_empty", "new_empty_strided"], "uninitialized"),
+    "sparse.sampled_addmm": "gives a sparse tensor, of which no sine is taken",
+}
+OF_CUDA = dict.fromkeys(
+    [
+        "jiterator_unary",
+        "jiterator_binary",
+        "jiterator_4inputs_with_extra_args",
+        "jiterator_binary_return_by_ref",
+        "jiterator_2inputs_2outputs",
+    ],
+    "only for CUDA",
+)
+EVERYWHERE = {
+    **OF_CUDA,
+    "chalf": "there is no sine of complex numbers in half precision",
+    "resize_": "refuses what requires grad",
+    "resize_as_": "refuses what requires grad",
+}
+UNDER_FUNC = {
+    **EVERYWHERE,
+    "sparse.sampled_addmm": "torch.func refuses sparse CSR tensors",
+    "sparse.mm-reduce": "torch.func refuses sparse CSR tensors",
+    "nn.functional.linear_cross_entropy-chunked": "a Function without setup_context",
+    "nn.functional.linear_cross_entropy-chunked_none": "likewise",
+}
+NO_RULE = "torch has no batching rule for it, or for an operator in it"
+DATA = "reads values, or has results of sizes that depend on them"
+RAISES = {
+    "backward": EVERYWHERE,
+    "func_grad": UNDER_FUNC,
+    "vmap_grad": {
+        **UNDER_FUNC,
+        **dict.fromkeys(
+            [
+                "allclose",
+                "equal",
+                "as_strided_scatter",
+                "native_batch_norm",
+                "_native_batch_norm_legit",
+                "_batch_norm_with_update",
+                "nn.functional.batch_norm",
+                "nn.functional.instance_norm",
+                "nn.functional.rrelu",
+                "_chunk_cat",
+                "histogramdd",
+                "to_sparse",
+            ],
+            NO_RULE,
+        ),
+        **dict.fromkeys(
+            [
+                "item",
+                "tensor_split",
+                "index_reduce-prod",
+                "scatter_reduce-prod",
+                "unique",
+                "unique_consecutive",
+                "nonzero",
+                "argwhere",
+                "nn.functional.gaussian_nll_loss",
+            ],
+            DATA,
+        ),
+    },
+}
+# Plain can't under a level of torch.func, and a recomputation can, which runs below it.
+BETTER = {
+    "func_grad": {
+        "nn.functional.linear_cross_entropy-chunked",
+        "nn.functional.linear_cross_entropy-chunked_none",
+        "tensor_split",
+    },
+    "vmap_grad": {"index_reduce-prod", "scatter_reduce-prod"},
+}
+# torch asks in their formulas whether a tensor is one of torch.func's wrappers, which
+# those of a recomputation below it are not, and adds up in another order.
+ROUNDED = {
+    "func_grad": {
+        *("prod", "cumprod", "masked.cumprod", "masked_fill"),
+        "nn.functional.binary_cross_entropy_with_logits",
+    },
+}
+# What is drawn in place changes a value after it was made: policies do not keep that.
+DRAWN_IN_PLACE = {
+    *("cauchy", "exponential", "geometric", "log_normal", "normal-in_place", "uniform"),
+}
+# torch_geometric, which other tests import, puts a function of its own there.
+REPLACED = {"index_select": torch._C._VariableFunctions.index_select}
+# Plain runs other operations for it under these levels than a recomputation does.
+UNCOUNTED = {
+    "func_grad": {"linalg.slogdet", "nn.functional.binary_cross_entropy_with_logits"},
+    "vmap_grad": {"masked_select", "logit"},
+}
+
+
+def differentiable(value: Any) -> bool:
+    """Whether it is a dense tensor of floating-point or complex numbers."""
+    return (
+        isinstance(value, Tensor)
+        and (value.is_floating_point() or value.is_complex())
+        and value.layout is torch.strided
+    )
+
+
+def parts(out: Any) -> list[Any]:
+    """All that an operator returned."""
+    # Not torch's own: whatever a function calls is searched in each call of remat.
+    if isinstance(out, (tuple, list)):
+        return [leaf for part in out for leaf in parts(part)]
+    return [out]
+
+
+class Case:
+    """An operator and one of its samples, as a function of what is differentiable."""
+
+    def __init__(self, op: Any, call: Callable[..., Any], sample: Any) -> None:
+        flat, treedef = tree_flatten((sample.input, sample.args, sample.kwargs))
+        apart = not op.supports_autograd
+        which = [
+            i
+            for i, x in enumerate(flat)
+            if differentiable(x) and (apart or x.requires_grad)
+        ]
+        self.leaves = [flat[i].detach() for i in which]
+        constants = [None if i in which else x for i, x in enumerate(flat)]
+        process = sample.output_process_fn_grad
+
+        def fn(*leaves: Tensor) -> Any:
+            inputs = list(constants)
+            for i, leaf in zip(which, leaves, strict=True):
+                inputs[i] = leaf * 1
+            first, rest, options = treedef.unflatten(inputs)
+            out = process(call(first, *rest, **options))
+            # What has no gradient is computed beside something that has one.
+            curved = [inputs[i] for i in which] if apart else parts(out)
+            return out, [t.sin() for t in curved if differentiable(t)]
+
+        self.fn = fn
+
+
+def cases(op: Any, call: Callable[..., Any], amounts: Any) -> Iterator[Any]:
+    """Yield the first samples in each type of numbers, with a name for each."""
+    for dtype, some in amounts.items():
+        if dtype not in supported(op):
+            continue
+        seed(0)
+        samples = op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd)
+        for i, sample in enumerate(itertools.islice(samples, some)):
+            case = Case(op, call, sample)
+            if case.leaves:
+                yield f"{dtype}, sample {i}", case
+
+
+def supported(op: Any) -> Any:
+    if op.supports_autograd:
+        return op.supported_backward_dtypes("cpu")
+    return {torch.float64} & op.supported_dtypes("cpu")
+
+
+def seed(number: int) -> None:
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+# --- Transforms: each gives a pytree of tensors ---
+
+
+def backward(fn: Any, leaves: list[Tensor]) -> Any:
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    out = fn(*leaves)
+    ends = [t for t in out[1] if t.requires_grad]
+    torch.autograd.backward(ends, [cotangent(t) for t in ends])
+    return out, ["no gradient" if x.grad is None else x.grad for x in leaves]
+
+
+def cotangent(t: Tensor) -> Tensor:
+    """Any, but not the same everywhere."""
+    steps = torch.arange(1, t.numel() + 1, dtype=torch.float64).cos()
+    return steps.reshape(t.shape).to(t.dtype)
+
+
+def scalar(fn: Any) -> Any:
+    def loss(*leaves: Tensor) -> Tensor:
+        curved = fn(*leaves)[1]
+        return sum((t.real if t.is_complex() else t).sum() for t in curved)
+
+    return loss
+
+
+def func_grad(fn: Any, leaves: list[Tensor]) -> Any:
+    return torch.func.grad(scalar(fn), tuple(range(len(leaves))))(*leaves)
+
+
+def vmap_grad(fn: Any, leaves: list[Tensor]) -> Any:
+    grad = torch.func.grad(scalar(fn), tuple(range(len(leaves))))
+    batched = [torch.stack([x, x * 1.001]) for x in leaves]
+    return torch.func.vmap(grad, randomness="different")(*batched)
+
+
+def without_levels(transform: Any, case: Case) -> Any:
+    """What `func_grad` or `vmap_grad` would give, by plain autograd."""
+
+    def grads(*leaves: Tensor) -> tuple[Tensor, ...]:
+        leaves = tuple(x.clone().requires_grad_() for x in leaves)
+        return torch.autograd.grad(scalar(case.fn)(*leaves), leaves)
+
+    if transform is func_grad:
+        return grads(*case.leaves)
+    rows = grads(*case.leaves), grads(*(x * 1.001 for x in case.leaves))
+    return tuple(map(torch.stack, zip(*rows, strict=True)))
+
+
+# --- The comparison ---
+
+
+def run(transform: Any, case: Case, wrap: Any = plainly) -> Any:
+    """What a transform gives, and where the random stream stands then."""
+    seed(1)
+    return transform(wrap(case.fn), case.leaves), torch.rand(2)
+
+
+def deviation(
+    transform: Any, case: Case, wrap: Any, want: Any, name: str
+) -> tuple[str, int]:
+    """Say in what remat deviates from plain; and how many operations a call runs."""
+    ours, rounded = wrap(case.fn), name in ROUNDED.get(transform.__name__, ())
+    for call in range(CALLS):
+        try:
+            got = run(transform, case, lambda _: ours)
+            assert_same(got, want, reassociated=rounded)
+        except Exception as error:  # noqa: BLE001
+            return f"call {call}: {type(error).__name__}: {error}", 0
+    # Not compared: under a mode torch has other formulas for some derivatives.
+    with count_ops() as ops:
+        run(transform, case, lambda _: ours)
+    return "", total(ops)
+
+
+def miscount(transform: Any, case: Case, ran: int, more: Any) -> str:
+    """Say where remat ran no more than plain, or no less than `more`."""
+    ours = more(case.fn) if more else case.fn
+    if more:
+        run(transform, case, lambda _: ours)  # it records
+    with count_ops() as ops:
+        run(transform, case, lambda _: ours)
+    fewer, most = (ran, total(ops)) if more else (total(ops), ran)
+    return "" if fewer < most else f"{fewer} operations where {most} are more"
+
+
+def same(one: Any, other: Any) -> bool:
+    try:
+        assert_same(one, other)
+    except AssertionError:
+        return False
+    return True
+
+
+def attempt(transform: Any, case: Case, wrap: Any) -> Any:
+    """What a run gives, or raises."""
+    try:
+        return run(transform, case, wrap)
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def check(transform, op, amounts, *, wrap=remat, call=None, more=None):
+    """Fail with all that deviates; skip what can't be compared.
+
+    Args:
+        transform: what is done with each case.
+        op: an operator of the database.
+        amounts: how many samples there are of each type of numbers.
+        wrap: the remat under test.
+        call: what is called in place of the operator.
+        more: what runs more operations; None where remat runs more than plain.
+    """
+    name, kind = name_of(op), transform.__name__
+    if name in NO_VALUES:
+        pytest.skip(NO_VALUES[name])
+    found, errors, compared = {}, [], 0
+    for sample, case in cases(op, call or REPLACED.get(name, op.op), amounts):
+        want = attempt(transform, case, plainly)
+        if not isinstance(want, Exception):
+            if not same(run(transform, case), want):
+                continue
+            compared += 1
+            said, ran = deviation(transform, case, wrap, want, name)
+            if not said and name not in UNCOUNTED.get(kind, ()):
+                said = miscount(transform, case, ran, more)
+            found[sample] = said
+            continue
+        errors.append(want)
+        got = attempt(transform, case, wrap)
+        if name in BETTER.get(kind, ()):
+            assert_same(got[0], without_levels(transform, case), reassociated=True)
+        elif not isinstance(got, Exception):
+            found[sample] = f"plain raises {type(want).__name__}: {want}"
+    lines = [f"{sample}: {text}" for sample, text in found.items() if text]
+    assert not lines, "\n".join(lines)
+    if not compared:
+        reason = RAISES[kind].get(name) if errors else NOTHING
+        assert reason, f"plain raises, and is not in the list of that: {errors[0]}"
+        pytest.skip(reason)
+
+
+def name_of(op):
+    variant = op.variant_test_name
+    return f"{op.name}-{variant}" if variant else op.name
+
+
+operators = pytest.mark.parametrize("op", op_db, ids=name_of)
+writing = [op for op in op_db if op.inplace_variant and op.supports_inplace_autograd]
+
+
+@operators
+def test_backward(op):
+    check(backward, op, MANY)
+
+
+@operators
+def test_func_grad(op):
+    check(func_grad, op, SOME)
+
+
+@operators
+def test_vmap_grad(op):
+    check(vmap_grad, op, ONE)
+
+
+@operators
+def test_pruned(op):
+    check(backward, op, ONE, wrap=remat(prune=True))
+
+
+@operators
+def test_everything_saveable(op):
+    """What may be kept is kept, and not computed again."""
+    keeping = remat(policy=policies.everything_saveable)
+    more = None if name_of(op) in DRAWN_IN_PLACE else remat
+    check(backward, op, ONE, wrap=keeping, more=more)
+
+
+@pytest.mark.parametrize("op", writing, ids=name_of)
+def test_in_place(op):
+    check(backward, op, ONE, call=op.inplace_variant)
+
+
+def test_an_identity_fails():
+    (mul,) = (op for op in op_db if name_of(op) == "mul")
+    with pytest.raises(AssertionError, match="operations where"):
+        check(backward, mul, ONE, wrap=plainly)
+
+
+def test_values_that_differ_fail():
+    (mul,) = (op for op in op_db if name_of(op) == "mul")
+    off = lambda fn: lambda *leaves: fn(*(x * (1 + 1e-15) for x in leaves))
+    with pytest.raises(AssertionError, match="differs in value"):
+        check(backward, mul, ONE, wrap=off)
+
+
+# --- Modules ---
+
+
+def trained(module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+    """The result, the gradients of inputs and parameters, and the buffers."""
+    seed(1)
+    flat, treedef = tree_flatten((args, kwargs))
+    flat = [
+        x.detach().clone().requires_grad_(x.requires_grad) if differentiable(x) else x
+        for x in flat
+    ]
+    args, kwargs = treedef.unflatten(flat)
+    module.zero_grad()
+    out = call(*args, **kwargs)
+    ends = [t for t in tree_leaves(out) if differentiable(t) and t.requires_grad]
+    torch.autograd.backward([t.sin() for t in ends], [cotangent(t) for t in ends])
+    leaves = [x for x in flat if differentiable(x) and x.requires_grad]
+    grads = [x.grad for x in [*leaves, *module.parameters()]]
+    grads = ["no gradient" if grad is None else grad.clone() for grad in grads]
+    return out, grads, [buffer.clone() for buffer in module.buffers()]
+
+
+class Around(nn.Module):
+    """A module between a product by one and a sine of what it returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args = [x * 1 if differentiable(x) else x for x in args]
+        out = self.module(*args, **kwargs)
+        return out, [t.sin() for t in parts(out) if differentiable(t)]
+
+
+@pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
+def test_module(info):
+    """Each of torch's modules in training, called three times by one remat object."""
+    if torch.float64 not in info.supported_dtypes("cpu"):
+        pytest.skip("not for double precision")
+    seed(0)
+    samples = info.module_inputs_func(
+        info, "cpu", torch.float64, requires_grad=True, training=True
+    )
+    for sample in samples[:2]:
+        made, given = sample.constructor_input, sample.forward_input
+        torch.manual_seed(0)
+        inner = info.module_cls(*made.args, **made.kwargs).double().train()
+        one, other = Around(inner), Around(copy.deepcopy(inner))
+        ours = remat(other)
+        for call in range(CALLS):
+            with count_ops() if call == CALLS - 1 else nullcontext() as ops:
+                want = trained(one, one, given.args, given.kwargs)
+            with count_ops() if call == CALLS - 1 else nullcontext() as more:
+                got = trained(other, ours, given.args, given.kwargs)
+            assert_same(got, want)
+        assert total(more) > total(ops)

@@ -1,0 +1,486 @@
+"""What a function may call that does more than operations: hooks, Functions, modes.
+
+Each function is dangerous in its own way: it hides a value from the record, runs code
+of the user's in the backward, or is another function in another mode.
+"""
+
+import pytest
+import torch
+from support.pruning import (
+    POLICIES,
+    TRANSFORMS,
+    W,
+    X,
+    assert_exact,
+    dead_end,
+    of_backward,
+)
+from torch import nn
+from torch.autograd.graph import (
+    register_multi_grad_hook,
+    save_on_cpu,
+    saved_tensors_hooks,
+)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from remat import remat
+from remat.testing import assert_same
+
+
+HIDDEN: dict = {}
+
+
+# --- Functions of the user's ---
+
+
+class Stash(torch.autograd.Function):
+    """Keeps what it reads as attributes, not as saved tensors."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x, ctx.nested = x.detach(), {"y": [x.detach() * 3]}
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * ctx.x.cos() * ctx.nested["y"][0]
+
+
+class InAClosure(torch.autograd.Function):
+    """Keeps what it reads in a function."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.detach().exp()
+        ctx.pull = lambda g: g * y
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return ctx.pull(cotangent)
+
+
+class InAGlobal(torch.autograd.Function):
+    """Keeps what it reads where nobody looks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.key = len(HIDDEN)
+        HIDDEN[ctx.key] = x.detach().exp()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * HIDDEN.pop(ctx.key)
+
+
+class Inputs(torch.autograd.Function):
+    """Saves inputs and outputs, of which it reads some."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        y, z = x @ w, x.exp()
+        ctx.save_for_backward(x, w, y, z)
+        ctx.mark_non_differentiable(z)
+        return y, z
+
+    @staticmethod
+    def backward(ctx, cotangent, _):
+        x, w, y, _ = ctx.saved_tensors
+        return (cotangent * y.cos()) @ w.t(), x.t() @ cotangent
+
+
+class Dirty(torch.autograd.Function):
+    """Changes its argument in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * ctx.saved_tensors[0].sin()
+
+
+class Silent(torch.autograd.Function):
+    """Saves what it does not read, and changes a buffer of its own."""
+
+    buffer = torch.zeros(4, 4, dtype=torch.double)
+
+    @staticmethod
+    def forward(ctx, x):
+        Silent.buffer.copy_(x.detach())
+        ctx.save_for_backward(x.detach().exp())
+        return x * Silent.buffer.sum()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * 3
+
+
+class Branching(torch.autograd.Function):
+    """Decides in the backward, by a value."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.positive = bool(x.sum() > 0)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        (x,) = ctx.saved_tensors
+        return cotangent * x if ctx.positive else cotangent * 2
+
+
+class Recomputes(torch.autograd.Function):
+    """Runs autograd inside its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.detach().sin().tanh()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad(x.sin().tanh(), x, cotangent)[0]
+
+
+def inputs_of_two(x):
+    y, z = Inputs.apply(x.sin(), x * 2)
+    return dead_end(y * z)
+
+
+def applied(function):
+    def fn(x):
+        return dead_end(function.apply(x.sin() * 3).exp())
+
+    return fn
+
+
+FUNCTIONS = {
+    "attributes": applied(Stash),
+    "a closure": applied(InAClosure),
+    "a global": applied(InAGlobal),
+    "saved tensors": inputs_of_two,
+    "dirty": applied(Dirty),
+    "silent": applied(Silent),
+    "branching": applied(Branching),
+    "recomputes": applied(Recomputes),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_the_users(name, policy):
+    assert_exact(FUNCTIONS[name], X, policy=POLICIES[policy], pruned=True)
+
+
+# --- Hooks ---
+
+
+def hook_reads_another(x):
+    h, other = x.sin(), x.exp() * 2
+    h.register_hook(lambda g: g * other)
+    return dead_end(h * 3)
+
+
+def hook_on_a_dead_value(x):
+    h = x * 2
+    y = h + 1
+    y.register_hook(lambda g: g * h)
+    return y * 3
+
+
+def hooks_in_a_row(x):
+    a, b, c = x.sin() * 1, x.cos() * 2, x.exp() + 3
+    a.register_hook(lambda g: g * b.detach())
+    b.register_hook(lambda g: g + c.detach())
+    return dead_end(a + b)
+
+
+def multi_grad_hook(x):
+    a, b, c = x.sin() * 1, x.cos() * 2, (x.exp() + 3).detach()
+    seen = []
+
+    def both(grads):
+        seen.append(float((grads[0] * c).sum()))
+
+    register_multi_grad_hook([a, b], both)
+    a.register_hook(lambda g: g * 2)
+    return dead_end(a * b)
+
+
+def prehook_of_a_node(x):
+    h, other = x.sin() * 2, x.detach().exp() + 1
+    h.grad_fn.register_prehook(lambda grads: (grads[0] * other,))
+    return dead_end(h * 3)
+
+
+def hook_of_a_node(x):
+    h, other = x.sin() * 2, x.detach().exp() + 1
+    h.grad_fn.register_hook(lambda grads, _: (grads[0] * other, *grads[1:]))
+    return dead_end(h * 3)
+
+
+def hook_on_the_input(x):
+    other = x.detach().exp() + 1
+    x.register_hook(lambda g: g * other)
+    return dead_end(x * 3)
+
+
+def hook_that_draws(x):
+    h, other = x.sin() * 1, x * 3
+    h.register_hook(lambda g: g + torch.randn_like(g))
+    (y := x * 1.0).register_hook(lambda g: g * other.detach())
+    return h.exp() + y
+
+
+def module_hooks(x):
+    module = nn.Linear(4, 4).double()
+    with torch.no_grad():
+        module.weight.fill_(0.3), module.bias.fill_(0.1)
+    module.register_forward_pre_hook(lambda _, args: (args[0].sin(),))
+    module.register_full_backward_hook(lambda _, grads, outs: (grads[0] * 2,))
+    return dead_end(module(x).exp())
+
+
+def retained(x):
+    h = x.sin() * 2
+    h.retain_grad()
+    return dead_end(h.exp())
+
+
+HOOKS = [
+    *(hook_reads_another, hook_on_a_dead_value, hooks_in_a_row, multi_grad_hook),
+    *(prehook_of_a_node, hook_of_a_node, hook_on_the_input, hook_that_draws),
+    *(retained,),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fn", HOOKS, ids=lambda fn: fn.__name__)
+def test_hooks_that_close_over_values(fn, policy):
+    assert_exact(fn, X, policy=POLICIES[policy], pruned=None)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_hook_runs_once_in_each_backward_once_it_is_known(policy):
+    seen = []
+
+    def fn(x):
+        h, other = x.sin(), x.exp() * 2
+        h.register_hook(lambda g: seen.append(1))
+        (h * 1).register_hook(lambda g: g * other)
+        return dead_end(h * 3)
+
+    ours = remat(fn, policy=POLICIES[policy], prune=True)
+    for _ in range(4):
+        of_backward(ours, (X,))
+    seen.clear()
+    of_backward(ours, (X,))
+    assert len(seen) == 1
+
+
+# --- Saved-tensor hooks inside ---
+
+
+def checkpoint_inside(x, w):
+    h = checkpoint(lambda h: torch.tanh(h @ w).exp(), x.sin(), use_reentrant=False)
+    return dead_end(h * w)
+
+
+def checkpoint_selective(x, w):
+    def contexts():
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+    h = checkpoint(
+        lambda h: torch.tanh(h @ w).exp(),
+        x.sin(),
+        use_reentrant=False,
+        context_fn=contexts,
+    )
+    return dead_end(h * w)
+
+
+def saved_on_cpu(x, w):
+    with save_on_cpu():
+        h = torch.tanh(x.sin() @ w).exp()
+    return dead_end(h * w)
+
+
+def packed_in_a_list(x, w):
+    box = []
+
+    def pack(t):
+        box.append(t)
+        return len(box) - 1
+
+    with saved_tensors_hooks(pack, lambda k: box[k]):
+        h = torch.tanh(x.sin() @ w).exp()
+    return dead_end(h * w)
+
+
+def packed_as_numpy(x, w):
+    with saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
+        h = torch.tanh(x.sin() @ w).exp()
+    return dead_end(h * w)
+
+
+def packed_halved(x, w):
+    with saved_tensors_hooks(lambda t: t.detach() * 0.5, lambda t: t * 2):
+        h = torch.tanh(x.sin() @ w).exp()
+    return dead_end(h * w)
+
+
+def packed_lossily(x, w):
+    with saved_tensors_hooks(lambda t: t.detach().bfloat16(), lambda t: t.double()):
+        h = torch.tanh(x.sin() @ w).exp()
+    return dead_end(h * w)
+
+
+SAVED = [
+    *(checkpoint_inside, checkpoint_selective, saved_on_cpu, packed_in_a_list),
+    *(packed_as_numpy, packed_halved, packed_lossily),
+]
+
+
+# torch 2.14 warns that values of a selective checkpoint pass hooks by, ours too.
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fn", SAVED, ids=lambda fn: fn.__name__)
+def test_saved_tensor_hooks_inside(fn, policy):
+    assert_exact(fn, X, W, policy=POLICIES[policy], pruned=None)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("around", ["save_on_cpu", "checkpoint"])
+def test_saved_tensor_hooks_around(around, policy):
+    fn = lambda x: dead_end((x * 2).exp())
+    ours = remat(fn, policy=POLICIES[policy], prune=True)
+
+    def outside(f):
+        def run(x):
+            if around == "checkpoint":
+                return checkpoint(f, x * 2, use_reentrant=False) * 2
+            with save_on_cpu():
+                return f(x * 2) * 2
+
+        return run
+
+    for _ in range(4):
+        assert_same(of_backward(outside(ours), (X,)), of_backward(outside(fn), (X,)))
+
+
+# --- Modes of grad, and derivatives inside ---
+
+
+def no_grad_island(x, w):
+    with torch.no_grad():
+        mean = (x @ w).tanh().mean(0)
+        scale = x.exp().std()
+    return dead_end((x - mean) * scale * w)
+
+
+def enable_grad_in_no_grad(x, w):
+    with torch.no_grad():
+        h = x.sin()
+        with torch.enable_grad():
+            y = (w * 2).exp()
+    return dead_end(h * y)
+
+
+def inference_island(x, w):
+    with torch.inference_mode():
+        scale = float((x @ w).tanh().sum())
+    return dead_end((x * scale * w).sin().exp())
+
+
+def grad_inside(x, w):
+    u = torch.tanh(x @ w)
+    (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    return dead_end(g * u)
+
+
+def grad_inside_of_a_leaf(x, w):
+    leaf = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad(torch.tanh(leaf @ w.detach()).sum(), leaf)
+    return dead_end(x * g * w)
+
+
+def grad_inside_accumulates(x, w):
+    h = x * 1
+    u = torch.tanh(h @ w) * h + h.sin() + h.exp()
+    (g,) = torch.autograd.grad(u.sum(), h, retain_graph=True)
+    return dead_end((g * w).exp() * u)
+
+
+def func_grad_inside(x, w):
+    return dead_end(torch.func.grad(lambda x: (torch.tanh(x @ w) * x).sum())(x) * x)
+
+
+def vmap_inside(x, w):
+    return dead_end(torch.func.vmap(lambda row: torch.tanh(row @ w).exp())(x))
+
+
+def jacobians_inside(x, w):
+    f = lambda v: torch.tanh(v @ w)
+    return dead_end(torch.func.jacrev(f)(x[0]) @ torch.func.jacfwd(f)(x[1]))
+
+
+def hessian_inside(x, w):
+    return dead_end(torch.func.hessian(lambda v: (v @ w).sin().sum())(x[0]) * x)
+
+
+def jvp_inside(x, w):
+    out, tangent = torch.func.jvp(lambda v: (v @ w).tanh(), (x,), (w,))
+    return dead_end(out * tangent)
+
+
+LINEAR = nn.Linear(4, 4, bias=False).double()
+
+
+def functional_call_inside(x, w):
+    return dead_end(torch.func.functional_call(LINEAR, {"weight": w}, (x.sin(),)).exp())
+
+
+MODES = {
+    no_grad_island: True,
+    enable_grad_in_no_grad: True,
+    inference_island: True,
+    grad_inside: None,
+    grad_inside_of_a_leaf: None,
+    grad_inside_accumulates: None,
+    func_grad_inside: True,
+    vmap_inside: True,
+    jacobians_inside: None,
+    hessian_inside: None,
+    jvp_inside: True,
+    functional_call_inside: None,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fn", MODES, ids=lambda fn: fn.__name__)
+def test_modes_and_derivatives_inside(fn, policy, transform):
+    if transform == "func.grad" and fn in (
+        grad_inside_of_a_leaf,
+        inference_island,
+        grad_inside_accumulates,
+        grad_inside,
+    ):
+        pytest.skip("plain torch refuses it under torch.func")
+    assert_exact(
+        fn,
+        X,
+        W,
+        policy=POLICIES[policy],
+        transform=TRANSFORMS[transform],
+        pruned=MODES[fn],
+    )

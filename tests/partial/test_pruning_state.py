@@ -1,0 +1,365 @@
+"""What the signature of a call does not tell: each call is right all the same.
+
+Control flow that depends on data, Python state that changes between calls and between
+forward and backward, inputs that differ in what is not compared, exceptions half-way,
+threads. A record is of another call: it is only used as far as it fits.
+"""
+
+import pytest
+import torch
+from support.pruning import (
+    POLICIES,
+    TRANSFORMS,
+    W,
+    X,
+    assert_exact,
+    dead_end,
+    of_backward,
+    total,
+)
+from support.zoo import Evaluations, leaves_of, scalar
+from torch import nn
+
+from remat import RecomputeError, policies, remat
+from remat._partial.cache import CACHES
+from remat.testing import assert_same, count_ops
+
+
+# Functions that change that often are given up, which is said.
+pytestmark = pytest.mark.filterwarnings("ignore:.* is not followed any more")
+
+
+everything = policies.everything_saveable
+
+
+# --- State that changes between calls ---
+
+
+STATE = {"value": 0}
+FACTOR = 1.0
+
+
+class Config:
+    value = 0
+
+
+def of_a_dict():
+    return STATE["value"]
+
+
+def of_a_class():
+    return Config.value
+
+
+def of_a_default(x, values=[0]):  # noqa: B006
+    return values[0]
+
+
+def set_state(value):
+    STATE["value"] = Config.value = of_a_default.__defaults__[0][0] = value
+
+
+SOURCES = {"dict": of_a_dict, "class": of_a_class, "default": lambda: of_a_default(0)}
+
+
+def another_operation(x, w, value):
+    h = x.sin() * w
+    return dead_end(h.exp() if value else h.cos())
+
+
+def more_operations(x, w, value):
+    h = x.sin() * w
+    for _ in range(value):
+        h = h.tanh() * w
+    return dead_end(h.exp())
+
+
+def fewer_operations(x, w, value):
+    h = (x.sin() * w).exp()
+    return h if value else dead_end(dead_end(h))
+
+
+def wired_otherwise(x, w, value):
+    u, v = x * 2, w * 3
+    return dead_end((u if value else v) * w)
+
+
+def wired_to_another_input(x, w, value):
+    h = (x if value else w) * 2
+    return h.sin() + (w if value else x)
+
+
+def an_input_not_needed_before(x, w, value):
+    return w.sin() + (x.exp() if value else x * 2)
+
+
+def an_input_no_longer_needed(x, w, value):
+    return w.sin() + (x * 2 if value else x.exp())
+
+
+def another_constant(x, w, value):
+    return x * (2.5 + value) + (w * (value + 1)).sin()
+
+
+def another_dimension(x, w, value):
+    return dead_end((x * 2).sum(value).exp()) + (x @ w).mean(value).sin()
+
+
+def another_shape(x, w, value):
+    n = 2 if value else 8
+    return (x.view(n, -1).mean(0) * 3).sum() + (x * w).view(-1, n).sum(0).exp().sum()
+
+
+def another_dtype(x, w, value):
+    dtype = torch.float32 if value else torch.bfloat16
+    h = x.to(dtype).sin() * 2
+    return h.to(x.dtype) * 3 + w.to(dtype).exp().double()
+
+
+def another_count(x, w, value):
+    parts = x.split(1 if value else 2)
+    return dead_end(torch.cat([p.sin() for p in parts]) * w)
+
+
+def saved_for_another_reason(x, w, value):
+    h = x * w
+    return dead_end(h * (h if value else 3.0))
+
+
+def detached_now_and_then(x, w, value):
+    h = x.sin() * w
+    return dead_end((h.detach() if value else h) * w)
+
+
+CHANGES = [
+    *(another_operation, more_operations, fewer_operations, wired_otherwise),
+    *(wired_to_another_input, an_input_not_needed_before, an_input_no_longer_needed),
+    *(another_constant, another_dimension, another_shape, another_dtype),
+    *(another_count, saved_for_another_reason, detached_now_and_then),
+]
+SEQUENCES = {
+    "after the first call": [0, 1, 1, 1],
+    "after inputs were dropped": [0, 0, 0, 1, 1],
+    "back again": [1, 1, 1, 0, 1, 0, 1],
+    "in each call": [0, 1] * 5,
+}
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda fn: fn.__name__)
+def test_state_that_changes_between_calls(change, policy, sequence):
+    values = SEQUENCES[sequence]
+
+    def fn(x, w):
+        return change(x, w, STATE["value"])
+
+    assert_exact(
+        fn,
+        X,
+        W,
+        policy=POLICIES[policy],
+        before=lambda call: set_state(values[call]),
+        calls=len(values),
+        pruned=None,
+    )
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("change", CHANGES[:8], ids=lambda fn: fn.__name__)
+def test_wherever_the_state_is_kept(change, source, transform):
+    values, get = [0, 0, 0, 1, 1, 0], SOURCES[source]
+    assert_exact(
+        lambda x, w: change(x, w, get()),
+        X,
+        W,
+        policy=everything,
+        transform=TRANSFORMS[transform],
+        before=lambda call: set_state(values[call]),
+        calls=len(values),
+        pruned=None,
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_number_that_is_annealed(policy):
+    def step(call):
+        globals()["FACTOR"] = 0.9**call
+
+    assert_exact(
+        lambda x, w: x * FACTOR + (w * FACTOR).sin(),
+        X,
+        W,
+        policy=POLICIES[policy],
+        before=step,
+        calls=8,
+        pruned=None,
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_closures_that_are_made_anew_in_each_call(policy):
+    def made(call):
+        scale, flag, shift = 1.0 + call, call % 2, torch.full((4,), float(call))
+
+        def inner(h):
+            return h.exp() if flag else h * shift
+
+        return lambda x: dead_end(inner(x * scale))
+
+    full = []
+    for call in range(8):
+        want = of_backward(made(call), (X,))
+        with count_ops() as ops:
+            got = of_backward(
+                remat(made(call), policy=POLICIES[policy], prune=True), (X,)
+            )
+        full.append(ops)
+        assert_same(got, want)
+    assert len(CACHES) <= 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_list_that_grows(policy):
+    """A recomputation sees it as long as the forward did, and leaves it as it is."""
+    seen = []
+
+    def fn(x):
+        seen.append(1)
+        h = x.sin()
+        for _ in range(min(len(seen) // 3, 4)):
+            h = h.exp().tanh()
+        return dead_end(h)
+
+    ours = remat(fn, policy=POLICIES[policy], prune=True)
+    for length in [0, 1, 2, 3, 4, 5, 13, 14, 2]:
+        results, counts = [], []
+        for f in (fn, remat(fn, prune=False), ours):
+            seen[:] = [1] * length
+            with count_ops() as ops:
+                results.append(of_backward(f, (X,)))
+            counts.append(total(ops))
+            assert len(seen) == length + 1
+        assert_same(results[2], results[0])
+        assert_same(results[1], results[0])
+        assert counts[0] < counts[1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_number_that_grows_and_is_in_no_snapshot(policy):
+    """Each run sees a larger one, that of a first recomputation as well.
+
+    It is of the same function, or an error. In later calls it need not be: nobody saw
+    the forward then.
+    """
+    seen = Evaluations()
+
+    def fn(x):
+        seen.note(1)
+        h = x.sin()
+        for _ in range(min(len(seen) // 3, 4)):
+            h = h.exp().tanh()
+        return dead_end(h)
+
+    def gradient(fn, length):
+        seen.clear()
+        [seen.note(1) for _ in range(length)]
+        (x,) = leaves_of(X)
+        try:
+            return torch.autograd.grad(scalar(fn(x)), x)[0]
+        except RecomputeError:
+            return "an error"
+
+    ours = remat(fn, policy=POLICIES[policy], prune=True)
+    for length in [0, 1, 2, 3, 4, 5, 13, 14]:
+        CACHES.clear()
+        got = gradient(ours, length)
+        same = (length + 1) // 3 == (length + 2) // 3 or length > 12
+        if same or policy == "everything":  # of which nothing is recomputed
+            assert_same(got, gradient(fn, length))
+        else:
+            assert isinstance(got, str)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.flag, self.factor = True, 2.0
+
+    def forward(self, x):
+        h = self.linear(x).sin()
+        return dead_end(h.exp() if self.flag else h * self.factor)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_attributes_of_a_module(policy):
+    module = Scaled()
+
+    def before(call):
+        module.flag, module.factor = call % 3 != 2, 1.0 + call
+
+    assert_exact(
+        module, X, policy=POLICIES[policy], before=before, calls=8, pruned=None
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("when", ["between calls", "between forward and backward"])
+def test_attributes_of_a_module_are_those_of_the_call(policy, when):
+    module = Scaled()
+    ours = remat(module, policy=POLICIES[policy], prune=True)
+    between = when == "between forward and backward"
+    for call in range(6):
+        results = []
+        for fn in (module, ours):
+            x = leaves_of(X)[0]
+            module.flag = call % 2 == 0 if not between else True
+            loss = scalar(fn(x))
+            module.flag = not between
+            results.append(torch.autograd.grad(loss, [x, *module.parameters()]))
+        assert_same(results[1], results[0])
+
+
+# --- State that changes between forward and backward: a documented limit ---
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda fn: fn.__name__)
+def test_state_that_changes_before_the_backward_gives_no_mixture(change, policy):
+    """The gradient of the forward's function, of the other one, or an error."""
+
+    def fn(x, w):
+        return change(x, w, STATE["value"])
+
+    ours = remat(fn, policy=POLICIES[policy], prune=True)
+    full = remat(fn, prune=False)
+    for then, now in [(0, 0), (0, 1), (0, 0), (0, 0), (0, 1), (1, 0)]:
+        got = gradients(ours, then, now)
+        right = [gradients(fn, then, then), gradients(full, then, now), "an error"]
+        assert any(_equal(got, want) for want in right[: 1 if then == now else 3])
+
+
+def gradients(fn, then, now):
+    """Those of `fn`, where the state changes before the backward."""
+    x, w = leaves_of(X, W)
+    set_state(then)
+    loss = scalar(fn(x, w))
+    set_state(now)
+    try:
+        return torch.autograd.grad(loss, (x, w), allow_unused=True)
+    except (RuntimeError, IndexError):
+        # torch's own, if a result has not the shape of its cotangent; or ours.
+        return "an error"
+
+
+def _equal(got, want):
+    if isinstance(got, str) or isinstance(want, str):
+        return got is want
+    pairs = zip(got, want, strict=True)
+    return all(a is b or _both_equal(a, b) for a, b in pairs)
+
+
+def _both_equal(a, b):
+    return a is not None and b is not None and torch.equal(a, b)

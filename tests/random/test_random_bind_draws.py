@@ -1,0 +1,190 @@
+"""What torch's functions draw inside of bind: their distributions."""
+
+import math
+
+import pytest
+import torch
+from support.binding import (
+    ONES,
+    X,
+    bound,
+)
+from torch.nn import functional as F  # noqa: N812
+
+from remat import random
+from remat.random import bind, key
+from remat.random._rerouted import _wide_integers
+
+
+N = 40_000
+# Mean and standard deviation of a draw, where they exist; else quartiles.
+MOMENTS = {
+    "rand": (lambda: torch.rand(N), 0.5, 12**-0.5),
+    "randn": (lambda: torch.randn(N), 0, 1),
+    "complex": (lambda: torch.randn(N, dtype=torch.complex64).abs().square(), 1, 1),
+    "uniform_": (lambda: torch.empty(N).uniform_(-1, 3), 1, 4 * 12**-0.5),
+    "normal_": (lambda: torch.empty(N).normal_(3, 2), 3, 2),
+    "normal": (lambda: torch.normal(torch.full((N,), 3.0), 2.0), 3, 2),
+    "exponential_": (lambda: torch.empty(N).exponential_(2.0), 0.5, 0.5),
+    "log_normal_": (
+        lambda: torch.empty(N).log_normal_(0.5, 0.5),
+        math.exp(0.625),
+        math.exp(0.625) * math.sqrt(math.exp(0.25) - 1),
+    ),
+    "geometric_": (lambda: torch.empty(N).geometric_(0.3), 1 / 0.3, 0.7**0.5 / 0.3),
+    "cauchy_": (lambda: torch.empty(N).cauchy_(1, 2).sub(1).abs().lt(2), 0.5, 0.5),
+    "random_": (lambda: torch.empty(N).random_(10), 4.5, 8.25**0.5),
+    "randint": (lambda: torch.randint(-5, 5, (N,)), -0.5, 8.25**0.5),
+    "bernoulli": (lambda: torch.bernoulli(torch.full((N,), 0.3)), 0.3, 0.21**0.5),
+    "multinomial": (
+        lambda: torch.multinomial(torch.tensor([1.0, 0.0, 3.0]), N, True),
+        1.5,
+        0.75**0.5,
+    ),
+    "dropout": (lambda: F.dropout(torch.ones(N), 0.2), 1, 0.5),
+    "dropout2d": (lambda: F.dropout2d(torch.ones(N, 1, 1, 1), 0.2), 1, 0.5),
+    "alpha_dropout": (lambda: F.alpha_dropout(torch.randn(N), 0.3, True), 0, 1),
+    "feature_alpha_dropout": (
+        lambda: F.feature_alpha_dropout(torch.randn(N, 1, 1), 0.3, True),
+        0,
+        1,
+    ),
+    "rrelu": (
+        lambda: F.rrelu(-torch.ones(N), 0.2, 0.4, True),
+        -0.3,
+        0.2 * 12**-0.5,
+    ),
+    "gumbel_softmax": (
+        lambda: F.gumbel_softmax(
+            torch.tensor([0.25, 0.75]).log().expand(N, 2), hard=True
+        )[:, 1],
+        0.75,
+        0.1875**0.5,
+    ),
+}
+
+
+@pytest.mark.parametrize(("fn", "mean", "std"), MOMENTS.values(), ids=MOMENTS.keys())
+def test_a_draw_has_the_moments_of_its_distribution(fn, mean, std):
+    x = bound(0, fn).double()
+    assert abs(x.mean() - mean) < 5 * std / math.sqrt(N)
+    assert abs(x.std() / std - 1) < 0.03
+
+
+def test_dropout_of_features_drops_whole_ones():
+    x = torch.ones(50, 20, 3, 3)
+    for fn in (F.dropout2d, lambda x: F.feature_alpha_dropout(x, 0.5, True)):
+        y = bound(0, fn, x).flatten(2)
+        assert torch.equal(y, y[..., :1].expand_as(y))
+        assert len(y.unique()) == 2
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+@pytest.mark.parametrize("fn", [F.dropout, F.dropout2d, F.alpha_dropout])
+def test_dropping_nothing_or_all_is_as_plain(fn, p):
+    assert torch.equal(bound(0, fn, X, p, True), fn(X, p, True))
+
+
+@pytest.mark.parametrize("fn", [F.dropout, F.dropout2d, F.alpha_dropout])
+def test_a_probability_outside_0_and_1_is_refused(fn):
+    with pytest.raises(ValueError, match=r"1\.5"):
+        bound(0, fn, X, 1.5, True)
+
+
+def test_an_integer_draw_spans_its_range():
+    with bind(key(0)):
+        assert set(torch.randint(3, 6, (99,)).tolist()) == {3, 4, 5}
+        assert set(torch.empty(99, dtype=torch.bool).random_().tolist()) == {
+            False,
+            True,
+        }
+        small = torch.empty(4000, dtype=torch.uint8).random_()
+        wide = torch.empty(99, dtype=torch.int64).random_()
+        every = torch.empty(99, dtype=torch.int64).random_(-(2**63), None)
+        floats = torch.empty(99).random_()
+    assert (small.min(), small.max()) == (0, 255)
+    assert wide.min() >= 0
+    assert wide.max() > 2**62
+    assert every.min() < -(2**61)
+    assert 2**22 < floats.max() <= 2**24
+
+
+def test_an_exponential_draw_is_never_zero():
+    assert bound(0, torch.empty(2**22).exponential_).min() > 0
+
+
+def test_without_replacement_nothing_comes_twice_and_nothing_of_probability_0():
+    p = torch.tensor([1.0, 0.0, 3.0, 2.0])
+    x = bound(0, torch.multinomial, p.expand(100, 4), 3)
+    assert torch.equal(x.sort().values, torch.tensor([0, 2, 3]).expand(100, 3))
+    with pytest.raises(ValueError, match="4 categories to draw, got 5"):
+        bound(0, torch.multinomial, p, 5)
+
+
+BAD = {
+    "bernoulli": (torch.bernoulli, torch.tensor([0.5, 1.5]), "between 0 and 1"),
+    "bernoulli_": (torch.ones(2).bernoulli_, torch.tensor([0.5, -1]), "between 0 and"),
+    "normal": (lambda s: torch.normal(0.0, s), -ONES, "at least 0, got"),
+    "normal_": (lambda s: s.normal_(0, -1.0), ONES, "must be at least 0"),
+    "multinomial": (lambda p: p.multinomial(1), 0 * ONES, "not all zero, got"),
+    "negative": (lambda p: p.multinomial(1, True), -ONES, "none negative"),
+    "exponential_": (lambda x: x.exponential_(0.0), ONES, "lambd > 0, got 0.0"),
+    "cauchy_": (lambda x: x.cauchy_(0.0, -1.0), ONES, "sigma > 0"),
+    "geometric_": (lambda x: x.geometric_(1.5), ONES, "0 < p < 1"),
+    "randint": (lambda x: torch.randint_like(x, 3, 3), ONES, r"empty, got \(3, 3\)"),
+    "dropout": (F.dropout2d, torch.ones(()), "2 dimensions"),
+    "dimensions": (lambda x: x.expand(2, 2, 3).multinomial(1), ONES, "or 2 dim.*3"),
+    "samples": (lambda x: x.multinomial(0), ONES, "at least 1 sample, got 0"),
+    "a layout": (
+        lambda x: torch.rand_like(x, layout=torch.sparse_coo),
+        ONES,
+        "strided",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:dropout2d. Received:UserWarning")
+@pytest.mark.parametrize(("fn", "x", "why"), BAD.values(), ids=BAD.keys())
+def test_what_no_distribution_has_is_refused(fn, x, why):
+    with pytest.raises(ValueError, match=why):
+        bound(0, fn, x.clone())
+
+
+def test_a_range_of_64_bits_is_drawn_from_all_of_it_and_not_beyond():
+    wide = torch.empty(10_000, dtype=torch.int64)
+    for low, high in ((-5, None), (-(2**62), 2**63 - 1), (-(2**63), None)):
+        x = bound(0, wide.random_, low, high)
+        assert low <= x.min() < low + 2**54
+        assert x.max() > 2**63 - 2**54
+    with bind(key(0)):
+        x = torch.randint(-(2**63), 2**63 - 1, (10_000,))
+        small = torch.randint(9, (99,), dtype=torch.uint64)
+    assert abs(x.double().mean()) < 2**63 * 5 / 3**0.5 / 100
+    assert small.dtype is torch.uint64
+    assert {*small.tolist()} == {*range(9)}
+
+
+@pytest.mark.parametrize("span", [2**63, 2**63 + 12345, 2**64 - 1, 2**64])
+def test_64_bits_are_taken_modulo_a_wide_range(span):
+    low = -(2**63)
+    words = random.bits(key(1), 1000, torch.uint64).tolist()
+    drawn = _wide_integers(key(1), (1000,), low, span)
+    assert drawn.tolist() == [w % span + low for w in words]
+
+
+INTEGERS = {
+    "exponential_": lambda x: x.exponential_(),
+    "cauchy_": lambda x: x.cauchy_(),
+    "log_normal_": lambda x: x.log_normal_(),
+    "bernoulli": torch.bernoulli,
+    "multinomial": lambda x: torch.multinomial(x, 1),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_are_refused_where_torch_refuses_them(name):
+    x = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(TypeError, match=f"{name} draws floating-point.*torch.int64"):
+        bound(0, INTEGERS[name], x)
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"int|Long|float"):
+        INTEGERS[name](x)

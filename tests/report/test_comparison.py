@@ -1,0 +1,288 @@
+"""The table in docs/comparison.md, cell by cell.
+
+The page is the source: each cell says ``works``, the error it raises with a part of its
+message, or ``wrong`` with the number that came out and the right one.
+"""
+
+import builtins
+import re
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import remat
+from remat.testing import assert_same
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "comparison.md"
+
+
+def torch_remat_checkpoint(fn):
+    torch_remat = pytest.importorskip("torch_remat")
+    return torch_remat.checkpoint()(fn)
+
+
+SYSTEMS = {
+    "`remat`": remat.remat,
+    "torch, `use_reentrant=False`": lambda fn: partial(
+        torch_checkpoint, fn, use_reentrant=False
+    ),
+    "torch, `use_reentrant=True`": lambda fn: partial(
+        torch_checkpoint, fn, use_reentrant=True
+    ),
+    "`torch_remat` 0.2.2": torch_remat_checkpoint,
+}
+
+x = torch.tensor([1.0, 2.0, 3.0])
+xs = torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 2.0]])
+
+
+def f(x):
+    return x.sin().sin().sum()
+
+
+def leaf():
+    return x.clone().requires_grad_()
+
+
+# Each case takes a checkpoint (the identity, for plain) and returns what it computes.
+
+
+def backward(ckpt):
+    q = leaf()
+    ckpt(f)(q).backward()
+    return q.grad
+
+
+def autograd_grad(ckpt):
+    q = leaf()
+    return torch.autograd.grad(ckpt(f)(q), q)
+
+
+def double_backward(ckpt):
+    q = leaf()
+    (first,) = torch.autograd.grad(ckpt(f)(q), q, create_graph=True)
+    return torch.autograd.grad(first.sum(), q)
+
+
+def func_grad(ckpt):
+    return torch.func.grad(ckpt(f))(x)
+
+
+def func_vjp(ckpt):
+    out, vjp = torch.func.vjp(ckpt(f), x)
+    return out, vjp(torch.ones(()))
+
+
+def hessian(ckpt):
+    return torch.func.hessian(ckpt(f))(x)
+
+
+def jvp(ckpt):
+    return torch.func.jvp(ckpt(f), (x,), (x,))
+
+
+def vmap_forward(ckpt):
+    return torch.vmap(ckpt(f))(xs)
+
+
+def vmap_backward(ckpt):
+    q = xs.clone().requires_grad_()
+    torch.vmap(ckpt(f))(q).sum().backward()
+    return q.grad
+
+
+def vmap_grad(ckpt):
+    return torch.vmap(torch.func.grad(ckpt(f)))(xs)
+
+
+def nested(ckpt):
+    q = leaf()
+    ckpt(lambda z: ckpt(f)(z).sin())(q).backward()
+    return q.grad
+
+
+def dict_output(ckpt):
+    q = leaf()
+    ckpt(lambda z: {"a": z.sin()})(q)["a"].sum().backward()
+    return q.grad
+
+
+def keyword_called_debug(ckpt):
+    q = leaf()
+    ckpt(lambda z, debug: f(z) * debug)(q, debug=3.0).backward()
+    return q.grad
+
+
+def functional_call(ckpt):
+    class Cube(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(1, 1, bias=False)
+            torch.nn.init.constant_(self.inner.weight, 2.0)
+
+        def forward(self, z):
+            return ckpt(lambda y: self.inner(y) ** 3)(z)
+
+    weight = torch.full((1, 1), 10.0, requires_grad=True)
+    z = torch.ones(1, 1, requires_grad=True)
+    params = {"inner.weight": weight}
+    torch.func.functional_call(Cube(), params, (z,)).sum().backward()
+    return weight.grad
+
+
+def batch_norm_updates(ckpt):
+    norm = torch.nn.BatchNorm1d(2)
+    q = torch.randn(4, 2, requires_grad=True)
+    ckpt(norm)(q).sum().backward()
+    return norm.num_batches_tracked
+
+
+def mutated_closure(ckpt):
+    scale = torch.tensor([2.0])
+    q = torch.tensor([3.0], requires_grad=True)
+    out = ckpt(lambda z: (z * scale) ** 2)(q)
+    if ckpt is not plain:  # plain refuses this too; the right answer is without it
+        scale.fill_(5.0)
+    out.sum().backward()
+    return q.grad
+
+
+def generator_inside(ckpt):
+    """For f homogeneous of degree 2, x·f'(x) / 2f(x) is 1 if the masks agree."""
+    generator = torch.Generator().manual_seed(0)
+
+    def dropped(z):
+        mask = torch.bernoulli(torch.full((8,), 0.5), generator=generator)
+        return ((z * mask) ** 2).sum()
+
+    q = torch.ones(8, requires_grad=True)
+    out = ckpt(dropped)(q)
+    out.backward()
+    return ((q * q.grad).sum() / (2 * out)).detach()
+
+
+def empty_cache(ckpt):
+    """Keys and values are kept, as language models do in their first call."""
+    cache = []
+    weight = torch.eye(3).requires_grad_()
+
+    def attend(z):
+        cache.append(z @ weight)
+        keys = torch.cat(cache)
+        return (z @ keys.T).softmax(-1) @ keys
+
+    q = xs.clone().requires_grad_()
+    ckpt(attend)(q).square().sum().backward()
+    return weight.grad.norm()
+
+
+def counter(ckpt):
+    calls = []
+
+    def counted(z):
+        calls.append(None)
+        return f(z)
+
+    ckpt(counted)(leaf()).backward()
+    return torch.tensor(len(calls))
+
+
+def loss_in_attribute(ckpt):
+    class Router(torch.nn.Module):
+        def forward(self, z):
+            weights = z.softmax(-1)
+            self.loss = weights.square().sum()
+            return weights * z
+
+    q, router = leaf(), Router()
+    out = ckpt(router)(q).sum()
+    (out + router.loss).backward()
+    return q.grad.norm()
+
+
+def some_inputs(ckpt):
+    q = leaf()
+    ckpt(f)(q * 1).backward(inputs=[q])
+    return q.grad
+
+
+def plain(fn):
+    return fn
+
+
+CASES = {
+    "`.backward()`": backward,
+    "`torch.autograd.grad`": autograd_grad,
+    "double backward": double_backward,
+    "`torch.func.grad`": func_grad,
+    "`torch.func.vjp`": func_vjp,
+    "`torch.func.hessian`": hessian,
+    "`torch.func.jvp`": jvp,
+    "`vmap`, forward only": vmap_forward,
+    "`vmap`, then `.backward()`": vmap_backward,
+    "`vmap(grad)`": vmap_grad,
+    "nested in itself": nested,
+    "a function returning a dict": dict_output,
+    "a keyword argument called `debug`": keyword_called_debug,
+    "`functional_call` around it, backward outside": functional_call,
+    "`BatchNorm` in training: updates of its buffers": batch_norm_updates,
+    "a captured tensor changed before backward": mutated_closure,
+    "a `torch.Generator` inside": generator_inside,
+    "`backward(inputs=...)`": some_inputs,
+    "a cache of keys that is empty at the call": empty_cache,
+    "a list that the function appends to": counter,
+    "a loss that is left in an attribute": loss_in_attribute,
+}
+
+
+def table():
+    """Yield (row, system, cell) for every cell of the page's table."""
+    _, found, rest = PAGE.read_text().partition("| call |")
+    block = (found + rest).split("\n\n")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split(" | ")]
+        for line in block.splitlines()
+    ]
+    header = rows[0]
+    for row in rows[2:]:  # below the header and its rule
+        for system, cell in zip(header[1:], row[1:], strict=True):
+            yield row[0], system, cell
+
+
+def number(value):
+    return "None" if value is None else f"{value.item():.3g}"
+
+
+def check(cell, case, system):
+    kind, detail = re.fullmatch(r"(\w+)(?: \((.*)\))?", cell).groups()
+    if kind.endswith("Error"):
+        places = (builtins, remat, torch.utils.checkpoint)
+        error = next(getattr(place, kind) for place in places if hasattr(place, kind))
+        with pytest.raises(error, match=re.escape(detail or "")):
+            case(system)
+        return
+    want = case(plain)
+    got = case(system)
+    if kind == "works":
+        assert_same(got, want)
+    else:
+        assert kind == "wrong"
+        assert detail == f"{number(got)} for {number(want)}"
+
+
+@pytest.mark.parametrize(("row", "system", "cell"), list(table()))
+def test_the_table_in_the_docs_is_true(row, system, cell):
+    with warnings.catch_warnings():
+        # torch's reentrant variant warns before it fails; the outcome is what counts.
+        warnings.simplefilter("ignore")
+        check(cell, CASES[row], SYSTEMS[system])
+
+
+def test_the_table_has_a_cell_for_every_case_and_system():
+    cells = {(row, system) for row, system, _ in table()}
+    assert cells == {(row, system) for row in CASES for system in SYSTEMS}

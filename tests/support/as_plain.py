@@ -1,0 +1,42 @@
+"""One comparison: a program as plain code, and with a function in it rematerialized."""
+
+import torch
+from support.zoo import Evaluations, assert_not_vanishing, make, plainly
+
+from remat import remat
+from remat.testing import assert_same
+
+
+def assert_as_plain(program, *, evaluations=2, plain=1, wrap=remat):
+    """`program(wrap, note)` gives the same for a function and for its remat."""
+    results, counts = [], []
+    for how in (plainly, wrap):
+        notes = Evaluations()
+        torch.manual_seed(0)
+        results.append(program(how, notes.note))
+        counts.append(len(notes))
+    expected, actual = results
+    assert_same(actual, expected)
+    assert_not_vanishing(expected)
+    assert counts == [plain, evaluations]
+
+
+def leaf(seed=1, shape=(4, 4)):
+    return make(*shape, seed=seed).requires_grad_()
+
+
+def grads(*leaves):
+    return [t.grad for t in leaves]
+
+
+def trained(model, x, call):
+    """Return what three steps of an optimizer make of the parameters of a model."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = call(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, [p.detach().clone() for p in model.parameters()]

@@ -1,0 +1,449 @@
+"""A recompute runs on the leaves of autograd themselves, and leaves nothing on them.
+
+Hooks, gradients and errors are those of plain code.
+"""
+
+import pytest
+import torch
+from support.zoo import counted, leaves_of, make
+from torch.autograd.graph import (
+    get_gradient_edge,
+    register_multi_grad_hook,
+    save_on_cpu,
+)
+from torch.utils.checkpoint import checkpoint
+
+from remat import policies, remat
+from remat.testing import assert_same, count_ops
+
+
+W, X = make(3, 3, seed=1), make(3, 3, seed=2)
+
+
+def net(w, x):
+    return ((x @ w).tanh() @ w).sin().sum()
+
+
+def detaches(prepare=lambda w, x: (w, x)):
+    """How often a forward, and its backward, make a tensor without a graph."""
+    w, x = leaves_of(W, X)
+    args = prepare(w, x)
+    with count_ops() as forward:
+        y = remat(net)(*args)
+    with count_ops() as backward:
+        y.backward()
+    assert backward["tanh"] == 1
+    return forward["detach"], backward["detach"]
+
+
+def test_leaves_have_no_stand_ins():
+    forward, backward = detaches()
+    assert detaches(lambda w, x: (w, x * 1)) == (forward + 1, backward + 1)
+
+
+def test_leaves_with_hooks_have_none_either():
+    def hooked(w, x):
+        w.register_hook(lambda grad: grad)
+        return w, x
+
+    assert detaches(hooked) == detaches()
+
+
+def hooks(wrap, when):
+    """What hooks of all kinds see, registered before the forward, say."""
+    w, x = leaves_of(W, X)
+    log = []
+
+    def register():
+        w.register_hook(lambda grad: log.append(grad.clone()) or grad * 2)
+        x.register_post_accumulate_grad_hook(lambda t: log.append(t.grad.clone()))
+        get_gradient_edge(w).node.register_hook(lambda *_: log.append("node"))
+        get_gradient_edge(x).node.register_prehook(lambda *_: log.append("before"))
+        register_multi_grad_hook((w, x), lambda grads: log.append([*grads]))
+
+    fn = wrap(net)
+    if when == "before":
+        register()
+    y = fn(w, x)
+    if when == "between":
+        register()
+    with count_ops() as ops:
+        y.backward(retain_graph=True)
+    if when == "after":
+        register()
+    y.backward()
+    return [*log, w.grad, x.grad], ops["tanh"]
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_hooks_of_leaves_see_what_they_see_in_plain(when):
+    expected, none = hooks(lambda f: f, when)
+    found, recomputed = hooks(remat, when)
+    assert (none, recomputed) == (0, 1)
+    # A call gives all its gradients at once, so hooks may fire in another order.
+    assert len(found) == len(expected)
+    assert_same(found[-2:], expected[-2:])
+    texts = [sorted(e for e in log if type(e) is str) for log in (found, expected)]
+    assert texts[0] == texts[1]
+
+
+def twice_with_steps(wrap, net=net):
+    """Gradients of two steps of an optimizer, which changes the leaves in place."""
+    w, x = leaves_of(W, X)
+    fn, optimizer = wrap(net), torch.optim.SGD([w, x], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        fn(w, x).backward()
+        optimizer.step()
+    return w, x, w.grad, x.grad
+
+
+def test_an_optimizer_may_change_the_leaves_between_calls():
+    with count_ops() as ops:
+        found = twice_with_steps(remat)
+    assert ops["tanh"] == 2 * 2
+    assert_same(found, twice_with_steps(lambda f: f))
+
+
+def test_gradients_add_up_in_the_leaves_once():
+    w, x = leaves_of(W, X)
+    w.grad = torch.ones_like(w)
+    with count_ops() as ops:
+        remat(net)(w, x).backward()
+    assert ops["tanh"] == 2
+    v, u = leaves_of(W, X)
+    v.grad = torch.ones_like(v)
+    net(v, u).backward()
+    assert_same((w.grad, x.grad), (v.grad, u.grad))
+
+
+def back(w, x):
+    y = net(w, x)
+    y.backward(retain_graph=True)
+    return y
+
+
+def through_a_name(w, x):
+    run = torch.autograd.backward
+    y = net(w, x)
+    run(y, retain_graph=True)
+    return y
+
+
+def penalty(w, x):
+    y = net(w, x)
+    (g,) = torch.autograd.grad(y, w, create_graph=True)
+    return y + (g * g).sum()
+
+
+def runs_the_engine(w, x):
+    y = net(w, x)
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((y,), (y,), True, False, (), True, accumulate_grad=True)
+    return y
+
+
+def sets_a_gradient(w, x):
+    torch.Tensor.__setattr__(w, "grad", torch.ones_like(w))
+    return net(w, x)
+
+
+def moved(w, x):
+    torch.nn.utils.vector_to_parameters(x.detach().flatten() * 2, [w])
+    return net(w, x)
+
+
+def assigned(w, x):
+    w.data = x.detach() * 2
+    return net(w, x)
+
+
+def doubled(grads):
+    return tuple(grad * 2 for grad in grads)
+
+
+def hooks_the_node(w, x):
+    y = w * 1
+    y.grad_fn.next_functions[0][0].register_prehook(doubled)
+    return net(y, x)
+
+
+def hooks_the_edge(w, x):
+    # Nothing holds the node yet: in plain code it is gone at once, with its hook.
+    torch.autograd.graph.get_gradient_edge(w).node.register_prehook(doubled)
+    return net(w, x)
+
+
+def hooks_after(w, x):
+    y = net(w, x)
+    torch.autograd.graph.get_gradient_edge(w).node.register_prehook(doubled)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("fn", "again"),
+    [
+        # What runs a backward reads what was saved while the forward still runs.
+        *((back, 2), (through_a_name, 2), (runs_the_engine, 2), (penalty, 2)),
+        *((sets_a_gradient, 1), (moved, 1), (assigned, 1)),
+        *((hooks_the_node, 1), (hooks_the_edge, 1), (hooks_after, 1)),
+    ],
+)
+def test_what_a_function_does_to_its_leaves_is_done_once(fn, again):
+    def run(wrap):
+        w, x = leaves_of(W, X)
+        with count_ops() as ops:
+            wrap(fn)(w, x).backward()
+        return (w, x, w.grad, x.grad), ops["tanh"]
+
+    expected, once = run(lambda f: f)
+    found, more = run(remat)
+    assert (once, more) == (1, 1 + again)
+    assert_same(found, expected)
+
+
+def test_an_attribute_set_inside_is_set_once():
+    def mark(w, x):
+        w.count = getattr(w, "count", 0) + 1
+        return net(w, x)
+
+    w, x = leaves_of(W, X)
+    with count_ops() as ops:
+        remat(mark)(w, x).backward()
+    assert ops["tanh"] == 2
+    assert getattr(w, "count", 1) == 1
+
+
+def test_a_leaf_returned_as_it_is_is_that_leaf():
+    def pair(w, x):
+        return w, net(w, x)
+
+    w, x = leaves_of(W, X)
+    same, y = remat(pair)(w, x)
+    assert same is w
+    with count_ops() as ops:
+        y.backward()
+    assert ops["tanh"] == 1
+    v, u = leaves_of(W, X)
+    pair(v, u)[1].backward()
+    assert_same((w.grad, x.grad), (v.grad, u.grad))
+
+
+# --- What changes between the forward and the backward ---
+
+
+def by_checkpoint(fn, w, x):
+    return checkpoint(fn, w, x, use_reentrant=False)
+
+
+def by_save_on_cpu(fn, w, x):
+    with save_on_cpu():
+        return fn(w, x)
+
+
+@pytest.mark.parametrize(
+    ("around", "evaluations"),
+    [
+        # The leaves are kept here: nothing is left for the checkpoint to run again for.
+        (by_checkpoint, ((2, 2), (1, 2))),
+        (by_save_on_cpu, ((1, 1), (1, 2))),
+    ],
+)
+def test_a_hook_on_what_is_given_back_as_another_tensor_runs_once(around, evaluations):
+    def run(wrap):
+        w, x = leaves_of(W, X)
+        fired = []
+        fn, calls = counted(net)
+        outer, outers = counted(wrap(fn))
+        y = around(outer, w, x)
+        w.register_hook(lambda grad: fired.append(1) or grad * 2)
+        y.backward()
+        return (w.grad, x.grad), fired, (len(outers), len(calls))
+
+    expected, once, runs = run(lambda f: f)
+    found, fired, more = run(remat)
+    assert fired == once == [1]
+    assert (runs, more) == evaluations
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("prune", [False, True])
+def test_a_leaf_may_be_frozen_before_the_backward(prune):
+    def run(wrap):
+        w, x = leaves_of(W, X)
+        y = wrap(net)(w, x)
+        w.requires_grad_(False)
+        with count_ops() as ops:
+            y.backward()
+        return x.grad, ops["tanh"]
+
+    expected, none = run(lambda f: f)
+    found, again = run(lambda f: remat(f, prune=prune))
+    assert (none, again) == (0, 1)
+    assert_same(found, expected)
+
+
+# --- Functions that do more than compute ---
+
+
+def clears(w, x):
+    torch.optim.SGD([w], 0.1).zero_grad()
+    return net(w, x)
+
+
+def test_gradients_cleared_inside_are_cleared_once():
+    def run(wrap):
+        w, x = leaves_of(W, X)
+        y = wrap(clears)(w, x)
+        w.grad = torch.full_like(w, 100.0)  # from somewhere else
+        with count_ops() as ops:
+            y.backward()
+        return (w.grad, x.grad), ops["tanh"]
+
+    expected, none = run(lambda f: f)
+    found, again = run(remat)
+    assert (none, again) == (0, 1)
+    assert_same(found, expected)
+
+
+def narrow(w, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return (x @ w).tanh().sum()
+
+
+class Narrow(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(W.float())
+
+    def forward(self, x):
+        return narrow(self.w, x)
+
+
+@pytest.mark.parametrize("kind", ["function", "module"])
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_casts_of_leaves_do_not_stay_in_the_cache(kind, policy):
+    x = X.float()
+    layer = Narrow()
+    w = layer.w
+
+    def gradient(y):
+        w.grad = None
+        y.backward()
+        return w.grad
+
+    fn = remat(layer if kind == "module" else narrow, policy=policy, prune=True)
+    args = (x,) if kind == "module" else (w, x)
+    # The cache is emptied where the outermost autocast ends, which is off here.
+    with torch.autocast("cpu", enabled=False):
+        expected = gradient(narrow(w, x))
+        torch.clear_autocast_cache()
+        for call in range(4):
+            with count_ops() as ops:
+                assert_same(gradient(fn(*args)), expected)
+            # The first recomputation may find that it needs more than was kept.
+            assert ops["tanh"] == 2 or (call == 0 and ops["tanh"] == 3)
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_a_cast_that_two_calls_share_is_not_missed_in_the_second(policy):
+    """Autocast casts a weight in the first call: in the second it is in the cache."""
+
+    def run(wrap):
+        w, x = leaves_of(W.float(), X.float())
+        fn = wrap(lambda x: (x @ w).tanh())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = fn(fn(x)).sum()
+        with count_ops() as ops:
+            y.backward()
+        return (w.grad, x.grad), (ops["mm"], ops["tanh"])
+
+    expected, (mms, tanhs) = run(lambda f: f)
+    saves = 2 if policy is None else 0
+    for prune in (False, True):
+        found, counts = run(lambda f, p=prune: remat(f, policy=policy, prune=p))
+        assert counts == (mms + saves, tanhs + 2)
+        assert_same(found, expected)
+
+
+# --- What a function refers to may be something else in the next call ---
+
+
+SOURCE = """
+def helper(x):
+    return abs(x).sin()
+
+def other(w, x):
+    return (x.cos() @ w).tanh().sum()
+
+def f(w, x):
+    return (helper(x) @ w).tanh().sum()
+"""
+CAPTURED = make(3, 3, seed=3).requires_grad_()
+
+
+def by_helper(scope):
+    scope["helper"] = lambda x: x.cos()
+
+
+def by_helper_of_a_tensor(scope):
+    captured = scope["captured"]
+    scope["helper"] = lambda x: x * captured
+
+
+def by_builtin(scope):
+    captured = scope["captured"]
+    scope["abs"] = lambda x: x * captured
+
+
+def by_torch(scope):
+    scope["abs"] = torch.exp
+
+
+def by_code(scope):
+    scope["f"].__code__ = scope["other"].__code__
+
+
+def by_code_of_a_helper(scope):
+    scope["helper"].__code__ = (lambda x: x.exp()).__code__
+
+
+def by_default(scope):
+    scope["helper"].__defaults__ = (scope["captured"],)
+    scope["helper"].__code__ = (lambda x, y: x * y).__code__
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        by_helper,
+        by_helper_of_a_tensor,
+        by_builtin,
+        by_torch,
+        by_code,
+        by_code_of_a_helper,
+        by_default,
+    ],
+)
+def test_what_a_function_refers_to_is_another_thing_in_the_next_call(change):
+    def run(wrap):
+        (captured,) = leaves_of(CAPTURED)
+        scope = {"captured": captured}
+        exec(SOURCE, scope)
+        fn = wrap(scope["f"])
+        found = []
+        for call in range(4):
+            if call == 2:
+                change(scope)
+            w, x = leaves_of(W, X)
+            captured.grad = None
+            y = fn(w, x)
+            with count_ops() as ops:
+                y.backward()
+            found.append((w.grad, x.grad, captured.grad))
+        return found, ops["tanh"]
+
+    expected, none = run(lambda f: f)
+    found, again = run(remat)
+    assert (none, again) == (0, 1)
+    assert_same(found, expected)

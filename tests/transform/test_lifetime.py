@@ -1,0 +1,500 @@
+"""Lifetime: everything a remat call touches is freed by reference counting alone.
+
+The collector is off in every test here. `Watch` notes what a body makes and what a call
+is given; what is still alive when it should not be is a leak (or a cycle).
+"""
+
+import gc
+import importlib
+import pkgutil
+import weakref
+
+import pytest
+import torch
+from support.zoo import Evaluations
+from torch import nn
+from torch.func import grad, hessian, jvp, vjp, vmap
+
+import remat as package
+from remat import remat
+from remat.testing import assert_same, count_ops, live_bytes, memory_timeline
+
+
+@pytest.fixture(autouse=True)
+def _no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Watch:
+    """Notes objects by weak reference, those of recomputes too."""
+
+    def __init__(self):
+        self._refs = Evaluations()
+
+    def __call__(self, item):
+        self._refs.note(weakref.ref(item))
+        return item
+
+    def __len__(self):
+        return len(self._refs)
+
+    @property
+    def alive(self):
+        refs = [*self._refs]
+        for ref in refs:
+            self._refs.note(ref)
+        return sum(ref() is not None for ref in refs)
+
+
+class Token:
+    """Something besides tensors that a call may hold on to."""
+
+
+# --- The detector ---
+
+
+def test_the_watch_sees_what_a_cycle_keeps_alive():
+    watch = Watch()
+    cycle = [watch(torch.ones(3))]
+    cycle.append(cycle)
+    del cycle
+    assert watch.alive == 1
+    gc.collect()
+    assert watch.alive == 0
+
+
+def test_the_watch_sees_tensors_that_only_a_graph_holds():
+    watch = Watch()
+    x = torch.ones(3, requires_grad=True)
+    out = watch(x.sin()).sin()
+    assert watch.alive == 1
+    del out
+    assert watch.alive == 0
+
+
+def test_the_watch_sees_what_a_function_that_refers_to_itself_keeps_alive():
+    watch = Watch()
+
+    def leaky():
+        x = watch(torch.ones(3, requires_grad=True))
+
+        def fn(n):
+            return x.sin() if n == 0 else fn(n - 1)
+
+        fn(2)
+
+    leaky()
+    leaked = watch.alive
+    gc.collect()
+    assert (leaked, watch.alive) == (1, 0)
+
+
+def test_the_byte_count_sees_a_cycle_too():
+    def leaky():
+        cycle = [torch.ones(1000)]
+        cycle.append(cycle)
+
+    assert live_bytes(leaky) == 4000
+    gc.collect()
+
+
+# --- One call ---
+
+
+def make_call(watch):
+    """Return a function, made for this call alone, and its input; all of it watched."""
+    token, captured = watch(Token()), watch(torch.linspace(1, 2, 4).requires_grad_())
+    module = watch(nn.Linear(4, 4))
+    inputs = {"x": watch(torch.linspace(0, 1, 4).requires_grad_()), "n": 2}
+    calls = Evaluations()
+
+    def fn(inputs):
+        calls.note(token)
+        y = watch(inputs["x"].sin() * captured)
+        z = watch(module(y).tanh())
+        return watch((z * y).exp()) * inputs["n"]
+
+    return remat(watch(fn)), inputs, calls
+
+
+def forward_only(fn, inputs):
+    return fn(inputs)
+
+
+def backward(fn, inputs):
+    out = fn(inputs)
+    out.sum().backward()
+    return out
+
+
+def backward_twice(fn, inputs):
+    out = fn(inputs).sum()
+    out.backward(retain_graph=True)
+    out.backward()
+    return out
+
+
+def create_graph(fn, inputs):
+    x = inputs["x"]
+    return torch.autograd.grad(fn(inputs).sum(), x, create_graph=True)
+
+
+def double_backward(fn, inputs):
+    (first,) = create_graph(fn, inputs)
+    first.square().sum().backward()
+
+
+def under_grad(fn, inputs):
+    return grad(lambda x: fn({"x": x, "n": 2}).sum())(inputs["x"].detach())
+
+
+def under_vjp(fn, inputs):
+    return vjp(lambda x: fn({"x": x, "n": 2}), inputs["x"].detach())
+
+
+def under_vmap(fn, inputs):
+    rows = torch.stack([inputs["x"], inputs["x"]])
+    out = vmap(lambda x: fn({"x": x, "n": 2}))(rows)
+    out.sum().backward()
+    return out
+
+
+def under_vmap_of_grad(fn, inputs):
+    rows = torch.stack([inputs["x"], inputs["x"]]).detach()
+    return vmap(grad(lambda x: fn({"x": x, "n": 2}).sum()))(rows)
+
+
+def under_jvp_of_grad(fn, inputs):
+    x = inputs["x"].detach()
+    return jvp(grad(lambda x: fn({"x": x, "n": 2}).sum()), (x,), (x,))
+
+
+def under_hessian(fn, inputs):
+    return hessian(lambda x: fn({"x": x, "n": 2}).sum())(inputs["x"].detach())
+
+
+# How it is used: (the use, how often that evaluates the body).
+USES = {
+    "forward without backward": (forward_only, 1),
+    "backward": (backward, 2),
+    "backward twice": (backward_twice, 3),
+    "backward with create_graph": (create_graph, 2),
+    "double backward": (double_backward, 3),
+    "grad": (under_grad, 2),
+    "vjp": (under_vjp, 1),
+    "vmap": (under_vmap, 2),
+    "vmap(grad)": (under_vmap_of_grad, 2),
+    "jvp(grad)": (under_jvp_of_grad, 4),
+    "hessian": (under_hessian, 4),
+}
+
+
+@pytest.mark.parametrize(("use", "evaluations"), USES.values(), ids=list(USES))
+def test_all_is_freed_when_the_results_are(use, evaluations):
+    use(*make_call(Watch())[:2])  # what torch keeps for good is kept now
+    gc.collect()
+    watch = Watch()
+    fn, inputs, calls = make_call(watch)
+    made = len(watch)
+    result = use(fn, inputs)
+    assert len(calls) == evaluations
+    assert watch.alive == made, "only what the caller holds, whatever the result is"
+    calls.clear()
+    del fn, inputs, result
+    assert watch.alive == 0
+
+
+@pytest.mark.parametrize("use", [backward, under_grad, under_vmap_of_grad, under_vmap])
+def test_bytes_return_to_zero(use):
+    def step():
+        fn, inputs, calls = make_call(Watch())
+        use(fn, inputs)
+        assert len(calls) == 2
+
+    step()  # what torch keeps for good is kept now
+    timeline = memory_timeline(step)
+    assert len(timeline) > 10
+    assert timeline[-1] == 0
+
+
+def test_after_a_backward_only_the_gradients_stay_while_the_output_lives():
+    watch = Watch()
+
+    def fn(x):
+        return watch(watch(x.sin()).exp()).sin()
+
+    x = torch.linspace(0, 1, 4).requires_grad_()
+    y = watch(x * 2.0)
+    out = remat(fn)(y)
+    assert (len(watch), watch.alive) == (3, 1)
+    out.sum().backward()
+    assert (len(watch), watch.alive) == (5, 1)
+    del y
+    assert watch.alive == 0, "the graph of `out` was freed by the backward"
+
+
+def test_an_input_lives_as_long_as_the_output_that_needs_it():
+    watch = Watch()
+    x = torch.linspace(0, 1, 4).requires_grad_()
+    out = remat(lambda y: watch(y.sin()).sin())(watch(x * 2.0))
+    assert (len(watch), watch.alive) == (2, 1)
+    del out
+    assert watch.alive == 0
+
+
+def test_a_discarded_output_frees_its_call_although_others_live():
+    watch = Watch()
+    x = torch.linspace(0, 1, 4).requires_grad_()
+    fn = remat(lambda y: watch(y.sin()).sin())
+    kept, dropped = fn(x), fn(watch(x * 2.0))
+    del dropped
+    assert (len(watch), watch.alive) == (3, 0)
+    kept.sum().backward()
+    assert (len(watch), watch.alive) == (4, 0)
+
+
+def test_the_callable_itself_need_not_live_until_the_backward():
+    watch = Watch()
+    fn, inputs, calls = make_call(watch)
+    out = fn(inputs)
+    body = weakref.ref(fn.__wrapped__)
+    del fn
+    assert body() is None, "the backward makes it again, around what it refers to"
+    out.sum().backward()
+    assert len(calls) == 2
+    calls.clear()
+    del inputs, out
+    assert watch.alive == 0
+
+
+def test_nested_calls_are_freed():
+    watch = Watch()
+    calls = Evaluations()
+
+    def inner(x):
+        calls.note(1)
+        return watch(watch(x.sin()).exp())
+
+    def outer(x):
+        return watch(remat(lambda y: inner(y).cos())(watch(remat(inner)(x))))
+
+    x = torch.linspace(0, 1, 4).requires_grad_()
+    out = remat(remat(outer))(watch(x * 1.0))
+    assert watch.alive == 2, "the input, and the output that was watched inside"
+    out.sum().backward()
+    # 2 in the forward; the outer levels together need the first once, for the input of
+    # the second; each inner one is recomputed once.
+    assert len(calls) == 5
+    del out
+    assert watch.alive == 0
+
+
+# --- Errors ---
+
+
+class PlannedError(Exception):
+    pass
+
+
+def failing_at(evaluation, watch):
+    """Return a function that raises in that evaluation of its body."""
+    count = Evaluations()
+
+    def fn(x):
+        count.note(1)
+        y = watch(watch(x.sin()).exp())
+        if len(count) == evaluation:
+            raise PlannedError("as planned")
+        return y.sin().sum()
+
+    return fn, count
+
+
+def attempt(use, fn, x):
+    with pytest.raises(PlannedError, match="as planned"):
+        use(fn, x)
+
+
+ATTEMPTS = {
+    "backward": lambda fn, x: fn(x.requires_grad_()).backward(),
+    "grad": lambda fn, x: grad(fn)(x),
+    "vmap(grad)": lambda fn, x: vmap(grad(fn))(x[None]),
+    "hessian": lambda fn, x: hessian(fn)(x),
+}
+
+
+@pytest.mark.parametrize("use", ATTEMPTS.values(), ids=list(ATTEMPTS))
+@pytest.mark.parametrize("evaluation", [1, 2], ids=["forward", "recompute"])
+def test_an_exception_leaves_nothing_alive(use, evaluation):
+    # torch's first transform imports modules, which keep the frames they are met in.
+    use(lambda x: x.sin().sum(), torch.ones(4))
+    watch = Watch()
+    fn, count = failing_at(evaluation, watch)
+    x = watch(torch.linspace(0, 1, 4))
+    attempt(use, remat(watch(fn)), x)
+    assert len(count) == evaluation
+    count.note("past the failure")
+    use(remat(fn), x)
+    assert len(count) > evaluation + 2, "and the next attempt is rematerialized"
+    del fn, x
+    assert watch.alive == 0
+
+
+def test_a_forward_that_failed_does_not_hinder_the_next():
+    watch = Watch()
+    fn, count = failing_at(1, watch)
+    x = torch.linspace(0, 1, 4).requires_grad_()
+    wrapped = remat(fn)
+    attempt(lambda f, x: f(x), wrapped, x)
+    (got,) = torch.autograd.grad(wrapped(x), x)
+    (want,) = torch.autograd.grad(x.sin().exp().sin().sum(), x)
+    assert_same(got, want)
+    assert (len(count), watch.alive) == (3, 0)
+
+
+# --- Many calls ---
+
+
+def caches():
+    """Return the sizes of the containers that the package's modules hold."""
+    sizes = {}
+    for info in pkgutil.walk_packages(package.__path__, "remat."):
+        module = importlib.import_module(info.name)
+        for name, value in vars(module).items():
+            if name == "TORCH_NODES":  # torch's own, which its lazy imports add to
+                continue
+            if isinstance(value, (dict, list, set)) and not name.startswith("__"):
+                sizes[info.name, name] = len(value)
+            elif hasattr(value, "cache_info"):
+                sizes[info.name, name] = value.cache_info().currsize
+    return sizes
+
+
+def fresh_step():
+    """Run a step with a function, a closure and a module that are new each time."""
+    scale = torch.linspace(1, 2, 4)
+    layer = nn.Linear(4, 4)
+    calls = Evaluations()
+
+    def fn(x):
+        calls.note(1)
+        return (layer(x) * scale).tanh().exp()
+
+    remat(fn)(torch.ones(4, requires_grad=True)).sum().backward()
+    grad(lambda x: remat(fn)(x).sum())(torch.ones(4))
+    vmap(grad(lambda x: remat(fn)(x).sum()))(torch.ones(2, 4))
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("times", [20, 200])
+def test_repeated_calls_grow_no_cache(times):
+    fresh_step()
+    fresh_step()
+    before = caches()
+    for _ in range(times):
+        fresh_step()
+    assert caches() == before
+
+
+def count_objects():
+    """Count tensors and remat's own objects; torch.func leaves closures of its own."""
+    return sum(
+        issubclass(type(item), torch.Tensor)
+        or str(getattr(type(item), "__module__", "")).startswith("remat")
+        for item in gc.get_objects()
+    )
+
+
+@pytest.mark.parametrize("times", [20, 200])
+def test_repeated_calls_leave_no_objects_behind(times):
+    for _ in range(3):
+        fresh_step()
+    before = count_objects()
+    for _ in range(times):
+        fresh_step()
+    assert count_objects() == before
+
+
+def test_the_object_count_sees_a_tensor_left_behind():
+    before = count_objects()
+    left = torch.ones(3)
+    assert count_objects() == before + 1
+    del left
+    assert count_objects() == before
+
+
+@pytest.mark.parametrize("times", [20, 200])
+def test_a_training_step_leaves_no_object_of_any_kind(times):
+    calls = Evaluations()
+
+    def step():
+        scale = torch.linspace(1, 2, 4)
+
+        def fn(x):
+            calls.note(None)
+            return (x * scale).tanh().exp()
+
+        remat(fn)(torch.ones(4, requires_grad=True)).sum().backward()
+
+    for _ in range(3):
+        step()
+    before = len(gc.get_objects())
+    for _ in range(times):
+        step()
+    assert len(gc.get_objects()) - before < 5
+    assert len(calls) == 2 * (times + 3)
+
+
+def test_new_code_is_remembered_only_up_to_a_bound():
+    """Each round compiles new code, as running a notebook cell again does."""
+    x = torch.linspace(0, 1, 4)
+    source = "def fn(x):\n    calls.note(1)\n    return x.sin().exp().sum()"
+
+    def run(times):
+        for _ in range(times):
+            scope = {"calls": Evaluations()}
+            exec(source, scope)
+            grad(remat(scope["fn"]))(x)
+            assert len(scope["calls"]) == 2
+
+    run(20)
+    before = caches()
+    run(200)
+    grown = {name: size - before[name] for name, size in caches().items()}
+    assert max(grown.values()) <= 200, "at most one entry for each code object"
+
+
+def test_a_namespace_made_by_exec_is_freed():
+    watch = Watch()
+    scope = {"weight": watch(torch.linspace(1, 2, 4)), "calls": Evaluations()}
+    exec("def fn(x):\n    calls.note(1)\n    return (x * weight).sin().sum()", scope)
+    remat(scope["fn"])(torch.ones(4, requires_grad=True)).backward()
+    assert len(scope["calls"]) == 2
+    del scope
+    gc.collect()  # a function and its namespace are a cycle of Python's own
+    assert watch.alive == 0
+
+
+def test_a_local_class_is_freed_with_what_its_methods_close_over():
+    watch = Watch()
+
+    def run():
+        weight = watch(torch.linspace(1, 2, 4))
+
+        class Local(nn.Module):
+            def forward(self, x):
+                return (x * weight).sin().sin()
+
+        x = torch.ones(4, requires_grad=True)
+        with count_ops() as ops:
+            remat(Local())(x).sum().backward()
+        assert ops["sin"] == 2 + 1, "the last one is not needed again"
+        return weakref.ref(Local)
+
+    local = run()
+    gc.collect()  # a class is a cycle of Python's own
+    assert local() is None
+    assert watch.alive == 0

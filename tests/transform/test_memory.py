@@ -1,0 +1,370 @@
+"""Bytes: what a remat call keeps after the forward, and the peak of what follows.
+
+A unit is one tensor of 64 KB. The problem is eight blocks of eight sines, for each of
+which plain autograd keeps one tensor.
+"""
+
+import functools
+from collections import namedtuple
+
+import pytest
+import torch
+from support.zoo import counted
+from torch import nn
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+
+from remat import remat
+from remat.testing import (
+    assert_same,
+    count_ops,
+    live_bytes,
+    peak_bytes,
+)
+
+
+UNIT = 65_536
+SCALARS = 64  # bytes: a loss, its gradient, a sum
+BLOCKS = SINES = 8
+
+
+def plain(fn):
+    return fn
+
+
+higher_order = functools.partial(remat, higher_order=True)
+
+
+def ramp():
+    return torch.linspace(0.1, 1.0, UNIT // 4)
+
+
+def sines(x):
+    for _ in range(SINES):
+        x = x.sin()
+    return x
+
+
+def chain(ckpt):
+    def loss(x):
+        for _ in range(BLOCKS):
+            x = ckpt(sines)(x)
+        return x.sum()
+
+    return loss
+
+
+def units(size):
+    """Return how many units `size` bytes are, but for a few scalars."""
+    count, rest = divmod(size, UNIT)
+    assert rest <= SCALARS
+    return count
+
+
+# --- Peak ---
+
+
+def by_backward(f):
+    x = ramp().requires_grad_()
+    f(x).backward()
+    return x.grad
+
+
+def by_autograd_grad(f):
+    x = ramp().requires_grad_()
+    return torch.autograd.grad(f(x), x)
+
+
+def by_double_backward(f):
+    x = ramp().requires_grad_()
+    (first,) = torch.autograd.grad(f(x), x, create_graph=True)
+    return torch.autograd.grad(first.sum(), x)
+
+
+def grad_of_grad(f):
+    return grad(lambda x: grad(f)(x).sum())(ramp())
+
+
+def vmap_of_grad(f):
+    return vmap(grad(f))(ramp().view(4, -1))
+
+
+def grad_of_vmap(f):
+    return grad(lambda x: vmap(f)(x).sum())(ramp().view(4, -1))
+
+
+def grad_of_jvp(f):
+    return grad(lambda x: jvp(f, (x,), (x,))[1])(ramp())
+
+
+def jvp_of_grad(f):
+    return jvp(grad(f), (ramp(),), (ramp(),))
+
+
+def by_vjp(f):
+    out, pull = vjp(f, ramp())
+    return out, pull(torch.ones(()))
+
+
+SECOND_ORDER = {by_double_backward, grad_of_grad, grad_of_jvp}
+
+# Derivative: (units with remat at most, share of plain at most). Each makes its input.
+PEAKS = {
+    "backward": (by_backward, 17, 0.26),
+    "autograd.grad": (by_autograd_grad, 17, 0.26),
+    "grad": (lambda f: grad(f)(ramp()), 25, 0.14),
+    "vjp": (by_vjp, 19, 0.29),
+    "grad(grad)": (grad_of_grad, 54, 0.25),
+    "vmap(grad)": (vmap_of_grad, 25, 0.25),
+    "grad(vmap)": (grad_of_vmap, 25, 0.25),
+    "grad(jvp)": (grad_of_jvp, 55, 0.25),
+    "jvp(grad)": (jvp_of_grad, 55, 0.25),
+}
+
+
+@pytest.mark.parametrize(
+    ("derivative", "most", "share"), PEAKS.values(), ids=list(PEAKS)
+)
+def test_the_peak_of_eight_blocks_of_eight_sines(derivative, most, share):
+    want, got = [], []
+    plain_peak = peak_bytes(lambda: want.append(derivative(chain(plain))))
+    peak = peak_bytes(lambda: got.append(derivative(chain(remat))))
+    # A second derivative sums contributions in another order (promise 1).
+    assert_same(got, want, reassociated=derivative in SECOND_ORDER)
+    assert units(peak) <= most
+    assert peak <= share * plain_peak
+
+
+@pytest.mark.parametrize(
+    ("derivative", "most", "share"),
+    [(by_backward, 18, 0.28), (by_double_backward, 43, 0.23)],
+)
+def test_the_peak_with_one_node_for_each_call(derivative, most, share):
+    want, got = [], []
+    plain_peak = peak_bytes(lambda: want.append(derivative(chain(plain))))
+    peak = peak_bytes(lambda: got.append(derivative(chain(higher_order))))
+    assert_same(got, want, reassociated=derivative in SECOND_ORDER)
+    assert units(peak) <= most
+    assert peak <= share * plain_peak
+
+
+def test_the_graph_of_a_derivative_is_that_of_plain_where_one_is_to_be_taken():
+    want, got = [], []
+    calls = []
+
+    def wrap(fn):
+        fn, evaluations = counted(fn)
+        calls.append(evaluations)
+        return remat(fn)
+
+    plain_peak = peak_bytes(lambda: want.append(by_double_backward(chain(plain))))
+    peak = peak_bytes(lambda: got.append(by_double_backward(chain(wrap))))
+    assert_same(got, want)
+    assert peak == plain_peak
+    assert [*map(len, calls)] == [3] * BLOCKS, "once for each of both backwards"
+
+
+def test_the_peak_of_a_training_step_is_that_of_one_block_and_the_inputs_of_all():
+    x = ramp().requires_grad_()
+    peaks = []
+    for ckpt in (plain, remat):
+        x.grad = None
+        loss = chain(ckpt)
+        peaks.append(units(peak_bytes(lambda f=loss: f(x).backward())))
+    # But for the last sine of each block, which is not run again.
+    assert peaks == [BLOCKS * SINES + 1, BLOCKS + SINES]
+
+
+def test_the_graph_of_a_gradient_is_rematerialized_too():
+    x = ramp().requires_grad_()
+    kept = []
+    for ckpt in (plain, higher_order):
+
+        def gradient(f=chain(ckpt)):  # noqa: B008
+            return torch.autograd.grad(f(x), x, create_graph=True)
+
+        kept.append(units(live_bytes(gradient)))
+    # The gradient, and the input and cotangent of each block; plain: some of each sine.
+    assert kept[1] <= 1 + 2 * BLOCKS
+    assert kept[0] > 2 * BLOCKS * SINES
+
+
+def test_a_vjp_function_keeps_only_the_inputs_of_the_blocks():
+    x = ramp()
+    kept = [
+        units(live_bytes(functools.partial(vjp, chain(ckpt), x)))
+        for ckpt in (plain, remat)
+    ]
+    assert kept == [BLOCKS * SINES - 1, BLOCKS - 1]  # but for `x`, which exists already
+
+
+def test_nesting_trades_one_more_evaluation_for_a_logarithmic_peak():
+    def halves(count):
+        if count == 1:
+            return torch.sin
+        half = halves(count // 2)
+        return lambda x: remat(half)(remat(half)(x))
+
+    x = ramp().requires_grad_()
+    peaks = []
+    for fn in (sines, remat(sines), remat(halves(SINES))):
+        fn(x).sum().backward()  # what is kept for good is kept now
+        x.grad = None
+        peaks.append(units(peak_bytes(lambda f=fn: f(x).sum().backward())))
+        x.grad = None
+    assert peaks[2] < peaks[1] <= peaks[0] + 1
+    with count_ops() as ops:
+        remat(halves(SINES))(x).sum().backward()
+    # At each of three depths the first of two halves is run again, for the second.
+    assert (ops["sin"], ops["cos"]) == (SINES + 3 * SINES // 2, SINES)
+
+
+# --- What stays alive ---
+
+Pair = namedtuple("Pair", "left right")
+
+
+def mix(x, y):
+    return (x.sin() * y.cos()).exp().sin()
+
+
+SCALE = torch.linspace(1.0, 2.0, UNIT // 4)
+ROOT = SCALE.clone().requires_grad_()
+
+
+def closure_of(scale):
+    return lambda x: mix(x, scale)
+
+
+def global_tensor(x):
+    return mix(x, SCALE)
+
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(SCALE.clone())
+        self.register_buffer("shift", SCALE.clone())
+
+    def forward(self, x):
+        return mix(x, self.scale) + mix(self.shift, self.scale)
+
+    def method(self, x):
+        return self.forward(x)
+
+
+MODULE = Mixer()
+
+# Each takes a checkpoint and returns a call; what it is called on exists already.
+SIGNATURES = {
+    "positional": lambda ckpt: ckpt(mix)(ROOT, SCALE),
+    "keyword": lambda ckpt: ckpt(mix)(ROOT, y=SCALE),
+    "only keywords": lambda ckpt: ckpt(mix)(x=ROOT, y=SCALE),
+    "dict": lambda ckpt: ckpt(lambda d: mix(d["a"], d["b"][0]))(
+        {"a": ROOT, "b": [SCALE]}
+    ),
+    "namedtuple": lambda ckpt: ckpt(lambda p: mix(*p))(Pair(ROOT, SCALE)),
+    # No factor: autograd would keep it, and eight bytes are not asked for from hooks.
+    "statics": lambda ckpt: ckpt(lambda x, k, flag, none: mix(x, x).pow(k))(
+        ROOT, 3, True, None
+    ),
+    "closure": lambda ckpt: ckpt(closure_of(SCALE))(ROOT),
+    "default": lambda ckpt: ckpt(lambda x, y=SCALE: mix(x, y))(ROOT),
+    "global": lambda ckpt: ckpt(global_tensor)(ROOT),
+    "partial": lambda ckpt: ckpt(functools.partial(mix, y=SCALE))(ROOT),
+    "module": lambda ckpt: ckpt(MODULE)(ROOT),
+    "bound method": lambda ckpt: ckpt(MODULE.method)(ROOT),
+    "module in a closure": lambda ckpt: ckpt(lambda x: MODULE(x))(ROOT),
+    "functional_call": lambda ckpt: functional_call(
+        _Inside(ckpt), {"inner.scale": ROOT}, (SCALE,)
+    ),
+    "vmap": lambda ckpt: vmap(ckpt(mix), (0, None))(ROOT.view(4, -1), SCALE[:4096]),
+    "drawing dropout": lambda ckpt: ckpt(
+        lambda x: mix(nn.functional.dropout(x, 0.5), x)
+    )(ROOT),
+}
+
+
+class _Inside(nn.Module):
+    def __init__(self, ckpt):
+        super().__init__()
+        self.inner = MODULE
+        self.ckpt = ckpt
+
+    def forward(self, x):
+        return self.ckpt(self.inner)(x)
+
+
+@pytest.mark.parametrize("call", SIGNATURES.values(), ids=list(SIGNATURES))
+def test_after_the_forward_only_the_inputs_are_alive(call):
+    call(remat)  # what is kept for good is kept now
+    assert live_bytes(lambda: call(remat)) == UNIT
+    assert live_bytes(lambda: call(plain)) > 2 * UNIT
+
+
+def test_an_input_that_nothing_else_holds_is_kept_and_nothing_besides():
+    def step(ckpt):
+        return ckpt(mix)(ROOT * 2, SCALE * 2)
+
+    # Multiplying by 2 keeps the 2: eight bytes.
+    assert live_bytes(lambda: step(remat)) == 3 * UNIT + 8
+    assert live_bytes(lambda: step(plain)) == 4 * UNIT + 8
+
+
+def test_several_outputs_are_all_that_several_outputs_add():
+    def both(x):
+        y = x.sin().exp().sin()
+        return {"a": y, "b": [y.cos(), y.exp().detach()]}
+
+    assert live_bytes(lambda: remat(both)(ROOT)) == 3 * UNIT
+    assert live_bytes(lambda: both(ROOT)) > 3 * UNIT
+
+
+def test_an_input_returned_as_it_is_adds_nothing():
+    out = []
+    fn = remat(lambda x: (x, mix(x, x)))
+    assert live_bytes(lambda: out.append(fn(ROOT))) == UNIT
+    assert out[0][0] is ROOT
+    assert live_bytes(lambda: mix(ROOT, ROOT)) > 2 * UNIT
+
+
+def test_updated_buffers_add_their_values_from_before():
+    norm = nn.BatchNorm1d(8)
+    x = torch.randn(64, 8, requires_grad=True)
+    remat(norm)(x)
+    before = norm.running_mean.nbytes * 2 + norm.num_batches_tracked.nbytes
+    assert live_bytes(lambda: remat(norm)(x)) == x.nbytes + before
+    assert norm.num_batches_tracked == 2
+
+
+def test_a_whole_step_leaves_nothing_but_the_gradient():
+    def step(ckpt):
+        ckpt(mix)(ROOT * 1.0, SCALE).sum().backward()
+
+    try:
+        for ckpt in (remat, plain):
+            ROOT.grad = None
+            assert live_bytes(lambda c=ckpt: step(c)) == UNIT
+        ROOT.grad = None
+        assert peak_bytes(lambda: step(remat)) >= 4 * UNIT
+        with count_ops() as ops:
+            step(remat)
+        assert ops["exp"] == 2
+    finally:
+        ROOT.grad = None
+
+
+def test_with_nothing_to_differentiate_nothing_is_kept():
+    with torch.no_grad():
+        assert live_bytes(lambda: remat(mix)(ROOT, SCALE)) == UNIT
+    assert live_bytes(lambda: remat(mix)(SCALE, SCALE)) == UNIT
+    assert live_bytes(lambda: remat(mix)(ROOT, SCALE)) < live_bytes(
+        lambda: mix(ROOT, SCALE)
+    )
+
+
+def test_jacrev_recomputes_once_and_not_per_row():
+    x = torch.linspace(0.1, 1.0, 16)
+    with count_ops() as ops:
+        rows = jacrev(remat(sines))(x)
+    assert (ops["sin"], ops["cos"]) == (2 * SINES, SINES)
+    assert_same(rows, jacrev(sines)(x))

@@ -1,0 +1,458 @@
+"""Programs whose recomputation could be another function: right, or refused."""
+
+from collections import OrderedDict, deque
+
+import pytest
+import torch
+from support.zoo import Evaluations
+from torch import nn
+from torch.func import grad, jacrev
+from torch.nn.utils import parametrizations, parametrize
+
+from remat import CaptureError, MutationError, RecomputeError, remat
+from remat.testing import assert_same, count_ops
+
+
+SCALE = 1.0
+
+
+def leaf():
+    return torch.linspace(0.1, 1.0, 3).requires_grad_()
+
+
+# --- Values are those of the call ---
+
+
+def test_a_loop_variable_is_that_of_the_call():
+    x = leaf()
+    with count_ops() as ops:
+        ys = [remat(lambda x: (x.sin() * s).exp())(x) for s in (1.0, 2.0)]  # noqa: B023
+        got = torch.autograd.grad(sum(y.sum() for y in ys), x)[0]
+    assert ops["sin"] == 2 * 2
+    ys = [(x.sin() * s).exp() for s in (1.0, 2.0)]
+    assert_same(got, torch.autograd.grad(sum(y.sum() for y in ys), x)[0])
+
+
+def test_a_global_constant_is_that_of_the_call():
+    def fn(x):
+        return (x.sin() * SCALE).exp()
+
+    x = leaf()
+    want = torch.autograd.grad(fn(x).sum(), x)[0]
+    y = remat(fn)(x)
+    globals()["SCALE"] = 5.0
+    try:
+        with count_ops() as ops:
+            got = torch.autograd.grad(y.sum(), x)[0]
+    finally:
+        globals()["SCALE"] = 1.0
+    assert ops["sin"] == 1
+    assert_same(got, want)
+
+
+def test_the_mode_of_a_module_is_that_of_the_call():
+    module = nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.5))
+    x = leaf()
+
+    def gradient(transform, between):
+        torch.manual_seed(3)
+        y = transform(module)(x)
+        between()
+        with count_ops() as ops:
+            g = torch.autograd.grad(y.square().sum(), x)[0]
+        module.train()
+        return g, ops["addmm"]
+
+    want, _ = gradient(lambda fn: fn, module.train)
+    got, linears = gradient(remat, module.eval)
+    assert linears == 1
+    assert_same(got, want)
+
+
+# --- Memory shared by outputs ---
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view, torch.adjoint])
+def test_a_view_that_only_flips_a_bit_keeps_its_value(view):
+    x = torch.randn(3, 3, dtype=torch.cfloat, requires_grad=True)
+    with count_ops() as ops:
+        y = remat(lambda x: (view(x), x.sin().exp()))(x)
+        y[1].abs().sum().backward()
+    assert ops["sin"] == 2
+    assert torch.equal(y[0], view(x))
+
+
+def gradient_and_sines(fn, x):
+    with count_ops() as ops:
+        x = x.detach().clone().requires_grad_()
+        y = fn(x * 1)
+        y.sum().backward()
+    return (y.detach(), x.grad), ops["sin"]
+
+
+def real(wrap):
+    return lambda z: wrap(lambda z: torch.real(z.sin().sin()))(z).mul_(2)
+
+
+def view_as_real(wrap):
+    return lambda z: wrap(lambda z: torch.view_as_real(z.sin().sin()))(z).mul_(2)
+
+
+def twice(x):
+    y = x.sin().sin()
+    return y, y.view(-1)
+
+
+def shared(wrap):
+    def fn(x):
+        a, b = wrap(twice)(x)
+        assert a.data_ptr() == b.data_ptr()
+        a.mul_(2)
+        return a + b * b
+
+    return fn
+
+
+CHANGED = {
+    "real": (real, torch.ones(3, dtype=torch.cfloat)),
+    "view_as_real": (view_as_real, torch.ones(3, dtype=torch.cfloat)),
+    "shared": (shared, torch.linspace(0.1, 1.0, 3)),
+}
+changed = pytest.mark.parametrize(("make", "x"), CHANGED.values(), ids=CHANGED)
+
+
+@changed
+def test_a_result_that_is_a_view_may_be_changed(make, x):
+    want, plain = gradient_and_sines(make(lambda fn: fn), x)
+    got, sines = gradient_and_sines(make(remat), x)
+    assert_same(got, want)
+    assert (plain, sines) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda wrap: lambda z: wrap(torch.real)(z).mul_(2),
+        lambda wrap: lambda z: wrap(torch.view_as_real)(z).mul_(2),
+        shared,
+    ],
+)
+def test_a_result_of_one_node_that_is_a_view_may_not_be_changed(change):
+    z = torch.ones(3, dtype=torch.cfloat)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        gradient_and_sines(change(lambda fn: remat(fn, higher_order=True)), z)
+
+
+# --- Tensors that leave, or are kept, other than by being returned ---
+
+
+def normal(x):
+    return torch.distributions.Normal(x.sin().sin(), x.exp())
+
+
+def one_by_one(x):
+    return (y.sin() for y in [x.sin()])
+
+
+@pytest.mark.parametrize(
+    ("make", "use", "again"),
+    [
+        (normal, lambda d: d.log_prob(torch.ones(3)), 2),
+        # Its code runs after the call, as it is.
+        (one_by_one, next, 0),
+    ],
+    ids=["an object", "a generator"],
+)
+def test_a_result_may_hide_tensors(make, use, again):
+    def using(wrap):
+        return lambda x: use(wrap(make)(x))
+
+    want, plain = gradient_and_sines(using(lambda fn: fn), leaf())
+    got, sines = gradient_and_sines(using(remat), leaf())
+    assert_same(got, want)
+    assert (plain, sines) == (2, 2 + again)
+
+
+@pytest.mark.parametrize("make", [normal, one_by_one])
+def test_a_result_that_hides_tensors_is_refused_under_func_grad(make):
+    with pytest.raises(CaptureError, match="holds or makes tensors"):
+        grad(lambda x: remat(make)(x))(torch.ones(3))
+
+
+def test_a_kept_intermediate_is_refused_under_func_grad():
+    kept = []
+
+    def fn(x):
+        kept.append(x.sin())
+        return x.cos()
+
+    with pytest.raises(CaptureError, match=r"Under torch\.func its gradient would be"):
+        grad(lambda x: (remat(fn)(x) + kept[-1]).sum())(torch.ones(3))
+
+
+class Settings:
+    weight = leaf()
+
+
+def scaled(x, settings):
+    return (x.sin() * settings.weight).sin()
+
+
+def test_a_tensor_that_an_argument_hides_gets_its_gradient():
+    inputs = x, w = leaf(), Settings.weight
+    want = torch.autograd.grad(scaled(x, Settings()).sum(), inputs)
+    with count_ops() as ops:
+        got = torch.autograd.grad(remat(scaled)(x, Settings()).sum(), inputs)
+    assert_same(got, want)
+    assert w.grad is None
+    assert ops["sin"] == 2 + 1
+
+
+def test_a_tensor_that_an_argument_hides_is_refused_where_it_would_get_none():
+    with pytest.raises(CaptureError, match="used but is no input of the call"):
+        remat(scaled, higher_order=True)(leaf(), Settings())
+
+
+def test_parametrizations_are_cached_in_a_recomputation_as_they_were():
+    """The second call finds what the first computed, which its recomputation does."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, weight):
+            return weight * self.scale
+
+    linear = nn.Linear(4, 4)
+    layer = nn.Sequential(linear, nn.Tanh())
+    parametrize.register_parametrization(linear, "weight", Scaled())
+    scale = linear.parametrizations.weight[0].scale
+    x = torch.randn(2, 4)
+
+    def gradient(transform):
+        with parametrize.cached():
+            y = transform(layer)(transform(layer)(x).sin()).sin()
+        return torch.autograd.grad(y.sum(), scale)[0]
+
+    with count_ops() as plain:
+        want = gradient(lambda fn: fn)
+    with count_ops() as ops:
+        got = gradient(remat)
+    assert ops["addmm"] == 2 * plain["addmm"]
+    assert_same(got, want)
+
+
+def test_parametrizations_are_computed_in_a_recomputation_if_they_were():
+    """Though the backward runs where others are cached."""
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    parametrizations.weight_norm(layer[0])
+    x, weights = torch.randn(2, 4), [*layer.parameters()]
+    want = torch.autograd.grad(layer(x).sum(), weights)
+    y = remat(layer)(x).sum()
+    with parametrize.cached(), count_ops() as ops:
+        layer(x)
+        got = torch.autograd.grad(y, weights)
+    assert_same(got, want)
+    assert ops["_weight_norm_interface"] == 1 + 1
+
+
+# --- Containers of very many entries ---
+
+
+def grown(container):
+    if isinstance(container, dict):
+        container[len(container)] = None
+    else:
+        container.append(None)
+
+
+@pytest.mark.parametrize(
+    "make", [list, deque, dict.fromkeys, OrderedDict.fromkeys], ids=range(4)
+)
+def test_what_was_only_added_to_a_large_container_is_left_out_of_a_recomputation(make):
+    log = make(range(2000))
+
+    def fn(x):
+        grown(log)
+        return (x.sin() * len(log)).exp()
+
+    x = torch.linspace(0.0, 1e-3, 3).requires_grad_()
+    with count_ops() as ops:
+        y = remat(fn)(x)
+        grown(log)
+        (got,) = torch.autograd.grad(y.sum(), x)
+    assert len(log) == 2002
+    assert ops["sin"] == 2
+    (want,) = torch.autograd.grad((x.sin() * 2001).exp().sum(), x)
+    assert_same(got, want)
+
+
+def test_a_large_container_that_changed_otherwise_is_refused():
+    log = list(range(2000))
+
+    def fn(x):
+        return (x.sin() * len(log)).exp()
+
+    y = remat(fn)(leaf())
+    log[0] = "changed"
+    with pytest.raises(RecomputeError, match=r"`log` changed since .* 2,000 entries"):
+        y.sum().backward()
+
+
+def backward_inside(x, w):
+    (x.detach().sin() * w).sum().backward()
+    return (x * w).sin().sin()
+
+
+def test_a_backward_inside_adds_its_gradients_once():
+    def run(wrap):
+        x, w = leaf(), leaf()
+        with count_ops() as ops:
+            wrap(backward_inside)(x, w).sum().backward()
+        return (x.grad, w.grad), ops["sin"]
+
+    want, plain = run(lambda fn: fn)
+    got, sines = run(remat)
+    assert_same(got, want)
+    # The backward inside reads what was saved, and the recomputation runs it again.
+    assert (plain, sines) == (3, 3 + 1 + 2)
+
+
+def test_backward_inside_is_refused_in_one_node():
+    with pytest.raises(CaptureError, match="calls backward"):
+        remat(backward_inside, higher_order=True)(leaf(), leaf())
+
+
+class Signed(nn.Linear):
+    """Takes the signs of its weight: to do so twice changes nothing."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.sign()
+        return super().forward(x).sin().exp()
+
+
+class Halved(nn.Linear):
+    def forward(self, x):
+        self.weight.data = self.weight.data / 2
+        return super().forward(x).sin().exp()
+
+
+def test_an_assignment_to_data_that_may_be_done_twice_is_done_once():
+    def run(wrap):
+        torch.manual_seed(1)
+        module, x = Signed(3, 3), leaf()
+        y = wrap(module)(x)
+        place = module.weight.data_ptr()
+        with count_ops() as ops:
+            y.sum().backward()
+        assert module.weight.data_ptr() == place
+        return (module.weight, module.weight.grad, x.grad), ops["sign"]
+
+    want, plain = run(lambda fn: fn)
+    got, again = run(remat)
+    assert_same(got, want)
+    assert (plain, again) == (0, 1)
+
+
+def test_another_assignment_to_data_is_refused_and_undone():
+    module = Halved(3, 3)
+    y = remat(module)(leaf())
+    weight = module.weight.detach().clone()
+    for _ in range(2):
+        with pytest.raises(MutationError, match="`weight` was changed in place inside"):
+            y.sum().backward(retain_graph=True)
+        assert_same(module.weight.detach(), weight)
+    assert module.weight.grad is None
+
+
+def test_an_assignment_to_data_is_refused_in_one_node():
+    with pytest.raises(MutationError, match="`weight` was changed in place inside"):
+        remat(Halved(3, 3), higher_order=True)(leaf())
+
+
+def test_a_lazy_module_runs_as_it_is_until_it_ran():
+    module = nn.Sequential(nn.LazyLinear(3), nn.Tanh(), nn.Linear(3, 3))
+    for again in (0, 1):
+        x = leaf()
+        with count_ops() as ops:
+            remat(module)(x).sum().backward()
+        assert ops["tanh"] == 1 + again
+        assert_same(x.grad, torch.autograd.grad(module(x).sum(), x)[0])
+
+
+# --- Tensors of unusual kinds ---
+
+
+def test_an_inference_tensor_may_be_an_input():
+    with torch.inference_mode():
+        c = torch.ones(3)
+    x = leaf()
+    with count_ops() as ops:
+        remat(lambda c, x: (c + x).sin().exp())(c, x).sum().backward()
+    assert ops["sin"] == 2
+    assert_same(x.grad, torch.autograd.grad((c + x).sin().exp().sum(), x)[0])
+
+
+def test_under_inference_mode_func_grad_is_right():
+    x = torch.ones(3)
+    with torch.inference_mode(), count_ops() as ops:
+        got = grad(lambda x: remat(torch.sin)(x).sum())(x)
+    assert ops["sin"] == 2
+    assert torch.equal(got, x.cos())
+
+
+def test_a_parameter_is_a_parameter_inside():
+    p = nn.Parameter(torch.ones(3))
+    p.tag = "mine"
+    seen = Evaluations()
+
+    def fn(p):
+        seen.note((type(p), p.tag))
+        return p.sin().exp()
+
+    remat(fn)(p).sum().backward()
+    assert [*seen] == [(nn.Parameter, "mine")] * 2
+
+
+# --- A batch of cotangents ---
+
+
+def test_jacrev_recomputes_once_with_the_draws_of_the_forward():
+    def fn(x):
+        return nn.functional.dropout(x.sin(), 0.5).cumsum(0)
+
+    def jacobian(transform):
+        torch.manual_seed(3)
+        return jacrev(transform(fn))(torch.ones(16))
+
+    want = jacobian(lambda fn: fn)
+    with count_ops() as ops:
+        got = jacobian(remat)
+    assert ops["sin"] == 2
+    assert_same(got, want)
+
+
+# --- Kernels that depend on grad mode ---
+
+LSTM = nn.LSTM(10, 10)
+MODAL = {
+    "silu": nn.functional.silu,
+    "mish": nn.functional.mish,
+    "group norm": lambda x: nn.functional.group_norm(x.view(2, 5, -1), 5) ** 3,
+    "gelu": nn.functional.gelu,
+    "weight norm": lambda x: torch._weight_norm(
+        x.view(10, -1), x.detach().view(10, -1).norm(dim=1, keepdim=True), 0
+    ),
+    "lstm": lambda x: LSTM(x.view(2, 50, 10))[0],
+}
+
+
+@pytest.mark.parametrize("fn", MODAL.values(), ids=MODAL)
+def test_func_grad_uses_the_kernels_of_plain_code(fn):
+    x = torch.randn(1000)
+    want = grad(lambda x: fn(x.sin()).sum())(x)
+    with count_ops() as ops:
+        got = grad(lambda x: remat(lambda x: fn(x.sin()))(x).sum())(x)
+    assert ops["sin"] == 2
+    assert_same(got, want)

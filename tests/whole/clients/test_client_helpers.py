@@ -1,0 +1,93 @@
+"""The comparison of clients fails on what is wrong."""
+
+import pytest
+import torch
+from support.clients import (
+    STYLES,
+    Client,
+    assert_moved,
+    assert_recomputed,
+    assert_trains_as_plain,
+    of_style,
+    theirs,
+    train,
+)
+from support.zoo import plainly
+from torch import nn
+
+
+def build():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+
+CLIENT = Client(
+    build,
+    lambda model: [model],
+    lambda: {"input": torch.randn(4, 8)},
+    lambda out: out.square().mean(),
+)
+styles = pytest.mark.parametrize("style", STYLES)
+
+
+def scaled(fn):
+    """A remat whose gradients are off by the last bits."""
+
+    def call(*args):
+        out = theirs(fn)(*args)
+        out.register_hook(lambda cotangent: cotangent * (1 + 1e-6))
+        return out
+
+    return call
+
+
+def twice(fn):
+    """A remat that runs a block once more than it has to."""
+
+    def call(*args):
+        out = theirs(fn)(*args)
+        out.register_hook(lambda cotangent: (cotangent, fn(*args))[0])
+        return out
+
+    return call
+
+
+@styles
+def test_a_checkpoint_passes(style):
+    assert_trains_as_plain(CLIENT, style, theirs)
+
+
+@styles
+def test_an_identity_fails(style):
+    with pytest.raises(AssertionError, match=r"^0 products run again"):
+        assert_trains_as_plain(CLIENT, style, plainly)
+
+
+@styles
+def test_gradients_that_differ_in_the_last_bits_fail(style):
+    with pytest.raises(AssertionError, match="differs in value"):
+        assert_trains_as_plain(CLIENT, style, scaled)
+
+
+@styles
+def test_blocks_that_are_recomputed_too_often_fail(style):
+    model = of_style(CLIENT, style, twice)
+    assert_recomputed(CLIENT, model, times=2)
+    with pytest.raises(AssertionError, match=r"^6 products run again"):
+        assert_recomputed(CLIENT, model)
+
+
+def test_a_block_that_is_called_twice_in_the_forward_fails():
+    def forward_twice(fn):
+        return lambda *args: (fn(*args) + fn(*args)) / 2
+
+    model = of_style(CLIENT, "forward", forward_twice)
+    with pytest.raises(AssertionError, match="6 products forward, not 3"):
+        assert_recomputed(CLIENT, model)
+
+
+def test_a_model_without_gradients_fails():
+    model = build()
+    model[1].requires_grad_(False)
+    run = train(CLIENT, model)
+    with pytest.raises(AssertionError, match=r"no gradient for \['1.0.weight'"):
+        assert_moved(model, run)

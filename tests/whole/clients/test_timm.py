@@ -1,0 +1,186 @@
+"""Models of timm, unmodified: those that it has for tests, with random weights.
+
+timm cannot be imported without torchvision, of which PyPI has no build that loads
+beside a CPU build of torch 2.13. These tests run where it loads.
+"""
+
+import pytest
+import torch
+from support.clients import (
+    STYLES,
+    Client,
+    adamw,
+    assert_recomputed,
+    assert_trains_as_plain,
+    built,
+    bytes_after_forward,
+    bytes_at_peak,
+    bytes_left,
+    of_style,
+    products,
+    sgd,
+    theirs,
+    train,
+)
+from support.zoo import plainly
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from remat import policies, remat
+from remat.testing import assert_same
+
+
+pytestmark = pytest.mark.clients
+reason = "timm needs a torchvision that loads beside this torch"
+pytest.importorskip("torchvision", reason=reason, exc_type=(ImportError, RuntimeError))
+timm = pytest.importorskip("timm", reason="needs timm")
+
+
+# --- The models ---
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images, labels):
+        logits = self.model(images)
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+def client(name, blocks, **options):
+    def build():
+        return WithLoss(timm.create_model(name, num_classes=5, **options))
+
+    def inputs():
+        labels = torch.tensor([0, 1, 2, 3])
+        return {"images": torch.randn(4, 3, 64, 64), "labels": labels}
+
+    return Client(
+        build, lambda model: blocks(model.model), inputs, lambda out: out["loss"]
+    )
+
+
+def residual_stages(model):
+    return [model.layer1, model.layer2, model.layer3, model.layer4]
+
+
+CLIENTS = {
+    "vit": client(
+        "test_vit", lambda m: [m.blocks], img_size=64, drop_rate=0.1, attn_drop_rate=0.1
+    ),
+    "vit-relpos": client(
+        "test_vit_relpos", lambda m: [m.blocks], img_size=64, drop_path_rate=0.2
+    ),
+    "resnet": client("test_resnet", residual_stages, drop_path_rate=0.2),
+    "convnext": client("test_convnext", lambda m: [s.blocks for s in m.stages]),
+    "efficientnet": client("test_efficientnet", lambda m: m.blocks, drop_path_rate=0.2),
+    "nfnet": client("test_nfnet", lambda m: m.stages, drop_path_rate=0.2),
+}
+styles = pytest.mark.parametrize("style", STYLES)
+
+
+def clients(*names):
+    return pytest.mark.parametrize("name", names or tuple(CLIENTS))
+
+
+# --- Training ---
+
+
+@styles
+@clients()
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_three_steps_are_those_of_plain(name, style, optimizer):
+    """Running statistics are updated once in each step."""
+    assert_trains_as_plain(CLIENTS[name], style, remat, optimizer=optimizer)
+
+
+@styles
+@clients("vit", "resnet")
+def test_gradients_add_up_over_micro_batches(name, style):
+    assert_trains_as_plain(CLIENTS[name], style, remat, micro_batches=2)
+
+
+@clients("vit", "resnet", "convnext", "efficientnet")
+def test_whole_stages(name):
+    """A stage is an nn.Sequential of layers, and is one call."""
+
+    def stages(blocks, wrap):
+        for block in blocks:
+            block.forward = wrap(block.forward)
+
+    assert_trains_as_plain(CLIENTS[name], stages, remat)
+
+
+@clients("vit", "resnet", "convnext", "efficientnet")
+def test_in_the_place_of_the_checkpoint_that_models_call(name, monkeypatch):
+    """timm calls it with a closure over the list of all layers of a stage."""
+
+    def checkpoint(fn, *args, use_reentrant, **kwargs):
+        assert not use_reentrant
+        return remat(fn)(*args, **kwargs)
+
+    def enable(blocks, wrap):
+        monkeypatch.setattr("torch.utils.checkpoint.checkpoint", checkpoint)
+
+    def build():
+        model = CLIENTS[name].build()
+        model.model.set_grad_checkpointing()
+        return model
+
+    plain = CLIENTS[name]
+    ours = Client(build, plain.blocks, plain.inputs, plain.loss)
+    want = train(plain, built(plain))
+    got = train(ours, of_style(ours, enable, remat))
+    assert_same(got, want)
+    _, ran = products(ours, built(ours))
+    _, of_plain = products(plain, built(plain))
+    assert ran > of_plain
+
+
+@styles
+@clients("vit", "convnext")
+@pytest.mark.parametrize("policy", ["dots_saveable", "everything_saveable"])
+def test_policies(name, style, policy):
+    """Products are not run again, and convolutions are products."""
+    of_policy = remat(policy=getattr(policies, policy))
+    client = CLIENTS[name]
+    want = train(client, built(client))
+    ours = of_style(client, style, of_policy)
+    assert_same(train(client, ours), want)
+    models = of_style(client, style, remat), ours, built(client)
+    _, ran, of_plain = (products(client, model) for model in models)
+    assert ran == of_plain
+    nothing, kept, all_bytes = (bytes_after_forward(client, m) for m in models)
+    assert nothing < kept <= all_bytes
+
+
+# --- Memory ---
+
+
+@styles
+@clients()
+def test_no_more_work_and_bytes_than_with_torchs_checkpoint(name, style):
+    client = CLIENTS[name]
+    models = [of_style(client, style, wrap) for wrap in (plainly, theirs, remat)]
+    _, other, ours = models
+    ran, allowed = (products(client, model) for model in (ours, other))
+    assert ran <= allowed
+    all_bytes, allowed, held = (bytes_after_forward(client, m) for m in models)
+    assert held <= allowed
+    assert held < all_bytes
+    # Theirs updates running statistics twice; ours has a copy of what they were.
+    copies = sum(b.nbytes for b in ours.buffers())
+    _, allowed, peak = (bytes_at_peak(client, model) for model in models)
+    assert peak <= allowed + copies
+
+
+@styles
+@clients("vit", "resnet")
+def test_steps_leave_nothing_behind(name, style):
+    client = CLIENTS[name]
+    ours = of_style(client, style, remat)
+    of_plain, left = (bytes_left(client, m) for m in (built(client), ours))
+    assert left == of_plain
+    assert_recomputed(client, ours)

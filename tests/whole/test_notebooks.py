@@ -1,0 +1,81 @@
+"""Every notebook runs; a cell tagged ``golden`` prints exactly what is stored.
+
+Run as a script, this file runs the notebooks and stores their outputs.
+"""
+
+import os
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+# As in pyproject.toml: torch's own rules for jvp warn, from 2.14 on visibly.
+QUIET = "ignore:`torch.jit.script` is deprecated:FutureWarning"
+
+
+def run(path):
+    """Return the stored notebook and a freshly run copy of it."""
+    stored = nbformat.read(path, as_version=4)
+    fresh = nbformat.read(path, as_version=4)
+    client = nbclient.NotebookClient(
+        fresh,
+        timeout=300,
+        kernel_name="python3",
+        record_timing=False,
+        resources={"metadata": {"path": str(FOLDER)}},
+    )
+    client.execute(env={**os.environ, "PYTHONWARNINGS": QUIET})
+    return stored, fresh
+
+
+def text(cell):
+    """What a cell printed and returned, without pictures."""
+    parts = []
+    for output in cell.get("outputs", []):
+        data = output.get("data", {})
+        if "image/png" not in data:
+            parts.append(output.get("text", "") or data.get("text/plain", ""))
+    return "".join(parts)
+
+
+def golden(notebook):
+    tagged = "golden"
+    return [c for c in notebook.cells if tagged in c.metadata.get("tags", [])]
+
+
+# jupyter_client and zmq warn from their own event loop on some platforms.
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebook_runs_and_prints_what_is_stored(path):
+    stored, fresh = run(path)
+    assert golden(stored), "tag at least one cell golden, or nothing is compared"
+    for before, after in zip(golden(stored), golden(fresh), strict=True):
+        assert text(after) == text(before)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebook_is_stored_with_its_outputs(path):
+    cells = [c for c in nbformat.read(path, as_version=4).cells if c.source.strip()]
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    assert all(cell.execution_count is not None for cell in code)
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+def store():
+    for path in NOTEBOOKS:
+        print(f"running {path.name}", flush=True)  # noqa: T201
+        _, fresh = run(path)
+        # The interpreter's version would change in every commit.
+        fresh.metadata.pop("language_info", None)
+        nbformat.write(fresh, path)
+
+
+if __name__ == "__main__":
+    store()

@@ -1,0 +1,44 @@
+"""The page on architecture names what exists, and every room."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/architecture.md").read_text()
+ROOMS = sorted(
+    path.name.removesuffix(".py")
+    for path in (ROOT / "remat").iterdir()
+    if path.name not in {"__init__.py", "__pycache__", "py.typed"}
+)
+FILES = sorted(set(re.findall(r"`((?:\w+/)?\w+/\w+\.(?:py|md))`", PAGE)))
+
+
+def test_the_rooms_are_few():
+    assert len(ROOMS) <= 15
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_is_on_the_map(room):
+    assert re.search(rf"\b{room}\b", PAGE.split("## The life of a call")[0])
+
+
+@pytest.mark.parametrize("room", [r for r in ROOMS if (ROOT / "remat" / r).is_dir()])
+def test_every_room_says_what_its_files_are(room):
+    folder = ROOT / "remat" / room
+    text = (folder / "__init__.py").read_text().split('"""')[1]
+    if room.startswith("_") and room != "_torch":
+        assert "Called by" in text
+        files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+        assert files <= set(re.findall(r"\w+", text))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_file_that_the_page_names_exists(file):
+    assert (ROOT / "remat" / file).exists() or (ROOT / file).exists()
+
+
+def test_the_page_names_files():
+    assert len(FILES) > 25
