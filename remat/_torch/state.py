@@ -5,7 +5,6 @@ Rejected: asking Dynamo. Importing it takes seconds, for those who do not compil
 """
 
 import functools
-import importlib
 import inspect
 import operator
 import sys
@@ -36,6 +35,11 @@ from typing_extensions import override
 
 
 _dynamo: Any = eval_frame
+
+try:
+    from torch.func import _random  # nothing in torch imports it
+except ImportError:
+    _random = None
 
 is_autocast_active = torch._C._is_any_autocast_enabled
 
@@ -182,16 +186,11 @@ def is_unwatched(tensor: Tensor) -> bool:
 # Deleted by: a public `torch.func.random`.
 def native_random(device: str) -> Any:
     """Return torch's own module of keyed draws, if it has kernels for the device."""
-    # By name: nothing in torch imports it, and older ones have none.
-    try:
-        module = importlib.import_module("torch.func._random")
-    except ImportError:
-        return None
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     ops = "aten::_philox_key_split", "aten::_philox_uniform_", "aten::_philox_normal_"
     try:
         key = torch._C._dispatch_key_for_device(device)
-        return module if all(has_kernel(op, key) for op in ops) else None
+        return _random if all(has_kernel(op, key) for op in ops) else None
     except RuntimeError:  # of no dispatch key
         return None
 
