@@ -13,8 +13,8 @@ import torch
 from typing_extensions import override
 
 from remat._ambient.streams import global_streams
-from remat._base.code import user_line
 from remat._base.errors import RandomnessError
+from remat._base.source import user_line
 from remat._base.types import Fn
 from remat._torch import (
     LeanDispatchMode,

@@ -159,33 +159,6 @@ def is_library(scope: dict[str, Any]) -> bool:
     return _is_library_file(file)
 
 
-_STANDARD = tuple(sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib"))
-_TORCH = os.path.dirname(torch.__file__)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_trusted_file(file: str) -> bool:
-    if file.startswith((_TORCH, OURS)):
-        return True
-    return file.startswith(_STANDARD) and "site-packages" not in file
-
-
-# Not that of a notebook or a prompt.
-_GENERATED = ("<string>", "<frozen", "<eval_with_key>")
-
-
-def user_line() -> str:
-    """Return the innermost line of the stack that is neither torch's nor remat's."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        file = code.co_filename
-        if not file.startswith(_GENERATED) and not _is_trusted_file(file):
-            return f"{file}:{frame.f_lineno}, in {code.co_name}"
-        frame = frame.f_back
-    return "an unknown line"
-
-
 CONSTANT = frozenset(
     {
         *(bool, bytes, complex, float, int, str, type(None), type(...)),

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from remat._base.absent import are_tensors, tensors_of
-from remat._base.code import user_line
 from remat._base.op import Op, Value
+from remat._base.source import user_line
 from remat._partial.plan import Step
 
 

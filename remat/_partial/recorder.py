@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from remat._base.absent import IGNORED, Absent
-from remat._base.code import user_line
 from remat._base.op import Op, Value
+from remat._base.source import user_line
 from remat._graph.graph import nodes_of
 from remat._partial.effects import (
     Moved,

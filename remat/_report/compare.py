@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from remat._base.absent import IGNORED, inputs_of, tensors_of
-from remat._base.code import CONSTANT, user_line
+from remat._base.code import CONSTANT
+from remat._base.source import user_line
 from remat._partial.effects import written_by
 from remat._report.storages import parts
 from remat._torch import (

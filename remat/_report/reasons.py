@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 from remat._base.op import Op
+from remat._base.source import short
 from remat._partial.plan import Fate, Plan, Record, Step
 
 
@@ -21,16 +22,6 @@ _UNTOLD = "perhaps read by the backward of what changes a view, or is written in
 def name(op: Op) -> str:
     """Return the name of an operation, `mm` say."""
     return getattr(op.packet, "__name__", str(op.packet))
-
-
-def place(source: str) -> str:
-    """Return the file and line of a source, without the folder.
-
-    Example:
-        >>> place("/home/me/model.py:12, in block")
-        'model.py:12'
-    """
-    return source.split(", in ")[0].replace("\\", "/").rsplit("/", 1)[-1]
 
 
 def _reads(step: Step) -> bool:
@@ -114,7 +105,7 @@ class Reasons:
 
     def _steps(self, indices: Sequence[int]) -> str:
         ops = [self._record.steps[i].op for i in indices]
-        return _listed(dict.fromkeys(f"{name(op)} ({place(op.source)})" for op in ops))
+        return _listed(dict.fromkeys(f"{name(op)} ({short(op.source, with_module=False)})" for op in ops))
 
     def _drawn(self, i: int) -> str:
         """Say why an operation runs whose result is not needed: for what it draws."""

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from remat._base.op import Value
+from remat._base.source import short
 from remat._report import render as _render
-from remat._report.reasons import place
 from remat.policies import Policy
 
 
@@ -156,7 +156,7 @@ class Explanation(_Shown):
             ImportError: matplotlib is not installed.
         """
         ops = [op for op in self.ops if not op.is_view]
-        labels = [f"{op.name} ({place(op.source)})" for op in ops]
+        labels = [f"{op.name} ({short(op.source)})" for op in ops]
         sizes, fates = [op.nbytes for op in ops], [op.fate for op in ops]
         return _render.bars(labels, sizes, fates, self._table().title, ax)
 
@@ -202,7 +202,7 @@ def _op_row(op: ExplainedOp) -> tuple[tuple[str, ...], str]:
     what = " ".join(_render.short(v.dtype, v.shape) for v in op.outputs)
     fate = op.fate if op.times < 2 else f"{op.fate} x{op.times}"
     costs = f"{op.nbytes:,}", f"{op.flops:,}"
-    return (op.name, place(op.source), what, *costs, fate, op.why), op.fate
+    return (op.name, short(op.source), what, *costs, fate, op.why), op.fate
 
 
 @dataclass(frozen=True, slots=True)

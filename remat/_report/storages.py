@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from remat._base import pytree
 from remat._base.absent import Absent
-from remat._base.code import user_line
 from remat._base.errors import CaptureError
+from remat._base.source import user_line
 from remat._partial.effects import written_by
 from remat._report.render import short
 from remat._torch import (

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat._ambient.draws import without_draws
+from remat._base.source import shown
 from remat._base.tracebacks import hide_frames
 from remat._partial.options import Options, Prune, Rng
 from remat._torch import is_traced_symbolically, not_scriptable
@@ -178,7 +179,7 @@ def _decorated(fn: Any, where: str, options: Options) -> Any:
 
 def _caller() -> str:
     caller = sys._getframe(2)
-    return f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    return f"{shown(caller.f_code.co_filename)}:{caller.f_lineno}"
 
 
 def _checked(policy: PolicyLike, prune: object, rng: object) -> Policy | None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from remat._base.code import user_line
 from remat._base.context import Decisions, here
 from remat._base.errors import RecomputeError
+from remat._base.source import user_line
 from remat._graph.handles import Handle, meta_of, unpack
 from remat._torch import (
     is_of_torch_func,

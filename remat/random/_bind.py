@@ -24,9 +24,10 @@ from torch.utils.data import get_worker_info
 from typing_extensions import override
 
 from remat._ambient.draws import Guard
-from remat._base.code import known_code, user_line
+from remat._base.code import known_code
 from remat._base.context import is_recomputing
 from remat._base.errors import RandomnessError
+from remat._base.source import user_line
 from remat._torch import (
     OpOverload,
     OpOverloadPacket,

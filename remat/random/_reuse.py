@@ -18,9 +18,9 @@ from typing import ParamSpec, TypeVar
 from torch import Tensor
 from typing_extensions import override
 
-from remat._base.code import user_line
 from remat._base.context import is_recomputing
 from remat._base.errors import KeyReuseError
+from remat._base.source import user_line
 from remat._torch import base_tensor, must_inline
 
 

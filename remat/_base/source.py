@@ -1,0 +1,99 @@
+"""Which line of the user's code is running, as text.
+
+Invariant: it is the innermost line that is neither torch's nor remat's, `model.py:12,
+in block`. A notebook's file reads `Cell In[9]`. All layers of a model in a package run
+the same line, so a line of a package says which module runs it:
+`modeling.py:310, in forward (layers.3.mlp)`.
+Rejected: hooks on modules to know that path. Every call would pay for them, and only
+records, reports and errors ask.
+"""
+
+import functools
+import os
+import sys
+import sysconfig
+import types
+
+import torch
+from torch import nn
+from torch.nn.modules import module
+
+from remat._base.code import OURS, is_library
+
+
+def user_line() -> str:
+    """Return the innermost line of the stack that is neither torch's nor remat's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    innermost: nn.Module | None = None
+    while frame is not None:
+        code = frame.f_code
+        if innermost is None:
+            innermost = _module_of(frame)
+        file = code.co_filename
+        if not file.startswith(_GENERATED) and not _is_trusted_file(file):
+            line = f"{shown(file)}:{frame.f_lineno}, in {code.co_name}"
+            path = _path_of(innermost, frame) if is_library(frame.f_globals) else ""
+            return f"{line} ({path})" if path else line
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def short(line: str, *, with_module: bool = True) -> str:
+    """Return a line without its folder and function, and perhaps without its module.
+
+    Example:
+        >>> short("/home/me/model.py:12, in block")
+        'model.py:12'
+        >>> short("/lib/modeling.py:310, in forward (layers.3.mlp)")
+        'modeling.py:310 (layers.3.mlp)'
+    """
+    where, _, function = line.partition(", in ")
+    name = where.replace("\\", "/").rsplit("/", 1)[-1]
+    _, opening, path = function.partition(" (")
+    return name + opening + path if with_module else name
+
+
+def shown(file: str) -> str:
+    """Return a file's name as a reader knows it: a notebook's cell by its number."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None:
+        return file
+    cell = shell.compile.format_code_name(file)
+    return " ".join(cell) if cell is not None else file
+
+
+# Not that of a notebook or a prompt.
+_GENERATED = ("<string>", "<frozen", "<eval_with_key>")
+_STANDARD = tuple(sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib"))
+_TORCH = os.path.dirname(torch.__file__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_trusted_file(file: str) -> bool:
+    if file.startswith((_TORCH, OURS)):
+        return True
+    return file.startswith(_STANDARD) and "site-packages" not in file
+
+
+# --- The module that runs a line ---
+
+
+def _module_of(frame: types.FrameType) -> nn.Module | None:
+    """Return the module that is called in a frame, if it is that of `__call__`."""
+    if frame.f_code.co_filename != module.__file__:
+        return None
+    called = frame.f_locals.get("self")
+    return called if isinstance(called, nn.Module) else None
+
+
+def _path_of(inner: nn.Module | None, frame: types.FrameType | None) -> str:
+    """Return the path of a module in the outermost one that is running."""
+    outer = inner
+    while frame is not None:
+        found = _module_of(frame)
+        inner, outer = inner or found, found or outer
+        frame = frame.f_back
+    if inner is None or outer is None:
+        return ""
+    return next((name for name, m in outer.named_modules() if m is inner), "")
