@@ -105,7 +105,11 @@ class Reasons:
 
     def _steps(self, indices: Sequence[int]) -> str:
         ops = [self._record.steps[i].op for i in indices]
-        return _listed(dict.fromkeys(f"{name(op)} ({short(op.source, with_module=False)})" for op in ops))
+        return _listed(
+            dict.fromkeys(
+                f"{name(op)} ({short(op.source, with_module=False)})" for op in ops
+            )
+        )
 
     def _drawn(self, i: int) -> str:
         """Say why an operation runs whose result is not needed: for what it draws."""

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable
 from typing import (
     Any,
+    Concatenate,
     Generic,
     ParamSpec,
     TypeAlias,
@@ -38,6 +39,10 @@ from remat.policies import Decision, Policy, as_policy, nothing_saveable
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# A method: of `S`, and called with what is left.
+S = TypeVar("S")
+Q = ParamSpec("Q")
+T = TypeVar("T")
 # What `as_policy` takes.
 PolicyLike: TypeAlias = (
     Policy
@@ -233,6 +238,17 @@ class Rematerialized(Generic[P, R]):
             raise
         return fn(*args, **kwargs)
 
+    @overload
+    def __get__(
+        self, instance: None, owner: type | None = None
+    ) -> "Rematerialized[P, R]": ...
+    @overload
+    def __get__(
+        # By its `__call__`: not every type checker takes a class's own arguments apart.
+        self: Callable[Concatenate[S, Q], T],
+        instance: S,
+        owner: type | None = None,
+    ) -> Callable[Q, T]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         # What binds no instance itself, a builtin function say, binds none here.
         binds = hasattr(type(self.__wrapped__), "__get__")
