@@ -6,7 +6,8 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     tracebacks        hides remat's own frames
     pytree            the only importer of optree
     context           which calls a thread is inside of, and for what
-    code              what a function's code refers to, and the user's line
+    code              what a function's code refers to
+    source            the line of the user that is running
     op, program       an operation, and a call, as data
     absent            a tensor without a value, for what a recompute leaves out
     checks            free functions that say whether a call is what remat takes it for
