@@ -9,18 +9,16 @@ Rejected: to fill `torch.empty(...)` in place. Under vmap a key may be batched w
 empty tensor is not, and that cannot be written.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from remat._torch import current_layer, must_inline
+from remat.random import _numbers as numbers
 from remat.random._choices import permutation
 from remat.random._key import Key
-from remat.random._samplers import bernoulli, bits, normal, randint, uniform
+from remat.random._samplers import uniform
 
 
 Draw = Callable[[], Key]
@@ -34,28 +32,6 @@ Sampler = Callable[..., Tensor]
 def _shape(size: Any) -> tuple[int, ...]:
     is_nested = len(size) == 1 and isinstance(size[0], Sequence)
     return tuple(size[0] if is_nested else size)
-
-
-# Not `dtype.to_real()`, which Dynamo does not trace.
-_REAL = {
-    torch.complex32: torch.float16,
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-}
-
-
-def _uniform(key: Key, shape: Any, dtype: Any, low: Any = 0, high: Any = 1) -> Tensor:
-    if not dtype.is_complex:
-        return uniform(key, shape, dtype, low, high)
-    return torch.view_as_complex(uniform(key, (*shape, 2), _REAL[dtype], low, high))
-
-
-def _gaussian(key: Key, shape: Any, dtype: Any, mean: Any = 0, std: Any = 1) -> Tensor:
-    if not dtype.is_complex:
-        return normal(key, shape, dtype, mean, std)
-    # Half of the variance in each part.
-    parts = normal(key, (*shape, 2), _REAL[dtype]) * math.sqrt(0.5)
-    return torch.view_as_complex(parts) * std + mean
 
 
 def _deliver(
@@ -145,31 +121,6 @@ def laid_out(
     return value.permute(order).contiguous().permute(back)
 
 
-def _integers(key: Key, shape: Any, low: Any, high: Any, dtype: Any) -> Tensor:
-    _check(low < high, "integers are drawn from [low, high), not empty", (low, high))
-    if dtype in _DRAWN:
-        return randint(key, shape, low, high, dtype)
-    if high - low < 2**63:
-        return randint(key, shape, low, high, torch.int64).to(dtype)
-    return _wide_integers(key, shape, low, high - low).to(dtype)
-
-
-_DRAWN = {
-    *(torch.int8, torch.int16, torch.int32),
-    *(torch.uint8, torch.uint16, torch.uint32),
-}
-
-
-def _wide_integers(key: Key, shape: Any, low: int, span: int) -> Tensor:
-    """Return words modulo a span from 2**63 to 2**64, as int64 patterns, and `low`."""
-    words = bits(key, shape, torch.uint64).view(torch.int64)
-    if span < 2**64:
-        # As an int64 the span is negative, and so are the words that reach it.
-        span -= 2**64
-        words = torch.where((words < 0) & (words >= span), words - span, words)
-    return words + low
-
-
 def _randint(
     draw: Draw,
     *args: Any,
@@ -184,7 +135,7 @@ def _randint(
     low = left.pop() if left else (low or 0)
     key = draw()
     return _deliver(
-        lambda device, dtype: _integers(key.to(device), shape, low, high, dtype),
+        lambda device, dtype: numbers.integers(key.to(device), shape, low, high, dtype),
         torch.int64,
         **options,
     )
@@ -203,7 +154,7 @@ def _randint_like(
     low = left.pop() if left else (low or 0)
     key = draw()
     return _deliver_like(
-        lambda device, dtype: _integers(
+        lambda device, dtype: numbers.integers(
             key.to(device), input.shape, int(low), int(high), dtype
         ),
         input,
@@ -237,100 +188,6 @@ def _in_place(value: Callable[..., Tensor]) -> Rule:
     return rule
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    """Return the dtype to draw in for a distribution with tails."""
-    exact = x.dtype is torch.float64 or not x.is_floating_point()
-    return torch.float64 if exact else torch.float32
-
-
-def _check(is_valid: bool, what: str, got: Any) -> None:
-    if not is_valid:
-        raise ValueError(f"remat: {what}, got {got}.")
-
-
-def _check_all(holds: Callable[[], Tensor], t: Tensor, what: str) -> None:
-    """Check values where they can be read at no cost: not on a GPU, nor in a trace."""
-    unread = t.device.type != "cpu" or type(t) not in (Tensor, Parameter)
-    if unread or current_layer() is not None or must_inline():
-        return
-    _check(bool(holds().all()), what, t.detach())
-
-
-def _uniform_(key: Key, x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    return _uniform(key, x.shape, x.dtype, low, high)
-
-
-def _normal_(key: Key, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return _gaussian(key, x.shape, x.dtype, mean, std)
-
-
-def _bernoulli_(key: Key, x: Tensor, p: Any = 0.5) -> Tensor:
-    return _coin(key, p, x.shape).to(x.dtype)
-
-
-def _coin(key: Key, p: Any, shape: Any) -> Tensor:
-    if isinstance(p, Tensor):
-        _check_all(lambda: (p >= 0) & (p <= 1), p, "probabilities are between 0 and 1")
-    return bernoulli(key, p, tuple(shape))
-
-
-def _check_floats(name: str, x: Tensor) -> None:
-    if not x.is_floating_point():
-        raise TypeError(f"remat: {name} draws floating-point numbers, got {x.dtype}.")
-
-
-def _exponential_(key: Key, x: Tensor, lambd: float = 1.0) -> Tensor:
-    _check_floats("exponential_", x)
-    _check(lambd > 0, "exponential_ needs lambd > 0", lambd)
-    u = uniform(key, x.shape, _wide(x))
-    # Never zero: callers take its logarithm.
-    least = torch.finfo(u.dtype).eps / 2
-    return (-torch.log1p(-u)).clamp_min(least) / lambd
-
-
-def _log_normal_(key: Key, x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
-    _check_floats("log_normal_", x)
-    return normal(key, x.shape, _wide(x), mean, std).exp()
-
-
-def _cauchy_(key: Key, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
-    _check_floats("cauchy_", x)
-    _check(sigma > 0, "cauchy_ needs sigma > 0", sigma)
-    u = uniform(key, x.shape, _wide(x))
-    return torch.tan(math.pi * (u - 0.5)) * sigma + median
-
-
-def _geometric_(key: Key, x: Tensor, p: float) -> Tensor:
-    _check(0 < p < 1, "geometric_ needs 0 < p < 1", p)
-    u = uniform(key, x.shape, _wide(x))
-    return (torch.log1p(-u) / math.log1p(-p)).ceil().clamp_min(1)
-
-
-# How many bits of a floating dtype's integers `random_` fills, as torch does.
-_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-
-
-def _random_(key: Key, x: Tensor, *bounds: int, **named: int) -> Tensor:
-    low, high = _bounds(x.dtype, *bounds, **named)
-    return _integers(key, x.shape, low, high, torch.int64).to(x.dtype)
-
-
-def _bounds(
-    dtype: torch.dtype, *bounds: int | None, low: int = 0, high: int | None = None
-) -> tuple[int, int]:
-    if len(bounds) == 1:
-        high = bounds[0]
-    elif bounds:
-        low, high = bounds[0] or 0, bounds[1]
-    return low, _largest(dtype) + 1 if high is None else high
-
-
-def _largest(dtype: torch.dtype) -> int:
-    if dtype is torch.bool:
-        return 1
-    return 2 ** _DIGITS[dtype] if dtype in _DIGITS else torch.iinfo(dtype).max
-
-
 # -- Draws with tensors for parameters ------------------------------------------------
 
 
@@ -353,8 +210,10 @@ def _into(out: Tensor | None, value: Tensor) -> Tensor:
 def _bernoulli(
     draw: Draw, input: Tensor, p: float | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    _check_floats("bernoulli", input)
-    value = _coin(draw().to(input.device), input if p is None else p, input.shape)
+    numbers.check_floats("bernoulli", input)
+    value = numbers.coin(
+        draw().to(input.device), input if p is None else p, input.shape
+    )
     return _into(out, _constant_in(value.to(input.dtype), input))
 
 
@@ -371,17 +230,19 @@ def _normal(
     key = draw()
     if not given:
         return _deliver(
-            lambda device, dtype: _gaussian(key.to(device), size, dtype, mean, std),
+            lambda device, dtype: numbers.gaussian(
+                key.to(device), size, dtype, mean, std
+            ),
             None,
             out=out,
             **options,
         )
     if isinstance(std, Tensor):
-        _check_all(lambda: std >= 0, std, "a standard deviation is at least 0")
+        numbers.check_all(lambda: std >= 0, std, "a standard deviation is at least 0")
     shape = torch.broadcast_shapes(*(p.shape for p in given))
     loc, scale = (p.detach() if isinstance(p, Tensor) else p for p in (mean, std))
     first = given[0]
-    value = _gaussian(key.to(first.device), shape, first.dtype, loc, scale)
+    value = numbers.gaussian(key.to(first.device), shape, first.dtype, loc, scale)
     return _into(out, _constant_in(value, *given))
 
 
@@ -393,18 +254,20 @@ def _multinomial(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    _check_floats("multinomial", input)
-    _check(
+    numbers.check_floats("multinomial", input)
+    numbers.check(
         input.ndim in (1, 2),
         "multinomial takes weights of 1 or 2 dimensions",
         input.ndim,
     )
-    _check(num_samples > 0, "multinomial draws at least 1 sample", num_samples)
+    numbers.check(num_samples > 0, "multinomial draws at least 1 sample", num_samples)
     p = input.detach()
     key = draw().to(p.device)
     enough = replacement or num_samples <= p.shape[-1]
-    _check(enough, f"multinomial has {p.shape[-1]} categories to draw", num_samples)
-    _check_all(
+    numbers.check(
+        enough, f"multinomial has {p.shape[-1]} categories to draw", num_samples
+    )
+    numbers.check_all(
         lambda: ((p >= 0) & p.isfinite()).all(-1) & (p.sum(-1) > 0),
         p,
         "multinomial needs finite weights, none negative and not all zero",
@@ -415,7 +278,7 @@ def _multinomial(
 
 def _with_replacement(key: Key, p: Tensor, num: int) -> Tensor:
     # Divided by the last, so that it is exactly one: no draw is beyond it.
-    total = p.to(_wide(p)).cumsum(-1)
+    total = p.to(numbers.wide(p)).cumsum(-1)
     cumulative = total / total[..., -1:]
     u = uniform(key, (*p.shape[:-1], num), cumulative.dtype)
     return torch.searchsorted(cumulative, u, right=True)
@@ -424,14 +287,14 @@ def _with_replacement(key: Key, p: Tensor, num: int) -> Tensor:
 def _without_replacement(key: Key, p: Tensor, num: int) -> Tensor:
     # The first of exponential clocks to ring, as torch does: Efraimidis and Spirakis,
     # "Weighted random sampling with a reservoir", 2006.
-    return (p / _exponential_(key, p)).topk(num).indices
+    return (p / numbers.exponential_(key, p)).topk(num).indices
 
 
 DRAWS: dict[Any, Rule] = {
-    torch.rand: _factory(_uniform),
-    torch.randn: _factory(_gaussian),
-    torch.rand_like: _like(_uniform),
-    torch.randn_like: _like(_gaussian),
+    torch.rand: _factory(numbers.uniform_of),
+    torch.randn: _factory(numbers.gaussian),
+    torch.rand_like: _like(numbers.uniform_of),
+    torch.randn_like: _like(numbers.gaussian),
     torch.randint: _randint,
     torch.randint_like: _randint_like,
     torch.randperm: _randperm,
@@ -440,12 +303,12 @@ DRAWS: dict[Any, Rule] = {
     torch.multinomial: _multinomial,
     Tensor.bernoulli: _bernoulli,
     Tensor.multinomial: _multinomial,
-    Tensor.bernoulli_: _in_place(_bernoulli_),
-    Tensor.cauchy_: _in_place(_cauchy_),
-    Tensor.exponential_: _in_place(_exponential_),
-    Tensor.geometric_: _in_place(_geometric_),
-    Tensor.log_normal_: _in_place(_log_normal_),
-    Tensor.normal_: _in_place(_normal_),
-    Tensor.random_: _in_place(_random_),
-    Tensor.uniform_: _in_place(_uniform_),
+    Tensor.bernoulli_: _in_place(numbers.bernoulli_),
+    Tensor.cauchy_: _in_place(numbers.cauchy_),
+    Tensor.exponential_: _in_place(numbers.exponential_),
+    Tensor.geometric_: _in_place(numbers.geometric_),
+    Tensor.log_normal_: _in_place(numbers.log_normal_),
+    Tensor.normal_: _in_place(numbers.normal_),
+    Tensor.random_: _in_place(numbers.random_),
+    Tensor.uniform_: _in_place(numbers.uniform_),
 }
