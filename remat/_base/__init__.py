@@ -3,6 +3,7 @@
 In: nothing of remat but `_torch`. Out: vocabulary.
 
     types, errors     what flows between rooms, and what a user may catch
+    labels            what messages call a function
     tracebacks        hides remat's own frames
     pytree            the only importer of optree
     context           which calls a thread is inside of, and for what
@@ -10,7 +11,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     source            the line of the user that is running
     op, program       an operation, and a call, as data
     absent            a tensor without a value, for what a recompute leaves out
-    checks            free functions that say whether a call is what remat takes it for
+    tensors           how a tensor is described, and how often it was changed
 
 Called by all rooms.
 """

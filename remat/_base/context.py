@@ -1,7 +1,9 @@
-"""What a thread is in the middle of: which calls run around, and for what.
+"""Which calls a thread is inside of, and what they ask of what runs in them.
 
-Invariant: what is set here is put back by whoever set it, also after an exception.
-Rejected: to look at the stack. It does not tell of which call a frame is.
+`remat._transform` sets it while a call runs. All rooms ask it, with `here`.
+
+Invariant: whoever sets something here puts it back, also after an error.
+Rejected: to look at the stack. It does not tell which call a frame belongs to.
 """
 
 import threading
@@ -12,25 +14,24 @@ import torch
 
 
 class Context:
-    """The calls that one thread is in.
+    """The calls that one thread is inside of.
 
     Attributes:
-        policy: of the calls around, joined.
-        followed: how many modes of ours follow what the thread does.
-        recomputing: how many recomputes it is in.
+        policy: of these calls, joined.
+        followed: how many of remat's modes see the operations of the thread.
+        recomputing: how many recomputes it is inside of.
         decisions: of the calls within the innermost one, in order.
-        examining: what a report notes of the calls within one, None where none does.
-        inside: the calls that run their forwards, from the outermost in; kept only for
-            such a report.
+        examining: called by each forward for a report, None where there is no report.
+        inside: the calls whose forwards run, from the outermost in; for such a report.
         cells: the variables of functions that were made for runs whose graphs are being
-            differentiated; None where none is.
-        saves: whether only calls of remat are asked what is saved here: then what is
-            saved by torch.func inside is no business of theirs.
+            differentiated; None where no graph is.
+        only_our_hooks: whether all hooks for saved tensors here are of calls of remat.
+            Those leave alone what torch.func saves at levels inside the call.
     """
 
     __slots__ = (
         *("cells", "decisions", "examining", "followed", "inside", "policy"),
-        *("recomputing", "saves"),
+        *("recomputing", "only_our_hooks"),
     )
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class Context:
         self.examining: Any = None
         self.inside: tuple[Any, ...] = ()
         self.cells: list[Any] | None = None
-        self.saves = False
+        self.only_our_hooks = False
 
 
 class _Threads(threading.local):
@@ -57,12 +58,13 @@ def here() -> Context:
 
 
 class Decisions:
-    """What the calls within a call decided, which they are to do in a recompute too.
+    """What the calls within a call decided to do with their records.
 
-    What they hand to the call around them to be saved depends on it.
+    They do the same when the call around is recomputed: what it saves of them depends
+    on it.
 
     Args:
-        made: in order; filled in a forward.
+        made: the decisions, in order; the forward adds them.
         again: whether the call around is recomputed.
     """
 
@@ -72,19 +74,19 @@ class Decisions:
         self._made, self._next, self.again = made, 0, again
 
     def next(self) -> Any:
-        """Return what the next call within had decided; None for nothing."""
+        """Return what the next call within decided in the forward, or None."""
         k = self._next
         self._next = k + 1
         return self._made[k] if k < len(self._made) else None
 
     def reserve(self) -> int:
-        """Return the place of the next call within."""
+        """Return the index of the next call within."""
         self._made.append(None)
         return len(self._made) - 1
 
-    def note(self, place: int, decision: Any) -> None:
+    def note(self, index: int, decision: Any) -> None:
         """Note what a call within decided."""
-        self._made[place] = decision
+        self._made[index] = decision
 
 
 def is_recomputing() -> bool:
@@ -93,12 +95,12 @@ def is_recomputing() -> bool:
 
 
 def is_followed() -> bool:
-    """Say whether a mode of ours follows what this thread does."""
+    """Say whether one of remat's modes sees the operations of this thread."""
     return here().followed > 0
 
 
 class within:  # noqa: N801
-    """A context that is part of a call with a policy, followed by a mode or not."""
+    """A context of a call's policy, and of whether a mode sees its operations."""
 
     __slots__ = ("_before", "_context", "_followed", "_policy")
 
@@ -116,18 +118,19 @@ class within:  # noqa: N801
 
 
 def empty(cells: Iterable[Any]) -> None:
-    """Empty variables, for functions that nobody calls any more.
+    """Empty the variables of functions that are not called any more.
 
-    Those that refer to themselves would wait for the garbage collector.
+    A function that refers to itself would wait for the garbage collector.
     """
     for cell in cells:
         del cell.cell_contents
 
 
 class differentiated:  # noqa: N801
-    """A context in which the graphs of runs are differentiated: their hooks are called.
+    """A context in which the graphs of runs are differentiated.
 
-    If a graph of that is recorded they may be called yet again, later.
+    Hooks in them call functions of those runs. If a graph of the gradients is recorded,
+    hooks may call them again later, so that their variables stay.
     """
 
     __slots__ = ("_before", "_context")

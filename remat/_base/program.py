@@ -1,8 +1,18 @@
 """Programs: a call as a flat function of tensors.
 
+Evaluating one passes three kinds of data, each with one owner. A `Request` says what is
+asked, and goes down the levels of torch.func to the base. An `Evaluation` says what was
+found there, and comes back up. What a program learns while it runs inside a level, and
+cannot return through it, stays on the program (`Program.outside`).
+
+`remat._transform` defines the programs and evaluates them. `remat._graph` and
+`remat._report` recognize the node of one by them.
+
 Invariant: a program runs any number of times on the tensors given to it and holds none.
 Rejected: keeping the tensors in it, which would hide them from torch's saved tensors
-(freed after a backward, offloadable).
+(freed after a backward, offloadable). One mutable object for all that is known of a
+call: nobody could tell which of it was known when. And frozen dataclasses for the data,
+which cost four times as much to make as named tuples, in each call.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,69 +30,80 @@ from remat._torch import (
 )
 
 
-class Facts:
-    """What is known of a call of a program, at whichever level it is looked at.
+class Request(NamedTuple):
+    """What is asked of an evaluation.
 
     Attributes:
-        needs: which leaves require grad, at any level.
-        exact: whether evaluating it must tell which outputs require grad.
-        used: the leaves that some output may depend on differentiably.
-        differentiable: which outputs do.
-        kept: the leaves that the forward updated in place; their values from before
-            follow the outputs.
-        views: the outputs that share memory, see `views_of`.
-        asks_grad_mode: whether its backward depends on whether grad mode is on.
-        untracked: whether some leaf is an inference tensor.
-        batched: whether a vmap lies between here and the base.
-        above: what was found at the levels above each such vmap.
+        needs: which inputs require grad, at the level where it is asked or below.
+        at_base: whether no level is around the call. Then the evaluation must tell
+            exactly which outputs require grad.
         in_forward_mode: whether a level, or the user, differentiates it forward.
-        residuals: how many tensors, besides, follow the outputs.
-        recomputation: how it is recomputed; None for as it is.
+        is_batched: whether a vmap is around the call.
     """
 
-    differentiable: Sequence[bool] = ()
-    kept: Sequence[int] = ()
-    views: Mapping[int, int] = {}  # never changed, only replaced
-    asks_grad_mode: bool = False
-    untracked: bool = False
-    batched: bool = False
-    above: Sequence["Above"] = ()
+    needs: Sequence[bool]
+    at_base: bool
     in_forward_mode: bool = False
+    is_batched: bool = False
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation found, besides the results.
+
+    The results are the outputs of the function, the values that updated inputs had
+    before, and the residuals.
+
+    Attributes:
+        request: what was asked, as it arrived at the base.
+        used: the inputs that some output may depend on differentiably.
+        differentiable: which results do.
+        updated: the inputs that the function updated in place.
+        residuals: how many there are.
+        recomputation: how the program is recomputed; None to run it as it is.
+        views: the outputs that share memory, see `views_of`.
+        asks_grad_mode: whether its backward depends on whether grad mode is on.
+        has_inference: whether some input is an inference tensor.
+    """
+
+    request: Request
+    used: Sequence[int]
+    differentiable: Sequence[bool] = ()
+    updated: Sequence[int] = ()
     residuals: int = 0
     recomputation: Any = None
-
-    def __init__(self, needs: list[bool], used: Sequence[int], *, exact: bool) -> None:
-        self.needs = needs
-        self.used = used
-        self.exact = exact
+    views: Mapping[int, int] | None = None
+    asks_grad_mode: bool = False
+    has_inference: bool = False
 
 
-class Above(NamedTuple):
-    """What the levels above a vmap differentiate: leaves used, and outputs by index."""
+class OutsideVmap(NamedTuple):
+    """What is differentiated only outside a vmap: inputs used, and outputs, by index.
+
+    And whether the backward of that depends on whether grad mode is on.
+    """
 
     used: Sequence[int]
     differentiable: Sequence[int]
+    asks_grad_mode: bool
 
 
 class Program:
     """A flat function of tensors.
 
     Attributes:
-        facts: of this call.
-        once: the outputs that torch does not differentiate, with the Function that says
-            so, and whether torch leaves it at that.
+        once: the outputs that torch does not differentiate twice, with the Function
+            that says so, and whether torch drops their derivatives without an error.
     """
 
-    __slots__ = ("facts",)
-    facts: Facts
+    __slots__ = ()
     once: Mapping[int, Any] = {}  # never changed, only replaced
 
-    def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
-        """Evaluate in the ambient modes: recorded exactly if the caller records.
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
+        """Run in the ambient modes: autograd records exactly if it does for the caller.
 
         Args:
-            *leaves: to run on.
-            mode: what follows the user's function, if this is a call of one.
+            *inputs: to run on.
+            mode: the mode that the user's function runs under, if this calls one.
         """
         raise NotImplementedError
 
@@ -97,53 +118,66 @@ class Program:
         return False
 
     def uses(self, count: int) -> Sequence[int]:
-        """Return which of `count` leaves the outputs may depend on differentiably."""
+        """Return which of `count` inputs the outputs may depend on differentiably."""
         return range(count)
 
-    def forward(self, program: "Program", leaves: Sequence[Tensor]) -> Sequence[Any]:
-        """Be the forward of a user's call, evaluated as `program`."""
+    @property
+    def outside(self) -> tuple[OutsideVmap, ...]:
+        """What the forward found outside each vmap around the user's call."""
+        return ()
+
+    def forward(
+        self, program: "Program", inputs: Sequence[Tensor], request: Request
+    ) -> tuple[Sequence[Any], Evaluation]:
+        """Evaluate the forward of a user's call.
+
+        Args:
+            program: to run: this, or this under vmap.
+            inputs: to run it on.
+            request: what is asked.
+        """
         raise NotImplementedError
 
-    def stand_ins(
-        self, leaves: Sequence[Tensor], needs: Sequence[bool]
-    ) -> list[Tensor]:
-        """Return what a run that autograd records is on, where `needs` says so."""
-        return detached(leaves, needs)
+    def check_outputs(self, outs: Sequence[Any]) -> bool:
+        """Check that the outputs of a recompute are differentiable as in the forward.
 
-    def is_as_recorded(self, outs: Sequence[Any]) -> bool:
-        """Say whether the outputs that the forward found differentiable surely are."""
+        Returns:
+            Whether that is known, and so checked.
+        """
         del outs
         return False
 
     def check_reached(
-        self, outs: Sequence[Any], inner: Sequence[Tensor], missing: Sequence[int]
+        self, outs: Sequence[Any], inputs: Sequence[Tensor], missing: Sequence[int]
     ) -> None:
-        """Check that a recomputation reaches the leaves that the forward reached.
+        """Check that a recompute reaches the inputs that the forward reached.
 
         Args:
-            outs: of the recomputation.
-            inner: what it was on.
-            missing: the leaves that no gradient came to.
+            outs: of the recompute.
+            inputs: of the recompute.
+            missing: the inputs that have no gradient.
         """
-        del outs, inner, missing
+        del outs, inputs, missing
 
-    def evaluate(self, leaves: Sequence[Tensor]) -> Sequence[Any]:
-        """Evaluate at the base, note which outputs are differentiable, drop the graph.
+    def evaluate(
+        self, inputs: Sequence[Tensor], request: Request
+    ) -> tuple[Sequence[Any], Evaluation]:
+        """Evaluate at the base, and drop the graph.
 
         To be called with grad mode off, which it may turn on.
         """
         if self.is_forward:
-            return self.forward(self, leaves)
-        facts = self.facts
-        if not facts.exact:
-            outs = self.run(*leaves)
-            facts.differentiable = [has_derivatives(o) for o in outs]
-            return outs
+            return self.forward(self, inputs, request)
+        used = self.uses(len(inputs))
+        if not request.at_base:
+            outs = self.run(*inputs)
+            return outs, Evaluation(request, used, [*map(has_derivatives, outs)])
         set_grad_enabled(True)
-        outs = without_hooks(self.run, *self.stand_ins(leaves, facts.needs))
+        outs = without_hooks(self.run, *fresh_leaves(inputs, request.needs))
         set_grad_enabled(False)
-        facts.differentiable = [o is not None and o.requires_grad for o in outs]
-        return [None if o is None else o.detach() for o in outs]
+        differentiable = [o is not None and o.requires_grad for o in outs]
+        results = [None if o is None else o.detach() for o in outs]
+        return results, Evaluation(request, used, differentiable)
 
 
 def has_derivatives(tensor: Tensor | None) -> bool:
@@ -151,37 +185,40 @@ def has_derivatives(tensor: Tensor | None) -> bool:
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def detached(leaves: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
-    """Return fresh autograd leaves for those that `needs` marks, others as they are."""
+def fresh_leaves(inputs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    """Return new leaves in place of the inputs that `needs` marks, others as they are.
+
+    A run on them makes a graph of its own, which ends at them.
+    """
     if dual_level_active():
-        pairs = zip(leaves, needs, strict=True)
-        return [_leaf(detach_dual(t)) if need else t for t, need in pairs]
+        pairs = zip(inputs, needs, strict=True)
+        return [_requiring_grad(detach_dual(t)) if need else t for t, need in pairs]
     if function_mode_count():
-        pairs = zip(leaves, needs, strict=True)
-        return [_stand_in(t) if need else t for t, need in pairs]
+        pairs = zip(inputs, needs, strict=True)
+        return [_fresh_leaf(t) if need else t for t, need in pairs]
     return [
         t
         if not need
         else t.detach().requires_grad_()
         if type(t) is Tensor
-        else _stand_in(t)
-        for t, need in zip(leaves, needs, strict=True)
+        else _fresh_leaf(t)
+        for t, need in zip(inputs, needs, strict=True)
     ]
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _requiring_grad(tensor: Tensor) -> Tensor:
     # Not by `requires_grad_`, which a call around this may refuse to its function.
     tensor.requires_grad = True
     return tensor
 
 
-def _stand_in(tensor: Tensor) -> Tensor:
+def _fresh_leaf(tensor: Tensor) -> Tensor:
     """Return a fresh leaf of the same class with the same attributes."""
     if type(tensor) is nn.Parameter:
         new: Tensor = Tensor._make_subclass(nn.Parameter, tensor, True)
     else:
-        new = _leaf(tensor.detach())
-    held = tensor.__dict__
-    if held:
-        new.__dict__.update(held)
+        new = _requiring_grad(tensor.detach())
+    attributes = tensor.__dict__
+    if attributes:
+        new.__dict__.update(attributes)
     return new

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from remat._base.checks import versions_of
 from remat._base.errors import RecomputeError
+from remat._base.tensors import versions_of
 from remat._capture.kinds import COPIED_ITERATORS, INERT, SEQUENCES
 from remat._capture.nodes import (
     Building,

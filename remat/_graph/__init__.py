@@ -3,8 +3,9 @@
 In: a graph, or a tensor that one saves. Out: its nodes and what they saved; handles.
 
     handles     what stands for a tensor that a graph saved
-    residual    what a policy keeps of a call, wherever it is kept
+    residual    what a policy keeps of a call, on the device or elsewhere
     graph       the nodes of a graph, and what they saved
+    edges       how one tensor of a graph was computed from another
 
 Called by `_transform`, which makes handles, by `_partial` and by `_report`.
 """

@@ -1,6 +1,8 @@
-"""The graph of an output: its nodes, and what they saved.
+"""Reads the graph of an output: its nodes, and what they saved.
 
-Invariant: nothing is unpacked that a hook packed, and no node is changed.
+`remat._partial` asks which outputs need a value, and reports ask what is saved.
+
+Invariant: nothing that a hook packed is unpacked, and no node is changed.
 Rejected: saved-tensor hooks, to learn what autograd saves. torch.func refuses to run
 under them, and they do not say for which outputs a value is saved.
 """
@@ -16,18 +18,25 @@ from remat._base import pytree
 from remat._base.absent import tensors_of
 from remat._base.program import Program
 from remat._capture.search import Search
-from remat._graph.handles import Handle, Kept, Outer, held_by, innermost, unpack
+from remat._graph.handles import (
+    Handle,
+    PackedOutside,
+    VersionedTensor,
+    innermost,
+    stored_by,
+    unpack,
+)
 from remat._torch import AccumulateGrad, saved_by, unpack_hooks_of
 
 
 def nodes_of(
     outs: Iterable[Any], ends: Container[Any] = ()
 ) -> Iterator[tuple[Any, list[Tensor]]]:
-    """Yield the nodes of the graphs of outputs and of what those saved, and that.
+    """Yield the nodes that outputs lead to, each with the tensors that it saved.
 
     Args:
         outs: the outputs.
-        ends: nodes that are of other graphs.
+        ends: nodes to stop at, which are of other graphs.
     """
     roots = {o.grad_fn for o in outs if o is not None and o.requires_grad}
     todo = [node for node in roots if node is not None]
@@ -38,7 +47,7 @@ def nodes_of(
             continue
         tensors = tensors_at(here)
         yield here, tensors
-        # What was saved has a graph, which is another once it was changed in place.
+        # A saved tensor has a graph of its own, which differs once it was changed.
         parents = [node for node, _ in here.next_functions]
         parents += [t.grad_fn for t in tensors if t.requires_grad]
         for node in parents:
@@ -50,9 +59,9 @@ def nodes_of(
 def tensors_at(node: Any) -> list[Tensor]:
     """Return the tensors that a node saved, or that its Function keeps on its ctx."""
     packed = saved_by(node)
-    found = [*tensors_of(packed), *chain.from_iterable(map(held_by, _flat(packed)))]
+    found = [*tensors_of(packed), *chain.from_iterable(map(stored_by, _flat(packed)))]
     is_function = isinstance(node, FunctionCtx)
-    # A call of ours has saved all its tensors.
+    # The node of a program saves all its tensors.
     if is_function and not isinstance(getattr(node, "program", None), Program):
         found += tensors_reached([*vars(node).values()])
     return found
@@ -65,16 +74,17 @@ def handles_at(node: Any) -> list[Handle]:
 
 
 def foreign_tensors_at(node: Any) -> list[Tensor]:
-    """Return the tensors that saved-tensor hooks which are not ours may keep at a node.
+    """Return the tensors that other hooks for saved tensors may keep at a node.
 
-    What ours keep is not searched: a call refers to its function, and so to nearly all.
+    What remat's hooks keep is not searched: a call refers to its function, and so to
+    nearly everything.
     """
     hooks, found = unpack_hooks_of(node), list[Any]()
     for packed in _flat(saved_by(node)):
-        while isinstance(packed, Outer):
+        while isinstance(packed, PackedOutside):
             hooks.append(packed.unpack)
             packed = packed.packed
-        if not isinstance(packed, Handle | Kept):
+        if not isinstance(packed, Handle | VersionedTensor):
             found.append(packed)
     return tensors_reached((found, [h for h in hooks if h is not unpack]))
 

@@ -3,14 +3,16 @@
 Under torch's hooks for saved tensors, a node of the graph holds what `pack` returned,
 and `unpack` gives the tensor back when the node runs.
 
-    Handle    of a value that the call recomputes, or that its policy keeps
-    Kept      of an input of the call, or of a leaf that requires grad: that itself
-    Outer     of an input of the call, as the hooks around the call packed it
+    Handle          of a value that the call recomputes, or that its policy keeps
+    VersionedTensor of an input of the call, or of a leaf that requires grad: itself
+    PackedOutside   of an input of the call, as the hooks around the call packed it
+
+`remat._transform` packs them, and `remat._partial` gives handles what a policy keeps.
 
 Invariant: none of them holds what the call computed with its graph. The graph holds
-them, where Python's garbage collector does not see it: it would never be freed.
-Rejected: the tensor itself in place of `Kept`. torch compares no versions under hooks,
-so that a change in place would go unnoticed.
+them where Python's garbage collector does not look, so it would never be freed.
+Rejected: the tensor itself in place of `VersionedTensor`. torch compares no versions
+under hooks, so a change in place would not be noticed.
 """
 
 import functools
@@ -18,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from remat._base.checks import describe
 from remat._base.context import here
 from remat._base.errors import MutationError
+from remat._base.tensors import describe
 from remat._base.tracebacks import hide_frames
 from remat._capture.snapshot import Snapshot
 from remat._graph.residual import Offloaded, ReadOnce, Residual
@@ -35,17 +37,17 @@ class Handle:
     """Stands for a tensor that a call computed.
 
     Attributes:
-        call: gives the value.
-        place: the handle's number among all that the call saved.
+        call: gives the value, by its `value_of`; None where the policy keeps it.
+        position: the handle's number among all that the call saved.
         value: the tensor, if it was recomputed and not read yet.
-        residual: what the policy keeps of the call, if the tensor is a view of it.
-        view: which; None if it is that.
+        residual: the residual that the tensor is, or is a view of, if it is any.
+        view: which view of it; None if it is the residual.
     """
 
-    __slots__ = ("__weakref__", "call", "place", "residual", "value", "view")
+    __slots__ = ("__weakref__", "call", "position", "residual", "value", "view")
 
-    def __init__(self, call: Any, place: int) -> None:
-        self.call, self.place = call, place
+    def __init__(self, call: Any, position: int) -> None:
+        self.call, self.position = call, position
         self.value: Tensor | None = None
         self.residual: Residual | Offloaded | None = None
         self.view: Value | None = None
@@ -55,24 +57,24 @@ class Handle:
         value = self.value
         if value is not None:
             if keeps_graph():
-                self.value = None  # the node stays, not so what was computed for it
+                self.value = None  # the node stays, and its value is computed again
             return value
         if self.residual is None:
             return self.call.value_of(self)
-        kept, view = self.residual.value(), self.view
+        residual, view = self.residual.value(), self.view
         if view is None:
-            return kept.detach()
-        return viewed(kept, view.shape, view.stride, view.offset)
+            return residual.detach()
+        return viewed(residual, view.shape, view.stride, view.offset)
 
 
-class Kept:
+class VersionedTensor:
     """Stands for a tensor that is saved itself.
 
     Attributes:
         tensor: the tensor.
         version: how often it had been changed; None if that is not counted.
         snapshot: of the call, for the name.
-        index: of the tensor among the inputs; None if it is none.
+        index: of the tensor among the inputs; None if it is not an input.
     """
 
     __slots__ = ("index", "snapshot", "tensor", "version")
@@ -100,11 +102,11 @@ class Kept:
         return _CHANGED.format(name=name, label=names.label)
 
 
-class Outer(ReadOnce):
+class PackedOutside(ReadOnce):
     """Stands for a tensor as other hooks packed it.
 
-    The graph reads it in several places, and so does a recompute. Others may give it
-    back only once in a backward, as torch.utils.checkpoint does.
+    The graph reads it several times in a backward, and so does a recompute. Other hooks
+    may give it back only once, as torch.utils.checkpoint's do.
     """
 
     __slots__ = ("packed", "unpack")
@@ -122,7 +124,7 @@ class Outer(ReadOnce):
 
 
 def meta_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tells a saved tensor from others: shape, dtype, and whose it is."""
+    """Return the shape and dtype of a saved tensor, and the type of its node."""
     try:
         return tensor.shape, tensor.dtype, type(tensor.grad_fn)
     except RuntimeError:  # a nested tensor has no shape
@@ -142,15 +144,15 @@ def unpack(packed: Any) -> Tensor:
 
 def innermost(packed: Any) -> Any:
     """Return what stands for a tensor in the outermost call that packed it."""
-    while isinstance(packed, Outer):
+    while isinstance(packed, PackedOutside):
         packed = packed.packed
     return packed
 
 
-def held_by(packed: Any) -> list[Tensor]:
-    """Return the tensors that are kept alive by what stands for one."""
+def stored_by(packed: Any) -> list[Tensor]:
+    """Return the tensors that what stands for a tensor keeps alive."""
     packed = innermost(packed)
-    if isinstance(packed, Kept):
+    if isinstance(packed, VersionedTensor):
         return [packed.tensor]
     if isinstance(packed, Handle) and packed.residual is not None:
         return packed.residual.stored()
@@ -158,7 +160,7 @@ def held_by(packed: Any) -> list[Tensor]:
 
 
 # What torch.func saves inside a call is of levels that the call's hooks leave alone.
-leave_hooks_on(lambda: here().saves)
+leave_hooks_on(lambda: here().only_our_hooks)
 
 
 _CHANGED = (

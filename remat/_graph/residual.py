@@ -1,7 +1,9 @@
-"""Residuals: what a policy keeps of a call, wherever it is kept.
+"""Residuals: what a policy keeps of a call, on the device or elsewhere.
 
-Invariant: a residual is given back as it was, or not at all. What is kept belongs to
-who reads it: to the handles of the graph, and to the call for what a recompute reads.
+`remat._partial` stores them with `store`. Handles read them, and so do recomputes.
+
+Invariant: a residual is given back as it was, or there is an error. It belongs to the
+handle that reads it, or to the call if a recompute reads it.
 Rejected: one list for a call. A backward frees what it has used, node by node.
 """
 
@@ -19,13 +21,13 @@ from remat._torch import base_tensor, current_task, when_done
 from remat.policies import Decision
 
 
-PUT = {Decision.OFFLOAD: in_host_memory, Decision.OFFLOAD_TO_DISK: in_file}
+OFFLOAD = {Decision.OFFLOAD: in_host_memory, Decision.OFFLOAD_TO_DISK: in_file}
 
 
 class ReadOnce:
-    """What is brought back once for all that read it in a backward.
+    """What is brought back once in a backward, however often it is read.
 
-    It is held until nobody is left to read it, and no longer than the backward.
+    It stays until the backward ends, or until nothing refers to this any more.
     """
 
     __slots__ = ("__weakref__", "_read")
@@ -34,7 +36,7 @@ class ReadOnce:
         self._read: Tensor | None = None
 
     def once(self, bring: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor, as it was read before or brought back now."""
+        """Return the tensor: what was read before, or what `bring` returns."""
         read = self._read
         if read is None:
             read = bring()
@@ -89,27 +91,29 @@ class Residual(ReadOnce):
 
 
 class Offloaded(ReadOnce):
-    """One tensor that is kept elsewhere, among those of a call."""
+    """One residual that is kept elsewhere, with the others of its call."""
 
-    __slots__ = ("_away", "_k", "decision", "op")
+    __slots__ = ("_all", "_k", "decision", "op")
 
-    def __init__(self, away: "Away", k: int, op: Op, decision: Decision) -> None:
+    def __init__(
+        self, offloads: "Offloads", k: int, op: Op, decision: Decision
+    ) -> None:
         super().__init__()
-        self._away, self._k, self.op, self.decision = away, k, op, decision
+        self._all, self._k, self.op, self.decision = offloads, k, op, decision
 
     def value(self) -> Tensor:
         """Return the tensor, brought back."""
-        return self.once(functools.partial(self._away.take, self._k))
+        return self.once(functools.partial(self._all.take, self._k))
 
     def stored(self) -> list[Tensor]:
         """Return what is kept, for reports."""
-        return [self._away.stored[self._k]]
+        return [self._all.stored[self._k]]
 
 
-class Away:
-    """What a call keeps elsewhere, in the order in which the forward made it.
+class Offloads:
+    """The residuals of a call that are kept elsewhere, in the order of the forward.
 
-    A backward reads it from the end: while one is used, the one before is fetched.
+    A backward reads them from the end. While it uses one, the one before is fetched.
 
     Attributes:
         stored: what stands for each.
@@ -123,9 +127,9 @@ class Away:
         self._fetched: Fetched | None = None
 
     def put(self, tensor: Tensor, op: Op, decision: Decision) -> Offloaded:
-        """Move a tensor away."""
+        """Move a tensor to where a policy wants it."""
         self._origins.append(origin_of(tensor))
-        self.stored.append(PUT[decision](tensor))
+        self.stored.append(OFFLOAD[decision](tensor))
         return Offloaded(self, len(self.stored) - 1, op, decision)
 
     def take(self, k: int) -> Tensor:
@@ -135,7 +139,7 @@ class Away:
         return self._fetched.take(len(self.stored) - 1 - k)
 
 
-def keep(
+def store(
     tensors: Sequence[Tensor],
     decisions: Sequence[Decision],
     ops: Sequence[Op],
@@ -143,23 +147,24 @@ def keep(
     *,
     nested: bool,
 ) -> list[Residual | Offloaded]:
-    """Keep tensors where a policy says.
+    """Store residuals where a policy wants them.
 
     Args:
         tensors: the residuals of a call.
         decisions: where each of them is to be kept.
         ops: what made them.
-        hooks: for saved tensors, around the call: they keep what stays where it is.
-        nested: whether those are of a call of remat, which decides for all within it.
+        hooks: for saved tensors, around the call. They pack what is not offloaded.
+        nested: whether those are of a call of remat. Then that decides what is
+            offloaded.
     """
-    away = Away()
-    kept: list[Residual | Offloaded] = []
+    offloads = Offloads()
+    residuals: list[Residual | Offloaded] = []
     for tensor, decision, op in zip(tensors, decisions, ops, strict=True):
-        if decision in PUT and not nested:
-            kept.append(away.put(tensor, op, decision))
+        if decision in OFFLOAD and not nested:
+            residuals.append(offloads.put(tensor, op, decision))
         else:
-            kept.append(Residual(tensor, op, hooks))
-    return kept
+            residuals.append(Residual(tensor, op, hooks))
+    return residuals
 
 
 _CHANGED = (

@@ -22,7 +22,7 @@ from remat._base.absent import Absent, like
 from remat._base.errors import RecomputeError
 from remat._base.op import Value
 from remat._graph.handles import Handle
-from remat._graph.residual import Offloaded, Residual, keep
+from remat._graph.residual import Offloaded, Residual, store
 from remat._partial.cache import CallCache, Plans
 from remat._partial.check import Check
 from remat._partial.collect import Verify
@@ -114,7 +114,7 @@ class Following:
             return
         steps, residuals = plans.record.steps, plans.full.plan.residuals
         ops = [steps[i].op for i, _ in residuals]
-        kept = self._early or keep(
+        kept = self._early or store(
             tensors, plans.places, ops, self._hooks, nested=self._nested
         )
         packs = plans.record.packs
@@ -195,7 +195,7 @@ class Following:
         """Be told that the forward itself reads what handles stand for."""
         if isinstance(self.mode, Recorder):
             for handle in handles:
-                self.mode.note_copy(handle.place, handle.value)
+                self.mode.note_copy(handle.position, handle.value)
 
     # --- The recompute ---
 
@@ -204,7 +204,7 @@ class Following:
         plans = self._plans
         if plans is None:
             return None
-        given = tuple(sorted(handle.place for handle in handles))
+        given = tuple(sorted(handle.position for handle in handles))
         kept: list[Any] = [None if r is None else r.value() for r in self._feeding]
         replay = Replay(plans.of(given), kept, kept.__getitem__, self._constants)
         return Replaying(self._cache, plans, given, replay)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from remat._base.absent import Absent, like
 from remat._base.errors import MutationError, RecomputeError
-from remat._graph.residual import PUT
+from remat._graph.residual import OFFLOAD
 from remat._offload.offload import Fetched, Origin, origin_of
 from remat._partial.cache import CallCache, Plans
 from remat._partial.check import Check
@@ -99,10 +99,10 @@ class Recomputation:
     def put_away(self, residuals: list[Tensor]) -> list[Tensor]:
         """Return the residuals where the policy wants them."""
         places = self.plans.places
-        if not PUT.keys().isdisjoint(places):
+        if not OFFLOAD.keys().isdisjoint(places):
             self._origins = [*map(origin_of, residuals)]
             pairs = zip(residuals, places, strict=True)
-            residuals = [PUT[d](t) if d in PUT else t for t, d in pairs]
+            residuals = [OFFLOAD[d](t) if d in OFFLOAD else t for t, d in pairs]
         self._versions = [t._version for t in residuals]
         return residuals
 

@@ -35,7 +35,8 @@ from remat._report.reporting import label_of, refuse_transforms
 from remat._torch import below_all_levels, unwrap_dead
 from remat._transform.api import Rematerialized
 from remat._transform.filling import Filling
-from remat._transform.saved import Saved
+from remat._transform.refill import recompute
+from remat._transform.saved import Saved, setting_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     refuse_transforms("check_replay", instead)
     options, label = DEFAULT, label_of(fn)
     if isinstance(fn, Rematerialized):
-        fn, options, label = fn.__wrapped__, fn._options, fn._label
+        fn, options, label = fn.__wrapped__, fn._options, fn.__remat_label__
     if options.rng == "error":
         fn = without_draws(fn, label)
     inputs, search = Inputs(fn, args, kwargs), Search(shallow=True)
@@ -110,14 +111,15 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     if not all(map(has_values, leaves)):
         raise RuntimeError(_NO_VALUES)
     needs = [t.requires_grad for t in leaves]
-    call = _Twice(snapshot, leaves, needs, (), replace(options, prune=False))
+    setting = setting_of(snapshot, (), replace(options, prune=False))
+    call = _Twice(setting, leaves, needs)
     forward = KeepValues()
     CACHES.clear()  # calls within do in both what a first call does
     result = call.run_forward(fn, args, kwargs, leaves, forward)
     CACHES.clear()
     recomputation = CompareValues(forward.steps)
     try:
-        call.run_again(recomputation)
+        call.run_recomputation(recomputation)
     except Exception as error:
         if recomputation.difference is None:
             raise
@@ -155,26 +157,26 @@ class _Twice(Saved):
     ) -> Any:
         """Be the forward; return its result, whose graph holds the handles."""
         followed: Any = _Followed(mode)
-        self._following = followed
+        self.following = followed
         result = self.forward(fn, args, kwargs, leaves)
-        self._following = None
+        self.following = None
         outs, self._out = Out.split(result, leaves)
         self._needs_grad = [*map(_requires_grad, outs)]
         return result
 
-    def run_again(self, mode: Any) -> None:
+    def run_recomputation(self, mode: Any) -> None:
         """Be the recomputation."""
-        filling = _ToTheEnd([*self.alive()], self._metas, self.label)
-        tensors = self.held.tensors(as_they_are=True)
-        below_all_levels(self._recompute, filling, tensors, mode)
+        filling = _ToTheEnd([*self.alive()], self.metas, self.label)
+        tensors = self.inputs.to_run_on(leaves_themselves=True)
+        below_all_levels(recompute, self, filling, tensors, mode)
         if mode.difference is None and filling.error is not None:
             raise filling.error
         if mode.difference is None and filling.left > 1:
             raise filling.differs()
 
     @override
-    def _again(self, run: Run) -> None:
-        outs = self._out.split_again(self._snapshot.call(run), run.tensors)
+    def run_again(self, run: Run) -> None:
+        outs = self._out.split_again(self.setting.snapshot.call(run), run.tensors)
         now, then = [*map(_requires_grad, outs)], self._needs_grad
         if now != then:
             raise RecomputeError(_GRADLESS.format(label=self.label, now=now, then=then))

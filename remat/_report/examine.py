@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from remat._base import pytree
 from remat._base.context import here
+from remat._base.labels import name_in
 from remat._base.types import Fn
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
@@ -30,10 +31,10 @@ from remat._partial.options import Options
 from remat._partial.plan import Fate, Record
 from remat._partial.recorder import Recorder
 from remat._report.inputs import Inputs
-from remat._report.reporting import called, reader_of, stream_name
+from remat._report.reporting import reader_of, stream_name
 from remat._report.storages import Ledger, parts
 from remat._torch import base_tensor
-from remat._transform.saved import Saved
+from remat._transform.saved import Saved, setting_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def examine(
         needs = [t.requires_grad for t in leaves]
         if True not in needs:
             return None
-        call = _Examining(snapshot, leaves, needs, (), options)
+        call = _Examining(setting_of(snapshot, (), options), leaves, needs)
         call.follow(getattr(fn, "__self__", fn), leaves)
         result = call.forward(fn, inputs.args, inputs.kwargs, leaves)
         return call.found(leaves, result)
@@ -127,20 +128,20 @@ class _Examining(Saved):
     __slots__ = ("_noting", "_situation")
 
     @override
-    def follow(self, owner: Any, leaves: Sequence[Tensor]) -> None:
-        self._situation = self.situation(leaves)
+    def follow(self, owner: Any, inputs: Sequence[Tensor]) -> None:
+        self._situation = self.situation(inputs)
         del owner
-        self._noting = _Noting(leaves)
+        self._noting = _Noting(inputs)
 
     @override
     def forward(
-        self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Sequence[Tensor]
+        self, fn: Fn, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
     ) -> Any:
         context = here()
         before, context.examining = context.examining, self._noting.observe
         try:
             with self._noting:
-                return super().forward(fn, args, kwargs, leaves)
+                return super().forward(fn, args, kwargs, inputs)
         finally:
             context.examining = before
 
@@ -148,8 +149,8 @@ class _Examining(Saved):
         """Return what was found."""
         outs = [t for t in pytree.flatten(result)[0] if isinstance(t, Tensor)]
         noting = self._noting
-        alive = {handle.place for handle in self.alive()}
-        gone = {*range(len(self._handles))} - alive
+        alive = {handle.position for handle in self.alive()}
+        gone = {*range(len(self.handles))} - alive
         record = noting.record(outs, gone)
         noting.note_readers(outs, leaves)
         return Examined(
@@ -168,9 +169,9 @@ class _Examining(Saved):
 
     def _leaf(self, i: int, tensor: Tensor) -> Leaf:
         nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
-        meta = tensor.dtype, tuple(tensor.shape), nbytes, self.held.needs[i]
-        name = self._snapshot.name_of(i)
-        return Leaf(name, *meta, _stays(_as_real(tensor)), i in self.held.copied)
+        meta = tensor.dtype, tuple(tensor.shape), nbytes, self.inputs.needs[i]
+        name = self.name_of(i)
+        return Leaf(name, *meta, _stays(_as_real(tensor)), i in self.inputs.copied)
 
 
 def _stays(leaf: Tensor) -> str:
@@ -264,11 +265,11 @@ class _Noting(Recorder):
             if call is outermost:
                 continue
             where = [i for i, inside in enumerate(self._inside) if call in inside]
-            last = max((packed[h.place][1] for h in call.alive()), default=0)
+            last = max((packed[h.position][1] for h in call.alive()), default=0)
             for i, fate in zip(where, _fates(call, len(where)), strict=True):
                 times[i] += fate.is_run and i < last
         for i, inside in enumerate(self._inside):
-            yield times[i], called(inside[-1].label) if inside else ""
+            yield times[i], name_in(inside[-1].label) if inside else ""
 
 
 def _fates(call: Saved, count: int) -> Sequence[Fate]:

@@ -31,7 +31,7 @@ from remat._report.reports import (
     Explanation,
 )
 from remat._transform.api import Rematerialized, remat
-from remat._transform.saved import DIFFERENTIATED_AGAIN
+from remat._transform.refill import DIFFERENTIATED_AGAIN
 from remat.policies import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
@@ -106,7 +106,7 @@ def _unwrapped(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:
         own, inner, label = Options(), fn, label_of(fn)
     else:
         (inner, call) = found
-        own, label = call._options, call._label
+        own, label = call._options, call.__remat_label__
     chosen: Any = own.policy if isinstance(policy, str) and policy == "own" else policy
     pruned = own.prune if prune == "own" else prune
     made = remat(inner, policy=chosen, prune=pruned)._options

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from remat._ambient.streams import Stream
+from remat._base.labels import Label, name_in
 from remat._base.program import Program
 from remat._torch import current_layer, dual_level_active
-from remat._transform.call import Call
+from remat._transform.primal import Primal
 from remat._transform.rules import Batch
 
 
@@ -42,9 +43,9 @@ _COMPILED = (
 )
 
 
-def label_of(fn: Any) -> str:
+def label_of(fn: Any) -> Label:
     """Return what to call a function that is not rematerialized."""
-    return f"`{getattr(fn, '__qualname__', type(fn).__qualname__)}`"
+    return Label(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
 def stream_name(stream: Any) -> str:
@@ -57,20 +58,15 @@ def reader_of(node: Any) -> str:
     program = getattr(node, "program", None)
     if isinstance(program, Program):
         call = call_of(program)
-        return "remat" if call is None else f"remat({called(call.label)})"
+        return "remat" if call is None else f"remat({name_in(call.label)})"
     name = re.sub(r"Backward\d*$", "", type(node).__name__)
     if isinstance(node, torch.autograd.function.FunctionCtx):
         return name
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def call_of(program: Any) -> Call | None:
+def call_of(program: Any) -> Primal | None:
     """Return the call that a program is, or is a batch of."""
     while isinstance(program, Batch):
-        program = program._of
-    return program if isinstance(program, Call) else None
-
-
-def called(label: str) -> str:
-    """Return the name of the function of a call, by its label."""
-    return label.split("`")[1]
+        program = program.unbatched
+    return program if isinstance(program, Primal) else None

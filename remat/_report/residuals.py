@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import graph
 
+from remat._base.labels import name_in
 from remat._base.op import Op
 from remat._base.types import Fn
 from remat._graph.graph import (
@@ -37,7 +38,6 @@ from remat._report.compare import has_values
 from remat._report.inputs import Inputs
 from remat._report.reporting import (
     call_of,
-    called,
     reader_of,
     refuse_transforms,
     stream_name,
@@ -58,11 +58,12 @@ from remat._torch import (
     saved_by,
     sequence_number,
 )
-from remat._transform.call import Call
+from remat._transform.primal import Primal
 from remat.policies import Decision
 
 
 if TYPE_CHECKING:
+    from remat._base.program import Evaluation
     from remat._transform.saved import Saved
 
 
@@ -204,23 +205,23 @@ class _Notes:
             self._saved.add(entry.ref.address)
         return entries
 
-    def _note_call(self, node: Any, call: Call, reader: str) -> None:
+    def _note_call(self, node: Any, call: Primal, reader: str) -> None:
         """Note what a call keeps that nobody passed it, and that no operation made."""
-        facts = node.program.facts
-        leaves: Sequence[int] = range(len(facts.needs))
-        if facts.recomputation is not None:
-            leaves = facts.recomputation.kept(leaves)
-        saved = _saved_by_call(node, len(leaves) + facts.residuals)
-        if facts.recomputation is not None:
-            self._note_offloaded(saved[len(leaves) :], facts.recomputation, reader)
+        evaluation: Evaluation = node.evaluation
+        leaves: Sequence[int] = range(len(evaluation.request.needs))
+        recomputation = evaluation.recomputation
+        if recomputation is not None:
+            leaves = recomputation.kept(leaves)
+        saved = _saved_by_call(node, len(leaves) + evaluation.residuals)
+        if recomputation is not None:
+            self._note_offloaded(saved[len(leaves) :], recomputation, reader)
         for i, value in zip(leaves, saved, strict=False):
-            if i in facts.kept:
+            if i in evaluation.updated:
                 origin = f"copy of `{call.name_of(i)}` as it was before the call"
                 for t in tensors_in(value):
                     for entry in self._note(t, reader, origin):
                         entry.origin = origin
-        ambient = getattr(call, "_ambient", None)
-        for stream, state in ambient.moved if ambient is not None else ():
+        for stream, state in call.state.ambient.moved if call.state else ():
             self._note_state(stream, state, reader)
 
     def _note_handle(self, handle: Handle, reader: str) -> None:
@@ -233,10 +234,10 @@ class _Notes:
         if id(call) in self._calls:
             return
         self._calls.add(id(call))
-        reader = f"remat({called(call.label)})"
-        for i, t in call.held.kept():
+        reader = f"remat({name_in(call.label)})"
+        for i, t in call.inputs.stored():
             origin = f"copy of `{call.name_of(i)}` as it was before the call"
-            copied = i in call.held.copied
+            copied = i in call.inputs.copied
             for entry in self._note(t, reader, origin if copied else "from a constant"):
                 if copied:
                     entry.origin, entry.rank = origin, MADE

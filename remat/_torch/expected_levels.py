@@ -142,7 +142,8 @@ def _a_batch_is_sent_below() -> None:
 
     def lower(leaves: Any, dims: Any, size: int, randomness: str) -> Any:
         assert _levels.current_layer() is None
-        return _levels.batch(_sine_of, dims, size, randomness)(*leaves)
+        outs, dims = _levels.batch(_sine_of, dims, size, randomness)(*leaves)
+        return outs, dims, size
 
     def mapped(t: Tensor) -> Tensor:
         layer = _levels.current_layer()
@@ -156,8 +157,9 @@ def _a_batch_is_sent_below() -> None:
         again = _levels.batched_again(_sine_of, hows)
         (outs, dims) = _levels.below_all_levels(again, *below)
         assert same(outs[0].movedim(dims[0], 1), x.sin())
-        (out,) = _levels.batched([t], lower)
+        (out,), size = _levels.batched([t], lower)
         assert out.shape == (2,)
+        assert size == 3
         return out
 
     assert same(torch.func.vmap(mapped, in_dims=1, out_dims=1)(x), x.sin())

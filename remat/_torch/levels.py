@@ -7,7 +7,7 @@ of a million (torch 2.13).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -216,25 +216,26 @@ def without_node(tensor: Tensor) -> Tensor:
 is_of_torch_func = is_functorch_wrapped_tensor
 
 Flat: TypeAlias = tuple[Any, ...]
+_Found = TypeVar("_Found")
 
 
 # Deleted by: `torch.func.vmap` returning the out_dims that a function has.
 def batched(
     leaves: Sequence[Tensor],
-    lower: Callable[[Flat, Flat, int, str], tuple[Flat, Flat]],
-) -> Flat:
+    lower: Callable[[Flat, Flat, int, str], tuple[Flat, Flat, _Found]],
+) -> tuple[Flat, _Found]:
     """Send a call below the innermost vmap level.
 
-    `lower(physical, in_dims, batch_size, randomness)` is called there; it gives
-    `(outputs, out_dims)`.
+    `lower(physical, in_dims, batch_size, randomness)` is called there. It returns the
+    outputs, their out_dims, and what else it found, which is returned as it is.
     """
     interpreter: Any = retrieve_current_functorch_interpreter()
     level = interpreter.level()
     physical, in_dims = unwrap_batched(tuple(leaves), level)
     size, randomness = interpreter.batch_size(), interpreter.randomness()
     with interpreter.lower():
-        outs, dims = lower(physical, in_dims, size, randomness)
-    return wrap_batched(outs, dims, level) if outs else ()
+        outs, dims, found = lower(physical, in_dims, size, randomness)
+    return (wrap_batched(outs, dims, level) if outs else ()), found
 
 
 batch = restore_vmap

@@ -1,14 +1,33 @@
 """What a call becomes, by who differentiates it.
 
 In: a call of `remat(fn)`. Out: the results of `fn`, with a graph that recomputes.
+To follow a call, read the files in this order.
 
-    api, refused                the decorator, and what it refuses
-    lowering                    the one file that chooses
-    saved, held, packing, filling, leaves
-                                base autograd: plain's own graph, which holds handles
-    function, rules             torch.func: a recursive Function; its rules are programs
-    call, primal, foreign       a user's call as such a program, and what it refuses
-    buffers                     what a function updates in place, updated once
+    api, refused        the decorator, and what it refuses
+    lowering            the one file that chooses
+
+Under base autograd: plain's own graph, which holds handles.
+
+    saved               the forward, from its start to its end
+    saved_call          what is known of the call
+    saved_inputs        what is saved of its inputs
+    packing             the hook of the forward: what becomes a handle
+    scope               the context that a forward or a recompute runs in
+    refill              the recompute, once a handle is read
+    filling             the hook of the recompute: it fills the handles
+    leaves              what a recompute must leave as it was
+
+Under torch.func: one Function, whose rules are again programs.
+
+    call                a user's call, taken apart
+    primal              the call as a program: the forward, then recomputes
+    function            the node of a program, and how it is evaluated at each level
+    forward             the forward, below all levels
+    checks              what a call must not do, and a recompute must do
+    state               what recomputes restore
+    rules               the vjp, jvp and batching of a program, as programs
+    outer_levels        refuses tensors and graphs of levels further up
+    buffers             what a function updates in place is updated once
 
 Called by users, and by `_report`, which runs calls to look at them.
 """

@@ -1,8 +1,11 @@
-"""`remat`: the decorator, and the callable it returns.
+"""`remat`: the decorator, and the callable that it returns.
+
+Users call these. A call of that callable asks `lowering` what becomes of it, and passes
+it to `saved` or `function`.
 
 Invariant: with nothing to differentiate, calling it is calling the function.
-Rejected: a closure for the callable, which could not be pickled, or rebuilt around
-other captured tensors by an outer remat.
+Rejected: a closure for the callable. It could not be pickled, and a call around it
+could not rebuild it with other captured tensors.
 """
 
 import functools
@@ -25,10 +28,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat._ambient.draws import without_draws
+from remat._base.labels import Label
 from remat._base.source import shown
 from remat._base.tracebacks import hide_frames
 from remat._partial.options import Options, Prune, Rng
 from remat._torch import is_traced_symbolically, not_scriptable
+from remat._transform.call import Call
 from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.primal import Primal
@@ -43,7 +48,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 Q = ParamSpec("Q")
 T = TypeVar("T")
-# What `as_policy` takes.
+# What `as_policy` accepts.
 PolicyLike: TypeAlias = (
     Policy
     | Decision
@@ -89,46 +94,46 @@ def remat(
 ) -> Any:
     """Return a function equal to `fn` that recomputes values instead of storing them.
 
-    Between the forward and the backward only the inputs of a call stay alive: the
-    tensors in its arguments, and those that `fn` reaches through closures, defaults,
-    globals, bound objects and modules; and of what it computes, that which a policy
-    lets be kept, if the backward reads it. The backward runs `fn` again on the same
-    tensors, in the same random, autocast and device state.
+    Between the forward and the backward only the inputs of a call stay alive, and the
+    results that a policy keeps and the backward reads. The inputs are the tensors in
+    its arguments, and those that `fn` reaches through closures, defaults, globals,
+    bound objects and modules. The backward runs `fn` again on the same tensors, in the
+    same random, autocast and device state.
 
     Under `.backward()` the graph is the one that plain code makes, and gradients are
-    those of plain code bit for bit: only the tensors that the graph saves are given
-    back by the second run, which ends with the last of them. Under `torch.func` a call
-    is one function whose backward is itself such a call, so that the same holds under
-    its transforms and for higher derivatives. With nothing to differentiate, calling
-    the result is calling `fn`, and no policy is asked.
+    those of plain code bit for bit. The second run computes the tensors that the graph
+    saves, and ends with the last of them. Under `torch.func` a call is one function
+    whose backward is itself such a call, so that the same holds under its transforms
+    and for higher derivatives. With nothing to differentiate, calling the result is
+    calling `fn`, and no policy is asked.
 
     The first call of a kind records what `fn` does. Later recomputations leave out the
-    operations that the backward does not read, and, once that has worked, calls do not
-    keep inputs that none reads. A record only ever saves work: where it does not fit a
-    call, `fn` is run as it is.
+    operations that the backward does not read. Once that has worked, calls do not keep
+    inputs that no recomputation reads. A record only saves work: where it does not fit
+    a call, `fn` runs as it is.
 
     Use it as `remat(fn)`, `@remat` or `@remat(...)`, on functions, methods, partials,
     callable objects and modules. A module is called, not wrapped: keep the module
     itself registered with its parent, and write `remat(self.block)(x)`.
 
     Args:
-        fn: the function. Its arguments and results are pytrees; leaves that are no
+        fn: the function. Its arguments and results are pytrees. Leaves that are not
             tensors pass through.
-        policy: which results may be kept: one of `remat.policies`, or what
-            `remat.policies.as_policy` takes, a function of an operation say. `None`
-            keeps none. Within another call the policies of both count. Under forward
-            mode nothing is kept.
+        policy: which results are kept: one of `remat.policies`, or what
+            `remat.policies.as_policy` accepts, such as a function of an operation.
+            `None` keeps none. A call within another call follows the policies of both.
+            In forward mode nothing is kept.
         prune: whether a recomputation leaves out what the backward does not read.
             `True` for always, `False` for never, `"auto"` where that saves more than
-            following the record costs, by its FLOPs and bytes; with a policy, which is
-            followed anyhow, that is always. Results never depend on it.
-        rng: `"replay"` restores the global random streams for a recomputation;
+            following the record costs, by its FLOPs and bytes. A policy is followed
+            anyhow, so with one `"auto"` is always. Results never depend on it.
+        rng: `"replay"` restores the global random streams for a recomputation.
             `"error"` refuses a `fn` that draws from them.
-        higher_order: whether `.backward()`, too, differentiates a call as `torch.func`
-            does: then the backward is itself such a call, and a second derivative
-            (`create_graph=True`) recomputes as well. Else what a first backward with
-            `create_graph=True` computes stays in memory, as in plain code. See
-            "Higher derivatives" in the docs for what it takes instead.
+        higher_order: whether `.backward()` differentiates a call as `torch.func` does.
+            Then the backward is itself such a call, and a second derivative
+            (`create_graph=True`) recomputes as well. Otherwise what a first backward
+            with `create_graph=True` computes stays in memory, as in plain code. See
+            "Higher derivatives" in the docs for what it refuses in return.
         *others: refused, as are other options.
         **unknown: refused.
 
@@ -141,12 +146,12 @@ def remat(
             function, `policy` is not a policy, or there are other arguments. The
             message says what to write instead.
         ValueError: an option has no such value.
-        RecomputeError: in a backward, where `fn` does something else than it did; also
-            where inputs were not kept that it reads now and did not before. There
-            `prune=False` keeps them.
+        RecomputeError: in a backward, where `fn` does something else than it did in the
+            forward, or reads an input that no recomputation had read before and that
+            was not kept. `prune=False` keeps them all.
         RematError: on a call, where `fn` does what cannot be recomputed.
 
-    Source: JAX's `jax.checkpoint`; the exchange of time for memory is from Griewank,
+    Source: JAX's `jax.checkpoint`. The exchange of time for memory is from Griewank,
     "Achieving logarithmic growth of temporal and spatial complexity in reverse
     automatic differentiation" (1992).
 
@@ -212,31 +217,33 @@ class Rematerialized(Generic[P, R]):
         else:
             functools.update_wrapper(self, fn)
             name = fn.__qualname__
-        self._where, self._options = where, options
-        self._label = f"`{name}` (rematerialized at {where})"
+        self._name, self._where, self._options = name, where, options
+        # Made by the first call that needs it: Dynamo does not trace it.
+        self._label: Label | None = None
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function, for recomputation if something is to be differentiated."""
-        fn, options, label = self.__wrapped__, self._options, self._label
+        """Call the function, to be recomputed if something is differentiated."""
+        fn, options = self.__wrapped__, self._options
         lowering = lowering_of(options)
+        if lowering is Lowering.INLINED:
+            return fn(*args, **kwargs)
+        label = self._label or self.__remat_label__
         try:
             if lowering is Lowering.SAVED:
                 return call_saved(fn, label, args, kwargs, options)
             if lowering is Lowering.FUNCTION:
-                program = Primal(fn, label, args, kwargs, options)
-                leaves, needs = program.take_leaves()
+                call = Call(fn, label, args, kwargs, options)
+                inputs, needs = call.take_inputs()
                 outs = None
-                if not program.is_lazy:
-                    outs = evaluate_differentiably(program, leaves, needs)
+                if not call.is_lazy:
+                    outs = evaluate_differentiably(Primal(call), inputs, needs)
                 if outs is not None:
-                    return program.join(outs, leaves)
-            if lowering is not Lowering.INLINED:
-                plain = without_draws(fn, label) if options.rng == "error" else fn
-                return plain(*args, **kwargs)
+                    return call.join(outs, inputs)
+            plain = without_draws(fn, label) if options.rng == "error" else fn
+            return plain(*args, **kwargs)
         except Exception as error:
             hide_frames(error)
             raise
-        return fn(*args, **kwargs)
 
     @overload
     def __get__(
@@ -250,16 +257,16 @@ class Rematerialized(Generic[P, R]):
         owner: type | None = None,
     ) -> Callable[Q, T]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        # What binds no instance itself, a builtin function say, binds none here.
+        # A builtin function, for one, binds no instance, and neither does this then.
         binds = hasattr(type(self.__wrapped__), "__get__")
         unbound = instance is None or not binds
         return self if unbound else types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__code__" and is_traced_symbolically():
-            raise TypeError(_SYMBOLIC.format(label=self._label))
+            raise TypeError(_SYMBOLIC.format(label=self.__remat_label__))
         if name.startswith("__"):
-            # TorchScript asks a method for its globals, and tells what it was told.
+            # TorchScript asks a method for its globals, and shows the message of this.
             raise AttributeError(_SCRIPTED if name == "__globals__" else name)
         return getattr(self.__wrapped__, name)
 
@@ -276,8 +283,15 @@ class Rematerialized(Generic[P, R]):
         return Rematerialized, (self.__wrapped__, self._where, self._options)
 
     @property
+    def __remat_label__(self) -> Label:
+        """What messages call it."""
+        if self._label is None:
+            self._label = Label(self._name, self._where)
+        return self._label
+
+    @property
     def __remat_options__(self) -> tuple[str, Options]:
-        """What makes another one like it of another function."""
+        """What it takes to rematerialize another function alike."""
         return self._where, self._options
 
 
@@ -294,7 +308,7 @@ not_scriptable(remat, _SCRIPTED)
 
 
 def _find(decorated: Any) -> Any:
-    """Return what stands under the name of `decorated`: itself, if so made."""
+    """Return what the name of `decorated` leads to; itself, if it is a decorator."""
     try:
         found: Any = importlib.import_module(decorated.__module__)
         for part in decorated.__qualname__.split("."):

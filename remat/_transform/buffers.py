@@ -1,9 +1,11 @@
 """Buffers that a function updates in place are updated once, by its forward.
 
-Invariant: the forward works on copies, which share memory until written; what it wrote
-is written back, and the values from before are what a recomputation starts from.
-Rejected: version counters, which batch norm's update of its running statistics passes
-by, and copying every buffer, which may be large and never written.
+`forward` uses it under torch.func. Under base autograd `saved_inputs` copies buffers.
+
+Invariant: the forward works on copies, which share memory until they are written. What
+it wrote is written back. A recompute starts from the values before that.
+Rejected: version counters, which do not count batch norm's update of its running
+statistics; and a copy of every buffer, which may be large and never written.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from remat._base.absent import Absent
 from remat._torch import is_shared, snapshot
 
 
-def shield(
+def copy_buffers(
     inner: list[Tensor], needs: Sequence[bool], buffers: Mapping[int, bool]
 ) -> dict[int, Tensor]:
-    """Put copies in place of what may be updated; return them by index.
+    """Put copies in place of inputs that may be updated; return the copies by index.
 
     Args:
         inner: the tensors that the forward is to run on, changed here.
@@ -28,7 +31,7 @@ def shield(
     if not buffers and False not in needs:
         return copies
     for i, t in enumerate(inner):
-        # Running statistics are vectors, and may be passed as well: see above.
+        # Running statistics are vectors, and may be passed as arguments as well.
         if needs[i] or not (i in buffers or t.dim() == 1):
             continue
         copy = snapshot(t)
@@ -37,17 +40,17 @@ def shield(
     return copies
 
 
-def written(
-    leaves: Sequence[Tensor], copies: Mapping[int, Tensor], buffers: Mapping[int, bool]
+def written_to(
+    inputs: Sequence[Tensor], copies: Mapping[int, Tensor], buffers: Mapping[int, bool]
 ) -> Iterator[int]:
-    """Yield the indices of what the forward wrote to."""
+    """Yield the inputs whose copies the forward wrote to."""
     for i, copy in copies.items():
         if is_shared(copy):
             continue
-        # Kept its value: written with that value, or only read by a kernel that may
-        # write.
+        # Memory of its own and the same value: it was written with that value, or a
+        # kernel that may write only read it.
         captured = i in buffers and snapshot(copy) is not None
-        if copy._version or captured or not is_same(copy, leaves[i]):
+        if copy._version or captured or not is_same(copy, inputs[i]):
             yield i
 
 
@@ -57,6 +60,17 @@ def update(buffer: Tensor, copy: Tensor) -> Tensor:
     if not is_same(copy, buffer):
         buffer.copy_(copy)
     return before
+
+
+def copies_of_buffers(
+    inputs: Sequence[Tensor], updated: Sequence[int]
+) -> Sequence[Tensor]:
+    """Return inputs with copies in place of those that a recompute updates again."""
+    copied = list(inputs)
+    for i in updated:
+        if type(copied[i]) is not Absent:
+            copied[i] = copied[i].clone()
+    return copied
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:

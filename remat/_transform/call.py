@@ -1,8 +1,10 @@
-"""What a user's call is made of, and how it is run around other tensors.
+"""A user's call, taken apart: its tensors, and the rest as a snapshot.
+
+`api` makes one for a call under torch.func. `primal` makes a program of it.
 
 Invariant: the tensors of the call are taken out of it once, and every run is given its
-own. The first run is the forward, whose effects on the user's objects stay; those of
-later runs are dropped.
+own. The first run is the forward, whose effects on the user's objects stay. The effects
+of later runs are dropped.
 Rejected: a program for each module of a model. What a function reaches is one set of
 inputs, whatever holds it.
 """
@@ -13,34 +15,39 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import override
 
 from remat._ambient.draws import without_draws
 from remat._base.errors import CaptureError
-from remat._base.program import Program
-from remat._base.types import Fn
+from remat._base.types import Fn, Outputs
 from remat._capture.handing_on import Forward
 from remat._capture.restore import Run
-from remat._capture.search import Search
+from remat._capture.search import Search, holds_tensors
 from remat._capture.snapshot import Snapshot
 from remat._capture.structure import Out
+from remat._partial.options import DEFAULT, Options
 from remat._torch import current_layer, requires_grad_at_any_level, unwrap_dead
-from remat._transform.foreign import holds_graph
+from remat._transform.outer_levels import holds_graph
 
 
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-class Call(Program):
+class Call:
     """One call of a user's function, taken apart.
 
     Attributes:
-        above: the leaves as they were passed, until the forward has run, if it runs
-            below the levels that they are of.
+        policy: of the call, joined with those of the calls around.
+        prune: as passed to `remat`.
+        snapshot: what it refers to, without the tensors.
+        wrapped: the inputs as they were passed, where the function runs below levels
+            that they are of; empty at the base, and once the forward has run.
+        structure: of the result; None until the forward has run.
     """
 
-    __slots__ = ("_fn", "_label", "_leaves", "_out", "_search", "_snapshot", "above")
-    _out: Out | None
+    __slots__ = (
+        *("_fn", "_inputs", "_search", "policy", "prune", "snapshot", "structure"),
+        "wrapped",
+    )
 
     def __init__(
         self,
@@ -48,85 +55,86 @@ class Call(Program):
         label: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        rng: str = "replay",
+        options: Options = DEFAULT,
     ) -> None:
-        if rng == "error":
+        if options.rng == "error":
             fn = without_draws(fn, label)
-        self._out = None
-        self.above: Sequence[Tensor] = ()
+        self.policy, self.prune = options.joined(), options.prune
+        self.structure: Out | None = None
+        self.wrapped: Sequence[Tensor] = ()
         self._fn: Any = fn
-        self._label = label
         self._search: Search | None = Search()
-        self._snapshot = Snapshot(fn, label, args, kwargs, self._search)
-        self._leaves = self._search.tensors
+        self.snapshot = Snapshot(fn, label, args, kwargs, self._search)
+        self._inputs = self._search.tensors
 
     @property
-    @override
-    def signature(self) -> tuple[Any, ...]:
-        return self._snapshot.signature
-
-    @property
-    def label(self) -> str:
-        """What errors and reports call it."""
-        return self._label
-
-    @property
-    def compiled(self) -> bool:
-        """Whether it reaches code that torch.compile or TorchScript made."""
-        return self._snapshot.compiled
-
-    @property
-    @override
-    def is_forward(self) -> bool:
-        """Whether the next run is the first."""
-        return self._out is None
+    def owner(self) -> Any:
+        """The object that the function is a method of, or the function."""
+        return getattr(self._fn, "__self__", self._fn)
 
     @property
     def is_lazy(self) -> bool:
         """Whether some module that it reaches has no parameters yet."""
         return self._search is not None and self._search.is_lazy
 
-    def take_leaves(self) -> tuple[list[Tensor], list[bool]]:
+    def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
         """Return the tensors of the call, and which require grad, at any level.
 
         And forget them.
         """
-        above = self._leaves
-        self._leaves: list[Tensor] = []
-        leaves = [*map(unwrap_dead, above)]
-        if True in map(operator.is_not, leaves, above) and holds_graph(above, leaves):
-            warnings.warn(_PULLBACK.format(label=self._label), stacklevel=3)
-            return leaves, [False] * len(leaves)
+        passed = self._inputs
+        self._inputs: list[Tensor] = []
+        inputs = [*map(unwrap_dead, passed)]
+        if True in map(operator.is_not, inputs, passed) and holds_graph(passed, inputs):
+            message = _PULLBACK.format(label=self.snapshot.label)
+            warnings.warn(message, stacklevel=3)
+            return inputs, [False] * len(inputs)
         if current_layer() is None:
-            return leaves, [*map(_requires_grad, leaves)]
-        self.above = above
-        return leaves, [*map(requires_grad_at_any_level, leaves)]
+            return inputs, [*map(_requires_grad, inputs)]
+        self.wrapped = passed
+        return inputs, [*map(requires_grad_at_any_level, inputs)]
 
-    def join(self, outs: Sequence[Any], leaves: Sequence[Tensor]) -> Any:
+    def join(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> Any:
         """Rebuild the value that the function returned."""
-        assert self._out is not None
-        return self._out.join(outs, leaves)
+        assert self.structure is not None
+        return self.structure.join(outs, inputs)
 
-    def run_around(self, leaves: Sequence[Tensor], *, first: bool) -> Any:
-        """Call the function around other tensors."""
-        if not first:
-            with Run(leaves, "live") as run:
-                return self._snapshot.call(run)
+    def run_forward(self, inputs: Sequence[Tensor]) -> Any:
+        """Call the function on other tensors; hand on what it did to objects."""
         search = self._search
         assert search is not None
         if search.scripted:
             raise CaptureError(_SCRIPTED.format(name=search.scripted))
-        run = Forward(leaves, search.tensors, search.originals())
+        run = Forward(inputs, search.tensors, search.originals())
         with run:
-            built = self._snapshot.built(run)
+            built = self.snapshot.built(run)
             run.note()
-            result = self._snapshot.called(*built)
+            result = self.snapshot.called(*built)
             run.hand_on()
         return result
 
-    def name_of(self, index: int) -> str:
-        """Write where an input comes from, as the function's author would."""
-        return self._snapshot.name_of(index)
+    def split(self, result: Any, inputs: Sequence[Tensor]) -> Outputs:
+        """Return the tensors of a forward's result, and keep its structure.
+
+        Raises:
+            CaptureError: the result holds tensors that cannot be seen.
+        """
+        outs, self.structure = Out.split(result, inputs)
+        for value in self.structure.statics.values():
+            if holds_tensors(value):
+                label, kind = self.snapshot.label, type(value).__qualname__
+                raise CaptureError(_OPAQUE.format(label=label, kind=kind))
+        return outs
+
+    def forward_done(self) -> None:
+        """Let go of what only the forward needs."""
+        self._fn: Any = None
+        self._search = None
+
+    def run_again(self, inputs: Sequence[Tensor]) -> Any:
+        """Call the function on other tensors, and drop what it does to objects."""
+        with Run(inputs, "live") as run:
+            return self.snapshot.call(run)
 
 
 _PULLBACK = (
@@ -137,4 +145,8 @@ _PULLBACK = (
 _SCRIPTED = (
     "remat: {name} is a TorchScript module, whose parameters remat cannot replace. "
     "Pass the eager module instead."
+)
+_OPAQUE = (
+    "remat: {label} returned a {kind} that holds or makes tensors, which remat cannot "
+    "see. Return a pytree of tensors, or register the class as a pytree node."
 )

@@ -1,49 +1,41 @@
-"""Fills handles: what a recompute saves, in the order in which the forward saved.
+"""The hook that fills handles with what a recompute saves.
+
+`refill` recomputes a call under `Filling.pack`. The forward saved in the same order.
 
 Invariant: the j-th tensor saved goes into the j-th handle, if that is alive, and only
-if it is such a tensor as the forward saved there. Nothing that is returned here to the
-graph of the recompute has a node: it would be a cycle that Python does not see.
+if its shape, dtype and node are those of the tensor that the forward saved there. What
+is returned to the graph of the recompute has no node: it would be a cycle that Python
+does not see.
 Rejected: to compare values. That is for `remat.testing.check_replay`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from remat._base.context import Decisions, here
 from remat._base.errors import RecomputeError
 from remat._base.source import user_line
-from remat._graph.handles import Handle, meta_of, unpack
-from remat._torch import (
-    is_of_torch_func,
-    pop_hooks,
-    push_hooks,
-    resume_hooks,
-    set_grad_enabled,
-    suspend_hooks,
-    unwrap_dead,
-    without_node,
-)
+from remat._graph.handles import Handle, meta_of
+from remat._torch import is_of_torch_func, unwrap_dead, without_node
 
 
 class Stop(BaseException):
-    """Every handle that is alive has its value."""
+    """Ends a recompute: every handle that is alive has its value."""
 
 
 class Filling:
-    """What one recompute fills.
+    """The hook of one recompute.
 
     Args:
-        handles: those to be filled.
-        metas: of all that the forward saved, None for what stayed itself.
+        handles: to be filled.
+        metas: of all that the forward saved, None for what was saved itself.
         label: of the call.
-        is_replay: whether its operations are compared with a record.
+        is_replay: whether the operations are compared with a record besides.
 
     Attributes:
-        left: how many of them are empty.
+        left: how many handles are empty.
     """
 
     __slots__ = ("_handles", "_is_replay", "_label", "_metas", "_saved", "left")
@@ -57,7 +49,7 @@ class Filling:
         is_replay: bool = False,
     ) -> None:
         self._is_replay = is_replay
-        self._handles = {handle.place: handle for handle in handles}
+        self._handles = {handle.position: handle for handle in handles}
         self._metas, self._label = metas, label
         self._saved: list[Any] = []
         self.left = len(self._handles)
@@ -67,22 +59,22 @@ class Filling:
         if not self.left:
             raise Stop
         saved, metas = self._saved, self._metas
-        place = len(saved)
+        position = len(saved)
         if is_of_torch_func(t):
             t = unwrap_dead(t)
             if is_of_torch_func(t):
                 saved.append(None)
                 return without_node(t)
         value = t if t.is_leaf else t.detach()
-        handle = self._handles.get(place)
+        handle = self._handles.get(position)
         if handle is None:
             saved.append(None)
-            if place >= len(metas):
+            if position >= len(metas):
                 raise self.differs()
             return value
         meta = meta_of(t)
         saved.append(meta)
-        if meta != metas[place] and self._is_other(meta, metas[place]):
+        if meta != metas[position] and self._is_other(meta, metas[position]):
             raise self.differs()
         handle.value = value
         self.left -= 1
@@ -91,7 +83,7 @@ class Filling:
         return value
 
     def _is_other(self, meta: Any, then: Any) -> bool:
-        """Say whether something else is saved."""
+        """Say whether what is saved differs from what the forward saved."""
         if then is None or meta[:2] != then[:2]:
             return True
         nodes = meta[2], then[2]
@@ -101,9 +93,9 @@ class Filling:
         return _name_of(nodes[0]) != _name_of(nodes[1])
 
     def differs(self) -> RecomputeError:
-        """Return the error that the recompute saved something else than the forward."""
+        """Return the error that the recompute and the forward save different things."""
         then, now = self._metas, self._saved
-        # What stays itself is not compared, nor what nobody reads.
+        # What is saved itself is not compared, nor what nobody reads.
         pairs = enumerate(zip(then, now, strict=False))
         first = next((k for k, (a, b) in pairs if a and b and a != b), len(now))
         where = user_line()
@@ -118,9 +110,9 @@ class Filling:
 
 
 def _name_of(node: type) -> str:
-    """Return the name of a node."""
+    """Return the name of a node, the same for both that `reshape` may make."""
     name = node.__name__
-    # Which of both `reshape` makes depends on whether a mode is active.
+    # Which one it makes depends on whether a mode is active.
     return "ViewBackward0" if name == "ReshapeAliasBackward0" else name
 
 
@@ -146,59 +138,3 @@ _DIFFERS = (
     "compute the same thing twice: if it depends on outside state that changed, pass "
     "that state as an argument. remat.testing.check_replay shows where the two part."
 )
-
-
-class Saving:
-    """A context in which a call runs: what is saved in it is packed for that call.
-
-    Args:
-        call: the call.
-        pack: is given each tensor that a graph saves.
-        outer: the hooks around, a pair, or None.
-        policy: of the call, and of those around it.
-        inner: what the calls within decide.
-        again: whether the call is recomputed, whatever goes on around.
-    """
-
-    __slots__ = (
-        *("_again", "_before", "_call", "_context", "_grad_mode", "_inside", "_now"),
-        *("_pack", "_suspended"),
-    )
-
-    def __init__(
-        self,
-        call: Any,
-        pack: Callable[[Tensor], Any],
-        outer: Any,
-        policy: Any,
-        inner: list[Any],
-        *,
-        again: bool = False,
-    ) -> None:
-        self._call, self._pack, self._again = call, pack, again
-        self._context = context = here()
-        harmless = outer is None or (context.saves and outer[1] is unpack)
-        self._now = harmless, policy, Decisions(inner, again=again)
-
-    def __enter__(self) -> None:
-        context = self._context
-        self._before = context.saves, context.policy, context.decisions
-        context.saves, context.policy, context.decisions = self._now
-        if context.examining is not None:
-            self._inside, context.inside = context.inside, (*context.inside, self._call)
-        if self._again:
-            self._suspended, self._grad_mode = suspend_hooks(), torch.is_grad_enabled()
-            set_grad_enabled(True)
-            context.recomputing += 1
-        push_hooks(self._pack, unpack)
-
-    def __exit__(self, *_: object) -> None:
-        context = self._context
-        pop_hooks()
-        context.saves, context.policy, context.decisions = self._before
-        if context.examining is not None:
-            context.inside = self._inside
-        if self._again:
-            context.recomputing -= 1
-            set_grad_enabled(self._grad_mode)
-            resume_hooks(self._suspended)

@@ -1,17 +1,19 @@
-"""The transform: one Function that evaluates programs, each rule again a program.
+"""The lowering to one recursive Function, whose rules are again programs.
 
-    dispatch(program, leaves)      run the program, then make a node of the graph
+    dispatch(program, inputs)      run the program, then make a node of the graph
     backward(ctx, *cotangents)  =  call(Vjp(program), *inputs, *cotangents)
     jvp(ctx, *tangents)         =  call(Jvp(program), *inputs, *tangents)
     vmap(in_dims)               =  dispatch(Batch(program, in_dims), ...), a level down
 
-The forward runs first, a level down. The node is made when it is known which leaves
-the results depend on: it has edges to those, and where there are none there is no node.
+`api` calls `evaluate_differentiably` with a user's call as a program (`primal`).
 
-Invariant: a graph made here retains the inputs of a call, and nothing computed in it
-but what its policy keeps, at every level and of every order. So a backward is itself a
-call: `torch.func.grad` retains the graph of the backward, and with it whatever an
-inline recomputation had saved; it would save nothing at all.
+The forward runs first, a level down. The node is made once it is known which inputs
+the outputs depend on. It has edges to those, and where there are none there is no node.
+
+Invariant: a graph made here holds the inputs of a call and what its policy keeps, and
+nothing else that was computed in it, at every level and order. So a backward is itself
+a call: `torch.func.grad` keeps the graph of the backward, and would keep all that a
+recompute inside saves.
 Rejected: a Function made anew for each call (functorch's way, eight times the cost),
 and `jvp` as plain code (silent zeros for jacfwd of jacfwd).
 """
@@ -20,13 +22,13 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._base.program import Facts, Program, has_derivatives
+from remat._base.program import Evaluation, Program, Request, has_derivatives
 from remat._base.tracebacks import hide_frames
 from remat._torch import (
     GRAD,
@@ -52,121 +54,144 @@ from remat._torch import (
     without_tangent,
     wrap_for_grad,
 )
-from remat._transform.rules import Batch, Jvp, Vjp, records, replace
+from remat._transform.rules import Batch, Jvp, Vjp, is_recorded, replace
 
 
-def call(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
+def call(program: Program, inputs: Sequence[Tensor]) -> Sequence[Any]:
     """Evaluate `program`, differentiably at every level."""
     if torch.is_grad_enabled():
         outs = evaluate_differentiably(
-            program, leaves, [*map(requires_grad_at_any_level, leaves)]
+            program, inputs, [*map(requires_grad_at_any_level, inputs)]
         )
         if outs is not None:
             return outs
     layer = current_layer()
     if layer is None or kind_of(layer) != GRAD:
-        return program.run(*leaves)
-    # In a level of its own it would do other operations than the forward did.
+        return program.run(*inputs)
+    # In a level of its own it would run other operations than the forward did.
     level = layer.level()
-    below = [unwrap_for_grad(t, level) for t in leaves]
+    below = [unwrap_for_grad(t, level) for t in inputs]
     outs = call_below(layer, GRAD, call, program, below)
     return [None if o is None else wrap_for_grad(o, level) for o in outs]
 
 
 @eager_only
 def evaluate_differentiably(
-    program: Program, leaves: Sequence[Tensor], needs: list[bool]
+    program: Program, inputs: Sequence[Tensor], needs: Sequence[bool]
 ) -> Sequence[Any] | None:
-    """Evaluate `program` if there is something to differentiate."""
+    """Evaluate `program` if something is differentiated; else return None.
+
+    Args:
+        program: to evaluate.
+        inputs: to evaluate it on.
+        needs: which of them require grad, at any level.
+    """
     if True not in needs:
         return None
     layer = current_layer()
-    program.facts = Facts(needs, program.uses(len(needs)), exact=layer is None)
-    return _dispatch_at(layer, program, leaves)
+    return _dispatch_at(layer, program, inputs, Request(needs, layer is None))[0]
 
 
-def dispatch(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
+Evaluated: TypeAlias = tuple[Sequence[Any], Evaluation]
+
+
+def dispatch(program: Program, inputs: Sequence[Tensor], request: Request) -> Evaluated:
     """Evaluate `program` by the innermost torch.func transform."""
-    return _dispatch_at(current_layer(), program, leaves)
+    return _dispatch_at(current_layer(), program, inputs, request)
 
 
 def _dispatch_at(
-    layer: Any, program: Program, leaves: Sequence[Tensor]
-) -> Sequence[Any]:
+    layer: Any, program: Program, inputs: Sequence[Tensor], request: Request
+) -> Evaluated:
     if layer is None:
-        return _dispatch_at_base(program, leaves)
+        return _dispatch_at_base(program, inputs, request)
     kind = kind_of(layer)
     if kind == VMAP:
-        return batched(leaves, functools.partial(_dispatch_batch, program))
-    forward_mode, level = kind == JVP, layer.level()
+        below_vmap = functools.partial(_dispatch_below_vmap, program, request)
+        return batched(inputs, below_vmap)
+    in_forward_mode, level = kind == JVP, layer.level()
     if dual_level_active():
-        leaves = lifted(layer, kind, leaves)
-        forward_mode = forward_mode or base_dual_level_active()
-    if forward_mode:
-        program.facts.in_forward_mode = True
-    below = [unwrap_for_grad(t, level) for t in leaves]
-    results = call_below(layer, kind, dispatch, program, below)
+        inputs = lifted(layer, kind, inputs)
+        in_forward_mode = in_forward_mode or base_dual_level_active()
+    if in_forward_mode:
+        request = _in_forward_mode(request)
+    below = [unwrap_for_grad(t, level) for t in inputs]
+    results, evaluation = call_below(layer, kind, dispatch, program, below, request)
     outs = [None if o is None else wrap_for_grad(o, level) for o in results]
-    ends = leaves
+    ends = inputs
     if True in map(_requires_grad, below):
-        # What is a constant of this level is to have no edge to what is below.
-        ends = lifted(layer, kind, leaves)
-    ends = _ends(program.facts, ends, forward_mode)
-    if not ends:
-        return outs
-    return apply_at_level(_apply, (program, leaves, outs, forward_mode), *ends)
+        # A constant of this level must have no edge to what is differentiated below.
+        ends = lifted(layer, kind, inputs)
+    ends = _ends(evaluation, ends, in_forward_mode)
+    if ends:
+        evaluated = program, evaluation, inputs, outs, in_forward_mode
+        outs = apply_at_level(_apply, evaluated, *ends)
+    return outs, evaluation
 
 
-def _dispatch_at_base(program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
-    facts, forward_mode = program.facts, base_dual_level_active()
-    if forward_mode:
-        facts.in_forward_mode = True
+def _dispatch_at_base(
+    program: Program, inputs: Sequence[Tensor], request: Request
+) -> Evaluated:
+    in_forward_mode = base_dual_level_active()
+    if in_forward_mode:
+        request = _in_forward_mode(request)
         with forward_ad_enabled(False):
-            outs = without_grad_mode(program.evaluate, leaves)
+            outs, evaluation = without_grad_mode(program.evaluate, inputs, request)
     else:
-        outs = without_grad_mode(program.evaluate, leaves)
+        outs, evaluation = without_grad_mode(program.evaluate, inputs, request)
     # If only levels above differentiate, nothing is to be saved down here.
-    if not (facts.exact or forward_mode or records(leaves)):
-        return outs
-    ends = _ends(facts, leaves, forward_mode)
-    return _apply((program, leaves, outs, forward_mode), *ends) if ends else outs
+    if request.at_base or in_forward_mode or is_recorded(inputs):
+        ends = _ends(evaluation, inputs, in_forward_mode)
+        if ends:
+            evaluated = program, evaluation, inputs, outs, in_forward_mode
+            outs = _apply(evaluated, *ends)
+    return outs, evaluation
+
+
+def _in_forward_mode(request: Request) -> Request:
+    return request._replace(in_forward_mode=True)
 
 
 def _ends(
-    facts: Facts, leaves: Sequence[Tensor], forward_mode: bool
+    evaluation: Evaluation, inputs: Sequence[Tensor], in_forward_mode: bool
 ) -> Sequence[Tensor]:
-    """Return the leaves that a node has edges to; none if there is to be no node.
+    """Return the inputs that a node has edges to; none if there is to be no node.
 
-    In forward mode any leaf may have a tangent.
+    In forward mode any input may have a tangent.
     """
-    if forward_mode:
-        return leaves
-    if len(facts.used) < len(leaves):
-        leaves = [leaves[i] for i in facts.used]
-    return leaves if True in map(_requires_grad, leaves) else ()
+    if in_forward_mode:
+        return inputs
+    if len(evaluation.used) < len(inputs):
+        inputs = [inputs[i] for i in evaluation.used]
+    return inputs if True in map(_requires_grad, inputs) else ()
 
 
-def _dispatch_batch(
+def _dispatch_below_vmap(
     program: Program,
-    leaves: tuple[Any, ...],
+    request: Request,
+    inputs: tuple[Any, ...],
     in_dims: tuple[Any, ...],
     size: int,
     randomness: str,
-) -> tuple[Any, Any]:
-    facts = program.facts
-    below = [*map(requires_grad_at_any_level, leaves)]
-    above = [n and not b for n, b in zip(facts.needs, below, strict=True)]
-    facts.batched, facts.needs = True, below
-    inner = Batch(program, above, (in_dims, size, randomness))
-    outs = dispatch(inner, leaves)
-    kept = [in_dims[i] for i in facts.kept]
-    return tuple(outs), (*inner.out_dims, *kept, *[None] * facts.residuals)
+) -> tuple[Any, Any, Evaluation]:
+    needs = [*map(requires_grad_at_any_level, inputs)]
+    pairs = zip(request.needs, needs, strict=True)
+    needs_outside = [need and not below for need, below in pairs]
+    request = request._replace(needs=needs, is_batched=True)
+    batch = Batch(program, needs_outside, (in_dims, size, randomness))
+    outs, evaluation = dispatch(batch, inputs, request)
+    updated = [in_dims[i] for i in evaluation.updated]
+    out_dims = (*batch.out_dims, *updated, *[None] * evaluation.residuals)
+    return tuple(outs), out_dims, evaluation
 
 
 class Remat(SingleLevelFunction):
     """The node of a program's evaluation, at one level: a grad or jvp one, or the base.
 
-    Its inputs are the leaves that it has edges to.
+    Its inputs are those of the program that it has edges to. On its context it has
+
+        program         the program
+        evaluation      what its evaluation found
     """
 
     @staticmethod
@@ -174,33 +199,32 @@ class Remat(SingleLevelFunction):
     def forward(  # pyrefly: ignore[bad-override]
         ctx: Any, evaluated: tuple[Any, ...], *_: Tensor
     ) -> Any:
-        """Save the inputs of the program, and what it hands up to be kept."""
-        program, leaves, outs, forward_mode = evaluated
-        ctx.program = program
+        """Save the inputs of the program, and the residuals."""
+        program, evaluation, inputs, outs, in_forward_mode = evaluated
+        ctx.program, ctx.evaluation = program, evaluation
         ctx.set_materialize_grads(False)
-        facts: Facts = program.facts
-        saved: Sequence[Tensor] = leaves
-        if facts.kept or facts.recomputation is not None:
-            saved = _saved(facts, leaves, outs)
-            if facts.exact and facts.residuals:  # there is no level to hand them up to
-                outs = outs[: -facts.residuals]
-                facts.differentiable = facts.differentiable[: -facts.residuals]
-        # Forward mode wants the tangent of a view to be a view, which ours is not.
-        if facts.views and not (facts.batched or forward_mode):
-            outs = _as_views(outs, leaves, facts.views)
-        if facts.untracked:
+        request, differentiable = evaluation.request, evaluation.differentiable
+        saved: Sequence[Tensor] = inputs
+        if evaluation.updated or evaluation.recomputation is not None:
+            saved = _saved(evaluation, inputs, outs)
+            if request.at_base and evaluation.residuals:
+                # No level further up saves them.
+                outs = outs[: -evaluation.residuals]
+                differentiable = differentiable[: -evaluation.residuals]
+        # Forward mode wants the tangent of a view to be a view, and a rule gives none.
+        if evaluation.views and not (request.is_batched or in_forward_mode):
+            outs = _as_views(outs, inputs, evaluation.views)
+        if evaluation.has_inference:
             # Inference tensors cannot be saved, but copies of them can.
             saved = [t.clone() if t.is_inference() else t for t in saved]
         ctx.save_for_backward(*saved)
-        if forward_mode:
+        if in_forward_mode:
             ctx.save_for_forward(*saved)
-        differentiable = facts.differentiable
-        if forward_mode:
             differentiable = [has_derivatives(o) for o in outs]
         if False in differentiable:
             pairs = zip(outs, differentiable, strict=True)
-            constant = [o for o, d in pairs if o is not None and not d]
-            ctx.mark_non_differentiable(*constant)
+            others = [o for o, d in pairs if o is not None and not d]
+            ctx.mark_non_differentiable(*others)
         return tuple(outs)
 
     @staticmethod
@@ -208,47 +232,45 @@ class Remat(SingleLevelFunction):
     @eager_only
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         """Call the vjp for the gradients wanted, given the cotangents there are."""
-        program: Program = ctx.program
-        needs, facts = ctx.needs_input_grad, program.facts
+        needs, evaluation = ctx.needs_input_grad, ctx.evaluation
         given = [j for j, ct in enumerate(cotangents) if ct is not None]
-        if False in facts.differentiable:
-            given = [j for j in given if facts.differentiable[j]]
-        # A node of forward mode has an edge to each leaf.
-        ends = wanted = facts.used
+        if False in evaluation.differentiable:
+            given = [j for j in given if evaluation.differentiable[j]]
+        # A node of forward mode has an edge to each input.
+        ends = wanted = evaluation.used
         if len(ends) < len(needs) - 1:
             ends = range(len(needs) - 1)
         if needs.count(True) < len(ends):
             needed = [*compress(ends, needs[1:])]
             wanted = [i for i in wanted if i in needed]
-        if wanted and given:
-            primals: Sequence[Tensor] = saved_tensors(ctx)
-            if not facts.exact:  # a level may be gone that they are of
-                primals = [*map(unwrap_dead, primals)]
-            rule = Vjp(program, len(primals), wanted, given)
-            ours: list[Any] = [cotangents[j] for j in given]
-            cts = [*map(unwrap_dead, ours)]
-            try:
-                found = call(rule, [*primals, *cts])
-            except Exception as error:
-                hide_frames(error)
-                raise
-            if len(found) == len(ends):
-                return (None, *found)
-            grads = dict(zip(wanted, found, strict=True))
-            return (None, *map(grads.get, ends))
-        return (None,) * len(needs)
+        if not (wanted and given):
+            return (None,) * len(needs)
+        primals: Sequence[Tensor] = saved_tensors(ctx)
+        if not evaluation.request.at_base:  # their level may be gone
+            primals = [*map(unwrap_dead, primals)]
+        rule = Vjp(ctx.program, evaluation, len(primals), wanted, given)
+        there: list[Any] = [cotangents[j] for j in given]
+        cts = [*map(unwrap_dead, there)]
+        try:
+            found = call(rule, [*primals, *cts])
+        except Exception as error:
+            hide_frames(error)
+            raise
+        if len(found) == len(ends):
+            return (None, *found)
+        grads = dict(zip(wanted, found, strict=True))
+        return (None, *map(grads.get, ends))
 
     @staticmethod
     @override
     @eager_only
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
         """Call the jvp, given the tangents there are."""
-        program: Program = ctx.program
         given = [i for i, t in enumerate(tangents) if t is not None]
         primals = [without_tangent(t) for t in ctx.saved_tensors]
-        rule = Jvp(program, len(primals), given)
-        ours: list[Any] = [tangents[i] for i in given]
-        return tuple(call(rule, [*map(unwrap_dead, (*primals, *ours))]))
+        rule = Jvp(ctx.program, ctx.evaluation, len(primals), given)
+        there: list[Any] = [tangents[i] for i in given]
+        return tuple(call(rule, [*map(unwrap_dead, (*primals, *there))]))
 
 
 _apply: Any = Remat.apply
@@ -256,29 +278,30 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 def _saved(
-    facts: Facts, leaves: Sequence[Tensor], outs: Sequence[Any]
+    evaluation: Evaluation, inputs: Sequence[Tensor], outs: Sequence[Any]
 ) -> Sequence[Tensor]:
-    """Return what is saved: the leaves as they were before, and the residuals."""
-    end = len(outs) - facts.residuals
-    if facts.kept:
-        leaves = replace(leaves, facts.kept, outs[end - len(facts.kept) : end])
-    if facts.recomputation is None:
-        return leaves
-    return [*facts.recomputation.kept(leaves), *outs[end:]]
+    """Return what a node saves: the inputs as they were before, and the residuals."""
+    end = len(outs) - evaluation.residuals
+    updated, recomputation = evaluation.updated, evaluation.recomputation
+    if updated:
+        inputs = replace(inputs, updated, outs[end - len(updated) : end])
+    if recomputation is None:
+        return inputs
+    return [*recomputation.kept(inputs), *outs[end:]]
 
 
 def _as_views(
-    outs: Sequence[Any], leaves: Sequence[Tensor], views: Mapping[int, int]
+    outs: Sequence[Any], inputs: Sequence[Tensor], views: Mapping[int, int]
 ) -> list[Any]:
     """Make outputs that share memory views, so that torch refuses to change them."""
     new = list(outs)
     for j, i in views.items():
         o = outs[j]
-        source = _as_kind(leaves[i] if i >= 0 else outs[~i], o)
+        source = _as_kind(inputs[i] if i >= 0 else outs[~i], o)
         if source is None:
-            new[j] = o.clone()  # shares no memory any more, and so loses no gradient
+            new[j] = o.clone()  # which shares no memory, so that no gradient is lost
         else:
-            # Past the modes that record, for it is none of the function's operations.
+            # Unseen by modes that record: the function does no such operation.
             new[j] = viewed(source, o.size(), o.stride(), o.storage_offset())
     return new
 

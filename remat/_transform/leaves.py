@@ -1,21 +1,24 @@
 """The user's own leaves: a recompute runs on them, and leaves nothing on them.
 
-It runs on the leaves themselves. On others, what the function keeps by their identity
-would not be found; and were others put into a module that several threads use, the
-gradients of those threads would be lost.
+`saved` asks here what a forward set on them. `refill` recomputes in these contexts.
 
-Invariant: after a recompute a leaf has the hooks and the attributes that it had before,
-and no gradient is gone.
-Rejected: stand-ins for all leaves, as for other inputs.
+Invariant: after a recompute a leaf has the hooks, the attributes and the memory that it
+had before, and no gradient is gone.
+Rejected: stand-ins for all leaves, as for other inputs. What the function keeps by the
+identity of a leaf would not be found. And in a module that several threads use, the
+gradients of the other threads would be lost.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
+
+from remat._torch import unseen
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -34,7 +37,7 @@ def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
 
 
 def gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
-    """Return what tells the gradients that leaves have from others."""
+    """Return what changes when a gradient is set, or added to in place."""
     grads = [*map(grad_of, leaves)]
     return [g if g is None else (id(g), g._version) for g in grads]
 
@@ -69,8 +72,8 @@ def _nothing(*_: Any) -> None:
     """Do nothing."""
 
 
-class NotCleared:
-    """A context after which leaves have gradients if they had.
+class PreserveGradients:
+    """A context after which leaves that had a gradient have one.
 
     One that was changed is not put back: another thread may have added to it.
     """
@@ -91,12 +94,14 @@ class NotCleared:
                 t.grad = grad
 
 
-class Untouched:
-    """A context in which leaves have the attributes of a call, and keep their hooks.
+class PreserveMarks:
+    """A context in which leaves have the attributes that they had at a call.
+
+    After it they have their hooks and attributes of before.
 
     Args:
         leaves: the user's own.
-        attributes: what `attributes_of` them said.
+        attributes: what was set on them at the call; None where nothing was.
     """
 
     __slots__ = ("_after", "_attributes", "_first", "_hooks", "_leaves")
@@ -125,6 +130,35 @@ class Untouched:
                     _put_back(t, name, hooks)
         if self._after or any(map(_attributes_of, leaves)):
             _set_attributes(leaves, self._after)
+
+
+class PreserveMemory:
+    """A context after which leaves have the memory that they had.
+
+    Args:
+        leaves: the user's own.
+        error: returns the error for a leaf, by its index, whose values were exchanged:
+            a run inside would start from those that the run before left.
+    """
+
+    __slots__ = ("_before", "_error", "_leaves")
+
+    def __init__(
+        self, leaves: Sequence[Tensor], error: Callable[[int], Exception]
+    ) -> None:
+        self._leaves, self._error = leaves, error
+
+    def __enter__(self) -> None:
+        self._before = [t.data for t in self._leaves]
+
+    def __exit__(self, *_: object) -> None:
+        for k, (t, before) in enumerate(zip(self._leaves, self._before, strict=True)):
+            if t.data_ptr() != before.data_ptr():
+                now, t.data = t.data, before
+                with unseen():
+                    is_same = now.shape == before.shape and torch.equal(now, before)
+                if not is_same:
+                    raise self._error(k) from None
 
 
 def _hooks(leaves: Sequence[Tensor]) -> list[Any] | None:

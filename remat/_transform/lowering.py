@@ -4,9 +4,11 @@
     a level of torch.func    one Function whose backward is again a call (`function`)
     nobody, or a tracer      the function itself
 
-Invariant: nothing else asks what goes on around a call.
-Rejected: one lowering for all. torch.func refuses hooks for saved tensors, since it
-records its own backward: what a recompute in it saves would all be retained.
+`api` asks once for each call.
+
+Invariant: nothing else decides this.
+Rejected: one lowering for all. torch.func refuses hooks for saved tensors, and it
+records its own backward: all that a recompute inside saves would be retained.
 """
 
 from enum import Enum

@@ -1,8 +1,11 @@
-"""Packs what the graph of a forward saves: handles, and inputs as they are.
+"""The hook that packs what the graph of a forward saves.
 
-Invariant: what is an input as it was at the call, or a leaf that requires grad, is
-saved itself. All else becomes a handle. A hook is held by what it saved, so this one
-holds the call only while the forward runs.
+`saved` runs the forward under `Packing.pack`. The handles that it makes are what a
+backward reads (`remat._graph.handles`).
+
+Invariant: an input as it was at the call is saved itself, and so is a leaf that
+requires grad. All else becomes a handle. A graph refers to the hook of what it saved,
+so the hook refers to the call only while the forward runs.
 Rejected: handles for inputs, too. To give one back, the function would have to run.
 """
 
@@ -12,23 +15,23 @@ from typing import Any
 
 from torch import Tensor
 
-from remat._base.checks import version_of
 from remat._base.context import here
+from remat._base.tensors import version_of
 from remat._capture.snapshot import Snapshot
-from remat._graph.handles import Handle, Kept, Outer, meta_of
+from remat._graph.handles import Handle, PackedOutside, VersionedTensor, meta_of
 from remat._torch import is_of_torch_func, unwrap_dead, without_node
-from remat._transform.held import Held
+from remat._transform.saved_inputs import SavedInputs
 
 
 class Packing:
-    """What one forward saves.
+    """The hook of one forward, and what it has packed.
 
     Args:
         call: that gives the values of handles.
         snapshot: of the call.
-        leaves: its inputs.
-        held: what is kept of them.
-        observe: is told what is saved at each place, None for what stays itself.
+        inputs: of the call.
+        saved: what the call saves of them.
+        observe: is told what is saved at each position, None for what stays itself.
 
     Attributes:
         handles: in order; None for what stays itself.
@@ -36,7 +39,7 @@ class Packing:
     """
 
     __slots__ = (
-        *("_call", "_held", "_index", "_observe", "_snapshot", "_versions"),
+        *("_call", "_index", "_observe", "_saved", "_snapshot", "_versions"),
         *("handles", "metas"),
     )
 
@@ -44,13 +47,13 @@ class Packing:
         self,
         call: Any,
         snapshot: Snapshot,
-        leaves: Sequence[Tensor],
-        held: Held,
+        inputs: Sequence[Tensor],
+        saved: SavedInputs,
         observe: Callable[[int, Tensor | None], None] | None,
     ) -> None:
-        self._call, self._snapshot, self._held = call, snapshot, held.values
-        self._index = {id(t): i for i, t in enumerate(leaves)}
-        self._versions = held.versions
+        self._call, self._snapshot, self._saved = call, snapshot, saved.values
+        self._index = {id(t): i for i, t in enumerate(inputs)}
+        self._versions = saved.versions
         self.handles: list[weakref.ref[Handle] | None] = []
         self.metas: list[Any] = []
         examining = here().examining
@@ -71,12 +74,12 @@ class Packing:
         if t.requires_grad and t.is_leaf:
             return self._itself(t, version_of(t), None)
         handles = self.handles
-        place = len(handles)
-        handle = Handle(self._call, place)
+        position = len(handles)
+        handle = Handle(self._call, position)
         handles.append(weakref.ref(handle))
         self.metas.append(meta_of(t))
         if self._observe is not None:
-            self._observe(place, t)
+            self._observe(position, t)
         return handle
 
     def _itself(self, t: Tensor, version: int | None, i: int | None) -> Any:
@@ -84,11 +87,11 @@ class Packing:
         self.metas.append(None)
         if self._observe is not None:
             self._observe(len(self.handles) - 1, None)
-        if i is not None and type(self._held[i]) is Outer:
-            return self._held[i]
-        return Kept(t, version, self._snapshot, i)
+        if i is not None and type(self._saved[i]) is PackedOutside:
+            return self._saved[i]
+        return VersionedTensor(t, version, self._snapshot, i)
 
     def done(self) -> None:
-        """Let go of the call: the forward has ended."""
-        del self._call, self._snapshot, self._held, self._observe
+        """Drop the references to the call, now that the forward has ended."""
+        del self._call, self._snapshot, self._saved, self._observe
         del self.handles, self.metas

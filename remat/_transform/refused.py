@@ -1,9 +1,10 @@
-"""What `remat` is not to be applied to or passed, and what to write instead.
+"""Refuses wrong arguments of `remat`, and functions that it cannot rematerialize.
 
-Called by `api`, at decoration: the mistake is in that line.
+`api` calls it when a function is decorated, so that the error is at that line.
 
-Invariant: each message says what to write instead. Rejected: Python's own messages,
-which name `remat`'s parameters and not those of the API that somebody comes from.
+Invariant: each message says what to write instead.
+Rejected: Python's own messages. They do not know the options of other checkpoint APIs,
+which users may pass.
 """
 
 import inspect
@@ -41,7 +42,7 @@ def refuse_arguments(fn: Any, others: Sequence[Any], unknown: Sequence[str]) -> 
 
 
 def refuse_function(fn: Any) -> None:
-    """Refuse what is no function of tensors.
+    """Refuse what is not a function of tensors.
 
     Raises:
         TypeError: it is a class, a generator function or a coroutine function.

@@ -1,11 +1,15 @@
-"""The programs derived from a program: its vjp, its jvp, its batching.
+"""The rules: the vjp of a program, its jvp, and its batching, as programs.
 
-Invariant: each is again a flat function of tensors that recomputes what it needs and
-keeps nothing. At the base it uses plain autograd and dual numbers, which cost half of
-`torch.func.vjp` and `jvp`; below a vmap those, in a level of their own.
+`function` makes one of them for each rule that a transform asks its node for, and
+evaluates it like the program itself.
+
+Invariant: each recomputes what it needs and keeps nothing.
+Rejected: `torch.func.vjp` and `jvp` at the base. Plain autograd and dual numbers cost
+half of that there. Below a vmap a level of `grad` and `torch.func.jvp` are used.
 """
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
@@ -15,10 +19,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from typing_extensions import override
 
-from remat._base.checks import reached_leaves
 from remat._base.context import differentiated
-from remat._base.program import Above, Program, has_derivatives
+from remat._base.program import (
+    Evaluation,
+    OutsideVmap,
+    Program,
+    Request,
+    fresh_leaves,
+    has_derivatives,
+)
 from remat._base.types import Outputs
+from remat._graph.edges import edge_of, edges_behind
 from remat._torch import (
     base_dual_level_active,
     batch,
@@ -36,54 +47,56 @@ from remat._torch import (
     unwrap_for_grad,
     without_hooks,
 )
-from remat._transform.foreign import edge_of, edges_behind
+from remat._transform.checks import reached_inputs
 
 
 class Vjp(Program):
     """`(*primals, *cotangents) -> gradients` of a program.
 
     Args:
-        of: the program.
-        arity: how many primals it has.
-        wanted: the primals to give the gradients of.
+        program: to be differentiated.
+        evaluation: of its forward.
+        arity: how many primals the node saved: inputs and residuals.
+        wanted: the inputs to give the gradients of.
         given: the outputs that have cotangents.
     """
 
     __slots__ = (
-        "_arity",
-        "_at_base",
-        "_given",
-        "_in_grad_mode",
-        "_of",
-        "_wanted",
-        "once",
+        *("_arity", "_at_base", "_evaluation", "_given", "_in_grad_mode", "_program"),
+        *("_wanted", "once"),
     )
     once: Mapping[int, Any]
 
     def __init__(
-        self, of: Program, arity: int, wanted: Sequence[int], given: Sequence[int]
+        self,
+        program: Program,
+        evaluation: Evaluation,
+        arity: int,
+        wanted: Sequence[int],
+        given: Sequence[int],
     ) -> None:
-        self._of, self._arity, self._wanted, self._given = of, arity, wanted, given
+        self._program, self._evaluation = program, evaluation
+        self._arity, self._wanted, self._given = arity, wanted, given
         self._in_grad_mode = torch.is_grad_enabled()
         self._at_base = current_layer() is None
         self.once = _NONE
 
     @override
     def uses(self, count: int) -> Sequence[int]:
-        """Return the leaves that the program uses, and the cotangents."""
-        facts = self._of.facts
-        used: Sequence[int] = facts.used
-        if facts.recomputation is not None and facts.recomputation.dropped:
-            kept = facts.recomputation.kept(range(len(facts.needs)))
-            used = [k for k, i in enumerate(kept) if i in facts.used]
+        """Return the primals that the program uses, and the cotangents."""
+        evaluation = self._evaluation
+        used, recomputation = evaluation.used, evaluation.recomputation
+        if recomputation is not None and recomputation.dropped:
+            saved = recomputation.kept(range(len(evaluation.request.needs)))
+            used = [k for k, i in enumerate(saved) if i in used]
         return (*used, *range(self._arity, count))
 
     @override
-    def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Recompute the program and pull the cotangents back through it."""
         del mode
-        saved, cts = leaves[: self._arity], leaves[self._arity :]
-        recomputation = self._of.facts.recomputation
+        saved, cts = inputs[: self._arity], inputs[self._arity :]
+        recomputation = self._evaluation.recomputation
         with differentiated():
             if recomputation is None:
                 return self._pull(cts, saved, None)
@@ -93,22 +106,25 @@ class Vjp(Program):
     def _pull(
         self, cts: tuple[Tensor, ...], primals: Sequence[Tensor], mode: Any
     ) -> Outputs:
-        recorded, checked = records((*primals, *cts)), False
+        program = self._program
+        create_graph, is_checked = is_recorded((*primals, *cts)), False
         if current_layer() is None:
-            inner, outs = self._recompute(primals, recorded, mode)
-            checked = self._of.is_as_recorded(outs)
-        elif self._of.facts.batched or not is_batch_of_cotangents(primals):
-            recorded = torch.is_grad_enabled()  # perhaps below this level
+            inner, outs = self._recompute(primals, create_graph, mode)
+            is_checked = program.check_outputs(outs)
+        elif self._evaluation.request.is_batched or not is_batch_of_cotangents(primals):
+            create_graph = torch.is_grad_enabled()  # perhaps below this level
             inner, outs = self._recompute_at_level(primals, mode)
         else:
             # One recomputation, and one set of draws, serves a batch of cotangents.
-            inner, outs = call_below_vmap(self._recompute, primals, recorded, mode)
-            checked = self._of.is_as_recorded(outs)
-        grads = self._pull_back(outs, cts, inner, recorded=recorded, checked=checked)
+            inner, outs = call_below_vmap(self._recompute, primals, create_graph, mode)
+            is_checked = program.check_outputs(outs)
+        grads = self._pull_back(
+            outs, cts, inner, create_graph=create_graph, is_checked=is_checked
+        )
         if NoneType in map(type, grads):
             pairs = zip(self._wanted, grads, strict=True)
-            self._of.check_reached(outs, inner, [i for i, g in pairs if g is None])
-        if self._of.once:
+            program.check_reached(outs, inner, [i for i, g in pairs if g is None])
+        if program.once:
             self._check_once(grads)
         return grads
 
@@ -118,22 +134,23 @@ class Vjp(Program):
         cts: Sequence[Tensor],
         inner: Sequence[Tensor],
         *,
-        recorded: bool,
-        checked: bool,
+        create_graph: bool,
+        is_checked: bool,
     ) -> Outputs:
-        ours: Any = tuple([outs[j] for j in self._given])
-        if not (checked or all(map(requires_grad, ours))):
-            pairs = zip(ours, cts, strict=True)
+        given: Any = tuple([outs[j] for j in self._given])
+        if not (is_checked or all(map(requires_grad, given))):
+            pairs = zip(given, cts, strict=True)
             pairs = [(o, ct) for o, ct in pairs if requires_grad(o)]
             if not pairs:
                 return (None,) * len(self._wanted)
-            ours, cts = zip(*pairs, strict=True)
-        if self._in_grad_mode and self._of.facts.asks_grad_mode and not recorded:
-            pull_in_grad_mode(ours)
+            given, cts = zip(*pairs, strict=True)
+        asks_grad_mode = self._evaluation.asks_grad_mode
+        if self._in_grad_mode and asks_grad_mode and not create_graph:
+            pull_in_grad_mode(given)
         inputs = tuple([inner[i] for i in self._wanted])
-        if recorded:
-            self.once = _once_differentiable(ours, inputs, at_base=self._at_base)
-        return pull_back(ours, tuple(cts), inputs, create_graph=recorded)
+        if create_graph:
+            self.once = _once_differentiable(given, inputs, at_base=self._at_base)
+        return pull_back(given, tuple(cts), inputs, create_graph=create_graph)
 
     def _check_once(self, grads: Outputs) -> None:
         """Refuse second derivatives that torch refuses, and would be lost here.
@@ -141,26 +158,26 @@ class Vjp(Program):
         Raises:
             RuntimeError: a Function that is to be differentiated once leads to them.
         """
-        none_left = {*map(type, grads)} == {NoneType}
-        for j in self._of.once.keys() & {*self._given}:
-            function, is_dropped = self._of.once[j]
+        none_left, once = {*map(type, grads)} == {NoneType}, self._program.once
+        for j in once.keys() & {*self._given}:
+            function, is_dropped = once[j]
             if not is_dropped or (none_left and self._at_base):
                 raise RuntimeError(_ONCE.format(name=function.__qualname__))
 
     def _recompute(
-        self, primals: Sequence[Tensor], recorded: bool, mode: Any
+        self, primals: Sequence[Tensor], create_graph: bool, mode: Any
     ) -> tuple[Sequence[Tensor], Outputs]:
-        needs = self._of.facts.needs
-        if recorded:
-            # Those that are differentiated here, though not in what records this.
+        needs = self._evaluation.request.needs
+        if create_graph:
+            # What requires grad here stays itself, for the new graph is to reach it.
             pairs = zip(needs, primals, strict=True)
             needs = [need and not t.requires_grad for need, t in pairs]
-        inner = self._of.stand_ins(primals, needs)
-        run = self._of.run
+        inner = fresh_leaves(primals, needs)
+        run = self._program.run
         if mode is not None:
             run = functools.partial(run, mode=mode)
         with grad_mode(True):
-            outs = run(*inner) if recorded else without_hooks(run, *inner)
+            outs = run(*inner) if create_graph else without_hooks(run, *inner)
         return inner, outs
 
     def _recompute_at_level(
@@ -168,20 +185,20 @@ class Vjp(Program):
     ) -> tuple[Sequence[Tensor], Outputs]:
         """Recompute under transforms: in a level of its own."""
         with grad_level() as level, grad_mode(True):
-            ours = [
+            leaves = [
                 leaf_at(level, primals[i], requires_grad=True) for i in self._wanted
             ]
-            inner = replace(primals, self._wanted, ours)
-            return inner, self._of.run(*inner, mode=mode)
+            inner = replace(primals, self._wanted, leaves)
+            return inner, self._program.run(*inner, mode=mode)
 
 
 def _once_differentiable(
     outs: Sequence[Tensor], inputs: Sequence[Tensor], *, at_base: bool
 ) -> dict[int, tuple[Any, bool]]:
-    """Return which inputs lead to a Function that is to be differentiated once.
+    """Return which inputs lead to a Function that is marked `once_differentiable`.
 
-    And whether torch drops its second derivative, as torch.func does, and raises no
-    error.
+    With it, and with whether torch drops its second derivative, as torch.func does,
+    and raises no error.
     """
     found: dict[int, tuple[Any, bool]] = {}
     for node, number in edges_behind(map(edge_of, outs)):
@@ -204,23 +221,27 @@ class Jvp(Program):
     """`(*primals, *tangents) -> tangents` of a program.
 
     Args:
-        of: the program.
+        program: to be differentiated.
+        evaluation: of its forward.
         arity: how many primals it has.
         given: those that have tangents.
     """
 
-    __slots__ = ("_arity", "_given", "_of")
+    __slots__ = ("_arity", "_evaluation", "_given", "_program")
 
-    def __init__(self, of: Program, arity: int, given: Sequence[int]) -> None:
-        self._of, self._arity, self._given = of, arity, given
+    def __init__(
+        self, program: Program, evaluation: Evaluation, arity: int, given: Sequence[int]
+    ) -> None:
+        self._program, self._evaluation = program, evaluation
+        self._arity, self._given = arity, given
 
     @override
-    def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Recompute the program and push the tangents forward through it."""
         del mode
-        if not self._of.facts.differentiable:
+        if not self._evaluation.differentiable:
             return ()  # its results are inputs as they are
-        primals, tangents = leaves[: self._arity], leaves[self._arity :]
+        primals, tangents = inputs[: self._arity], inputs[self._arity :]
         if base_dual_level_active():
             return self._push_dual(primals, tangents)
         positions: list[int] = []
@@ -228,14 +249,14 @@ class Jvp(Program):
 
         def of_given(*given: Tensor) -> Outputs:
             nonlocal positions, count
-            outs = self._of.run(*replace(primals, self._given, given))
+            outs = self._program.run(*replace(primals, self._given, given))
             positions = [j for j, o in enumerate(outs) if has_derivatives(o)]
             count = len(outs)
             return tuple(outs[j] for j in positions)
 
         given = tuple(primals[i] for i in self._given)
-        in_forward_mode = torch.func.jvp(of_given, given, tuple(tangents))[1]
-        return tuple(replace([None] * count, positions, in_forward_mode))
+        found = torch.func.jvp(of_given, given, tuple(tangents))[1]
+        return tuple(replace([None] * count, positions, found))
 
     def _push_dual(
         self, primals: Sequence[Tensor], tangents: Sequence[Tensor]
@@ -244,7 +265,7 @@ class Jvp(Program):
         with forward_ad_enabled(True):
             pairs = zip(self._given, tangents, strict=True)
             duals = [forward_ad.make_dual(primals[i], t) for i, t in pairs]
-            outs = self._of.run(*replace(primals, self._given, duals))
+            outs = self._program.run(*replace(primals, self._given, duals))
             return tuple(map(_tangent, outs))
 
 
@@ -260,74 +281,92 @@ class Batch(Program):
     """A program under vmap: the same call, seen from below that level.
 
     Args:
-        of: the program.
-        above: which leaves are differentiated only above the vmap.
-        how: in_dims, batch size and randomness.
+        unbatched: the program.
+        needs_outside: which inputs are differentiated only outside the vmap.
+        vmap: in_dims, batch size and randomness.
 
     Attributes:
+        unbatched: the program.
         out_dims: where its outputs are batched, once it has run.
     """
 
-    __slots__ = ("_above", "_how", "_of", "once", "out_dims")
+    __slots__ = (
+        *("_needs_outside", "_outside", "_vmap", "once", "out_dims", "unbatched"),
+    )
     once: Mapping[int, Any]
 
     def __init__(
-        self, of: Program, above: Sequence[bool], how: tuple[Any, int, str]
+        self,
+        unbatched: Program,
+        needs_outside: Sequence[bool],
+        vmap: tuple[Any, int, str],
     ) -> None:
-        self.facts = of.facts
+        self.unbatched, self._needs_outside, self._vmap = unbatched, needs_outside, vmap
         self.out_dims: tuple[Any, ...] = ()
-        self._of, self._above, self._how = of, above, how
+        self._outside: tuple[OutsideVmap, ...] = ()
         self.once = _NONE
 
     @override
-    def run(self, *leaves: Tensor, mode: Any = None) -> Outputs:
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Evaluate the program on every element of the batch."""
-        of = self._of
-        run = self._run_forward if of.is_forward and True in self._above else of.run
+        program = self.unbatched
+        is_marked = program.is_forward and True in self._needs_outside
+        run = self._run_forward if is_marked else program.run
         run = functools.partial(run, mode=mode)
-        outs, self.out_dims = batch(run, *self._how)(*leaves)
-        self.once = of.once
+        outs, self.out_dims = batch(run, *self._vmap)(*inputs)
+        self.once = program.once
         return outs
 
     @property
     @override
     def signature(self) -> tuple[Any, ...]:
         """That of the program, and how it is batched."""
-        return (*self._of.signature, *self._above, *self._how)
+        return (*self.unbatched.signature, *self._needs_outside, *self._vmap)
 
-    def _run_forward(self, *leaves: Tensor, mode: Any) -> Outputs:
-        # As plain code sees them: requiring grad above the vmap and not below it, where
-        # other kernels would be chosen.
+    def _run_forward(self, *inputs: Tensor, mode: Any) -> Outputs:
+        # As plain code sees them: requiring grad outside the vmap and not inside it,
+        # where other kernels would be chosen.
         with grad_level() as level:
-            pairs = zip(leaves, self._above, strict=True)
-            inner = [leaf_at(level, t, requires_grad=a) for t, a in pairs]
-            outs = self._of.run(*inner, mode=mode)
+            pairs = zip(inputs, self._needs_outside, strict=True)
+            inner = [leaf_at(level, t, requires_grad=need) for t, need in pairs]
+            outs = self.unbatched.run(*inner, mode=mode)
             if mode is not None:
                 mode.ask(outs)
-            flags = [j for j, o in enumerate(outs) if requires_grad(o)]
-            used, asks_grad_mode = reached_leaves(outs, inner)
-            found = Above(used, flags)
-            self.facts.asks_grad_mode = self.facts.asks_grad_mode or asks_grad_mode
-            self.facts.above = (*self.facts.above, found)
+            differentiable = [j for j, o in enumerate(outs) if requires_grad(o)]
+            used, asks_grad_mode = reached_inputs(outs, inner)
+            self._outside = (OutsideVmap(used, differentiable, asks_grad_mode),)
             return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
+
+    @property
+    @override
+    def outside(self) -> tuple[OutsideVmap, ...]:
+        """What the forward found outside this vmap, and outside those within."""
+        return self.unbatched.outside + self._outside
+
+    @override
+    def uses(self, count: int) -> Sequence[int]:
+        """Return what the program uses."""
+        return self.unbatched.uses(count)
 
     @override
     def check_reached(
-        self, outs: Sequence[Any], inner: Sequence[Tensor], missing: Sequence[int]
+        self, outs: Sequence[Any], inputs: Sequence[Tensor], missing: Sequence[int]
     ) -> None:
         """Check that the program reaches what it reached."""
-        self._of.check_reached(outs, inner, missing)
+        self.unbatched.check_reached(outs, inputs, missing)
 
     @property
     @override
     def is_forward(self) -> bool:
         """Whether the next run is the forward of a user's call."""
-        return self._of.is_forward
+        return self.unbatched.is_forward
 
     @override
-    def forward(self, program: Program, leaves: Sequence[Tensor]) -> Sequence[Any]:
-        """Be the forward of the user's call."""
-        return self._of.forward(program, leaves)
+    def forward(
+        self, program: Program, inputs: Sequence[Tensor], request: Request
+    ) -> tuple[Sequence[Any], Evaluation]:
+        """Evaluate the forward of the user's call."""
+        return self.unbatched.forward(program, inputs, request)
 
 
 def requires_grad(tensor: Tensor | None) -> bool:
@@ -335,9 +374,12 @@ def requires_grad(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
 
 
-def records(leaves: Sequence[Tensor]) -> bool:
-    """Say whether autograd records what is done with `leaves`."""
-    return torch.is_grad_enabled() and True in [t.requires_grad for t in leaves]
+def is_recorded(inputs: Sequence[Tensor]) -> bool:
+    """Say whether autograd records what is done with `inputs`."""
+    return torch.is_grad_enabled() and True in map(_requires_grad, inputs)
+
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def replace(

@@ -1,0 +1,36 @@
+"""What messages call a function.
+
+Invariant: a label is a string in every message, and knows the name in it.
+Rejected: to read the name back from the text.
+"""
+
+from typing_extensions import override
+
+
+class Label(str):
+    """Text that names a function.
+
+    Args:
+        name: of the function.
+        where: the file and line where it was rematerialized; "" if it was not.
+
+    Attributes:
+        name: of the function.
+    """
+
+    __slots__ = ("name",)
+    name: str
+
+    @override
+    def __new__(  # pyrefly: ignore[bad-override]
+        cls, name: str, where: str = ""
+    ) -> "Label":
+        text = f"`{name}` (rematerialized at {where})" if where else f"`{name}`"
+        label = super().__new__(cls, text)
+        label.name = name
+        return label
+
+
+def name_in(label: str) -> str:
+    """Return the name of the function that a label is of."""
+    return label.name if isinstance(label, Label) else label

@@ -1,0 +1,34 @@
+"""What tells tensors apart: their description, and how often they were changed.
+
+Invariant: nothing here reads a value. Rejected: comparing contents to find a change,
+which would cost a copy of every input.
+
+Called by all rooms that name a tensor or notice that one was changed.
+"""
+
+import operator
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def describe(tensor: Tensor) -> str:
+    """Write a tensor's dtype, shape and device."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} on {tensor.device}"
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Return how often each was changed in place; `None` where that is not counted."""
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:
+        return [*map(version_of, tensors)]
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often a tensor was changed; `None` where that is not counted."""
+    return None if tensor.is_inference() else tensor._version
+
+
+_version = operator.attrgetter("_version")

@@ -1,0 +1,40 @@
+"""Edges of a graph: a node and which of its outputs, or a leaf.
+
+Invariant: two tensors have the same edge exactly if they have the same gradient.
+Rejected: nodes alone. The outputs of one node may depend on different inputs.
+
+`remat._transform` asks with these how one tensor was computed from another.
+"""
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from remat._torch import AccumulateGrad
+
+
+Edge: TypeAlias = tuple[Any, int]
+
+
+def edge_of(value: Any) -> Edge:
+    """Return where the graph of a tensor begins; a GradientEdge as that."""
+    if isinstance(value, Tensor):
+        node = value.grad_fn
+        return (id(value), 0) if node is None else (node, value.output_nr)
+    node, number = value[:2]
+    return (id(node.variable), 0) if type(node) is AccumulateGrad else (node, number)
+
+
+def edges_behind(edges: Iterable[Edge]) -> set[Edge]:
+    """Return the edges of a graph that some edges lead to, and those."""
+    found = {*edges}
+    todo = [node for node, _ in found if not isinstance(node, int)]
+    seen = {*todo}
+    for node in todo:  # which grow
+        parents = [edge for edge in node.next_functions if edge[0] is not None]
+        found.update(map(edge_of, parents))
+        new = {parent for parent, _ in parents}.difference(seen)
+        todo += [parent for parent in new if type(parent) is not AccumulateGrad]
+        seen |= new
+    return found

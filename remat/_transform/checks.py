@@ -1,0 +1,372 @@
+"""Checks that a call can be recomputed, and that a recompute is what the forward was.
+
+`forward` and `primal` call these under torch.func; `refill` shares `reading_refused`.
+Errors name inputs as the snapshot of the call does.
+
+Invariant: a check raises an error or returns what it found. None changes a value.
+Rejected: methods of the call. What a check depends on would be hidden in its state.
+"""
+
+import contextlib
+import gc
+import itertools
+import operator
+from collections.abc import Collection, Container, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from remat._base.context import is_followed
+from remat._base.errors import CaptureError, MutationError, RecomputeError
+from remat._base.program import Request
+from remat._base.tensors import describe, version_of, versions_of
+from remat._base.types import TENSORS
+from remat._capture.snapshot import Snapshot
+from remat._torch import (
+    NODES_ASKING_GRAD_MODE,
+    AccumulateGrad,
+    call_kernel,
+    current_layer,
+    function_mode_count,
+    is_graph_held,
+    is_held,
+    no_torch_functions,
+)
+
+
+_name = operator.attrgetter("__name__")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+# --- What a graph reaches ---
+
+
+def reached_inputs(
+    outs: Sequence[Any], inputs: Sequence[Tensor]
+) -> tuple[list[int], bool]:
+    """Return the indices of the inputs that the graph of `outs` reaches.
+
+    And whether its backward depends on whether grad mode is on.
+
+    Raises:
+        CaptureError: it reaches another leaf, not made inside the function.
+    """
+    index = dict(zip(map(id, inputs), itertools.count(), strict=False))
+    nodes = [o.grad_fn for o in outs if o.requires_grad]
+    accumulators: list[Any] = []
+    seen = {*nodes}
+    if None in seen:
+        raise CaptureError(_RETURNED_LEAF)
+    seen.add(None)
+    for node in nodes:  # which grow
+        for parent, _ in node.next_functions:
+            if parent not in seen:
+                seen.add(parent)
+                known = accumulators if type(parent) is AccumulateGrad else nodes
+                known.append(parent)
+    used = []
+    for node in accumulators:
+        i = index.get(id(node.variable))
+        if i is not None:
+            used.append(i)
+        elif is_held(node):
+            raise CaptureError(NOT_LIFTED.format(what=describe(node.variable)))
+    asks_grad_mode = not NODES_ASKING_GRAD_MODE.isdisjoint(map(_name, map(type, nodes)))
+    return sorted(used), asks_grad_mode
+
+
+def reaches_only_inputs(snapshot: Snapshot, request: Request) -> bool:
+    """Say whether a call refers to nothing but its inputs that a graph could reach."""
+    return snapshot.is_contained and request.at_base
+
+
+def views_of(
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], copies: Container[int]
+) -> dict[int, int]:
+    """Return which outputs share memory: with an input `i`, or with an output, `~k`.
+
+    Args:
+        outs: the outputs.
+        inputs: of the run.
+        copies: the inputs that are copies, whose memory is nobody else's.
+    """
+    if True not in map(Tensor._is_view, outs):
+        return {}
+    index = {id(t): i for i, t in enumerate(inputs) if i not in copies}
+    views: dict[int, int] = {}
+    first: dict[int, int] = {}
+    for j, o in enumerate(outs):
+        base = id(o._base if o._is_view() else o)
+        if base in index:
+            views[j] = index[base]
+        elif first.setdefault(base, j) != j:
+            views[first[base]] = views[j] = ~first[base]
+    return views
+
+
+# --- What a forward must not do ---
+
+
+def refuse_changed_inputs(
+    snapshot: Snapshot,
+    inputs: Sequence[Tensor],
+    inner: Sequence[Tensor],
+    versions: Sequence[int | None],
+    needs: Sequence[bool],
+    updated: Container[int],
+) -> None:
+    """Refuse a function that changed an input, or made one require grad.
+
+    Args:
+        snapshot: of the call.
+        inputs: of the call.
+        inner: what the function ran on.
+        versions: how often each input had been changed.
+        needs: which inputs require grad.
+        updated: the inputs that it may change.
+
+    Raises:
+        MutationError: it did.
+    """
+    now = [*map(_requires_grad, inner)]
+    if versions == versions_of(inputs) and needs == now:
+        return
+    for i, t in enumerate(inputs):
+        if version_of(t) != versions[i] and i not in updated:
+            raise changed_inside(snapshot, i)
+        if not needs[i] and inner[i].requires_grad:
+            message = _REQUIRES_GRAD.format(
+                name=snapshot.name_of(i), label=snapshot.label
+            )
+            raise MutationError(message)
+
+
+def changed_inside(snapshot: Snapshot, index: int | None) -> MutationError:
+    """Return the error that a function changed an input in place; None for any."""
+    name = "an input" if index is None else snapshot.name_of(index)
+    return MutationError(_IN_PLACE.format(name=name, label=snapshot.label))
+
+
+def refuse_backward(snapshot: Snapshot, inner: Sequence[Tensor]) -> None:
+    """Refuse a function that called backward(), which left gradients on its inputs.
+
+    Raises:
+        CaptureError: it did.
+    """
+    for t in inner:
+        if t.requires_grad and t.grad is not None:
+            raise CaptureError(_BACKWARD.format(label=snapshot.label))
+
+
+def refuse_assigned_data(
+    snapshot: Snapshot,
+    inputs: Sequence[Tensor],
+    inner: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> None:
+    """Refuse a function that assigned to `.data` of an input.
+
+    Raises:
+        MutationError: it did.
+    """
+    addresses = addresses_of(inputs, needs)
+    if addresses is None or addresses != addresses_of(inner, needs):
+        for i, need in enumerate(needs):
+            if need and _was_assigned(inputs[i], inner[i]):
+                raise changed_inside(snapshot, i)
+
+
+def addresses_of(
+    tensors: Sequence[Tensor], needs: Collection[bool] = ()
+) -> list[int] | None:
+    """Return where tensors are in memory; None if that cannot be asked.
+
+    Args:
+        tensors: to ask.
+        needs: which of them to ask; all by default. One that does not require grad may
+            share memory until it is written, and torch takes this question for a write.
+    """
+    if False in needs:
+        tensors = [*compress(tensors, needs)]
+    if not TENSORS.issuperset(map(type, tensors)):  # others may warn
+        return None
+    try:
+        if not function_mode_count():
+            return [*map(Tensor.data_ptr, tensors)]
+        with no_torch_functions():  # a mode may note who reads memory
+            return [*map(Tensor.data_ptr, tensors)]
+    except RuntimeError:
+        return None
+
+
+def _was_assigned(tensor: Tensor, inner: Tensor) -> bool:
+    if type(tensor) not in TENSORS or tensor.layout is not torch.strided:
+        return False
+    return current_layer() is None and tensor.data_ptr() != inner.data_ptr()
+
+
+def refuse_leaks(snapshot: Snapshot, inner: Sequence[Tensor]) -> None:
+    """Refuse a function of whose graph something is still held, now that it is dropped.
+
+    Raises:
+        CaptureError: it is.
+    """
+    # A mode around this holds results for its call, which looks itself.
+    if snapshot.is_contained or is_followed():
+        return
+    if not is_graph_held(inner):
+        return
+    torch.clear_autocast_cache()  # it may be of an autocast that is off by now
+    gc.collect()
+    if is_graph_held(inner):
+        raise CaptureError(_LEAKED.format(label=snapshot.label))
+
+
+# --- What a recompute must do ---
+
+
+def check_differentiable(
+    snapshot: Snapshot, outs: Sequence[Any], then: Sequence[bool]
+) -> None:
+    """Check that outputs require grad where those of the forward did.
+
+    Raises:
+        RecomputeError: they do not.
+    """
+    now = [*map(_requires_grad, outs)]
+    if now != then and now != then[: len(now)]:
+        message = _GRADLESS.format(label=snapshot.label, now=now, then=then)
+        raise RecomputeError(message)
+
+
+def check_reached(
+    snapshot: Snapshot,
+    outs: Sequence[Any],
+    inputs: Sequence[Tensor],
+    missing: Sequence[int],
+) -> None:
+    """Check that the graph of outputs reaches the inputs that have no gradient.
+
+    Raises:
+        RecomputeError: it does not reach one, whose gradient would be lost.
+    """
+    reached = {*reached_inputs(outs, inputs)[0]}
+    for i in missing:
+        if i not in reached:
+            name = snapshot.name_of(i)
+            raise RecomputeError(_LOST.format(name=name, label=snapshot.label))
+
+
+def refuse_needed(
+    snapshot: Snapshot, needed: Collection[int], changed: Sequence[int]
+) -> None:
+    """Refuse to recompute on inputs that were changed and are needed for it.
+
+    Raises:
+        MutationError: there is one.
+    """
+    for i in changed:
+        if i in needed:
+            name = snapshot.name_of(i)
+            raise MutationError(_NEEDED.format(name=name, label=snapshot.label))
+
+
+def reading_refused(
+    snapshot: Snapshot,
+    inputs: Sequence[Tensor],
+    changed: Sequence[int],
+    state: AbstractContextManager[Any],
+) -> AbstractContextManager[Any]:
+    """Return a context in which inputs that were changed are not to be read.
+
+    Args:
+        snapshot: of the call.
+        inputs: of the recompute.
+        changed: which of them were changed since the forward.
+        state: the context in which it runs besides.
+    """
+    storages = {
+        inputs[i].untyped_storage()._cdata: snapshot.name_of(i) for i in changed
+    }
+    both = contextlib.ExitStack()
+    both.enter_context(state)
+    both.enter_context(RefuseReads(storages))
+    return both
+
+
+class RefuseReads(TorchDispatchMode):
+    """Refuses any operation that reads the storages given.
+
+    Args:
+        storages: the name of what is in each, by its address.
+    """
+
+    def __init__(self, storages: Mapping[int, str]) -> None:
+        super().__init__()
+        self._storages = storages
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        # A detached alias reads nothing.
+        if func is not torch.ops.aten.detach.default:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, Tensor):
+                    name = self._storages.get(value.untyped_storage()._cdata)
+                    if name is not None:
+                        raise MutationError(_READ.format(name=name, func=func))
+        return call_kernel(func, *args, **(kwargs or {}))
+
+
+NOT_LIFTED = (
+    "a tensor that is differentiated or batched is used but is no input of the call: "
+    "{what}. remat finds tensors in arguments, closures, defaults, globals, bound "
+    "objects and modules, but not this one. Pass it as an argument."
+)
+_RETURNED_LEAF = (
+    "a leaf that requires grad is returned but is no input of the call. Return a "
+    "tensor computed from the inputs, or pass the leaf as an argument."
+)
+_IN_PLACE = (
+    "remat: `{name}` was changed in place inside {label}. A recomputation would start "
+    "from the changed value: work on a copy (`{name}.clone()`) and return it."
+)
+_REQUIRES_GRAD = (
+    "remat: `{name}` was made to require grad inside {label}, where its gradient would "
+    "be lost. Call requires_grad_() before the call, or on a detached copy inside."
+)
+_BACKWARD = (
+    "remat: {label} calls backward(), whose gradients of its inputs would be lost. "
+    "Use torch.autograd.grad with inputs=, and return what is needed."
+)
+_LEAKED = (
+    "remat: a tensor computed inside {label} left it other than by being returned "
+    "(kept in a list, an attribute or a global, say). Under torch.func its gradient "
+    "would be lost. Return it instead."
+)
+_GRADLESS = (
+    "remat: recomputing {label} gave outputs that require grad: {now}, where in the "
+    "forward: {then}. The function must compute the same thing twice."
+)
+_LOST = (
+    "remat: recomputing {label} gave results that do not depend on `{name}`, where in "
+    "the forward they did. The function must compute the same thing twice: if it "
+    "depends on outside state that changed, pass that state as an argument."
+)
+_NEEDED = (
+    "remat: `{name}` was changed in place between the forward and the backward of "
+    "{label}, which reads it. Change a copy, or change it after the backward."
+)
+_READ = (
+    "remat: `{name}` was changed in place between the forward and the backward, and "
+    "the recomputation reads it (in {func}). Change a copy, or change it after the "
+    "backward."
+)

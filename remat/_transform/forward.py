@@ -1,0 +1,262 @@
+"""The forward of a call under torch.func: runs it once, and drops its graph.
+
+`Primal.forward` calls `evaluate_forward`, below all levels and with grad mode off. It
+returns the results, detached; the `Evaluation`, from which `function` makes a node; and
+the `State`, which recomputes restore.
+
+Invariant: when it returns, nothing holds the graph of the run. What would then have
+lost its gradient is refused.
+Rejected: no graph at all. Which inputs the outputs depend on could not be told.
+"""
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from itertools import compress, filterfalse
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from remat._ambient.ambient import Ambient
+from remat._base.absent import may_be_absent
+from remat._base.context import here
+from remat._base.errors import CaptureError
+from remat._base.program import Evaluation, OutsideVmap, Program, Request, fresh_leaves
+from remat._base.types import Fn
+from remat._capture.snapshot import Snapshot
+from remat._partial.cache import cache_of
+from remat._partial.decide import Situation, warn_if_asked, why_as_it_is
+from remat._partial.forward_plan import ForwardPlan
+from remat._partial.options import reference
+from remat._partial.recomputation import Recomputation, finish
+from remat._partial.recorder import Recorder
+from remat._torch import set_grad_enabled, without_hooks
+from remat._transform.buffers import copy_buffers, update, written_to
+from remat._transform.call import Call
+from remat._transform.checks import (
+    changed_inside,
+    reached_inputs,
+    reaches_only_inputs,
+    refuse_assigned_data,
+    refuse_backward,
+    refuse_changed_inputs,
+    refuse_leaks,
+    views_of,
+)
+from remat._transform.state import State, state_of
+
+
+# Cheaper than comprehensions, on a path taken on every call.
+_requires_grad = operator.attrgetter("requires_grad")
+
+Evaluated: TypeAlias = tuple[Sequence[Any], Evaluation, State]
+
+
+def evaluate_forward(
+    call: Call, program: Program, inputs: Sequence[Tensor], request: Request
+) -> Evaluated:
+    """Run the forward of a call.
+
+    Args:
+        call: the call.
+        program: what to run: the call as a program, or that under vmap.
+        inputs: to run it on.
+        request: what is asked.
+
+    Returns:
+        The results, what was found, and what the function ran in.
+
+    Raises:
+        MutationError: the function changed an input in place.
+        CaptureError: a gradient would be lost.
+    """
+    snapshot, needs = call.snapshot, request.needs
+    inner = fresh_leaves(inputs, needs)
+    evaluated = _evaluate(call, program, inputs, inner, request)
+    call.forward_done()
+    # The graph is gone by now, unless the function let something of it escape.
+    refuse_backward(snapshot, inner)
+    refuse_assigned_data(snapshot, inputs, inner, needs)
+    refuse_leaks(snapshot, inner)
+    return evaluated
+
+
+def _evaluate(
+    call: Call,
+    program: Program,
+    inputs: Sequence[Tensor],
+    inner: list[Tensor],
+    request: Request,
+) -> Evaluated:
+    """Run the forward on `inner`, the fresh leaves for `inputs`; drop its graph."""
+    snapshot, needs = call.snapshot, request.needs
+    state = state_of(snapshot, inputs)
+    has_inference = None in state.versions
+    copies = copy_buffers(inner, needs, snapshot.buffers)
+    plan = _plan(call, program, inputs, inner, request, state)
+    outs = _run(call, program, inner, None if plan is None else plan.mode, state)
+    before: Mapping[int, Tensor] = _NONE
+    if copies:
+        before = _update_buffers(snapshot, inputs, copies)
+        state = state.updated(before)
+    refuse_changed_inputs(snapshot, inputs, inner, state.versions, needs, before)
+    used, asks_grad_mode = _reached(call, outs, inner, request)
+    differentiable = [*map(_requires_grad, outs), *[False] * len(before)]
+    results = [*map(Tensor.detach, outs), *before.values()]
+    outside, recomputation, residuals = program.outside, None, 0
+    if plan is not None:
+        recomputation, tensors = _finish(plan, outs, outside)
+        results += tensors
+        residuals = len(tensors)
+        differentiable += [False] * residuals
+    evaluation = Evaluation(
+        request,
+        used,
+        differentiable,
+        [*before],
+        residuals,
+        recomputation,
+        views_of(outs, inner, copies),
+        asks_grad_mode,
+        has_inference,
+    )
+    if outside:
+        evaluation = _joined(evaluation, outside)
+    return results, evaluation, state
+
+
+_NONE: Mapping[int, Tensor] = {}
+
+
+def _joined(evaluation: Evaluation, outside: Sequence[OutsideVmap]) -> Evaluation:
+    """Return an evaluation with what is differentiated only outside a vmap."""
+    used, differentiable = {*evaluation.used}, [*evaluation.differentiable]
+    for found in outside:
+        used.update(found.used)
+        for j in found.differentiable:
+            differentiable[j] = True
+    asks = evaluation.asks_grad_mode or any(f.asks_grad_mode for f in outside)
+    return evaluation._replace(
+        used=sorted(used),
+        differentiable=differentiable,
+        asks_grad_mode=asks,
+    )
+
+
+def _plan(
+    call: Call,
+    program: Program,
+    inputs: Sequence[Tensor],
+    inner: Sequence[Tensor],
+    request: Request,
+    state: State,
+) -> ForwardPlan | None:
+    """Return what the forward does with the records of calls like it, if anything."""
+    policy, prune, label = call.policy, call.prune, call.snapshot.label
+    others = filterfalse(may_be_absent, inputs if state.classes else ())
+    situation = Situation(
+        is_saved=False,
+        is_compiled=call.snapshot.compiled,
+        in_forward_mode=request.in_forward_mode,
+        kind=next((type(t).__name__ for t in others), ""),
+        elements=sum(map(Tensor.numel, inputs)),
+    )
+    why = why_as_it_is(policy, prune, situation)
+    warn_if_asked(policy, prune, situation, label, why)
+    if why:
+        return None
+    options = reference(policy), prune, *request.needs, state.ambient.key
+    cache = cache_of((*program.signature, *options), inputs).of(call.owner)
+    return ForwardPlan(cache, policy, prune, inputs, label, inner)
+
+
+def _run(
+    call: Call, program: Program, inner: list[Tensor], mode: Any, state: State
+) -> Sequence[Any]:
+    """Run with grad mode on, under a mode if there is one."""
+    set_grad_enabled(True)
+    try:
+        outs = without_hooks(_run_once, call, program, inner, mode)
+    except BaseException:
+        state.ambient.forget_casts()
+        raise
+    set_grad_enabled(False)
+    state.ambient.forward_done()
+    return outs
+
+
+def _run_once(
+    call: Call, program: Program, inner: list[Tensor], mode: Any
+) -> Sequence[Any]:
+    run = program.run
+    if mode is not None:
+        run = functools.partial(run, mode=mode)
+    try:
+        return _labelled(call, run, *inner) if call.wrapped else run(*inner)
+    except RuntimeError as error:
+        if "a leaf Variable that requires grad" not in str(error):
+            raise
+        index = _find_changed(call, program, inner)
+        raise changed_inside(call.snapshot, index) from error
+
+
+def _labelled(call: Call, fn: Fn, *args: Any) -> Any:
+    """Call a function, whose errors are to name the call."""
+    try:
+        return fn(*args)
+    except CaptureError as error:
+        if str(error).startswith("remat"):
+            raise
+        label = call.snapshot.label
+        raise CaptureError(f"remat: in {label}, {error}") from None
+
+
+def _find_changed(call: Call, program: Program, inner: list[Tensor]) -> int | None:
+    """Return the input that torch refused to change, by letting copies be changed."""
+    copies = [t.detach().clone() for t in inner]
+    ambient = Ambient(call.snapshot.streams, True)
+    ambient.forward_done()
+    call.structure = None
+    with contextlib.suppress(Exception), torch.no_grad(), ambient.restored():
+        program.run(*copies)
+    call.structure = None
+    return next((i for i, t in enumerate(copies) if t._version), None)
+
+
+def _update_buffers(
+    snapshot: Snapshot, inputs: Sequence[Tensor], copies: dict[int, Tensor]
+) -> dict[int, Tensor]:
+    """Write to buffers what the forward made of copies; return their values before."""
+    before = {}
+    for i in written_to(inputs, copies, snapshot.buffers):
+        if i not in snapshot.buffers:
+            raise changed_inside(snapshot, i)
+        before[i] = update(inputs[i], copies[i])
+    return before
+
+
+def _reached(
+    call: Call, outs: Sequence[Any], inner: list[Tensor], request: Request
+) -> tuple[Sequence[int], bool]:
+    """Return which inputs the outputs depend on.
+
+    And whether the backward depends on whether grad mode is on.
+    """
+    if reaches_only_inputs(call.snapshot, request):
+        nodes = [o.grad_fn for o in outs if o.requires_grad]
+        if None not in nodes:
+            # To look costs a tenth of a call. The backward finds out which they are.
+            return [*compress(itertools.count(), request.needs)], True
+    return _labelled(call, reached_inputs, outs, inner)
+
+
+def _finish(
+    plan: ForwardPlan, outs: Sequence[Any], outside: Sequence[OutsideVmap]
+) -> tuple[Recomputation | None, list[Tensor]]:
+    """Return how the call is recomputed, and the residuals."""
+    if isinstance(plan.mode, Recorder):
+        plan.mode.ask(outs)
+    return finish(plan, outs, may_drop=not outside and not here().only_our_hooks)

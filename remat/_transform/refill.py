@@ -1,0 +1,236 @@
+"""Recomputes a call under base autograd, for a handle that is read.
+
+`Saved.value_of` calls `value_of`, for the first handle that a backward reads. The
+function runs again, in the state and on the inputs of the call, and fills all handles
+that are alive. A call with a record follows its plan; where that does not fit, the
+function runs as it is.
+
+Invariant: the graph of a recompute is differentiated by nobody but the function itself,
+and nothing that the recompute does stays.
+Rejected: to fill only the handle that is read. Each one would run the function.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from remat._base.context import within
+from remat._base.errors import MutationError
+from remat._base.tracebacks import note
+from remat._capture.restore import Run
+from remat._graph.handles import Handle
+from remat._partial.following import Replaying
+from remat._torch import (
+    batched_again,
+    below_all_levels,
+    current_task,
+    eager_only,
+    keeps_graph,
+    torch_functions,
+    when_done,
+)
+from remat._transform.checks import changed_inside, reading_refused
+from remat._transform.filling import Filling, Stop
+from remat._transform.leaves import PreserveGradients, PreserveMarks, PreserveMemory
+from remat._transform.saved_call import SavedCall
+from remat._transform.scope import Scope
+
+
+if TYPE_CHECKING:
+    from remat._base.types import Fn
+
+
+# The labels of calls whose backward recorded a graph, for `explain` to tell.
+DIFFERENTIATED_AGAIN: set[str] = set()
+
+
+@eager_only
+def value_of(call: SavedCall, asked: Handle) -> Tensor:
+    """Return the value of a handle; fill all others that the backward may read.
+
+    Raises:
+        RecomputeError: the function does something else than it did.
+        MutationError: it reads what was changed in place since.
+    """
+    in_backward = current_task() >= 0
+    if in_backward and torch.is_grad_enabled():
+        DIFFERENTIATED_AGAIN.add(call.label)
+    handles = call.alive() if in_backward else [asked]
+    if len(handles) > 1:
+        when_done(functools.partial(_forget, weakref.ref(call)))
+    try:
+        with torch_functions():  # those of a loss may have called the backward
+            below_all_levels(_fill, call, handles)
+    except Exception as error:
+        note(error, f"remat: raised while recomputing {call.label}.")
+        for handle in handles:
+            handle.value = None
+        raise
+    value = asked.value
+    assert value is not None
+    if keeps_graph():
+        asked.value = None
+    return value
+
+
+def _forget(ref: weakref.ref[SavedCall]) -> None:
+    """Drop the values that nobody read, at the end of a backward."""
+    call = ref()
+    if call is not None:
+        for handle in call.alive():
+            handle.value = None
+
+
+# --- What is recomputed ---
+
+
+def _fill(call: SavedCall, handles: Sequence[Handle]) -> None:
+    """Recompute what handles stand for, along a plan if there is one that fits."""
+    if not call.is_done:
+        _fill_within_forward(call, handles)
+        return
+    following, check = call.following, None
+    if following is not None:
+        replaying = following.replay(handles)
+        if replaying is not None:
+            if _fill_along_plan(call, handles, replaying):
+                return
+            if following.dropped:
+                raise following.read_what_is_gone(replaying)
+        check = following.check()
+    _fill_fully(call, handles, check)
+
+
+def _fill_within_forward(call: SavedCall, handles: Sequence[Handle]) -> None:
+    """Recompute while the forward runs, unseen by the mode that records it."""
+    following = call.following
+    if following is None:
+        _fill_fully(call, handles, None)
+        return
+    with following.outside():
+        _fill_fully(call, handles, None)
+    following.note_read(handles)
+
+
+def _fill_fully(call: SavedCall, handles: Sequence[Handle], check: Any) -> None:
+    """Run the function as it is, under a mode that checks it if there is one."""
+    filling = Filling(handles, call.metas, call.setting.snapshot.label)
+    recompute(call, filling, _tensors(call), check)
+    if filling.left:
+        raise filling.differs()
+
+
+def _fill_along_plan(
+    call: SavedCall, handles: Sequence[Handle], replaying: Replaying
+) -> bool:
+    """Recompute along a plan; say whether it fit."""
+    filling = Filling(handles, call.metas, call.label, is_replay=True)
+    tensors = _tensors(call)
+    try:
+        # No name for the stand-ins: `escaped` counts who else holds them.
+        recompute(call, filling, replaying.stand_ins(tensors), replaying.mode)
+    except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
+        replaying.failed(error)
+        return False
+    if filling.left or replaying.escaped():
+        replaying.failed(None)
+        return False
+    replaying.succeeded()
+    return True
+
+
+def _tensors(call: SavedCall) -> list[Tensor]:
+    """Return what the function runs on."""
+    return call.inputs.to_run_on(leaves_themselves=not call.effects.accumulates)
+
+
+# --- The run ---
+
+
+def recompute(
+    call: SavedCall, filling: Filling, tensors: Sequence[Tensor], mode: Any
+) -> None:
+    """Run the function again, until all handles are filled.
+
+    Args:
+        call: the call.
+        filling: the hook that fills its handles.
+        tensors: to run on.
+        mode: to run under, or None.
+    """
+    setting = call.setting
+    run: Fn = _run
+    if setting.vmaps:
+        run = _run_under_vmaps
+    with (
+        Scope(call, filling.pack, setting, call.inner, again=True),
+        _state_restored(call, tensors),
+        _leaves_preserved(call),
+    ):
+        try:
+            if mode is None:
+                run(call, tensors)
+            else:
+                with within(setting.policy, followed=True), mode:
+                    run(call, tensors)
+                    mode.end()
+        except Stop:
+            pass
+        except Exception:
+            # TorchScript's interpreter raises another error in place of `Stop`.
+            if filling.left:
+                raise
+
+
+def _run(call: SavedCall, tensors: Sequence[Tensor]) -> None:
+    # On other tensors, modules are made anew: who uses the user's own modules meanwhile
+    # must not see other tensors in them.
+    in_place = call.inputs.has_leaves_in(tensors)
+    with Run(tensors, "none" if in_place else "all") as run:
+        call.run_again(run)
+
+
+def _run_under_vmaps(call: SavedCall, tensors: Sequence[Tensor]) -> None:
+    def run_batched(*batched: Tensor) -> tuple[()]:
+        with Run(batched, "all") as run:
+            call.run_again(run)
+        return ()
+
+    batched_again(run_batched, call.setting.vmaps)(*tensors)
+
+
+def _state_restored(
+    call: SavedCall, tensors: Sequence[Tensor]
+) -> AbstractContextManager[Any]:
+    """Restore the state of the call, and refuse to read what changed since."""
+    ambient = call.ambient
+    state = ambient.restored() if call.is_done else ambient.restored_within()
+    changed = call.inputs.changed()
+    if not changed:
+        return state
+    return reading_refused(call.setting.snapshot, tensors, changed, state)
+
+
+def _leaves_preserved(call: SavedCall) -> AbstractContextManager[Any]:
+    """Leave nothing on the user's own leaves."""
+    saved, effects = call.inputs, call.effects
+    leaves = saved.leaves()
+    gradients = PreserveGradients(leaves)
+    if not (effects.moves or effects.marks):
+        return gradients
+    everything = contextlib.ExitStack()
+    everything.enter_context(gradients)
+    everything.enter_context(PreserveMarks(leaves, saved.attributes_of_leaves()))
+    if effects.moves:
+
+        def moved(k: int) -> MutationError:
+            return changed_inside(call.setting.snapshot, saved.leaves_at[k])
+
+        everything.enter_context(PreserveMemory(leaves, moved))
+    return everything

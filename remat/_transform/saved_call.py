@@ -1,0 +1,145 @@
+"""What is known of one call under base autograd.
+
+    Setting      what the call was made in; fixed before the forward
+    Effects      what the forward did to the user's leaves; known after it
+    SavedCall    these two, the inputs, the handles, and what is done with a record
+
+`saved` runs its forward, and `refill` recomputes it. Reports read it.
+
+Invariant: it holds no tensor that the call computed, and not the user's module. The
+graph holds its handles, which hold the call.
+Rejected: a closure. It would hold all variables of the calls around.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from remat._ambient.ambient import Ambient
+from remat._capture.restore import Run
+from remat._capture.snapshot import Snapshot
+from remat._graph.handles import Handle
+from remat._partial.cache import Kind, metas_of
+from remat._partial.decide import Situation
+from remat._partial.options import Prune
+from remat._transform.saved_inputs import SavedInputs
+from remat.policies import Policy
+
+
+if TYPE_CHECKING:
+    import weakref
+
+    from remat._partial.following import Following
+
+
+class Setting(NamedTuple):
+    """What a call was made in.
+
+    Attributes:
+        snapshot: what the call refers to, without its tensors.
+        vmaps: how each level of vmap around the call batches its inputs.
+        policy: of the call, joined with those of the calls around.
+        prune: as passed to `remat`.
+        hooks: for saved tensors, around the call: a pair, or None.
+        is_nested: whether those are of a call of remat.
+    """
+
+    snapshot: Snapshot
+    vmaps: Sequence[Any]
+    policy: Policy | None
+    prune: Prune
+    hooks: Any
+    is_nested: bool
+
+
+class Effects(NamedTuple):
+    """What a forward did to the user's leaves. A recompute is taken to do the same.
+
+    Attributes:
+        accumulates: whether it changed a gradient, as by `backward()`.
+        moves: whether it gave a leaf other memory, as by assigning to `.data`.
+        marks: whether it may have set hooks or attributes.
+    """
+
+    accumulates: bool
+    moves: bool
+    marks: bool
+
+
+UNKNOWN = Effects(accumulates=False, moves=False, marks=True)
+
+
+class SavedCall:
+    """One call.
+
+    Attributes:
+        setting: what it was made in.
+        inputs: what it saves of its inputs.
+        ambient: what it reads besides.
+        handles: by position; None for what was saved itself.
+        metas: of what the handles stand for, by position.
+        effects: of the forward.
+        is_done: whether the forward has ended.
+        following: what it does with its record, if anything.
+        inner: what the calls within decided, in order.
+        index: of the call among those within the call around; None outside of one.
+    """
+
+    __slots__ = (
+        *("__weakref__", "ambient", "effects", "following", "handles", "index"),
+        *("inner", "inputs", "is_done", "metas", "setting"),
+    )
+
+    def __init__(
+        self, setting: Setting, inputs: Sequence[Tensor], needs: list[bool]
+    ) -> None:
+        snapshot, hooks = setting.snapshot, setting.hooks
+        self.setting = setting
+        self.inputs = SavedInputs(
+            inputs, needs, snapshot.buffers, hooks, nested=setting.is_nested
+        )
+        self.ambient = Ambient(snapshot.streams, snapshot.always)
+        self.handles: Sequence[weakref.ref[Handle] | None] = ()
+        self.metas: Sequence[Any] = ()
+        self.effects, self.is_done = UNKNOWN, False
+        self.following: Following | None = None
+        self.inner: list[Any] = []
+        self.index: int | None = None
+
+    def alive(self) -> list[Handle]:
+        """Return the handles that a node still holds, but for residuals."""
+        handles = [ref() for ref in self.handles if ref is not None]
+        return [h for h in handles if h is not None and h.residual is None]
+
+    def handle_at(self, position: int) -> Handle | None:
+        """Return a handle by its position, if it is alive."""
+        ref = self.handles[position]
+        return None if ref is None else ref()
+
+    def situation(self, inputs: Sequence[Tensor]) -> Situation:
+        """Return what decides whether the call is recorded."""
+        return Situation(
+            is_saved=True,
+            is_compiled=self.setting.snapshot.compiled,
+            elements=sum(map(Tensor.numel, inputs)),
+        )
+
+    def kind(self, inputs: Sequence[Tensor]) -> Kind:
+        """Return what the call has in common with those that share its record."""
+        setting = self.setting
+        signature = setting.snapshot.signature, str(setting.vmaps), self.ambient.key
+        return Kind((*signature, *self.inputs.needs), metas_of(inputs))
+
+    def run_again(self, run: Run) -> None:
+        """Call the function as it was called."""
+        self.setting.snapshot.call(run)
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.setting.snapshot.label
+
+    def name_of(self, index: int) -> str:
+        """Write where an input comes from, as the function's author would."""
+        return self.setting.snapshot.name_of(index)

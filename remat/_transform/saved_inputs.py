@@ -1,0 +1,231 @@
+"""What a call under base autograd saves of its inputs.
+
+Leaves that require grad, and parameters, are saved themselves, and a recompute runs on
+them. Other inputs are saved without their graphs, and a recompute runs on stand-ins for
+them. Where torch may not count a write of the forward to an input, that is copied
+before.
+
+`saved` makes one for each call. `packing` saves inputs by it, and `refill` recomputes
+on what it gives.
+
+Invariant: no graph is held here. A run that would read a value that changed since the
+call is refused.
+Rejected: stand-ins for leaves, too. In a module that several threads use, the gradients
+of the others would be lost.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from remat._base.absent import Absent
+from remat._base.tensors import version_of, versions_of
+from remat._base.types import TENSORS
+from remat._graph.handles import PackedOutside
+from remat._torch import unseen
+from remat._transform.buffers import is_same as has_same_bytes
+from remat._transform.leaves import attributes_of
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+_is_leaf = operator.attrgetter("is_leaf")
+_SMALL = 2**14  # elements
+
+
+class SavedInputs:
+    """The inputs of one call.
+
+    Args:
+        inputs: the tensors.
+        needs: which of them require grad.
+        buffers: those that the function may update, and whether they are registered.
+        hooks: for saved tensors, around the call: a pair, or None.
+        nested: whether those are of a call of remat.
+
+    Attributes:
+        needs: which of them require grad.
+        versions: how often each had been changed.
+        values: what is saved of each: itself, a copy, its value without a graph, what
+            the hooks around the call packed, or an absent tensor.
+        copied: the indices of those that were copied.
+        leaves_at: the indices of those that are saved themselves.
+        attributes: what was set on them; None where nothing was.
+    """
+
+    __slots__ = (
+        *("_classes", "_hooks", "attributes", "copied", "leaves_at", "needs"),
+        *("values", "versions"),
+    )
+
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        needs: list[bool],
+        buffers: Mapping[int, bool],
+        hooks: Any,
+        *,
+        nested: bool,
+    ) -> None:
+        self.needs, self._hooks = needs, hooks
+        self.versions = versions_of(inputs)
+        self.attributes = attributes_of(inputs)
+        self._classes: Sequence[type] = ()
+        self.copied: frozenset[int] = frozenset()
+        if False not in needs and hooks is None and all(map(_is_leaf, inputs)):
+            self.leaves_at: Sequence[int] = range(len(inputs))
+            self.values: list[Any] = [*inputs]
+            return
+        if not TENSORS.issuperset(map(type, inputs)):
+            self._classes = [*map(type, inputs)]
+        self.leaves_at = [i for i, t in enumerate(inputs) if _is_saved_itself(t)]
+        leaves_at = {*self.leaves_at}
+        if False in needs:
+            self.copied = _to_copy(inputs, needs, buffers)
+        self.values = []
+        for i, t in enumerate(inputs):
+            if i in leaves_at:
+                if nested:
+                    # The call around has to count it. There it may be no leaf.
+                    hooks[0](t)
+                self.values.append(t)
+            elif i in self.copied:
+                self.values.append(_copy_of(t))
+            else:
+                self.values.append(self._value_of(t))
+
+    def _value_of(self, t: Tensor) -> Any:
+        return t.detach() if self._hooks is None else PackedOutside(t, self._hooks)
+
+    # --- After the forward ---
+
+    def note_changes(self, inputs: Sequence[Tensor]) -> int | None:
+        """Drop the copies of inputs that did not change.
+
+        Returns:
+            An input that changed and has no copy; None if there is none.
+        """
+        now = versions_of(inputs)
+        for i in self.copied:
+            # On a device, to compare is to wait for it; a fake tensor has no values.
+            has_bytes = inputs[i].is_cpu and type(inputs[i]) is Tensor
+            if has_bytes and now[i] == self.versions[i]:
+                with unseen():
+                    is_same = has_same_bytes(self.values[i], inputs[i])
+                if is_same:
+                    self.values[i] = self._value_of(inputs[i])
+                    self.copied -= {i}
+        if now == self.versions:
+            return None
+        pairs = enumerate(zip(self.versions, now, strict=True))
+        changed = [i for i, (a, b) in pairs if a != b and i not in self.copied]
+        return changed[0] if changed else None
+
+    def let_go(self, dropped: Mapping[int, Absent]) -> None:
+        """Put absent tensors in place of inputs that no recompute reads."""
+        for i, absent in dropped.items():
+            self.values[i] = absent
+        self.copied -= dropped.keys()
+
+    # --- For a recompute ---
+
+    def changed(self) -> list[int]:
+        """Return the inputs that were changed in place since."""
+        values, then = self.values, self.versions
+        if len(self.leaves_at) == len(values) and versions_of(values) == then:
+            return []
+        return [
+            i
+            for i, value in enumerate(values)
+            if type(value) not in (Absent, PackedOutside)
+            and i not in self.copied
+            and version_of(value) != then[i]
+        ]
+
+    def stored(self) -> list[tuple[int, Tensor]]:
+        """Return the tensors that are held here, and of which input each one is."""
+        values = enumerate(self.values)
+        return [(i, t) for i, t in values if type(t) not in (Absent, PackedOutside)]
+
+    def leaves(self) -> list[Tensor]:
+        """Return the inputs that are saved themselves."""
+        return [self.values[i] for i in self.leaves_at]
+
+    def attributes_of_leaves(self) -> list[dict[str, Any]] | None:
+        """Return what had been set on those; None where nothing had been."""
+        attributes = self.attributes
+        return attributes and [attributes[i] for i in self.leaves_at]
+
+    def to_run_on(self, *, leaves_themselves: bool) -> list[Tensor]:
+        """Return the tensors that a recompute runs on.
+
+        Args:
+            leaves_themselves: whether it may run on the user's own leaves.
+        """
+        values, needs = self.values, self.needs
+        is_all = leaves_themselves and len(self.leaves_at) == len(values)
+        if is_all and [*map(_requires_grad, values)] == needs:
+            return [*values]
+        leaves_at = {*self.leaves_at} if leaves_themselves else ()
+        tensors = []
+        for i, (value, need) in enumerate(zip(values, needs, strict=True)):
+            if i in self.copied:
+                tensors.append(value.clone())
+            elif i in leaves_at and value.requires_grad == need:
+                tensors.append(value)
+            else:
+                tensors.append(self._stand_in(i, value, need))
+        return tensors
+
+    def has_leaves_in(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether a run on these tensors is on all of the user's own leaves."""
+        return all(tensors[i] is self.values[i] for i in self.leaves_at)
+
+    def _stand_in(self, i: int, value: Any, need: bool) -> Tensor:
+        """Return a tensor like an input, without its graph and its hooks."""
+        t: Tensor = value.unpacked() if type(value) is PackedOutside else value
+        if self._classes and type(t) is Tensor and self._classes[i] is not Tensor:
+            t = t.as_subclass(self._classes[i])  # hooks gave it back as a plain one
+        if type(t) is nn.Parameter:
+            new = Tensor._make_subclass(nn.Parameter, t, need)
+        else:
+            new = t.detach()
+            if need:
+                new.requires_grad_()
+        if self.attributes and self.attributes[i]:
+            new.__dict__.update(self.attributes[i])
+        return new
+
+
+def _is_saved_itself(tensor: Tensor) -> bool:
+    """Say whether an input is saved itself."""
+    return (tensor.requires_grad and tensor.is_leaf) or type(tensor) is nn.Parameter
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    if type(tensor) is not Tensor:
+        return tensor.clone()  # a fake tensor has no memory for a kernel to read
+    with unseen():
+        return tensor.clone()
+
+
+def _to_copy(
+    inputs: Sequence[Tensor], needs: Sequence[bool], buffers: Mapping[int, bool]
+) -> frozenset[int]:
+    """Return which inputs are copied, since a write to them may not be counted.
+
+    Batch norm's update of its running statistics is not.
+    """
+    return frozenset(
+        i
+        for i, t in enumerate(inputs)
+        if not needs[i]
+        and (i in buffers or t.dim() == 1)
+        and (type(t) is Tensor or hasattr(t, "fake_mode"))
+        and t.layout is torch.strided
+        and t.numel() <= _SMALL
+        # FSDP frees the memory of what it gathers.
+        and t.untyped_storage().nbytes() >= t.nbytes
+    )

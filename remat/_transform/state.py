@@ -1,0 +1,100 @@
+"""What a call ran in, under torch.func: a recompute restores it, or is refused.
+
+`forward` notes it, and `primal` restores it for each recompute.
+
+Invariant: no tensor is held here. The node that saves the inputs holds them.
+Rejected: to compare values. Versions tell of a change, and cost nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from remat._ambient.ambient import Ambient
+from remat._base.absent import Absent
+from remat._base.tensors import version_of, versions_of
+from remat._base.types import TENSORS
+from remat._capture.snapshot import Snapshot
+from remat._partial.replay import Replay
+from remat._torch import base_tensor, current_layer
+from remat._transform.checks import reading_refused, refuse_needed
+
+
+class State(NamedTuple):
+    """What one call ran in.
+
+    Attributes:
+        ambient: what the function reads without being passed it.
+        versions: how often each input had been changed in place.
+        classes: of the inputs; empty where all are plain tensors.
+    """
+
+    ambient: Ambient
+    versions: Sequence[int | None]
+    classes: Sequence[type]
+
+    def updated(self, before: Mapping[int, Tensor]) -> "State":
+        """Return it for recomputes on inputs as they were before some were updated."""
+        versions = [*self.versions]
+        for i, value in before.items():
+            versions[i] = value._version
+        return self._replace(versions=versions)
+
+    def restored(
+        self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which it is restored, and changed inputs are not read.
+
+        Args:
+            snapshot: of the call.
+            inputs: of the recompute.
+            mode: that it runs under.
+        """
+        ambient = self.ambient.restored()
+        if current_layer() is not None:
+            inputs = [*map(base_tensor, inputs)]
+        if versions_of(inputs) == self.versions:
+            return ambient
+        changed = self._changed(inputs)
+        if not changed:
+            return ambient
+        if isinstance(mode, Replay):
+            # An operation that reads it may be left out, and its graph may not.
+            refuse_needed(snapshot, mode.schedule.plan.needed, changed)
+        return reading_refused(snapshot, inputs, changed, ambient)
+
+    def _changed(self, inputs: Sequence[Tensor]) -> list[int]:
+        """Return the inputs that were changed in place since."""
+        pairs = enumerate(zip(inputs, self.versions, strict=True))
+        return [
+            i
+            for i, (t, v) in pairs
+            if v is not None and type(t) is not Absent and version_of(t) != v
+        ]
+
+    def has_classes(self) -> bool:
+        """Say whether inputs are to be given their classes back.
+
+        At the base saved tensors come back as plain ones.
+        """
+        return bool(self.classes) and current_layer() is None
+
+    def in_classes(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return inputs in the classes that they had."""
+        return [*map(_as_class, inputs, self.classes)]
+
+
+def state_of(snapshot: Snapshot, inputs: Sequence[Tensor]) -> State:
+    """Return what a call runs in, here and now."""
+    ambient = Ambient(snapshot.streams, snapshot.always)
+    is_plain = TENSORS.issuperset(map(type, inputs))
+    classes = () if is_plain else [*map(type, inputs)]
+    return State(ambient, versions_of(inputs), classes)
+
+
+def _as_class(tensor: Tensor, kind: type) -> Tensor:
+    if type(tensor) is not Tensor or not issubclass(kind, Tensor):
+        return tensor
+    return tensor if kind is Absent else tensor.as_subclass(kind)
