@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from remat._base.types import CONSTANTS
+
 
 @dataclass(frozen=True, slots=True)
 class GlobalNames:
@@ -186,24 +188,13 @@ def user_line() -> str:
     return "an unknown line"
 
 
-CONSTANT = frozenset(
-    {
-        *(bool, bytes, complex, float, int, str, type(None), type(...)),
-        *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
-    }
-)
-
-
-def is_constant(value: Any) -> bool:
-    """Say whether a value is of a kind that reaches nothing else."""
-    return type(value) in CONSTANT
-
-
 def is_static(value: Any) -> bool:
     """Say whether a value is hashable and refers to nothing of the user's."""
-    if type(value) is types.BuiltinFunctionType:
-        return _is_constant(value)
-    return is_constant(value) or isinstance(value, enum.Enum)
+    kind = type(value)
+    if kind is types.BuiltinFunctionType:
+        owner = value.__self__
+        return owner is None or type(owner) is types.ModuleType
+    return kind in CONSTANTS or isinstance(value, enum.Enum)
 
 
 def static_of(value: Any) -> Any:
@@ -212,12 +203,3 @@ def static_of(value: Any) -> Any:
         return None
     # A number may be annealed.
     return float if type(value) is float else (type(value), value)
-
-
-def _is_constant(value: Any) -> bool:
-    if value is None:  # a name of builtins
-        return True
-    if type(value) is not types.BuiltinFunctionType:
-        return False
-    owner: Any = value.__self__
-    return owner is None or type(owner) is types.ModuleType

@@ -3,8 +3,10 @@
 In: a function and its arguments. Out: a `Snapshot`, which holds nodes in place of the
 user's objects, and a `Run`, which makes them again around other tensors.
 
-    search                  finds what a call refers to
-    structure, kinds        paths of what is found; which values hold nothing
+    search                  finds what a call refers to: what is done at which kind
+    walk, found             a walk over values, each once; the tensors and code found
+    visits, module_visits   what a walk does at a value
+    structure, kinds        paths of what is found; kinds of values
     nodes, containers, callables, modules, objects
                             each kind of value, and how it is made again
     sources                 random streams among what is found

@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from remat._base.checks import versions_of
 from remat._base.errors import RecomputeError
-from remat._capture.kinds import COPIED_ITERATORS, INERT, SEQUENCES
+from remat._base.types import INERT
+from remat._capture.kinds import COPIED_ITERATORS, SEQUENCES
 from remat._capture.nodes import (
     Building,
     Composite,

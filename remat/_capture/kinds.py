@@ -1,4 +1,4 @@
-"""Kinds of values: what holds nothing, what is a container, what is left alone.
+"""Kinds of values: what is a container, what is copied, what is left alone.
 
 Invariant: what is remembered of a class is looked up by the class.
 Rejected: asking each attribute of each object what it is.
@@ -7,25 +7,14 @@ Rejected: asking each attribute of each object what it is.
 import argparse
 import array
 import sys
-import threading
 import types
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from remat._capture.objects import by_class
 
 
-INERT = frozenset(
-    {
-        *(bool, bytes, complex, float, int, str, range, slice, type(None), type(...)),
-        *(property, staticmethod, classmethod, types.CodeType, threading.Thread),
-        *(types.MethodDescriptorType, types.WrapperDescriptorType),
-        *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
-    }
-)
 SEQUENCES = (list, tuple, set, frozenset, deque)
 # Iterators that `copy.copy` copies, rather than sharing what they iterate over.
 _EMPTY: dict[Any, Any] = {}

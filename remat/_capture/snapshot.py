@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from remat._base.code import static_of
 from remat._base.errors import CaptureError
-from remat._base.types import Fn
-from remat._capture.kinds import INERT, is_spent_by_use
+from remat._base.types import INERT, Fn
+from remat._capture.kinds import is_spent_by_use
 from remat._capture.nodes import Building, Node, TensorNode
 from remat._capture.search import Search
 from remat._capture.structure import parts_of, written
@@ -47,7 +47,7 @@ class Snapshot:
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether it is a module's registered buffer.
         streams: the random streams found.
-        always: whether some code reads or sets the state of a stream itself.
+        handles_states: whether some code reads or sets the state of a stream itself.
         compiled: whether it reaches code that torch.compile or TorchScript made.
         is_contained: whether all that it refers to, besides its arguments, are numbers,
             packages and functions like it.
@@ -56,7 +56,7 @@ class Snapshot:
     __slots__ = (
         *("_cache", "_code", "_constants", "_count", "_fn", "_modes", "_names"),
         *("_nodes", "_target", "_values"),
-        *("always", "buffers", "compiled", "is_contained", "label", "origins"),
+        *("buffers", "compiled", "handles_states", "is_contained", "label", "origins"),
         "streams",
     )
 
@@ -72,14 +72,15 @@ class Snapshot:
         self._count, self._names = len(args), [*kwargs]
         self._values: list[Any] = [*args, *kwargs.values()]
         self._nodes: dict[int, Node] = {}
+        found = search.found
         is_simple = type(fn) is types.FunctionType and not fn.__dict__
         self._target = (fn.__code__, 0) if is_simple else _named(fn)
         for k, value in enumerate(self._values):
             if type(value) is Tensor:
-                self._nodes[k] = TensorNode.of(search.tensor(value, k))
+                self._nodes[k] = TensorNode.of(found.index_of(value, k))
             elif type(value) not in INERT:
                 self._visit(k, value, search)
-        search.in_arguments, search.is_contained = False, not search.code
+        found.end_arguments()
         node = search.visit(fn, None)
         self._fn = fn if node is None else node
         self._modes: list[Any] = []
@@ -90,11 +91,10 @@ class Snapshot:
         self._cache = None if cache is None else search.visit(cache, None)
         for k in self._nodes:
             self._values[k] = None
-        self._code, self._constants = search.code, search.constants
-        self.origins, self.buffers = search.origins, search.buffers
-        self.streams, self.always = search.streams, search.always
-        self.is_contained = search.is_contained
-        self.compiled = search.compiled
+        self._code, self._constants = found.code, found.constants
+        self.origins, self.buffers = found.origins, found.buffers
+        self.streams, self.handles_states = found.streams, found.handles_states
+        self.is_contained, self.compiled = found.is_contained, found.compiled
 
     def _visit(self, k: int, value: Any, search: Search) -> None:
         if is_spent_by_use(type(value)):

@@ -16,31 +16,24 @@ import random
 import sys
 import types
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from remat._ambient.streams import Stream, stream_of
 from remat._base.code import STATES, is_library, is_library_class, known_code
-from remat._capture.kinds import INERT
+from remat._base.types import INERT, TENSORS
+from remat._capture.kinds import SEQUENCES
 from remat._capture.objects import attributes, by_class, defines
 from remat._torch import default_generators
 
 
 _LIMIT = 300  # values walked in a call
-_PLAIN = frozenset(
-    {
-        *(bool, bytes, complex, float, int, str, range, slice, type(None), type(...)),
-        *(Tensor, torch.nn.Parameter, torch.Size, torch.device, torch.dtype),
-        *(types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType),
-    }
-)
-_SEQUENCES = (list, tuple, set, frozenset, deque)
+_NOT_WALKED = TENSORS | INERT
 _MAPPINGS = (dict, weakref.WeakValueDictionary)
 # Kinds of the standard library that may hold a stream and cannot be rebuilt.
 _OPENED = {
@@ -138,7 +131,7 @@ class Sources:
                 kind = type(value)
                 if kind is types.FunctionType:
                     self.of_function(value, deeply=True)
-                elif kind not in _PLAIN:
+                elif kind not in _NOT_WALKED:
                     self.walk(value)
 
     def walk(self, value: Any) -> None:
@@ -151,7 +144,7 @@ class Sources:
         while todo:
             value = todo.pop()
             kind = type(value)
-            if kind in _PLAIN:
+            if kind in _NOT_WALKED:
                 continue
             if is_stream(kind):
                 self.add(value)
@@ -177,7 +170,7 @@ class Sources:
             return (value.fget,)
         if kind in (staticmethod, classmethod):
             return (value.__func__,)
-        if issubclass(kind, (*_SEQUENCES, *_MAPPINGS)):
+        if issubclass(kind, (*SEQUENCES, *_MAPPINGS)):
             return _parts_of_container(value)
         return self._parts_of_object(kind, value)
 
@@ -228,6 +221,6 @@ def _parts_of_container(value: Any) -> Iterable[Any]:
     if isinstance(value, defaultdict):
         held.append(value.default_factory)
     # A long list of numbers or words is looked at in one go.
-    if type(value) in (list, tuple, dict) and _PLAIN.issuperset(map(type, items)):
+    if type(value) in (list, tuple, dict) and _NOT_WALKED.issuperset(map(type, items)):
         return held
     return [*items, *held]

@@ -26,9 +26,10 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
+from remat._base.types import INERT
 from remat._capture.callables import MethodNode, WrapperNode
 from remat._capture.containers import ContainerNode
-from remat._capture.kinds import INERT, can_be_made_anew
+from remat._capture.kinds import can_be_made_anew
 from remat._capture.modules import TEMPLATE, ModuleNode, hooks_of, registries_of
 from remat._capture.nodes import Building, Composite, Node, ObjectNode, TensorNode
 from remat._capture.objects import identities, slots_of
@@ -201,9 +202,10 @@ class Tree:
     def __init__(self, module: nn.Module, search: Any) -> None:
         self.node: Any = search.visit(module, None)
         self.module: Callable[[], Any] = weakref.ref(module)
-        self.tensors = [*map(weakref.ref, search.tensors)]
-        self.texts = [written(path)[1] for path in search.origins]
-        self.code = search.code
+        found = search.found
+        self.tensors = [*map(weakref.ref, found.tensors)]
+        self.texts = [written(path)[1] for path in found.origins]
+        self.code = found.code
         walked = search.walked()
         if len(walked) < _FEW:
             raise NotRememberedError  # to search it is faster than to compare
@@ -219,13 +221,14 @@ class Tree:
         self.functions = [*map(weakref.ref, functions)]
         others = [v for v, n in walked if isinstance(n, _OTHERS)]
         others = [v for v in others if not isinstance(v, nn.Module)]
-        is_plain = not (search.is_lazy or search.scripted or search.is_moved)
+        draws = found.streams or found.handles_states or found.compiled
+        is_plain = not (found.is_lazy or found.scripted or draws)
         if not is_plain or not all(_is_remembered(*pair) for pair in walked):
             raise NotRememberedError
         ids = {id(value) for value, _ in walked}
-        ids |= {*map(id, search.tensors)}
+        ids |= {*map(id, found.tensors)}
         self.fingerprint = Fingerprint([v for v, _ in modules], others, ids)
-        if not self.fingerprint.tells_of(search.tensors):
+        if not self.fingerprint.tells_of(found.tensors):
             raise NotRememberedError  # another thread exchanges them
         kinds = {type(v) for v, n in walked if isinstance(n, ObjectNode)}
         self.kinds = [*{*kinds, *self.fingerprint.classes}]

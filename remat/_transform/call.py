@@ -58,7 +58,7 @@ class Call(Program):
         self._label = label
         self._search: Search | None = Search()
         self._snapshot = Snapshot(fn, label, args, kwargs, self._search)
-        self._leaves = self._search.tensors
+        self._leaves = self._search.found.tensors
 
     @property
     @override
@@ -84,7 +84,7 @@ class Call(Program):
     @property
     def is_lazy(self) -> bool:
         """Whether some module that it reaches has no parameters yet."""
-        return self._search is not None and self._search.is_lazy
+        return self._search is not None and self._search.found.is_lazy
 
     def take_leaves(self) -> tuple[list[Tensor], list[bool]]:
         """Return the tensors of the call, and which require grad, at any level.
@@ -114,9 +114,9 @@ class Call(Program):
                 return self._snapshot.call(run)
         search = self._search
         assert search is not None
-        if search.scripted:
-            raise CaptureError(_SCRIPTED.format(name=search.scripted))
-        run = Forward(leaves, search.tensors, search.originals())
+        if search.found.scripted:
+            raise CaptureError(_SCRIPTED.format(name=search.found.scripted))
+        run = Forward(leaves, search.found.tensors, search.originals())
         with run:
             built = self._snapshot.built(run)
             run.note()

@@ -166,7 +166,7 @@ class Primal(Call):
         """Evaluate for the first time, as `program`: this, or this under vmap."""
         facts = self.facts
         snapshot = self._snapshot
-        self._ambient = Ambient(snapshot.streams, snapshot.always)
+        self._ambient = Ambient(snapshot.streams, snapshot.handles_states)
         inner = self.stand_ins(leaves, facts.needs)
         self._versions = versions_of(leaves)
         plain = TENSORS.issuperset(map(type, leaves))

@@ -81,12 +81,12 @@ def call_saved(
         fn = without_draws(fn, label)
     search = Search(shallow=True)
     snapshot = Snapshot(fn, label, args, kwargs, search)
-    leaves = [*map(unwrap_dead, search.tensors)]
+    leaves = [*map(unwrap_dead, search.found.tensors)]
     hows: Sequence[Any] = ()
     if current_layer() is not None:
         leaves, hows = unbatched(leaves)
     needs = [*map(_requires_grad, leaves)]
-    if search.is_lazy or True not in needs:
+    if search.found.is_lazy or True not in needs:
         return fn(*args, **kwargs)
     call = Saved(snapshot, leaves, needs, hows, options)
     call.follow(getattr(fn, "__self__", fn), leaves)
@@ -127,7 +127,7 @@ class Saved:
         self._outer = outer = top_hooks(True)
         self._nested = nested = outer is not None and outer[1] is unpack
         self.held = Held(leaves, needs, snapshot.buffers, outer, nested=nested)
-        self.ambient = Ambient(snapshot.streams, snapshot.always)
+        self.ambient = Ambient(snapshot.streams, snapshot.handles_states)
         self._handles: Sequence[weakref.ref[Handle] | None] = ()
         self._metas: Sequence[Any] = ()
         self._done = self._accumulates = self._moves = False
