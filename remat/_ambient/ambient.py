@@ -12,12 +12,17 @@ draws another mask than the forward gives wrong gradients, so nobody could use i
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from ctypes import string_at
 from typing import Any
 
 import torch
 
-from remat._ambient.streams import Stream, global_streams
+from remat._ambient.streams import (
+    Stream,
+    global_streams,
+    moved_since,
+    set_state,
+    state_of,
+)
 from remat._torch import (
     autocast_depth,
     device_generators,
@@ -72,7 +77,7 @@ class Ambient:
         devices = device_generators()
         others: list[tuple[Any, Any]] = []
         if devices or streams:
-            others += [(s, _read(s)) for s in (*devices, *streams)]
+            others += [(s, state_of(s)) for s in (*devices, *streams)]
         self._before = ours.read(), others
 
     @property
@@ -96,7 +101,7 @@ class Ambient:
             moved += [(s, old) for s, old, new in each if always or old != new]
         present = device_generators()
         if others or present:
-            moved += [(s, old) for s, old in others if always or _differ(old, _read(s))]
+            moved += others if always else moved_since(others)
             known = {id(s) for s, _ in others}
             # Those that the forward initialized.
             fresh = [g for g in present if id(g) not in known]
@@ -169,11 +174,11 @@ def _set(states: list[tuple[Any, Any]]) -> Iterator[None]:
         for s, _ in states:
             # NumPy's generator may have been exchanged since: last comes that of now.
             now = present.get(getattr(s, "name", None), s)
-            stack.callback(_write, now, _read(now))
+            stack.callback(set_state, now, state_of(now))
             if now is not s:
-                stack.callback(_write, s, _read(s))
+                stack.callback(set_state, s, state_of(s))
         for s, state in states:
-            _write(s, state)
+            set_state(s, state)
         yield
 
 
@@ -181,19 +186,3 @@ def _initial_state(generator: torch.Generator) -> torch.Tensor:
     """Return the state in which a generator started that the forward initialized."""
     fresh = torch.Generator(generator.device)
     return fresh.manual_seed(generator.initial_seed()).get_state()
-
-
-def _differ(a: Any, b: Any) -> bool:
-    if not isinstance(a, torch.Tensor):
-        return a != b
-    # Past the dispatcher: unseen by modes and transforms.
-    n = a.numel()
-    return string_at(a.data_ptr(), n) != string_at(b.data_ptr(), n)
-
-
-def _read(stream: Any) -> Any:
-    return stream.read() if isinstance(stream, Stream) else stream.get_state()
-
-
-def _write(stream: Any, state: Any) -> None:
-    (stream.write if isinstance(stream, Stream) else stream.set_state)(state)

@@ -20,7 +20,7 @@ import random
 import struct
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,18 +54,24 @@ def _memory(address: int, size: int) -> Any:
 
 
 def _torch_access(value: torch.Generator) -> tuple[Callable[[], Any], Any]:
-    return functools.partial(_state_bytes, value), functools.partial(_set_state, value)
+    return functools.partial(_state_bytes, value), functools.partial(
+        _set_state_bytes, value
+    )
 
 
 def _state_bytes(generator: torch.Generator) -> bytes:
-    state = generator.get_state()
+    return _bytes_of(generator.get_state())
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    # Past the dispatcher: unseen by dispatch modes and transforms.
     if not function_mode_count():
         return ctypes.string_at(state.data_ptr(), state.numel())
     with no_torch_functions():  # who reads memory is no business of theirs
         return ctypes.string_at(state.data_ptr(), state.numel())
 
 
-def _set_state(generator: torch.Generator, state: bytes) -> None:
+def _set_state_bytes(generator: torch.Generator, state: bytes) -> None:
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
@@ -291,3 +297,27 @@ def _numpy_stream(value: Any) -> Stream | None:
             owner.state = pickle.loads(state)
 
     return Stream(name, read, write)
+
+
+# --- Whether one moved ---
+
+
+def state_of(stream: Any) -> Any:
+    """Return the state of a stream, or of a torch.Generator."""
+    return stream.read() if isinstance(stream, Stream) else stream.get_state()
+
+
+def set_state(stream: Any, state: Any) -> None:
+    """Set a state that `state_of` returned."""
+    (stream.write if isinstance(stream, Stream) else stream.set_state)(state)
+
+
+def moved_since(states: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return those streams, with their states from before, that were drawn from."""
+    return [(s, old) for s, old in states if _differ(old, state_of(s))]
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return _bytes_of(a) != _bytes_of(b)
+    return a != b

@@ -136,11 +136,11 @@ def is_library_class(cls: type) -> bool:
     module: Any = sys.modules.get(str(cls.__module__))
     if module is builtins:
         # Code that was executed without a module's name makes classes of builtins too.
-        return not cls.__flags__ & _HEAP_TYPE
+        return not cls.__flags__ & HEAP_TYPE
     return module is not None and is_library(vars(module))
 
 
-_HEAP_TYPE = 1 << 9  # CPython: made by a class statement
+HEAP_TYPE = 1 << 9  # CPython: made by a class statement
 
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")

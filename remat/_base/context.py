@@ -20,6 +20,7 @@ class Context:
         recomputing: how many recomputes it is in.
         decisions: of the calls within the innermost one, in order.
         examining: what a report notes of the calls within one, None where none does.
+        listeners: who is told of the names that `checkpoint_name` gives.
         inside: the calls that run their forwards, from the outermost in; kept only for
             such a report.
         cells: the variables of functions that were made for runs whose graphs are being
@@ -29,8 +30,8 @@ class Context:
     """
 
     __slots__ = (
-        *("cells", "decisions", "examining", "followed", "inside", "policy"),
-        *("recomputing", "saves"),
+        *("cells", "decisions", "examining", "followed", "inside", "listeners"),
+        *("policy", "recomputing", "saves"),
     )
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class Context:
         self.decisions: Decisions | None = None
         self.examining: Any = None
         self.inside: tuple[Any, ...] = ()
+        self.listeners: list[Any] = []
         self.cells: list[Any] | None = None
         self.saves = False
 
@@ -78,13 +80,13 @@ class Decisions:
         return self._made[k] if k < len(self._made) else None
 
     def reserve(self) -> int:
-        """Return the place of the next call within."""
+        """Return the number of the next call within."""
         self._made.append(None)
         return len(self._made) - 1
 
-    def note(self, place: int, decision: Any) -> None:
+    def note(self, number: int, decision: Any) -> None:
         """Note what a call within decided."""
-        self._made[place] = decision
+        self._made[number] = decision
 
 
 def is_recomputing() -> bool:

@@ -12,6 +12,7 @@ from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
 from typing import Any
 
+from remat._base.code import HEAP_TYPE
 from remat._capture.objects import by_class
 
 
@@ -50,15 +51,12 @@ def is_left_alone(kind: type) -> bool:
 def can_be_made_anew(kind: type) -> bool:
     """Say whether an instance is its attributes and nothing more."""
     if hasattr(kind, "__del__"):  # which would be called for an instance made to try
-        return all(cls is object or cls.__flags__ & _HEAP for cls in kind.__mro__)
+        return all(cls is object or cls.__flags__ & HEAP_TYPE for cls in kind.__mro__)
     try:
         object.__new__(kind)
     except TypeError:  # a subclass of str, say
         return False
     return True
-
-
-_HEAP = 1 << 9  # the flag of classes that were not written in C, mostly
 
 
 @by_class

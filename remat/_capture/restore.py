@@ -108,8 +108,8 @@ class Run:
         tree = node.tree
         module, tensors = tree.module(), [self.tensors[i] for i in node.indices]
         anew = module is None or self._makes_anew(node.live)
-        own = () if anew else zip(tensors, tree.tensors, strict=True)
-        others = [i for i, (tensor, ref) in enumerate(own) if tensor is not ref()]
+        each = () if anew else zip(tensors, tree.tensors, strict=True)
+        others = [i for i, (tensor, ref) in enumerate(each) if tensor is not ref()]
         owners = [owner for i in others for owner in tree.owners[i]]
         can_stay = all(isinstance(owner, ObjectNode) for owner in owners)
         if anew or not can_stay or not self._is_as_it_was(tree):

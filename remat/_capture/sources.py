@@ -65,14 +65,14 @@ def is_scripted(kind: type) -> bool:
 
 
 @by_class
-def own_bases(cls: type) -> tuple[int, ...]:
+def user_bases(cls: type) -> tuple[int, ...]:
     """Return which classes in the order of resolution are no package's."""
     return tuple(i for i, base in enumerate(cls.__mro__) if not is_library_class(base))
 
 
-def has_own_code(cls: type) -> bool:
+def has_user_code(cls: type) -> bool:
     """Say whether some of a class's code is no package's."""
-    return bool(own_bases(cls))
+    return bool(user_bases(cls))
 
 
 class Sources:
@@ -122,11 +122,11 @@ class Sources:
 
     def of_class(self, cls: type) -> None:
         """Walk what a class holds and what the code of its methods refers to."""
-        own = own_bases(cls)
-        if not own or id(cls) in self._seen:
+        bases = user_bases(cls)
+        if not bases or id(cls) in self._seen:
             return
         self._seen[id(cls)] = cls
-        for i in own:
+        for i in bases:
             for value in cls.__mro__[i].__dict__.values():
                 kind = type(value)
                 if kind is types.FunctionType:

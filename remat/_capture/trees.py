@@ -64,7 +64,7 @@ class Fingerprint:
     """
 
     __slots__ = (
-        *("_alive", "_constants", "_count", "_dicts", "_getters", "_places", "_refs"),
+        *("_alive", "_constants", "_count", "_dicts", "_getters", "_keys", "_refs"),
         *("_then", "classes"),
     )
 
@@ -74,7 +74,7 @@ class Fingerprint:
         self._count = len(modules)
         self._refs = [*map(weakref.ref, (*modules, *others))]
         self._getters = [*map(_getter_of, (*modules, *others))]
-        self._places = [*_places([*map(vars, (*modules, *others))])]
+        self._keys = [*_container_keys([*map(vars, (*modules, *others))])]
         kinds = enumerate(map(type, self.containers()))
         self._dicts = [i for i, kind in kinds if issubclass(kind, dict)]
         held, self._then = self._now()
@@ -123,7 +123,7 @@ class Fingerprint:
 
     def _containers_in(self, dicts: Sequence[dict[str, Any]]) -> list[Any]:
         containers: list[Any] = []
-        for where, key in self._places:
+        for where, key in self._keys:
             container = (dicts[where] if where >= 0 else containers[~where])[key]
             containers.append(container)
         return containers
@@ -152,7 +152,7 @@ def _is_constant(value: Any) -> bool:
     return kind in INERT or (is_tuple and INERT.issuperset(map(type, value)))
 
 
-def _places(dicts: list[dict[str, Any]]) -> Iterable[tuple[int, Any]]:
+def _container_keys(dicts: list[dict[str, Any]]) -> Iterable[tuple[int, Any]]:
     """Yield where each container is: the number of what holds it, and its key there.
 
     Dicts are numbered from 0 up, containers that hold others from -1 down.

@@ -31,7 +31,7 @@ from remat._capture.containers import (
 )
 from remat._capture.kinds import SEQUENCES, can_be_made_anew, is_left_alone
 from remat._capture.nodes import Node, ObjectNode, TensorNode
-from remat._capture.sources import has_defaults, has_own_code, is_compiled, is_scripted
+from remat._capture.sources import has_defaults, has_user_code, is_compiled, is_scripted
 from remat._capture.structure import Path, written
 from remat._capture.walk import Walk
 
@@ -225,5 +225,5 @@ def visit_object(walk: Walk, value: Any, path: Path) -> Node | None:
 
 def look_at_class(walk: Walk, kind: type) -> None:
     """Look for random streams in the code of a class."""
-    if has_own_code(kind):
+    if has_user_code(kind):
         walk.found.sources.of_class(kind)

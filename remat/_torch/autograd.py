@@ -232,17 +232,25 @@ NODES_ASKING_GRAD_MODE = frozenset(
 
 def pull_in_grad_mode(outs: Iterable[Tensor]) -> None:
     """Run the nodes that ask for grad mode as with it on, and record nothing."""
-    todo = [o.grad_fn for o in outs if o.requires_grad]
-    seen = set(todo)
-    while todo:
-        node: Any = todo.pop()
+    for node in nodes_behind(o.grad_fn for o in outs if o.requires_grad):
         if type(node).__name__ in NODES_ASKING_GRAD_MODE:
             node.register_prehook(_enter_grad_mode)
             node.register_hook(_leave_grad_mode)
+
+
+def nodes_behind(roots: Iterable[Any]) -> list[Any]:
+    """Return the nodes that some nodes of a graph lead to, those first.
+
+    A root may be None: a tensor without a graph.
+    """
+    seen = {*roots, None}
+    nodes: list[Any] = [node for node in seen if node is not None]
+    for node in nodes:  # which grow
         for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
+            if parent not in seen:
                 seen.add(parent)
-                todo.append(parent)
+                nodes.append(parent)
+    return nodes
 
 
 def _enter_grad_mode(_cotangents: Tensors) -> None:
