@@ -1,13 +1,13 @@
 """What a function reads without being passed it: random streams, autocast, settings.
 
-An `Ambient` notes it before the forward, keeps of the streams only those that the
-forward moved, and puts it back for a recomputation.
+An `Ambient` notes it before the forward, keeps the states of those streams that the
+forward moved, and puts everything back for a recompute.
 
-Invariant: after a recomputation every stream and setting stands where it stood before
-it. Nothing is kept for a function that drew nothing.
-Rejected: asking which devices the arguments live on, as torch.utils.checkpoint does; a
-function may draw on any. And an option to leave a stream as it is: a recomputation that
-draws another mask than the forward gives wrong gradients, so nobody could use it.
+Invariant: after a recompute every stream and setting is as it was before it. Nothing is
+kept for a function that drew nothing.
+Rejected: asking which devices the arguments are on, as torch.utils.checkpoint does. A
+function may draw on any device. Rejected: an option to leave a stream as it is. A
+recompute that draws another mask than the forward gives wrong gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,8 +55,8 @@ class Ambient:
 
     Args:
         streams: those that the function can reach, besides the global ones.
-        always: whether to keep all of them, for the function may put back itself what
-            it has moved.
+        always: whether to keep the states of all of them. A function that handles
+            states may draw from a stream and put it back.
     """
 
     __slots__ = (
@@ -82,7 +82,7 @@ class Ambient:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells forwards apart that run other operations for it."""
+        """What of it makes a forward run other operations."""
         return (*self._autocast.items(),)
 
     def forward_done(self, *, keeps_casts: bool = False) -> None:
@@ -128,7 +128,7 @@ class Ambient:
         return self._restored(self._moved)
 
     def restored_within(self) -> AbstractContextManager[None]:
-        """Do so while the forward still runs."""
+        """Restore it while the forward still runs."""
         before, others = self._before
         return self._restored(
             [*zip(self._global.streams, before, strict=True), *others]
@@ -138,7 +138,7 @@ class Ambient:
     def _restored(self, states: list[tuple[Any, Any]]) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_under(self._settings))
-            # What the forward cast is cast again, and casts of a recompute are gone.
+            # A recompute casts again what the forward cast, and its casts are dropped.
             torch.clear_autocast_cache()
             self._enter_autocast(stack)
             stack.callback(torch.clear_autocast_cache)
@@ -172,7 +172,8 @@ def _set(states: list[tuple[Any, Any]]) -> Iterator[None]:
         present = {s.name: s for s in global_streams().streams}
     with ExitStack() as stack:
         for s, _ in states:
-            # NumPy's generator may have been exchanged since: last comes that of now.
+            # NumPy's generator may have been exchanged since. The present one is put
+            # back last: callbacks run in reverse.
             now = present.get(getattr(s, "name", None), s)
             stack.callback(set_state, now, state_of(now))
             if now is not s:

@@ -1,9 +1,9 @@
-"""Refuse draws from the global random streams, naming the operation and the line.
+"""Refuses draws from the global random streams, naming the operation and the line.
 
-Invariant: the stream that was drawn from stands where it stood before.
-Rejected: refusing every operation that torch tags as random. Attention is, and draws
-nothing without dropout; and an operation may have been passed a generator. Nor do the
-tags say all: an operation that someone registered may call a random one.
+Invariant: after the error, the stream that was drawn from is as it was before.
+Rejected: refusing every operation that torch tags as random. Attention is tagged, and
+draws nothing without dropout; another may have been passed a generator. Nor do the tags
+say all: an operation that somebody registered may call a random one.
 """
 
 import functools

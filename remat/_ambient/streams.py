@@ -1,14 +1,14 @@
 """Random streams: which there are, and how each is read and set.
 
-The global ones of Python and of NumPy are Mersenne Twisters. They are read before and
-after every forward, so reading must cost next to nothing: their words are copied out of
-memory, once a look at objects of known state has shown where they are. That is fifty
-times as quick as `random.getstate()`.
+The global streams of Python and of NumPy are Mersenne Twisters. They are read before
+and after every forward, so reading must cost next to nothing. Their words are copied
+out of memory, once objects of known state have shown where they are. That is fifty
+times as fast as `random.getstate()`.
 
-Invariant: two readings are equal exactly if nothing was drawn between them, and writing
-one goes through the public interface of the stream.
-Rejected: reading Python's and NumPy's on the first call of a function only. What draws
-later, in training mode say, would be replayed wrongly.
+Invariant: two readings are equal exactly if nothing was drawn between them. A state is
+set through the public interface of its stream.
+Rejected: reading the streams of Python and NumPy on the first call of a function only.
+What draws later, in training mode for instance, would be replayed wrongly.
 """
 
 import contextlib
@@ -54,12 +54,10 @@ def _memory(address: int, size: int) -> Any:
 
 
 def _torch_access(value: torch.Generator) -> tuple[Callable[[], Any], Any]:
-    return functools.partial(_state_bytes, value), functools.partial(
-        _set_state_bytes, value
-    )
+    return functools.partial(_torch_state, value), functools.partial(_set_torch, value)
 
 
-def _state_bytes(generator: torch.Generator) -> bytes:
+def _torch_state(generator: torch.Generator) -> bytes:
     return _bytes_of(generator.get_state())
 
 
@@ -71,7 +69,7 @@ def _bytes_of(state: torch.Tensor) -> bytes:
         return ctypes.string_at(state.data_ptr(), state.numel())
 
 
-def _set_state_bytes(generator: torch.Generator, state: bytes) -> None:
+def _set_torch(generator: torch.Generator, state: bytes) -> None:
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 

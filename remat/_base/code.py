@@ -1,7 +1,8 @@
-"""What a function's code refers to: which global names, and whose globals they are.
+"""What a function's code refers to, which files are the user's, and the user's line.
 
-Invariant: what is remembered is bounded and holds no user's globals. Rejected: walking
-the globals of installed packages, which may be thousands of functions on every call.
+Invariant: what is remembered is bounded, and holds nothing of the user's globals.
+Rejected: walking the globals of installed packages, which may be thousands of functions
+on every call.
 """
 
 import builtins
@@ -36,15 +37,15 @@ class GlobalNames:
     handles_states: bool
 
 
-# Names in code that reads or sets states: it may put back a stream that it has moved,
-# or set one, or a setting, where it was anyway.
+# Names in code that handles the state of a stream, or a setting. Such code may put a
+# stream back after a draw, or set what was set already: no difference would show.
 STATES = {
     *("clone_state", "fork_rng", "get_rng_state", "get_state", "getstate"),
     *("initial_seed", "manual_seed", "set_rng_state", "set_state", "setstate"),
     *("deepcopy", "jumped", "set_default_dtype", "set_autocast_dtype"),
     *("use_deterministic_algorithms", "set_float32_matmul_precision"),
 }
-_CALLED = "seed"  # one more, but many a number is called so: it has to be called
+_CALLED = "seed"  # only where it is called: many a number has this name
 
 
 class KnownCode(NamedTuple):
@@ -54,8 +55,8 @@ class KnownCode(NamedTuple):
         code: held, so that its identity is not used again.
         names: all of them.
         open: those loaded that may stand for something of the user's.
-        settled: the others, which are builtins or what packages define, and what they
-            were then.
+        settled: the others, which are builtins or defined by packages, and what they
+            were at the time.
         is_settled: whether there are no open ones, and none that it assigns, and it
             does nothing to the state of a random stream.
     """

@@ -1,7 +1,7 @@
-"""What a thread is in the middle of: which calls run around, and for what.
+"""What a thread is inside of: which calls are around it, and what they do at present.
 
-Invariant: what is set here is put back by whoever set it, also after an exception.
-Rejected: to look at the stack. It does not tell of which call a frame is.
+Invariant: whoever sets something here puts it back, also after an exception.
+Rejected: looking at the stack. A frame does not tell which call it is of.
 """
 
 import threading
@@ -21,8 +21,8 @@ class Context:
         decisions: of the calls within the innermost one, in order.
         examining: what a report notes of the calls within one, None where none does.
         listeners: who is told of the names that `checkpoint_name` gives.
-        inside: the calls that run their forwards, from the outermost in; kept only for
-            such a report.
+        inside: the calls whose forwards run, the outermost first; only while a report
+            examines.
         cells: the variables of functions that were made for runs whose graphs are being
             differentiated; None where none is.
         saves: whether only calls of remat are asked what is saved here: then what is
@@ -59,12 +59,12 @@ def here() -> Context:
 
 
 class Decisions:
-    """What the calls within a call decided, which they are to do in a recompute too.
+    """What the calls within a call decided, in order.
 
-    What they hand to the call around them to be saved depends on it.
+    They have to do the same in a recompute: it determines what the call around saves.
 
     Args:
-        made: in order; filled in a forward.
+        made: the decisions; a forward adds to them.
         again: whether the call around is recomputed.
     """
 
@@ -100,7 +100,7 @@ def is_followed() -> bool:
 
 
 class within:  # noqa: N801
-    """A context that is part of a call with a policy, followed by a mode or not."""
+    """A context inside of a call with a policy, which a mode may follow."""
 
     __slots__ = ("_before", "_context", "_followed", "_policy")
 
@@ -118,18 +118,19 @@ class within:  # noqa: N801
 
 
 def empty(cells: Iterable[Any]) -> None:
-    """Empty variables, for functions that nobody calls any more.
+    """Empty the variables of functions that nobody calls any more.
 
-    Those that refer to themselves would wait for the garbage collector.
+    A function that refers to itself would wait for the garbage collector.
     """
     for cell in cells:
         del cell.cell_contents
 
 
 class differentiated:  # noqa: N801
-    """A context in which the graphs of runs are differentiated: their hooks are called.
+    """A context in which graphs of runs are differentiated, which calls their hooks.
 
-    If a graph of that is recorded they may be called yet again, later.
+    Functions that were made for a run keep their variables until it ends. They keep
+    them for good if the derivative may be differentiated again.
     """
 
     __slots__ = ("_before", "_context")

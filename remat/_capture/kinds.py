@@ -1,7 +1,9 @@
-"""Kinds of values: what is a container, what is copied, what is left alone.
+"""Tells kinds of values apart: what is copied, what is walked, what is used as it is.
 
-Invariant: what is remembered of a class is looked up by the class.
-Rejected: asking each attribute of each object what it is.
+Called by a search for the class of each value, and by nodes.
+
+Invariant: an answer depends on the class alone, and is remembered for it.
+Rejected: asking each instance, which costs more and may run the user's code.
 """
 
 import argparse
@@ -26,9 +28,9 @@ COPIED_ITERATORS = frozenset(
         type(reversed([0])),
     }
 )
-# Whose instances are searched all the same, though they are of the standard library.
+# Classes of the standard library whose instances are searched all the same.
 _OPEN = (argparse.Namespace, types.SimpleNamespace, ChainMap, UserDict, UserList)
-# Whose instances are torch's own, and hold no state of a model: operators and their
+# Modules of torch whose instances hold no state of a model: operators and their
 # kernels, compiled code, process groups, streams, graphs, optimizers. And our calls.
 _TORCHS = (
     *("torch._ops", "torch._library", "torch._dynamo", "torch._inductor"),

@@ -1,7 +1,9 @@
-"""What objects hold, instances like them, and what is remembered of their classes.
+"""Reads and sets what objects hold, and makes instances like them.
+
+Called by nodes, by runs that set objects back, and by the search for random streams.
 
 Invariant: no property, setter or constructor of the user's runs, nor a metaclass.
-Rejected: `copy.copy` for all of them, which runs `__reduce__` and `__setstate__`.
+Rejected: `copy.copy` for all objects, which runs `__reduce__` and `__setstate__`.
 """
 
 import contextlib

@@ -1,9 +1,11 @@
-"""A call's function and arguments as they were, to be called again.
+"""A snapshot: a call's function and arguments as they were, to be called again.
 
-Invariant: as of nodes. The tensors are not in it: they belong to whoever asked for the
-snapshot, who holds them where they are freed in time.
-Rejected: a list of leaves and a treedef. What an object among the arguments holds, and
-that it is that very object, would be lost.
+Made by `_transform` before the function runs. A `Run` or a `Forward` calls it.
+
+Invariant: that of `nodes`. A snapshot holds no tensor: who asked for it holds them, and
+frees them in time.
+Rejected: a list of leaves and a treedef. It would lose what an object among the
+arguments holds, and that it is that very object.
 """
 
 import functools

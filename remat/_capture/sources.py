@@ -1,13 +1,14 @@
-"""Find random streams, also in what cannot be rebuilt around other tensors.
+"""Finds random streams, also in what is not made again around other tensors.
 
-Besides what a search of tensors finds, that is classes and the globals of their
-methods, Python modules, iterators, objects of extension modules. A recomputation sets
-a stream back, on that same object.
+Streams may be held by classes, by the globals of methods, by Python modules, iterators
+and objects of extension modules. A recompute sets such a stream back, in that object.
+
+Called by a search, for what it does not walk itself.
 
 Invariant: what is walked in a call is bounded, and the insides of installed packages
 are not walked.
-Rejected: watching every draw for its generator, which takes a mode around every
-forward, at ten times the cost.
+Rejected: watching every draw for its generator. It takes a mode around every forward,
+which costs ten times as much.
 """
 
 import contextlib
@@ -66,12 +67,12 @@ def is_scripted(kind: type) -> bool:
 
 @by_class
 def user_bases(cls: type) -> tuple[int, ...]:
-    """Return which classes in the order of resolution are no package's."""
+    """Return which classes, by position among the bases, are not of a package."""
     return tuple(i for i, base in enumerate(cls.__mro__) if not is_library_class(base))
 
 
 def has_user_code(cls: type) -> bool:
-    """Say whether some of a class's code is no package's."""
+    """Say whether some of a class's code is the user's."""
     return bool(user_bases(cls))
 
 
@@ -98,7 +99,7 @@ class Sources:
     def add(self, value: Any) -> None:
         """Add one stream."""
         known = id(value) in self.streams
-        # The global ones are noted in any case.
+        # `Ambient` notes the global ones in any case.
         if not known and all(value is not g for g in default_generators()):
             stream = stream_of(value)
             if stream is not None:

@@ -1,7 +1,9 @@
-"""The structure around the tensors of a call: their origins, how its result is built.
+"""Paths of what is found in a call, and the structure of its result.
 
-Invariant: structure holds no tensor. A lone tensor has the treedef `None`: flattening
-it would cost as much as the rest of a small call.
+Invariant: nothing here holds a tensor. A result that is one tensor has the treedef
+`None`: to flatten it would cost as much as the rest of a small call.
+Rejected: paths as text. To write one costs as much as to search what it leads to, and
+most are never read.
 """
 
 from collections.abc import Sequence

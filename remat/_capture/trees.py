@@ -1,15 +1,15 @@
-"""What a search found in a module, remembered until something in it changes.
+"""What a search found in a module, remembered until something in the module changes.
 
-A block of a model is a dozen modules and what they hold, which hardly ever change
+A block of a model is a dozen modules and what they hold, which hardly ever changes
 between calls. A `Tree` is what one search found in a module: its nodes, and a
-fingerprint of all that they stand for. While that holds, a search takes the tree over,
-and a recompute runs on the module as it is.
+fingerprint of all that they stand for. While the fingerprint holds, a search takes the
+tree over, and a recompute runs on the module as it is.
 
 Invariant: a tree is used only where a search would find the same. It holds no tensor
-and no module, so that it keeps no model alive; what holds more than modules, plain
-objects, lists, dicts, tensors and numbers is not remembered, nor a module with hooks.
-Rejected: to be told of assignments. Attributes are kept in a dict, which Python 3.11
-lets nobody watch. With `REMAT_NO_CACHE=1` in the environment nothing is remembered.
+and no module, so that it keeps no model alive. A module is remembered only if it leads
+to nothing but modules without hooks, plain objects, lists, dicts, tensors and numbers.
+Rejected: to be told of assignments. Attributes are in a dict, and Python 3.11 lets
+nobody watch a dict. With `REMAT_NO_CACHE=1` in the environment nothing is remembered.
 """
 
 import contextlib
@@ -38,21 +38,21 @@ from remat._capture.structure import written
 
 _CONTAINERS = frozenset((list, tuple, set, frozenset, dict, OrderedDict))
 _INDEXED = frozenset((list, tuple, dict, OrderedDict))
-# What no search walks, but where nobody keeps state.
+# Values that no search walks, and that hold no state.
 _FIXED = (type, enum.Enum, types.BuiltinFunctionType)
-_MISSES = 3
-_FEW = 3
+_MISSES = 3  # a module that changed so often in a row is searched in each call
+_FEW = 3  # values; fewer are searched faster than compared
 
 
 class NotRememberedError(Exception):
-    """Something that was found is not to be remembered."""
+    """A module cannot be remembered."""
 
 
 class Fingerprint:
     """Tells whether modules and objects hold what they held.
 
-    All identities are compared at once. They say it, since none is used again: what
-    they are of is alive still, or the objects do not hold the same.
+    All identities are compared at once. An identity tells a value only while the value
+    is alive. So constants are held here, and the others are watched by weak references.
 
     Args:
         modules: the modules.
@@ -95,7 +95,7 @@ class Fingerprint:
         return is_same and _NONE not in {type(ref()) for ref in self._alive}
 
     def tells_of(self, tensors: Iterable[Tensor]) -> bool:
-        """Say whether it notices that one of these tensors is another one."""
+        """Say whether it would notice that one of these tensors was exchanged."""
         return {*map(id, tensors)} <= {id(ref()) for ref in self._alive}
 
     def _now(self) -> tuple[tuple[Any, ...], Any]:
@@ -179,7 +179,7 @@ class Tree:
 
     Args:
         module: the module.
-        search: one that finds it, and nothing else.
+        search: a new one.
 
     Attributes:
         module: a weak reference to it.
@@ -229,7 +229,7 @@ class Tree:
         ids |= {*map(id, found.tensors)}
         self.fingerprint = Fingerprint([v for v, _ in modules], others, ids)
         if not self.fingerprint.tells_of(found.tensors):
-            raise NotRememberedError  # another thread exchanges them
+            raise NotRememberedError  # another thread is exchanging them
         kinds = {type(v) for v, n in walked if isinstance(n, ObjectNode)}
         self.kinds = [*{*kinds, *self.fingerprint.classes}]
 
