@@ -10,7 +10,7 @@ user's objects, and a `Run`, which makes them again around other tensors.
     nodes, containers, callables, modules, objects
                             each kind of value, and how it is made again
     sources                 random streams among what is found
-    trees                   what a search found in a module, remembered
+    trees, fingerprint      what a search found in a module, remembered until it changes
     snapshot, restore       a call as it was, and the run that puts it back
     handing_on              the forward under torch.func, whose changes are kept
 
