@@ -6,6 +6,7 @@
     tracing         Dynamo, torch.fx, TorchScript
     operators       what `torch.ops` holds; torch's keyed draws
     tensors         tensors without data, lazy bits, fake tensors
+    storages        numbers of storages, references to them, copies that share one
     pytrees         torch's registry of pytree classes
     process         settings, and the global generators
     surroundings    autocast, cached parametrizations, torch's checkpoint
@@ -23,7 +24,6 @@ from remat._torch import selftest as selftest  # isort: skip
 from remat._torch.autograd import (
     NODES_ASKING_GRAD_MODE as NODES_ASKING_GRAD_MODE,
     AccumulateGrad as AccumulateGrad,
-    StorageRef as StorageRef,
     are_hooks_allowed as are_hooks_allowed,
     base_dual_level_active as base_dual_level_active,
     current_task as current_task,
@@ -34,12 +34,10 @@ from remat._torch.autograd import (
     is_for_transforms as is_for_transforms,
     is_graph_held as is_graph_held,
     is_held as is_held,
-    is_shared as is_shared,
     keeps_graph as keeps_graph,
     leave_hooks_on as leave_hooks_on,
     once_differentiable_function as once_differentiable_function,
     pop_hooks as pop_hooks,
-    preserved_version as preserved_version,
     pull_back as pull_back,
     pull_in_grad_mode as pull_in_grad_mode,
     push_hooks as push_hooks,
@@ -48,12 +46,9 @@ from remat._torch.autograd import (
     saved_tensors as saved_tensors,
     sequence_number as sequence_number,
     set_grad_enabled as set_grad_enabled,
-    snapshot as snapshot,
-    storage_id as storage_id,
     suspend_hooks as suspend_hooks,
     top_hooks as top_hooks,
     unpack_hooks_of as unpack_hooks_of,
-    use_count as use_count,
     when_done as when_done,
     without_hooks as without_hooks,
     without_tangent as without_tangent,
@@ -123,6 +118,14 @@ from remat._torch.process import (
 from remat._torch.pytrees import (
     TORCH_NODES as TORCH_NODES,
     register_torch_node as register_torch_node,
+)
+from remat._torch.storages import (
+    StorageRef as StorageRef,
+    is_shared as is_shared,
+    preserved_version as preserved_version,
+    snapshot as snapshot,
+    storage_id as storage_id,
+    use_count as use_count,
 )
 from remat._torch.surroundings import (
     autocast_depth as autocast_depth,

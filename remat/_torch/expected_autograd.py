@@ -1,4 +1,4 @@
-"""What the shims of `autograd` expect of torch.
+"""What the shims of `autograd` and `storages` expect of torch.
 
 Invariant: a check fails where a name of it is missing or does something else.
 """
@@ -11,7 +11,7 @@ from torch.autograd import Function, forward_ad, graph
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from remat._torch import autograd
+from remat._torch import autograd, storages
 from remat._torch.selftest import expects, leaf, same
 
 
@@ -156,13 +156,13 @@ def _unpack(packed: Any) -> Tensor:
 @expects("snapshot", "is_shared")
 def _clones_are_made_on_write() -> None:
     x = torch.ones(2)
-    copy = autograd.snapshot(x)
+    copy = storages.snapshot(x)
     assert isinstance(copy, Tensor)
-    assert autograd.is_shared(copy) is True
+    assert storages.is_shared(copy) is True
     copy.add_(1)
-    assert autograd.is_shared(copy) is False
+    assert storages.is_shared(copy) is False
     assert same(x, torch.ones(2))
-    assert autograd.snapshot(nn.Parameter(x)) is None
+    assert storages.snapshot(nn.Parameter(x)) is None
 
 
 @expects("AccumulateGrad", "is_held")
@@ -177,13 +177,13 @@ def _leaves_are_found_in_the_graph() -> None:
 @expects("is_graph_held", "use_count")
 def _references_are_counted() -> None:
     x = leaf()
-    before = autograd.use_count(x)
+    before = storages.use_count(x)
     assert autograd.is_graph_held([x]) is False
     node = x.sin().grad_fn
     assert autograd.is_graph_held([x]) is True
-    assert autograd.use_count(x) > before
+    assert storages.use_count(x) > before
     del node
-    assert autograd.use_count(x) == before
+    assert storages.use_count(x) == before
 
 
 @expects("NODES_ASKING_GRAD_MODE", "pull_in_grad_mode")
@@ -215,10 +215,10 @@ def _nodes_are_numbered() -> None:
 @expects("StorageRef", "storage_id")
 def _storages_are_referred_to() -> None:
     x = torch.ones(2)
-    ref = autograd.StorageRef(x.untyped_storage())
-    assert ref.address == x.untyped_storage()._cdata
-    assert autograd.storage_id(x) == autograd.storage_id(x.view(1, 2))
-    assert autograd.storage_id(x) != autograd.storage_id(x.clone())
+    ref = storages.StorageRef(x.untyped_storage())
+    assert ref.address == x.untyped_storage()._cdata == storages.storage_id(x)
+    assert storages.storage_id(x) == storages.storage_id(x.view(1, 2))
+    assert storages.storage_id(x) != storages.storage_id(x.clone())
     before = ref.count()
     view = x.view(1, 2)
     assert ref.count() > before > 0
@@ -230,7 +230,7 @@ def _storages_are_referred_to() -> None:
 @expects("preserved_version")
 def _a_change_is_not_counted() -> None:
     x = torch.ones(2)
-    with autograd.preserved_version(x):
+    with storages.preserved_version(x):
         x.add_(1)
     assert x._version == 0
     assert same(x, torch.full((2,), 2.0))

@@ -64,7 +64,8 @@ no_torch_functions = torch._C.DisableTorchFunction
 # --- Modes for operations ---
 
 
-# What a mode sets while it is entered: for Dynamo, which compiles nothing in some.
+# Flags that a mode sets while it is entered. Dynamo reads them, since it compiles
+# nothing under some modes.
 _FLAGS = (
     *("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode"),
     "_is_in_any_mode_without_ignore_compile_internals",
@@ -80,18 +81,18 @@ _read_flags = operator.attrgetter(*_FLAGS)
 # Deleted by: TorchDispatchMode not importing Dynamo to keep it out of its subclasses,
 # and entering a mode costing no more than an operation.
 class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
-    """A dispatch mode whose `__torch_dispatch__` is to be `eager_only`.
+    """A dispatch mode whose `__torch_dispatch__` must be `eager_only`.
 
     It is entered once at a time.
     """
 
-    # torch.cond and the like: else torch refuses them.
+    # Else torch refuses torch.cond and the like.
     supports_higher_order_operators = True
 
     _before: tuple[bool, ...] = ()
 
     def __init__(self) -> None:
-        if not _has_flags:  # torch's own makes places for the flags
+        if not _has_flags:  # torch's own `__init__` makes the flags
             super().__init__()
 
     @override
@@ -130,7 +131,7 @@ def without_dispatch_mode(mode: Any) -> Iterator[None]:
     if _python_dispatch._get_current_dispatch_mode() is not mode:
         yield
         return
-    # Which traces nothing under such a mode, and is to go on with that.
+    # Dynamo traces nothing under such a mode, and should trace nothing here either.
     before = dynamo.set_eval_frame(None)
     _python_dispatch._pop_mode()
     try:
@@ -143,7 +144,7 @@ def without_dispatch_mode(mode: Any) -> Iterator[None]:
 # Deleted by: the same.
 @contextmanager
 def outside_dispatch_mode(mode: Any) -> Iterator[None]:
-    """Run the body as if a mode, and those of ours inside of it, were not entered."""
+    """Run the body as if a mode, and modes of ours inside of it, were not entered."""
     popped = list[Any]()
     before = dynamo.set_eval_frame(None)
     stack = _python_dispatch._get_current_dispatch_mode_stack()
@@ -163,9 +164,8 @@ def outside_dispatch_mode(mode: Any) -> Iterator[None]:
         dynamo.set_eval_frame(before)
 
 
-# Deleted by: dispatch modes below which kernels still resolve what they conjugate or
-# negate lazily: torch switches that off there, and a kernel made of others (`pinv`) is
-# wrong.
+# Deleted by: kernels that resolve lazy conjugates and negatives below a dispatch mode.
+# torch switches that off there, and kernels that are made of others (`pinv`) are wrong.
 def call_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a kernel from a dispatch mode as it is called without one."""
     before = [*map(_is_excluded, _LAZY)]

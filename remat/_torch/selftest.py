@@ -25,7 +25,7 @@ RUN = ("2.13.0", "2.14.1")
 
 _MODULES = (
     *("autograd", "levels", "modes", "operators", "process", "pytrees"),
-    *("surroundings", "tensors", "tracing"),
+    *("storages", "surroundings", "tensors", "tracing"),
 )
 _CHECKS = (
     *("expected_autograd", "expected_levels", "expected_modes", "expected_operators"),

@@ -24,9 +24,9 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 def must_inline() -> bool:
     """Say whether a function is to be called as it is, though it is differentiated.
 
-    While Dynamo traces, which drops a Function's backward under torch.func; in a trace
-    by make_fx, torch.fx or TorchScript, which has no memory to save; and in inference
-    mode, where a torch.func level records but nothing below it can.
+    That is so while Dynamo traces, which drops a Function's backward under torch.func;
+    in a trace by make_fx, torch.fx or TorchScript, which saves no memory; and in
+    inference mode, where a torch.func level makes a graph but nothing below it can.
     """
     return (
         torch.compiler.is_compiling()

@@ -21,6 +21,7 @@ from remat._torch import (
     process,
     pytrees,
     selftest,
+    storages,
     surroundings,
     tensors,
     tracing,
@@ -29,8 +30,8 @@ from remat._torch import (
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    *(autograd, levels, modes, operators, process, pytrees, surroundings, tensors),
-    tracing,
+    *(autograd, levels, modes, operators, process, pytrees, storages, surroundings),
+    *(tensors, tracing),
 )
 SHIMS = sorted(
     name
