@@ -58,14 +58,15 @@ def _torch_access(value: torch.Generator) -> tuple[Callable[[], Any], Any]:
 
 
 def _torch_state(generator: torch.Generator) -> bytes:
-    return _bytes_of(generator.get_state())
+    state = generator.get_state()
+    if function_mode_count():
+        return _bytes_of(state)
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:
-    # Past the dispatcher: unseen by dispatch modes and transforms.
-    if not function_mode_count():
-        return ctypes.string_at(state.data_ptr(), state.numel())
-    with no_torch_functions():  # who reads memory is no business of theirs
+    # Unseen by modes and transforms.
+    with no_torch_functions():
         return ctypes.string_at(state.data_ptr(), state.numel())
 
 

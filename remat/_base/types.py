@@ -1,7 +1,8 @@
-"""Shared vocabulary: what flows between modules. No behaviour.
+"""Shared vocabulary: names of types that flow between rooms, and sets of plain types.
 
-`Leaf` is `Any` on purpose: a pytree leaf is whatever the user put there, and no
-narrower type is true.
+Invariant: no behaviour. `Leaf` is `Any` on purpose: a pytree leaf is whatever the user
+put there. Rejected: a set of plain types for each walk over values. They differed by
+accident.
 """
 
 import threading

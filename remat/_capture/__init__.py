@@ -9,7 +9,7 @@ user's objects, and a `Run`, which makes them again around other tensors.
     structure, kinds        paths of what is found; kinds of values
     nodes, containers, callables, modules, objects
                             each kind of value, and how it is made again
-    sources                 random streams among what is found
+    stream_search           random streams in what is not made again
     trees, fingerprint      what a search found in a module, remembered until it changes
     snapshot, restore       a call as it was, and the run that puts it back
     handing_on              the forward under torch.func, whose changes are kept

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from remat._ambient.streams import Stream
 from remat._base.code import static_of
-from remat._capture.sources import Sources
+from remat._capture.stream_search import StreamSearch
 from remat._capture.structure import Path
 
 
@@ -30,11 +29,12 @@ class Found:
         is_contained: whether nothing was found but functions, numbers and packages.
         is_lazy: whether some module has no parameters yet.
         scripted: the name of a TorchScript module, if there is one.
+        stream_search: what looks for random streams, and those that it found.
     """
 
     __slots__ = (
-        *("_index", "_sources", "buffers", "code", "constants", "in_arguments"),
-        *("is_contained", "is_lazy", "origins", "scripted", "tensors"),
+        *("_index", "buffers", "code", "constants", "in_arguments", "is_contained"),
+        *("is_lazy", "origins", "scripted", "stream_search", "tensors"),
     )
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Found:
         self.constants: list[Any] = []
         self.in_arguments = self.is_contained = True
         self.is_lazy, self.scripted = False, ""
-        self._sources: Sources | None = None
+        self.stream_search = StreamSearch()
         self._index: dict[int, int] = {}
 
     # --- Tensors ---
@@ -93,27 +93,3 @@ class Found:
     def end_arguments(self) -> None:
         """Go on with what the function reaches besides its arguments."""
         self.in_arguments, self.is_contained = False, not self.code
-
-    # --- Streams ---
-
-    @property
-    def sources(self) -> Sources:
-        """What looks for random streams."""
-        if self._sources is None:
-            self._sources = Sources()
-        return self._sources
-
-    @property
-    def streams(self) -> Sequence[Stream]:
-        """The random streams found."""
-        return () if self._sources is None else [*self._sources.streams.values()]
-
-    @property
-    def handles_states(self) -> bool:
-        """Whether some code found reads or sets the state of a stream itself."""
-        return self._sources is not None and self._sources.handles_states
-
-    @property
-    def compiled(self) -> bool:
-        """Whether something found is compiled code, of torch.compile or TorchScript."""
-        return self._sources is not None and self._sources.compiled

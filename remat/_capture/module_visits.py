@@ -94,7 +94,7 @@ def _take_over(walk: Walk, module: nn.Module, tree: Tree, path: Path) -> Node:
 def _visit_script_module(walk: Walk, module: Any, path: Path) -> None:
     """Add the parameters of a module that cannot be taken apart."""
     found = walk.found
-    found.sources.compiled = True
+    found.stream_search.compiled = True
     found.scripted = found.scripted or module.original_name
     for name, value in module.named_parameters():
         found.index_of(value, (path, f".{name}"))

@@ -30,8 +30,9 @@ from remat._capture.kinds import (
 )
 from remat._capture.module_visits import visit_module
 from remat._capture.objects import by_class, defines
-from remat._capture.sources import is_stream
+from remat._capture.stream_search import is_stream
 from remat._capture.visits import (
+    visit_as_it_is,
     visit_buffer,
     visit_builtin,
     visit_cell,
@@ -43,7 +44,6 @@ from remat._capture.visits import (
     visit_object,
     visit_partial,
     visit_sequence,
-    visit_source,
     visit_tensor,
     visit_wrapper,
 )
@@ -56,15 +56,15 @@ _OF_CLASS: dict[type, Visit] = {
     types.CellType: visit_cell,
     types.SimpleNamespace: visit_object,
     types.BuiltinFunctionType: visit_builtin,
-    types.ModuleType: visit_source,
-    weakref.ref: visit_source,
+    types.ModuleType: visit_as_it_is,
+    weakref.ref: visit_as_it_is,
     **dict.fromkeys(COPIED_ITERATORS, visit_copied),
 }
 # In this order: the first class that a value is an instance of.
 _OF_SUBCLASSES: tuple[tuple[Any, Visit], ...] = (
     (Tensor, visit_tensor),
     (nn.Module, visit_module),
-    ((types.ModuleType, type, enum.Enum), visit_source),
+    ((types.ModuleType, type, enum.Enum), visit_as_it_is),
     (functools.partial, visit_partial),
     (SEQUENCES, visit_sequence),
     (dict, visit_dict),
@@ -84,7 +84,7 @@ class Search(Walk):
         if kind in _OF_CLASS:
             return _OF_CLASS[kind]
         if is_stream(kind):
-            return visit_source
+            return visit_as_it_is
         if is_spent_by_use(kind):
             return visit_iterator
         if is_buffer(kind):

@@ -95,8 +95,9 @@ class Snapshot:
             self._values[k] = None
         self._code, self._constants = found.code, found.constants
         self.origins, self.buffers = found.origins, found.buffers
-        self.streams, self.handles_states = found.streams, found.handles_states
-        self.is_contained, self.compiled = found.is_contained, found.compiled
+        self.is_contained, streams = found.is_contained, found.stream_search
+        self.streams = [*streams.streams.values()]
+        self.handles_states, self.compiled = streams.handles_states, streams.compiled
 
     def _visit(self, k: int, value: Any, search: Search) -> None:
         if is_spent_by_use(type(value)):

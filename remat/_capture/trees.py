@@ -104,8 +104,9 @@ def _tree_found(module: nn.Module, search: Walk) -> Tree:
 def _check_is_plain(walked: _Walked, found: Found) -> None:
     if len(walked) < _FEW:
         raise NotRememberedError
-    draws = found.streams or found.handles_states or found.compiled
-    if found.is_lazy or found.scripted or draws:
+    streams = found.stream_search
+    may_draw = streams.streams or streams.handles_states or streams.compiled
+    if found.is_lazy or found.scripted or may_draw:
         raise NotRememberedError
     if not all(_can_be_told(*pair) for pair in walked):
         raise NotRememberedError

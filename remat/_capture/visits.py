@@ -31,7 +31,12 @@ from remat._capture.containers import (
 )
 from remat._capture.kinds import SEQUENCES, can_be_made_anew, is_left_alone
 from remat._capture.nodes import Node, ObjectNode, TensorNode
-from remat._capture.sources import has_defaults, has_user_code, is_compiled, is_scripted
+from remat._capture.stream_search import (
+    has_defaults,
+    has_user_code,
+    is_compiled,
+    is_scripted,
+)
 from remat._capture.structure import Path, written
 from remat._capture.walk import Walk
 
@@ -44,11 +49,11 @@ def visit_tensor(walk: Walk, value: Tensor, path: Path) -> Node:
     return TensorNode.of(walk.found.index_of(value, path))
 
 
-def visit_source(walk: Walk, value: Any, path: Path) -> None:
-    """Look for random streams in what is used as it is."""
+def visit_as_it_is(walk: Walk, value: Any, path: Path) -> None:
+    """Use a value as it is, and look for random streams in it."""
     del path
     walk.found.is_contained = False
-    walk.found.sources.walk(value)
+    walk.found.stream_search.walk(value)
 
 
 # --- Containers ---
@@ -126,9 +131,10 @@ def _name(path: Path) -> str:
 
 def visit_iterator(walk: Walk, value: Any, path: Path) -> Node | None:
     """Note how far an iterator was read that cannot be copied."""
-    before = len(walk.found.streams)
-    visit_source(walk, value, path)
-    if len(walk.found.streams) > before:
+    streams = walk.found.stream_search.streams
+    before = len(streams)
+    visit_as_it_is(walk, value, path)
+    if len(streams) > before:
         return None  # it draws: its stream is set back, and it is used as it is
     node = IteratorNode(value, f"the {type(value).__name__} `{_name(path)}`")
     walk.remember(value, node)
@@ -159,7 +165,7 @@ def visit_function(walk: Walk, fn: types.FunctionType, path: Path) -> Node | Non
     if known.is_settled and not (fn.__closure__ or has_more):
         walk.remember(fn, None)
         return None
-    walk.found.sources.of_function(fn)
+    walk.found.stream_search.look_at_function(fn)
     outer = walk.is_compiled
     # Compiled code reads globals from where it was compiled.
     walk.is_compiled = outer or is_compiled(fn.__dict__)
@@ -182,7 +188,7 @@ def visit_cell(walk: Walk, cell: types.CellType, path: Path) -> Node:
 def visit_builtin(walk: Walk, value: Any, path: Path) -> Node | None:
     """Walk the owner of a method of a built-in class."""
     walk.found.code.append(value.__name__)
-    visit_source(walk, value, path)
+    visit_as_it_is(walk, value, path)
     owner = value.__self__
     if owner is None or isinstance(owner, types.ModuleType):
         return None
@@ -213,17 +219,17 @@ def visit_object(walk: Walk, value: Any, path: Path) -> Node | None:
     """Walk the attributes of an object, unless it is used as it is."""
     kind = type(value)
     if is_left_alone(kind):
-        return visit_source(walk, value, path)
+        return visit_as_it_is(walk, value, path)
     look_at_class(walk, kind)
     if is_scripted(kind):
-        walk.found.sources.compiled = True
+        walk.found.stream_search.compiled = True
     node = ObjectNode(value)
     if not (node.entries or can_be_made_anew(kind)):
-        return visit_source(walk, value, path)  # of an extension module
+        return visit_as_it_is(walk, value, path)  # of an extension module
     return walk.walk_parts(value, node, path)
 
 
 def look_at_class(walk: Walk, kind: type) -> None:
     """Look for random streams in the code of a class."""
     if has_user_code(kind):
-        walk.found.sources.of_class(kind)
+        walk.found.stream_search.look_at_class(kind)

@@ -43,7 +43,10 @@ class Inputs:
             raise CaptureError(_LAZY)
         self.tensors = search.found.tensors
         devices = map(stream_of, device_generators())
-        self._streams = [*search.found.streams, *(s for s in devices if s is not None)]
+        self._streams = [
+            *self._snapshot.streams,
+            *(s for s in devices if s is not None),
+        ]
         leaves, treedef = pytree.flatten((args, kwargs))
         stand_ins = _stand_ins(leaves, any(t.requires_grad for t in self.tensors))
         self.run_on = [stand_ins.get(id(t), t) for t in self.tensors]

@@ -76,7 +76,7 @@ def has_user_code(cls: type) -> bool:
     return bool(user_bases(cls))
 
 
-class Sources:
+class StreamSearch:
     """The streams that one call can reach.
 
     Attributes:
@@ -105,7 +105,7 @@ class Sources:
             if stream is not None:
                 self.streams[id(value)] = stream
 
-    def of_function(self, fn: types.FunctionType, *, deeply: bool = False) -> None:
+    def look_at_function(self, fn: types.FunctionType, *, deeply: bool = False) -> None:
         """Look at the code of a function, and walk its attributes.
 
         Args:
@@ -121,7 +121,7 @@ class Sources:
         if deeply and (known.open or is_closed(fn) or has_defaults(fn)):
             self.walk_all(_parts_of_function(fn, known.open))
 
-    def of_class(self, cls: type) -> None:
+    def look_at_class(self, cls: type) -> None:
         """Walk what a class holds and what the code of its methods refers to."""
         bases = user_bases(cls)
         if not bases or id(cls) in self._seen:
@@ -131,7 +131,7 @@ class Sources:
             for value in cls.__mro__[i].__dict__.values():
                 kind = type(value)
                 if kind is types.FunctionType:
-                    self.of_function(value, deeply=True)
+                    self.look_at_function(value, deeply=True)
                 elif kind not in _NOT_WALKED:
                     self.walk(value)
 
@@ -160,10 +160,10 @@ class Sources:
             streams = () if is_library(scope) else scope.values()
             return [v for v in streams if is_stream(type(v))]
         if issubclass(kind, type):
-            self.of_class(value)
+            self.look_at_class(value)
             return ()
         if kind is types.FunctionType:
-            self.of_function(value, deeply=True)
+            self.look_at_function(value, deeply=True)
             return ()
         if kind is types.MethodType:
             return value.__func__, value.__self__
@@ -187,7 +187,7 @@ class Sources:
             if root not in _OPENED:
                 return ()
         else:
-            self.of_class(kind)
+            self.look_at_class(kind)
             held = attributes(value)
             self.compiled = self.compiled or is_compiled(held) or is_scripted(kind)
             if held:
