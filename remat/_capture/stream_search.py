@@ -18,7 +18,7 @@ import sys
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextvars import ContextVar
 from itertools import islice
 from typing import Any
@@ -30,7 +30,7 @@ from remat._base.code import STATES, is_library, is_library_class, known_code
 from remat._base.types import INERT, TENSORS
 from remat._capture.kinds import SEQUENCES
 from remat._capture.objects import attributes, by_class, defines
-from remat._torch import default_generators
+from remat._torch import default_generators, is_compiled
 
 
 _LIMIT = 300  # values walked in a call
@@ -49,14 +49,6 @@ def is_stream(kind: type) -> bool:
     if issubclass(kind, (torch.Generator, random.Random)):
         return True
     return str(kind.__module__).startswith("numpy.random")
-
-
-def is_compiled(attributes: Mapping[str, Any]) -> bool:
-    """Say of something's attributes whether it is compiled, and not left to Python."""
-    return (
-        "_torchdynamo_orig_callable" in attributes
-        and "_torchdynamo_disable" not in attributes
-    )
 
 
 @by_class

@@ -34,11 +34,11 @@ from remat._capture.nodes import Node, ObjectNode, TensorNode
 from remat._capture.stream_search import (
     has_defaults,
     has_user_code,
-    is_compiled,
     is_scripted,
 )
 from remat._capture.structure import Path, written
 from remat._capture.walk import Walk
+from remat._torch import is_compiled
 
 
 _LARGE = 1000  # entries, above which a container is not copied in each call

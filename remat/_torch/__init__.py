@@ -144,6 +144,7 @@ from remat._torch.tensors import (
 from remat._torch.tracing import (
     constant_in_traces as constant_in_traces,
     eager_only as eager_only,
+    is_compiled as is_compiled,
     is_traced_symbolically as is_traced_symbolically,
     must_inline as must_inline,
     not_scriptable as not_scriptable,

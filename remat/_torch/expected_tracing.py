@@ -53,6 +53,15 @@ def _dynamo_asks_what_is_set() -> None:
     assert shown == {torch.sin}
 
 
+@expects("is_compiled")
+def _compiled_functions_are_told() -> None:
+    names = "_torchdynamo_orig_callable", "_torchdynamo_disable"
+    said = [tracing.is_compiled(dict.fromkeys(names[:n])) for n in range(3)]
+    assert said == [False, True, False]
+    text = (Path(torch.__file__).parent / "_dynamo" / "eval_frame.py").read_text()
+    assert all(f".{name} = " in text for name in names)
+
+
 @expects("not_scriptable")
 def _torchscript_is_refused() -> None:
     def fn(x: Tensor) -> Tensor:

@@ -53,15 +53,13 @@ def is_view_op(func: Any) -> bool:
 # Deleted by: a public `torch.func.random`.
 def native_random(device: str) -> Any:
     """Return torch's own module of keyed draws, if it has kernels for the device."""
-    # By name: nothing in torch imports it, and older ones have none.
-    try:
-        module = importlib.import_module("torch.func._random")
-    except ImportError:
-        return None
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     ops = "aten::_philox_key_split", "aten::_philox_uniform_", "aten::_philox_normal_"
     try:
         key = torch._C._dispatch_key_for_device(device)
-        return module if all(has_kernel(op, key) for op in ops) else None
-    except RuntimeError:  # of no dispatch key
+        if not all(has_kernel(op, key) for op in ops):
+            return None
+        # By name: nothing in torch imports it, and older ones have none.
+        return importlib.import_module("torch.func._random")
+    except (ImportError, RuntimeError):  # RuntimeError: no dispatch key
         return None

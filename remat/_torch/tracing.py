@@ -5,7 +5,7 @@ Rejected: `torch.compiler.disable` and the like, which import it.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -70,3 +70,12 @@ def show_to_traced_modes(functions: Iterable[Any]) -> None:
     """Have Dynamo send these functions to TorchFunctionModes."""
     variables = sys.modules["torch._dynamo.variables.torch"]
     variables.get_overridable_functions().update(functions)
+
+
+# Deleted by: a public way to ask whether a function or module is compiled.
+def is_compiled(attributes: Mapping[str, Any]) -> bool:
+    """Say by the attributes of an object whether Dynamo compiles its calls."""
+    return (
+        "_torchdynamo_orig_callable" in attributes
+        and "_torchdynamo_disable" not in attributes
+    )
