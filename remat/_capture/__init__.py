@@ -6,12 +6,13 @@ user's objects, and a `Run`, which makes them again around other tensors.
     search                  finds what a call refers to: what is done at which kind
     walk, found             a walk over values, each once; the tensors and code found
     visits, module_visits   what a walk does at a value
-    structure, kinds        paths of what is found; kinds of values
+    paths, kinds            where values are found; kinds of values
     nodes, containers, callables, modules, objects
                             each kind of value, and how it is made again
     stream_search           random streams in what is not made again
     trees, fingerprint      what a search found in a module, remembered until it changes
     snapshot, restore       a call as it was, and the run that puts it back
+    structure               how the result of a call is built
     handing_on              the forward under torch.func, whose changes are kept
 
 Called by `_transform` for each call, by `_report`, and by `_graph` for what hooks hold.

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from remat._base.code import static_of
+from remat._capture.paths import Path
 from remat._capture.stream_search import StreamSearch
-from remat._capture.structure import Path
 
 
 class Found:

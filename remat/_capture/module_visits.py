@@ -14,7 +14,7 @@ from remat._base.types import INERT
 from remat._capture.kinds import is_sharded
 from remat._capture.modules import ModuleNode
 from remat._capture.nodes import Node
-from remat._capture.structure import Path
+from remat._capture.paths import Path
 from remat._capture.trees import IS_ON, Tree, TreeNode, tree_of
 from remat._capture.visits import look_at_class
 from remat._capture.walk import Walk

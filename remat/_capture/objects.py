@@ -116,12 +116,6 @@ def replica_of(kind: Any, value: Any) -> Any:
         return copy.copy(value)
 
 
-def changed(value: Any, before: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of `value` that are others than `before`."""
-    now = attributes(value) if slots_of(type(value)) else value.__dict__
-    return differing(now, before)
-
-
 def identities(values: Iterable[Any]) -> bytes:
     """Return which objects `values` are; keep them alive for as long as that is used.
 

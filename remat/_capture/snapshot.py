@@ -9,21 +9,20 @@ arguments holds, and that it is that very object.
 """
 
 import functools
-import inspect
 import operator
 import types
 import weakref
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from remat._base.code import static_of
 from remat._base.errors import CaptureError
 from remat._base.types import INERT, Fn
 from remat._capture.kinds import is_spent_by_use
 from remat._capture.nodes import Building, Node, TensorNode
+from remat._capture.paths import code_of_arguments, parameter_at, parts_of, written
 from remat._capture.search import Search
-from remat._capture.structure import parts_of, written
 from remat._torch import (
     function_mode_count,
     function_modes,
@@ -76,7 +75,7 @@ class Snapshot:
         self._nodes: dict[int, Node] = {}
         found = search.found
         is_simple = type(fn) is types.FunctionType and not fn.__dict__
-        self._target = (fn.__code__, 0) if is_simple else _named(fn)
+        self._target = (fn.__code__, 0) if is_simple else code_of_arguments(fn)
         for k, value in enumerate(self._values):
             if type(value) is Tensor:
                 self._nodes[k] = TensorNode.of(found.index_of(value, k))
@@ -178,7 +177,7 @@ class Snapshot:
         if k >= self._count:
             return self._names[k - self._count]
         code, skip = self._target
-        return _parameter(code, skip + k) or f"args[{k}]"
+        return parameter_at(code, skip + k) or f"args[{k}]"
 
 
 def _built(found: Any, run: Building) -> Any:
@@ -206,45 +205,6 @@ def _code_of(found: Any) -> Any:
     """
     is_code = isinstance(found, (type, types.CodeType))
     return weakref.ref(found) if is_code else found
-
-
-def _named(fn: Any) -> tuple[Any, int]:
-    """Return the code that has the names of a function's arguments.
-
-    And how many of them come before what is passed.
-    """
-    skip = 0
-    while True:
-        if isinstance(fn, types.FunctionType):
-            if "__wrapped__" not in fn.__dict__:
-                return fn.__code__, skip
-            fn = fn.__dict__["__wrapped__"]
-        elif isinstance(fn, types.MethodType):
-            fn, skip = fn.__func__, skip + 1
-        elif isinstance(fn, functools.partial):
-            fn, skip = fn.func, skip + len(fn.args)
-        elif isinstance(fn, nn.Module):
-            fn = fn.forward
-        elif hasattr(type(fn), "__remat_options__"):
-            fn = fn.__wrapped__
-        elif isinstance(
-            inspect.getattr_static(type(fn), "__call__", None), types.FunctionType
-        ):
-            fn, skip = type(fn).__call__, skip + 1
-        else:
-            return None, 0
-
-
-def _parameter(code: Any, position: int) -> str:
-    """Return the name of a parameter; "" if there is none."""
-    if code is None:
-        return ""
-    if position < code.co_argcount:
-        return code.co_varnames[position]
-    if not code.co_flags & inspect.CO_VARARGS:
-        return ""
-    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
-    return f"{name}[{position - code.co_argcount}]"
 
 
 _SPENT = (

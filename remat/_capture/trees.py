@@ -35,7 +35,7 @@ from remat._capture.kinds import can_be_made_anew
 from remat._capture.modules import ModuleNode
 from remat._capture.nodes import Building, Composite, Node, ObjectNode, TensorNode
 from remat._capture.objects import slots_of
-from remat._capture.structure import written
+from remat._capture.paths import written
 from remat._capture.walk import Walk
 
 

@@ -31,12 +31,12 @@ from remat._capture.containers import (
 )
 from remat._capture.kinds import SEQUENCES, can_be_made_anew, is_left_alone
 from remat._capture.nodes import Node, ObjectNode, TensorNode
+from remat._capture.paths import Path, written
 from remat._capture.stream_search import (
     has_defaults,
     has_user_code,
     is_scripted,
 )
-from remat._capture.structure import Path, written
 from remat._capture.walk import Walk
 from remat._torch import is_compiled
 

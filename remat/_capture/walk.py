@@ -12,7 +12,7 @@ from remat._base.types import INERT, TENSORS
 from remat._capture.callables import FunctionNode
 from remat._capture.found import Found
 from remat._capture.nodes import Composite, Node, TensorNode
-from remat._capture.structure import Path
+from remat._capture.paths import Path
 
 
 class Walk:
