@@ -4,7 +4,6 @@ Invariant: an operator is called as torch calls it. Rejected: to tell operators 
 names. A custom operator may have any name.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -17,6 +16,12 @@ from torch._ops import (
     OpOverloadPacket as OpOverloadPacket,
 )
 from torch.library import CustomOpDef
+
+
+try:
+    from torch.func import _random  # nothing in torch imports it
+except ImportError:
+    _random = None
 
 
 def is_operator(obj: object) -> TypeGuard[Any]:
@@ -57,9 +62,6 @@ def native_random(device: str) -> Any:
     ops = "aten::_philox_key_split", "aten::_philox_uniform_", "aten::_philox_normal_"
     try:
         key = torch._C._dispatch_key_for_device(device)
-        if not all(has_kernel(op, key) for op in ops):
-            return None
-        # By name: nothing in torch imports it, and older ones have none.
-        return importlib.import_module("torch.func._random")
-    except (ImportError, RuntimeError):  # RuntimeError: no dispatch key
+        return _random if all(has_kernel(op, key) for op in ops) else None
+    except RuntimeError:  # of no dispatch key
         return None
