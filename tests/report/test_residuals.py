@@ -29,7 +29,7 @@ from remat import (
     saved_residuals,
 )
 from remat._graph.graph import foreign_tensors_at, handles_at, nodes_of
-from remat._torch import autograd
+from remat._torch import autograd as _autograd
 from remat.testing import live_bytes
 
 
@@ -545,7 +545,7 @@ def test_without_access_to_saved_tensors_they_are_read_as_the_backward_does(
         for name, raws in raw_of(node):
             yield name, [object()] * len(raws)
 
-    raw_of = autograd._raw_of
+    raw_of = _autograd._raw_of
     (x,) = leaves((4,))
 
     def f(x):
@@ -553,7 +553,7 @@ def test_without_access_to_saved_tensors_they_are_read_as_the_backward_does(
         return Keeps.apply(h).mul_(x)
 
     new = saved_residuals(f, x)
-    monkeypatch.setattr(autograd, "_raw_of", old)
+    monkeypatch.setattr(_autograd, "_raw_of", old)
     assert saved_residuals(f, x) == new
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t):
         (only,) = saved_residuals(lambda x: x.exp(), x)
