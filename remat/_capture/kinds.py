@@ -30,13 +30,13 @@ COPIED_ITERATORS = frozenset(
 )
 # Classes of the standard library whose instances are searched all the same.
 _OPEN = (argparse.Namespace, types.SimpleNamespace, ChainMap, UserDict, UserList)
-# Modules of torch whose instances hold no state of a model: operators and their
-# kernels, compiled code, process groups, streams, graphs, optimizers. And our calls.
-_TORCHS = (
+# Where classes are whose instances hold no state of a model: operators and their
+# kernels, compiled code, process groups, streams, graphs, optimizers. And remat's own.
+_LEFT_ALONE = (
     *("torch._ops", "torch._library", "torch._dynamo", "torch._inductor"),
     *("torch.distributed", "torch.fx", "torch.jit", "torch.optim", "torch.cuda"),
     *("torch.export", "torch._functorch"),
-    *("remat._graph.handles", "remat._transform.saved"),
+    "remat._",
 )
 
 
@@ -46,7 +46,7 @@ def is_left_alone(kind: type) -> bool:
     module = str(kind.__module__)
     if module.partition(".")[0] in sys.stdlib_module_names:
         return not issubclass(kind, _OPEN)
-    return module.startswith(_TORCHS)
+    return module.startswith(_LEFT_ALONE)
 
 
 @by_class
