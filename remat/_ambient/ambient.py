@@ -1,23 +1,28 @@
 """What a function reads without being passed it: random streams, autocast, settings.
 
-An `Ambient` notes it before the forward, keeps of the streams only those that the
-forward moved, and puts it back for a recomputation.
+An `Ambient` notes it before the forward, keeps the states of those streams that the
+forward moved, and puts everything back for a recompute.
 
-Invariant: after a recomputation every stream and setting stands where it stood before
-it. Nothing is kept for a function that drew nothing.
-Rejected: asking which devices the arguments live on, as torch.utils.checkpoint does; a
-function may draw on any. And an option to leave a stream as it is: a recomputation that
-draws another mask than the forward gives wrong gradients, so nobody could use it.
+Invariant: after a recompute every stream and setting is as it was before it. Nothing is
+kept for a function that drew nothing.
+Rejected: asking which devices the arguments are on, as torch.utils.checkpoint does. A
+function may draw on any device. Rejected: an option to leave a stream as it is. A
+recompute that draws another mask than the forward gives wrong gradients.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from ctypes import string_at
 from typing import Any
 
 import torch
 
-from remat._ambient.streams import Stream, global_streams
+from remat._ambient.streams import (
+    Stream,
+    global_streams,
+    moved_since,
+    set_state,
+    state_of,
+)
 from remat._torch import (
     autocast_depth,
     device_generators,
@@ -50,8 +55,8 @@ class Ambient:
 
     Args:
         streams: those that the function can reach, besides the global ones.
-        always: whether to keep all of them, for the function may put back itself what
-            it has moved.
+        always: whether to keep the states of all of them. A function that handles
+            states may draw from a stream and put it back.
     """
 
     __slots__ = (
@@ -72,12 +77,12 @@ class Ambient:
         devices = device_generators()
         others: list[tuple[Any, Any]] = []
         if devices or streams:
-            others += [(s, _read(s)) for s in (*devices, *streams)]
+            others += [(s, state_of(s)) for s in (*devices, *streams)]
         self._before = ours.read(), others
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells forwards apart that run other operations for it."""
+        """What of it makes a forward run other operations."""
         return (*self._autocast.items(),)
 
     def forward_done(self, *, keeps_casts: bool = False) -> None:
@@ -96,7 +101,7 @@ class Ambient:
             moved += [(s, old) for s, old, new in each if always or old != new]
         present = device_generators()
         if others or present:
-            moved += [(s, old) for s, old in others if always or _differ(old, _read(s))]
+            moved += others if always else moved_since(others)
             known = {id(s) for s, _ in others}
             # Those that the forward initialized.
             fresh = [g for g in present if id(g) not in known]
@@ -123,7 +128,7 @@ class Ambient:
         return self._restored(self._moved)
 
     def restored_within(self) -> AbstractContextManager[None]:
-        """Do so while the forward still runs."""
+        """Restore it while the forward still runs."""
         before, others = self._before
         return self._restored(
             [*zip(self._global.streams, before, strict=True), *others]
@@ -133,7 +138,7 @@ class Ambient:
     def _restored(self, states: list[tuple[Any, Any]]) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_under(self._settings))
-            # What the forward cast is cast again, and casts of a recompute are gone.
+            # A recompute casts again what the forward cast, and its casts are dropped.
             torch.clear_autocast_cache()
             self._enter_autocast(stack)
             stack.callback(torch.clear_autocast_cache)
@@ -167,13 +172,14 @@ def _set(states: list[tuple[Any, Any]]) -> Iterator[None]:
         present = {s.name: s for s in global_streams().streams}
     with ExitStack() as stack:
         for s, _ in states:
-            # NumPy's generator may have been exchanged since: last comes that of now.
+            # NumPy's generator may have been exchanged since. The present one is put
+            # back last: callbacks run in reverse.
             now = present.get(getattr(s, "name", None), s)
-            stack.callback(_write, now, _read(now))
+            stack.callback(set_state, now, state_of(now))
             if now is not s:
-                stack.callback(_write, s, _read(s))
+                stack.callback(set_state, s, state_of(s))
         for s, state in states:
-            _write(s, state)
+            set_state(s, state)
         yield
 
 
@@ -181,19 +187,3 @@ def _initial_state(generator: torch.Generator) -> torch.Tensor:
     """Return the state in which a generator started that the forward initialized."""
     fresh = torch.Generator(generator.device)
     return fresh.manual_seed(generator.initial_seed()).get_state()
-
-
-def _differ(a: Any, b: Any) -> bool:
-    if not isinstance(a, torch.Tensor):
-        return a != b
-    # Past the dispatcher: unseen by modes and transforms.
-    n = a.numel()
-    return string_at(a.data_ptr(), n) != string_at(b.data_ptr(), n)
-
-
-def _read(stream: Any) -> Any:
-    return stream.read() if isinstance(stream, Stream) else stream.get_state()
-
-
-def _write(stream: Any, state: Any) -> None:
-    (stream.write if isinstance(stream, Stream) else stream.set_state)(state)

@@ -1,9 +1,9 @@
-"""Refuse draws from the global random streams, naming the operation and the line.
+"""Refuses draws from the global random streams, naming the operation and the line.
 
-Invariant: the stream that was drawn from stands where it stood before.
-Rejected: refusing every operation that torch tags as random. Attention is, and draws
-nothing without dropout; and an operation may have been passed a generator. Nor do the
-tags say all: an operation that someone registered may call a random one.
+Invariant: after the error, the stream that was drawn from is as it was before.
+Rejected: refusing every operation that torch tags as random. Attention is tagged, and
+draws nothing without dropout; another may have been passed a generator. Nor do the tags
+say all: an operation that somebody registered may call a random one.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from remat._ambient.streams import global_streams
+from remat._ambient.streams import global_streams, moved_since, set_state, state_of
 from remat._base.errors import RandomnessError
 from remat._base.source import user_line
 from remat._base.types import Fn
@@ -49,13 +49,13 @@ class Guard(LeanDispatchMode):
         kwargs = kwargs or {}
         if not _may_draw(func) or self.is_off():
             return call_kernel(func, *args, **kwargs)
-        before = [(g, g.get_state()) for g in default_generators()]
+        before = [(g, state_of(g)) for g in default_generators()]
         out = call_kernel(func, *args, **kwargs)
-        moved = [(g, s) for g, s in before if not torch.equal(s, g.get_state())]
+        moved = moved_since(before)
         if not moved:
             return out
         for generator, state in moved:
-            generator.set_state(state)
+            set_state(generator, state)
         raise RandomnessError(self._message.format(op=func, where=user_line()))
 
 
@@ -67,7 +67,12 @@ _TAGGED = ("aten", "prims", "prim", "remat")
 def _may_draw(func: Any) -> bool:
     if not isinstance(func, OpOverload) or func.namespace not in _TAGGED:
         return True
-    return torch.Tag.nondeterministic_seeded in func.tags
+    return is_tagged_random(func)
+
+
+def is_tagged_random(func: Any) -> bool:
+    """Say whether an operation draws random numbers, by its tag."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def without_draws(fn: Fn, label: str) -> Fn:

@@ -1,14 +1,14 @@
 """Random streams: which there are, and how each is read and set.
 
-The global ones of Python and of NumPy are Mersenne Twisters. They are read before and
-after every forward, so reading must cost next to nothing: their words are copied out of
-memory, once a look at objects of known state has shown where they are. That is fifty
-times as quick as `random.getstate()`.
+The global streams of Python and of NumPy are Mersenne Twisters. They are read before
+and after every forward, so reading must cost next to nothing. Their words are copied
+out of memory, once objects of known state have shown where they are. That is fifty
+times as fast as `random.getstate()`.
 
-Invariant: two readings are equal exactly if nothing was drawn between them, and writing
-one goes through the public interface of the stream.
-Rejected: reading Python's and NumPy's on the first call of a function only. What draws
-later, in training mode say, would be replayed wrongly.
+Invariant: two readings are equal exactly if nothing was drawn between them. A state is
+set through the public interface of its stream.
+Rejected: reading the streams of Python and NumPy on the first call of a function only.
+What draws later, in training mode for instance, would be replayed wrongly.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import random
 import struct
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,18 +54,23 @@ def _memory(address: int, size: int) -> Any:
 
 
 def _torch_access(value: torch.Generator) -> tuple[Callable[[], Any], Any]:
-    return functools.partial(_state_bytes, value), functools.partial(_set_state, value)
+    return functools.partial(_torch_state, value), functools.partial(_set_torch, value)
 
 
-def _state_bytes(generator: torch.Generator) -> bytes:
+def _torch_state(generator: torch.Generator) -> bytes:
     state = generator.get_state()
-    if not function_mode_count():
-        return ctypes.string_at(state.data_ptr(), state.numel())
-    with no_torch_functions():  # who reads memory is no business of theirs
+    if function_mode_count():
+        return _bytes_of(state)
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    # Unseen by modes and transforms.
+    with no_torch_functions():
         return ctypes.string_at(state.data_ptr(), state.numel())
 
 
-def _set_state(generator: torch.Generator, state: bytes) -> None:
+def _set_torch(generator: torch.Generator, state: bytes) -> None:
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
@@ -291,3 +296,27 @@ def _numpy_stream(value: Any) -> Stream | None:
             owner.state = pickle.loads(state)
 
     return Stream(name, read, write)
+
+
+# --- Whether one moved ---
+
+
+def state_of(stream: Any) -> Any:
+    """Return the state of a stream, or of a torch.Generator."""
+    return stream.read() if isinstance(stream, Stream) else stream.get_state()
+
+
+def set_state(stream: Any, state: Any) -> None:
+    """Set a state that `state_of` returned."""
+    (stream.write if isinstance(stream, Stream) else stream.set_state)(state)
+
+
+def moved_since(states: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return those streams, with their states from before, that were drawn from."""
+    return [(s, old) for s, old in states if _differ(old, state_of(s))]
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return _bytes_of(a) != _bytes_of(b)
+    return a != b

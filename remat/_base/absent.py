@@ -1,9 +1,10 @@
-"""Tensors without a value: what a recomputation puts in place of what it leaves out.
+"""Tensors without a value, which a replay puts in place of what it leaves out.
 
-Invariant: nobody reads one. Who tries gets a `MissingError`, or torch's refusal, and
-the replay that left the value out learns of it, also where the user's code catches it.
-Rejected: a buffer of NaN to stand for what is absent. It costs memory and as much time,
-and who reads it gets a number.
+Invariant: nobody reads one. An operation that tries raises a `MissingError`, or torch
+refuses it. The replay that left the value out is told, even where the user's code
+catches the error.
+Rejected: a buffer of NaN instead. It costs memory and time, and who reads it gets a
+number.
 """
 
 from typing import Any
@@ -22,15 +23,15 @@ from remat._torch import (
 )
 
 
-# Autograd detaches what it saves of a result: not an operation of the function.
+# Autograd detaches the results that it saves. That is no operation of the function.
 DETACH = torch.ops.aten.detach.default
-# Nor is what fake tensors are asked for.
+# Neither are these, which are asked of fake tensors.
 IGNORED = frozenset(
     {DETACH, torch.ops.prim.device.default, torch.ops.prim.layout.default}
 )
 
 
-# They read the metadata of an argument, and not its values.
+# Operations that read the metadata of an argument, and not its values.
 LIKE = {
     *("empty_like", "full_like", "ones_like", "zeros_like"),
     *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
@@ -59,11 +60,11 @@ _READ = (
 
 
 class MismatchError(RuntimeError):
-    """A replay came by another operation than was recorded."""
+    """A replay met another operation than the record has."""
 
 
 class Trouble:
-    """What a replay came by that the plan did not expect.
+    """What a replay met that its plan did not expect.
 
     Attributes:
         missed: the storages that were read and are not there.
@@ -81,7 +82,7 @@ class Trouble:
 
 
 class Shared:
-    """Stands for a storage that is not there; whoever shares it has the same."""
+    """Stands for a storage that is not there. Tensors that share it share this."""
 
     __slots__ = ("number", "trouble")
 
@@ -121,7 +122,7 @@ def _refuse(tensor: Absent, *_: Any, **__: Any) -> Any:
     raise MissingError(tensor.storage_of, "Python")
 
 
-# They read memory without an operation, and would find none.
+# These read memory without an operation.
 for _name in ("data_ptr", "numpy", "storage", "tolist", "untyped_storage"):
     setattr(Absent, _name, _refuse)
 for _name in ("__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__"):
@@ -171,7 +172,7 @@ PLAIN = TENSORS | {Absent}
 
 
 def may_be_absent(leaf: Tensor) -> bool:
-    """Say whether a leaf is of no class that sees what is done with it."""
+    """Say whether an input may be left out: no class of its own sees its operations."""
     return type(leaf) in PLAIN or hasattr(leaf, "fake_mode")
 
 
@@ -197,7 +198,7 @@ def _collect(trees: Any, found: list[Tensor]) -> None:
 
 
 def present(tree: Any) -> Any:
-    """Put tensors of any values in place of those that are absent."""
+    """Put tensors of unspecified values in place of absent ones."""
     if type(tree) is Absent:
         meta = tree.shape, tree.stride()
         return torch.empty_strided(*meta, dtype=tree.dtype, device=tree.device)

@@ -1,7 +1,8 @@
-"""What a function's code refers to: which global names, and whose globals they are.
+"""What a function's code refers to, and which files are the user's.
 
-Invariant: what is remembered is bounded and holds no user's globals. Rejected: walking
-the globals of installed packages, which may be thousands of functions on every call.
+Invariant: what is remembered is bounded, and holds nothing of the user's globals.
+Rejected: walking the globals of installed packages, which may be thousands of functions
+on every call.
 """
 
 import builtins
@@ -16,7 +17,7 @@ import types
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
+from remat._base.types import CONSTANTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,15 @@ class GlobalNames:
     handles_states: bool
 
 
-# Names in code that reads or sets states: it may put back a stream that it has moved,
-# or set one, or a setting, where it was anyway.
+# Names in code that handles the state of a stream, or a setting. Such code may put a
+# stream back after a draw, or set what was set already: no difference would show.
 STATES = {
     *("clone_state", "fork_rng", "get_rng_state", "get_state", "getstate"),
     *("initial_seed", "manual_seed", "set_rng_state", "set_state", "setstate"),
     *("deepcopy", "jumped", "set_default_dtype", "set_autocast_dtype"),
     *("use_deterministic_algorithms", "set_float32_matmul_precision"),
 }
-_CALLED = "seed"  # one more, but many a number is called so: it has to be called
+_CALLED = "seed"  # only where it is called: many a number has this name
 
 
 class KnownCode(NamedTuple):
@@ -52,8 +53,8 @@ class KnownCode(NamedTuple):
         code: held, so that its identity is not used again.
         names: all of them.
         open: those loaded that may stand for something of the user's.
-        settled: the others, which are builtins or what packages define, and what they
-            were then.
+        settled: the others, which are builtins or defined by packages, and what they
+            were at the time.
         is_settled: whether there are no open ones, and none that it assigns, and it
             does nothing to the state of a random stream.
     """
@@ -134,11 +135,11 @@ def is_library_class(cls: type) -> bool:
     module: Any = sys.modules.get(str(cls.__module__))
     if module is builtins:
         # Code that was executed without a module's name makes classes of builtins too.
-        return not cls.__flags__ & _HEAP_TYPE
+        return not cls.__flags__ & HEAP_TYPE
     return module is not None and is_library(vars(module))
 
 
-_HEAP_TYPE = 1 << 9  # CPython: made by a class statement
+HEAP_TYPE = 1 << 9  # CPython: made by a class statement
 
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
@@ -159,24 +160,13 @@ def is_library(scope: dict[str, Any]) -> bool:
     return _is_library_file(file)
 
 
-CONSTANT = frozenset(
-    {
-        *(bool, bytes, complex, float, int, str, type(None), type(...)),
-        *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
-    }
-)
-
-
-def is_constant(value: Any) -> bool:
-    """Say whether a value is of a kind that reaches nothing else."""
-    return type(value) in CONSTANT
-
-
 def is_static(value: Any) -> bool:
     """Say whether a value is hashable and refers to nothing of the user's."""
-    if type(value) is types.BuiltinFunctionType:
-        return _is_constant(value)
-    return is_constant(value) or isinstance(value, enum.Enum)
+    kind = type(value)
+    if kind is types.BuiltinFunctionType:
+        owner = value.__self__
+        return owner is None or type(owner) is types.ModuleType
+    return kind in CONSTANTS or isinstance(value, enum.Enum)
 
 
 def static_of(value: Any) -> Any:
@@ -185,12 +175,3 @@ def static_of(value: Any) -> Any:
         return None
     # A number may be annealed.
     return float if type(value) is float else (type(value), value)
-
-
-def _is_constant(value: Any) -> bool:
-    if value is None:  # a name of builtins
-        return True
-    if type(value) is not types.BuiltinFunctionType:
-        return False
-    owner: Any = value.__self__
-    return owner is None or type(owner) is types.ModuleType

@@ -22,6 +22,7 @@ class Context:
         recomputing: how many recomputes it is inside of.
         decisions: of the calls within the innermost one, in order.
         examining: called by each forward for a report, None where there is no report.
+        listeners: told of the names that `checkpoint_name` gives.
         inside: the calls whose forwards run, from the outermost in; for such a report.
         cells: the variables of functions that were made for runs whose graphs are being
             differentiated; None where no graph is.
@@ -30,8 +31,8 @@ class Context:
     """
 
     __slots__ = (
-        *("cells", "decisions", "examining", "followed", "inside", "policy"),
-        *("recomputing", "only_our_hooks"),
+        *("cells", "decisions", "examining", "followed", "inside", "listeners"),
+        *("only_our_hooks", "policy", "recomputing"),
     )
 
     def __init__(self) -> None:
@@ -40,6 +41,7 @@ class Context:
         self.decisions: Decisions | None = None
         self.examining: Any = None
         self.inside: tuple[Any, ...] = ()
+        self.listeners: list[Any] = []
         self.cells: list[Any] | None = None
         self.only_our_hooks = False
 

@@ -1,7 +1,6 @@
-"""The errors a user of remat may want to catch.
+"""The errors that a user of remat may want to catch.
 
-All are `RematError`, itself a `RuntimeError`: what remat refuses, it refuses at run
-time.
+All are `RematError`, which is a `RuntimeError`.
 """
 
 

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import optree
-import torch
 from torch import Tensor, nn
 
-from remat._base.types import Leaf
+from remat._base.types import CONSTANTS, TENSORS, Leaf
 from remat._torch import TORCH_NODES, register_torch_node
 
 
@@ -42,9 +41,9 @@ def flatten(tree: Any) -> tuple[list[Leaf], Treedef]:
         {'b': [1, None], 'a': 2}
     """
     leaves, treedef = optree.tree_flatten(tree, namespace=_NAMESPACE)
-    if not _PLAIN.issuperset(map(type, leaves)):
+    if not _LEAVES.issuperset(map(type, leaves)):
         for leaf in leaves:
-            if type(leaf) not in _PLAIN and _adopt(type(leaf)):
+            if type(leaf) not in _LEAVES and _adopt(type(leaf)):
                 return flatten(tree)
     return leaves, treedef
 
@@ -74,12 +73,12 @@ def paths(treedef: Treedef) -> list[str]:
 
 
 # A size is one value: torch takes it apart, and makes a tuple of it.
-_PLAIN = {Tensor, nn.Parameter, int, float, bool, str, bytes, complex, torch.Size}
+_LEAVES = TENSORS | CONSTANTS
 
 
 def _adopt(cls: type) -> bool:
     """Register `cls` if it is a pytree elsewhere; say whether it was."""
-    if cls in _PLAIN or issubclass(cls, (Tensor, nn.Module)):
+    if cls in _LEAVES or issubclass(cls, (Tensor, nn.Module)):
         return False
     if cls in TORCH_NODES:
         _adopt_torch(cls)

@@ -3,13 +3,16 @@
 In: a function and its arguments. Out: a `Snapshot`, which holds nodes in place of the
 user's objects, and a `Run`, which makes them again around other tensors.
 
-    search                  finds what a call refers to
-    structure, kinds        paths of what is found; which values hold nothing
+    search                  finds what a call refers to: what is done at which kind
+    walk, found             a walk over values, each once; the tensors and code found
+    visits, module_visits   what a walk does at a value
+    paths, kinds            where values are found; kinds of values
     nodes, containers, callables, modules, objects
                             each kind of value, and how it is made again
-    sources                 random streams among what is found
-    trees                   what a search found in a module, remembered
+    stream_search           random streams in what is not made again
+    trees, fingerprint      what a search found in a module, remembered until it changes
     snapshot, restore       a call as it was, and the run that puts it back
+    structure               how the result of a call is built
     handing_on              the forward under torch.func, whose changes are kept
 
 Called by `_transform` for each call, by `_report`, and by `_graph` for what hooks hold.

@@ -1,9 +1,9 @@
-"""What can be called as nodes: functions with their variables, methods, partials.
+"""Nodes of what can be called: functions with their variables, methods, partials.
 
-Invariant: as of nodes. A function made again has the code and the globals of the user's
-own, and variables of its own.
-Rejected: to assign the variables of the user's functions and put them back. Other
-threads read them meanwhile.
+Invariant: that of `nodes`. A function that is made again has the code and the globals
+of the user's function, and variables of its own.
+Rejected: assigning to the variables of the user's functions, and back afterwards.
+Other threads read them meanwhile.
 """
 
 import types
@@ -84,7 +84,7 @@ class MethodNode(Composite):
 
 
 class WrapperNode(Composite):
-    """Another function's remat."""
+    """A rematerialized function."""
 
     __slots__ = ("_kind", "_rest", "_wrapped")
 
@@ -135,7 +135,7 @@ class CellNode(Composite):
 
     @override
     def new(self, run: Building) -> Any:
-        """Make an empty cell: what it holds may be the function that has it."""
+        """Make an empty cell. What it holds may be the function that it belongs to."""
         new = run.built[self.identity] = types.CellType()
         return new
 

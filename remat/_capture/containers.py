@@ -1,8 +1,8 @@
-"""Containers as nodes, and what else holds items: iterators, buffers of numbers.
+"""Nodes of containers, of iterators, and of buffers of numbers.
 
-Invariant: as of nodes; but for a container too large to be copied in each call, which
-is held and compared.
-Rejected: to hold each item by a node. A list of numbers is copied in one piece.
+Invariant: that of `nodes`, with one exception. A container that is too large to be
+copied in each call is held by its node, which compares it.
+Rejected: a node for each item. A list of numbers is copied in one piece.
 """
 
 import copy
@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from remat._base.errors import RecomputeError
 from remat._base.tensors import versions_of
-from remat._capture.kinds import COPIED_ITERATORS, INERT, SEQUENCES
+from remat._base.types import INERT
+from remat._capture.kinds import COPIED_ITERATORS, SEQUENCES
 from remat._capture.nodes import (
     Building,
     Composite,
@@ -35,8 +36,8 @@ class ContainerNode(Composite):
     """A container, or an instance of a subclass of one.
 
     Attributes:
-        items: what it holds, None in place of tensors and children. The latter are
-            keyed by position, by name if they are attributes.
+        items: what it holds, with None for tensors and children. Children are keyed
+            by position, and attributes among them by name.
         tensors: the positions of tensors, and their indices among those found.
         entries: the attributes of an instance of a subclass.
     """
@@ -166,8 +167,8 @@ def _base_of(kind: type, bases: Sequence[type]) -> type:
 class LargeNode(Composite):
     """A container of many numbers, words and tensors: not copied, only compared.
 
-    This one holds the container itself, since nothing else would find it again, and
-    what it held: what is gone may leave its identity to another.
+    It holds the container, since nothing else would find it again. It also holds the
+    items that there were, so that their identities are not used again.
     """
 
     __slots__ = ("_entries", "_name", "_value", "_versions")
@@ -180,10 +181,10 @@ class LargeNode(Composite):
 
     @override
     def new(self, run: Building) -> Any:
-        """Return the container; without what was added to its end, if something was.
+        """Return the container, without what was added to its end since.
 
         Raises:
-            RecomputeError: it holds something else than it did.
+            RecomputeError: it changed in another way.
         """
         value, then, now = self._value, self._entries, _entries_of(self._value)
         added = len(now[0]) - len(then[0])
@@ -246,7 +247,7 @@ class CopyNode(Composite):
 class IteratorNode(Composite):
     """An iterator that cannot be copied: used as it is, unless it was read since.
 
-    This one holds the iterator itself, as for most there is no weak reference.
+    It holds the iterator: of most of them there are no weak references.
     """
 
     __slots__ = ("_then", "_value", "_what")
@@ -270,7 +271,7 @@ def _progress_of(value: Any) -> Any:
     kind = type(value)
     if kind is types.GeneratorType:
         frame = value.gi_frame
-        # One that runs is in the middle of this very call, which cannot read it.
+        # A generator that runs is around this call, which cannot read it.
         if frame is None or value.gi_running:
             return frame is None
         return frame.f_lasti, [*map(_progress_of, frame.f_locals.values())]

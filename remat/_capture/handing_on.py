@@ -1,11 +1,12 @@
-"""The forward of a call under torch.func: it runs on replicas, whose changes are kept.
+"""The forward of a call under torch.func, and how its changes reach the user's objects.
 
-What leads to a tensor is made anew around the tensors of the level below. What the
-function assigned to it is handed on to the user's own at the end, and only then.
+The forward runs on replicas: what leads to a tensor is made anew around the tensors of
+the level below. When it has ended, what the function assigned to a replica is assigned
+to the user's own object.
 
-Invariant: neither another thread nor a plain call sees a tensor of a level that it is
-not in, in a module or an object of the user's.
-Rejected: to exchange the parameters of the user's own modules for the duration.
+Invariant: a tensor of a level is never in an object of the user's where another thread,
+or code outside of the level, could find it.
+Rejected: exchanging the parameters of the user's own modules while the function runs.
 """
 
 from collections import deque
@@ -33,12 +34,12 @@ class Forward(Run):
     """The first run of a call.
 
     Args:
-        tensors: stand for those found.
-        found: the user's own.
+        tensors: what stands for the tensors found.
+        found: the tensors found, the user's.
         originals: the user's own value for each node, by the identity of the node.
     """
 
-    is_again = False
+    is_recompute = False
     __slots__ = ("_found", "_made", "_originals", "_states")
 
     def __init__(
@@ -69,12 +70,12 @@ class Forward(Run):
         return new
 
     def note(self) -> None:
-        """Note what everything holds, now that all of it is built."""
+        """Note what each replica holds, now that all are built."""
         self._made = [(n, new) for n, new in self._made if isinstance(n, _MUTABLE)]
         self._states = [_state(node, new) for node, new in self._made]
 
     def hand_on(self) -> None:
-        """Let what the function changed reach the user's own."""
+        """Assign what the function changed to the user's objects."""
         changes: list[tuple[Composite, Any]] = []
         for (node, new), before in zip(self._made, self._states, strict=True):
             now = _state(node, new)
@@ -82,7 +83,7 @@ class Forward(Run):
                 changes.append((node, now))
         if not changes:
             return
-        # What was assigned may be a replica, or a tensor that stands for another.
+        # What was assigned may be a replica, or a tensor that stands for the user's.
         originals = self._originals
         owners = {id(new): originals[id(node)] for node, new in self._made}
         owners |= dict(zip(map(id, self.tensors), self._found, strict=True))
@@ -118,7 +119,7 @@ def _state(node: Composite, value: Any) -> dict[Any, Any]:
 
 
 def _assign(node: Composite, value: Any, held: dict[Any, Any]) -> None:
-    """Have the user's own value hold what its replica held."""
+    """Have the user's own value hold what its replica holds."""
     if isinstance(node, ModuleNode):
         registries = {name: {} for name in REGISTRIES}
         for key in [key for key in held if isinstance(key, tuple)]:

@@ -1,31 +1,23 @@
-"""Kinds of values: what holds nothing, what is a container, what is left alone.
+"""Tells kinds of values apart: what is copied, what is walked, what is used as it is.
 
-Invariant: what is remembered of a class is looked up by the class.
-Rejected: asking each attribute of each object what it is.
+Called by a search for the class of each value, and by nodes.
+
+Invariant: an answer depends on the class alone, and is remembered for it.
+Rejected: asking each instance, which costs more and may run the user's code.
 """
 
 import argparse
 import array
 import sys
-import threading
 import types
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
+from remat._base.code import HEAP_TYPE
 from remat._capture.objects import by_class
 
 
-INERT = frozenset(
-    {
-        *(bool, bytes, complex, float, int, str, range, slice, type(None), type(...)),
-        *(property, staticmethod, classmethod, types.CodeType, threading.Thread),
-        *(types.MethodDescriptorType, types.WrapperDescriptorType),
-        *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
-    }
-)
 SEQUENCES = (list, tuple, set, frozenset, deque)
 # Iterators that `copy.copy` copies, rather than sharing what they iterate over.
 _EMPTY: dict[Any, Any] = {}
@@ -36,15 +28,15 @@ COPIED_ITERATORS = frozenset(
         type(reversed([0])),
     }
 )
-# Whose instances are searched all the same, though they are of the standard library.
+# Classes of the standard library whose instances are searched all the same.
 _OPEN = (argparse.Namespace, types.SimpleNamespace, ChainMap, UserDict, UserList)
-# Whose instances are torch's own, and hold no state of a model: operators and their
-# kernels, compiled code, process groups, streams, graphs, optimizers. And our calls.
-_TORCHS = (
+# Where classes are whose instances hold no state of a model: operators and their
+# kernels, compiled code, process groups, streams, graphs, optimizers. And remat's own.
+_LEFT_ALONE = (
     *("torch._ops", "torch._library", "torch._dynamo", "torch._inductor"),
     *("torch.distributed", "torch.fx", "torch.jit", "torch.optim", "torch.cuda"),
     *("torch.export", "torch._functorch"),
-    *("remat._graph.handles", "remat._transform.saved"),
+    "remat._",
 )
 
 
@@ -54,22 +46,19 @@ def is_left_alone(kind: type) -> bool:
     module = str(kind.__module__)
     if module.partition(".")[0] in sys.stdlib_module_names:
         return not issubclass(kind, _OPEN)
-    return module.startswith(_TORCHS)
+    return module.startswith(_LEFT_ALONE)
 
 
 @by_class
 def can_be_made_anew(kind: type) -> bool:
     """Say whether an instance is its attributes and nothing more."""
     if hasattr(kind, "__del__"):  # which would be called for an instance made to try
-        return all(cls is object or cls.__flags__ & _HEAP for cls in kind.__mro__)
+        return all(cls is object or cls.__flags__ & HEAP_TYPE for cls in kind.__mro__)
     try:
         object.__new__(kind)
     except TypeError:  # a subclass of str, say
         return False
     return True
-
-
-_HEAP = 1 << 9  # the flag of classes that were not written in C, mostly
 
 
 @by_class

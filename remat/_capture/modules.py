@@ -1,11 +1,11 @@
-"""Modules as nodes: what is registered in one, its attributes and its hooks.
+"""Nodes of modules: what is registered in one, its attributes, its hooks.
 
 A block of a model is a dozen modules, and each is looked at in every call and every
-recomputation. So this node copies dictionaries in one piece.
+recompute. So a node copies the dictionaries of its module in one piece.
 
-Invariant: as of nodes. Hooks are held as they are and not searched: they may lead to
-the whole model, and what they close over is used by reference, as in plain code.
-Rejected: to hold only modules that changed. To tell costs as much as to exchange.
+Invariant: that of `nodes`. Hooks are held as they are and not searched: they may lead
+to the whole model. What they close over is used by reference, as in plain code.
+Rejected: setting back only modules that changed. To find them costs as much.
 """
 
 import operator
@@ -21,13 +21,13 @@ from remat._capture.nodes import Building, Node, ObjectNode, named
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 TEMPLATE = vars(nn.Module())
-# Those that run in a forward, or make its graph another one.
+# Hooks that run in a forward, or that change its graph.
 _HOOKS = tuple(
     name
     for name in TEMPLATE
     if name.startswith(("_forward_", "_backward_")) and "hook" in name
 )
-# What a module has of its class and a forward does not read.
+# What `nn.Module` sets, and no forward reads.
 _ASIDE = tuple(
     name
     for name, value in TEMPLATE.items()
@@ -45,10 +45,10 @@ class ModuleNode(ObjectNode):
     Attributes:
         parameters: their indices among the tensors found.
         buffers: theirs.
-        modules: how to make its modules.
-        registries: those, the user's own, until the search has ended.
+        modules: the nodes of its modules.
+        registries: the user's dictionaries of all three, until the search has ended.
         hooks: those that run in its forward, where there are some.
-        is_sharded: whether FSDP exchanges its parameters: they are then those that it
+        is_sharded: whether FSDP exchanges its parameters. A run then uses those that it
             has at the time.
     """
 

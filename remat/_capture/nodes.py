@@ -1,13 +1,13 @@
-"""What a search found, as data: each value as it was at the call, and how to make it.
+"""Nodes: what a search found, as data. Each is a value as it was, and makes it again.
 
-A node holds what its value held, part by part. `build` makes the value again around the
-tensors of a run. Which objects are made anew and which are set back in place is for the
-run to say (`restore`).
+A node holds the parts of its value. `build` makes the value around the tensors of a
+run. The run decides which objects are made anew and which are set back (`restore`).
 
 Invariant: no node holds a tensor, nor a module, object, container or closure of the
-user's. The graph holds a call where Python's garbage collector does not see it: if the
-call led back to what it computed, both would live forever. Three hold what nothing else
-would find again: a large container, an iterator, an object that cannot be made anew.
+user's. A graph holds its calls where Python's garbage collector does not look: if a
+call led back to what it computed, neither would ever be freed. Three nodes hold what
+nothing else would find again: a large container, an iterator, and an object that cannot
+be made anew.
 Rejected: `copy.deepcopy`. It runs the user's code, and copies what nobody changes.
 """
 
@@ -25,7 +25,7 @@ class Building(Protocol):
     """What a node asks of a run.
 
     Attributes:
-        tensors: stand for those found.
+        tensors: those of the run, in the order of those found.
         built: the values made so far, by the identity of those that they stand for.
     """
 
@@ -89,7 +89,7 @@ class Composite(Node):
         identity: of the value. Two nodes may be of one value: of two modules, say, that
             hold the same list.
         children: how to make those parts that are not plain, by key.
-        live: taken for granted until the search of the value has ended.
+        live: as of `Node`; True until the search of the value has ended.
     """
 
     __slots__ = ("children", "identity", "live")

@@ -1,7 +1,9 @@
-"""What objects hold, instances like them, and what is remembered of their classes.
+"""Reads and sets what objects hold, and makes instances like them.
+
+Called by nodes, by runs that set objects back, and by the search for random streams.
 
 Invariant: no property, setter or constructor of the user's runs, nor a metaclass.
-Rejected: `copy.copy` for all of them, which runs `__reduce__` and `__setstate__`.
+Rejected: `copy.copy` for all objects, which runs `__reduce__` and `__setstate__`.
 """
 
 import contextlib
@@ -112,12 +114,6 @@ def replica_of(kind: Any, value: Any) -> Any:
         return object.__new__(kind)
     except TypeError:  # a subclass of str, say, which holds more than attributes
         return copy.copy(value)
-
-
-def changed(value: Any, before: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of `value` that are others than `before`."""
-    now = attributes(value) if slots_of(type(value)) else value.__dict__
-    return differing(now, before)
 
 
 def identities(values: Iterable[Any]) -> bytes:

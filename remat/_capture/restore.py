@@ -1,17 +1,16 @@
 """Puts what a call refers to back as it was, for one run of the function.
 
-In a recompute, functions and containers are made anew. Objects and modules hold what
-they held at the call for as long as it runs: they stay the same objects, so that what
-is kept by their identity, in a table of weak keys say, is found. At the end they hold
-again what they held before, and what the recompute did to them is gone.
+In a recompute, functions and containers are made anew. Objects and modules stay the
+same objects, so that a table with weak keys still finds them. While the function runs
+they hold what they held at the call. Afterwards they hold what they held before the
+recompute, and what the recompute did to them is gone.
 
-Under torch.func, an object that leads to a tensor is made anew instead, for it has to
-hold another tensor.
+Under torch.func, an object that leads to a tensor is made anew, since it has to hold
+another tensor.
 
-Invariant: one thread at a time exchanges what objects hold, and the others make all of
-them anew: two that exchange at once would leave one with what a recompute put there.
-Rejected: making all objects anew always. A table that knows an object does not know its
-copy, and a recompute would find nothing there, or something else.
+Invariant: one thread at a time sets objects back, and the others make all of them anew.
+If two did it at once, objects would be left as a recompute had set them.
+Rejected: making all objects anew always. A table with weak keys does not know a copy.
 """
 
 import threading
@@ -37,15 +36,15 @@ class Run:
     """A context in which everything is as it was, for one run.
 
     Args:
-        tensors: stand for those found.
+        tensors: what stands for the tensors found.
         anew: which objects are made anew: those that lead to a tensor, all, or none but
             those that are gone.
 
     Attributes:
-        is_again: whether it is a recompute.
+        is_recompute: whether it is a recompute.
     """
 
-    is_again = True
+    is_recompute = True
 
     __slots__ = (
         *("_anew", "_cells", "_holds_lock", "_trees", "_undo", "built"),
@@ -74,7 +73,7 @@ class Run:
         _undo(self._undo)
         if self._holds_lock:
             _EXCHANGING.release()
-        later = here().cells if self._anew == "live" and self.is_again else None
+        later = here().cells if self._anew == "live" and self.is_recompute else None
         if later is None:
             empty(self._cells)
         else:
@@ -104,12 +103,12 @@ class Run:
         return value
 
     def make_tree(self, node: TreeNode) -> Any:
-        """Return a module: as it is, if it is as it was."""
+        """Return a module: the user's, if it is as it was."""
         tree = node.tree
         module, tensors = tree.module(), [self.tensors[i] for i in node.indices]
         anew = module is None or self._makes_anew(node.live)
-        own = () if anew else zip(tensors, tree.tensors, strict=True)
-        others = [i for i, (tensor, ref) in enumerate(own) if tensor is not ref()]
+        each = () if anew else zip(tensors, tree.tensors, strict=True)
+        others = [i for i, (tensor, ref) in enumerate(each) if tensor is not ref()]
         owners = [owner for i in others for owner in tree.owners[i]]
         can_stay = all(isinstance(owner, ObjectNode) for owner in owners)
         if anew or not can_stay or not self._is_as_it_was(tree):
@@ -142,7 +141,7 @@ class Run:
 
 
 class _Part(Run):
-    """A part of a run: of one tree, whose nodes count its tensors alone.
+    """A part of a run, for one tree. The nodes of a tree count its tensors alone.
 
     Args:
         run: the whole.
@@ -168,7 +167,7 @@ class _Part(Run):
     def for_good(cls, run: Run, tree: Tree) -> Self:
         """Return one that puts a tree back to what it was at the call.
 
-        It was that when the run began, so that nothing is to be undone.
+        The tree was the same when the run began, so this is not undone.
         """
         part = cls(run, [ref() for ref in tree.tensors], undo=[])
         part.built = {}

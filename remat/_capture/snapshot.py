@@ -1,27 +1,28 @@
-"""A call's function and arguments as they were, to be called again.
+"""A snapshot: a call's function and arguments as they were, to be called again.
 
-Invariant: as of nodes. The tensors are not in it: they belong to whoever asked for the
-snapshot, who holds them where they are freed in time.
-Rejected: a list of leaves and a treedef. What an object among the arguments holds, and
-that it is that very object, would be lost.
+Made by `_transform` before the function runs. A `Run` or a `Forward` calls it.
+
+Invariant: that of `nodes`. A snapshot holds no tensor: who asked for it holds them, and
+frees them in time.
+Rejected: a list of leaves and a treedef. It would lose what an object among the
+arguments holds, and that it is that very object.
 """
 
 import functools
-import inspect
 import operator
 import types
 import weakref
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from remat._base.code import static_of
 from remat._base.errors import CaptureError
-from remat._base.types import Fn
-from remat._capture.kinds import INERT, is_spent_by_use
+from remat._base.types import INERT, Fn
+from remat._capture.kinds import is_spent_by_use
 from remat._capture.nodes import Building, Node, TensorNode
+from remat._capture.paths import code_of_arguments, parameter_at, parts_of, written
 from remat._capture.search import Search
-from remat._capture.structure import parts_of, written
 from remat._torch import (
     function_mode_count,
     function_modes,
@@ -47,7 +48,7 @@ class Snapshot:
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether it is a module's registered buffer.
         streams: the random streams found.
-        always: whether some code reads or sets the state of a stream itself.
+        handles_states: whether some code reads or sets the state of a stream itself.
         compiled: whether it reaches code that torch.compile or TorchScript made.
         is_contained: whether all that it refers to, besides its arguments, are numbers,
             packages and functions like it.
@@ -56,7 +57,7 @@ class Snapshot:
     __slots__ = (
         *("_cache", "_code", "_constants", "_count", "_fn", "_modes", "_names"),
         *("_nodes", "_target", "_values"),
-        *("always", "buffers", "compiled", "is_contained", "label", "origins"),
+        *("buffers", "compiled", "handles_states", "is_contained", "label", "origins"),
         "streams",
     )
 
@@ -72,14 +73,15 @@ class Snapshot:
         self._count, self._names = len(args), [*kwargs]
         self._values: list[Any] = [*args, *kwargs.values()]
         self._nodes: dict[int, Node] = {}
+        found = search.found
         is_simple = type(fn) is types.FunctionType and not fn.__dict__
-        self._target = (fn.__code__, 0) if is_simple else _named(fn)
+        self._target = (fn.__code__, 0) if is_simple else code_of_arguments(fn)
         for k, value in enumerate(self._values):
             if type(value) is Tensor:
-                self._nodes[k] = TensorNode.of(search.tensor(value, k))
+                self._nodes[k] = TensorNode.of(found.index_of(value, k))
             elif type(value) not in INERT:
                 self._visit(k, value, search)
-        search.in_arguments, search.is_contained = False, not search.code
+        found.end_arguments()
         node = search.visit(fn, None)
         self._fn = fn if node is None else node
         self._modes: list[Any] = []
@@ -90,11 +92,11 @@ class Snapshot:
         self._cache = None if cache is None else search.visit(cache, None)
         for k in self._nodes:
             self._values[k] = None
-        self._code, self._constants = search.code, search.constants
-        self.origins, self.buffers = search.origins, search.buffers
-        self.streams, self.always = search.streams, search.always
-        self.is_contained = search.is_contained
-        self.compiled = search.compiled
+        self._code, self._constants = found.code, found.constants
+        self.origins, self.buffers = found.origins, found.buffers
+        self.is_contained, streams = found.is_contained, found.stream_search
+        self.streams = [*streams.streams.values()]
+        self.handles_states, self.compiled = streams.handles_states, streams.compiled
 
     def _visit(self, k: int, value: Any, search: Search) -> None:
         if is_spent_by_use(type(value)):
@@ -175,7 +177,7 @@ class Snapshot:
         if k >= self._count:
             return self._names[k - self._count]
         code, skip = self._target
-        return _parameter(code, skip + k) or f"args[{k}]"
+        return parameter_at(code, skip + k) or f"args[{k}]"
 
 
 def _built(found: Any, run: Building) -> Any:
@@ -203,45 +205,6 @@ def _code_of(found: Any) -> Any:
     """
     is_code = isinstance(found, (type, types.CodeType))
     return weakref.ref(found) if is_code else found
-
-
-def _named(fn: Any) -> tuple[Any, int]:
-    """Return the code that has the names of a function's arguments.
-
-    And how many of them come before what is passed.
-    """
-    skip = 0
-    while True:
-        if isinstance(fn, types.FunctionType):
-            if "__wrapped__" not in fn.__dict__:
-                return fn.__code__, skip
-            fn = fn.__dict__["__wrapped__"]
-        elif isinstance(fn, types.MethodType):
-            fn, skip = fn.__func__, skip + 1
-        elif isinstance(fn, functools.partial):
-            fn, skip = fn.func, skip + len(fn.args)
-        elif isinstance(fn, nn.Module):
-            fn = fn.forward
-        elif hasattr(type(fn), "__remat_options__"):
-            fn = fn.__wrapped__
-        elif isinstance(
-            inspect.getattr_static(type(fn), "__call__", None), types.FunctionType
-        ):
-            fn, skip = type(fn).__call__, skip + 1
-        else:
-            return None, 0
-
-
-def _parameter(code: Any, position: int) -> str:
-    """Return the name of a parameter; "" if there is none."""
-    if code is None:
-        return ""
-    if position < code.co_argcount:
-        return code.co_varnames[position]
-    if not code.co_flags & inspect.CO_VARARGS:
-        return ""
-    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
-    return f"{name}[{position - code.co_argcount}]"
 
 
 _SPENT = (

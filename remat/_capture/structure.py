@@ -1,37 +1,19 @@
-"""The structure around the tensors of a call: their origins, how its result is built.
+"""The structure of a function's result, around its tensors.
 
-Invariant: structure holds no tensor. A lone tensor has the treedef `None`: flattening
-it would cost as much as the rest of a small call.
+Invariant: nothing here holds a tensor. A result that is one tensor has the treedef
+`None`: to flatten it would cost as much as the rest of a small call.
+Rejected: the treedef alone. An input that is returned as it is must be that very input,
+and a tensor that is returned twice must be one.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
 from remat._base import pytree
 from remat._base.errors import RecomputeError
 from remat._base.types import Leaf, Outputs
-
-
-# The position of an argument, `None` for the function, or a chain of `(parent, text)`,
-# `(parent, key, None)` for an item: to write the key costs as much as to search it.
-Path: TypeAlias = tuple[Any, ...] | int | None
-
-
-def written(path: Path) -> tuple[int | None, str]:
-    """Return the root of a path, and how it is written from there."""
-    root, parts = parts_of(path)
-    return root, "".join(parts)
-
-
-def parts_of(path: Path) -> tuple[int | None, list[str]]:
-    """Return the root of a path, and the texts after it."""
-    parts: list[str] = []
-    while isinstance(path, tuple):
-        path, part, *is_item = path
-        parts.append(f"[{part!r}]" if is_item else part)
-    return path, parts[::-1]
 
 
 class Out:

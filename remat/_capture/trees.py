@@ -1,184 +1,51 @@
-"""What a search found in a module, remembered until something in it changes.
+"""What a search found in a module, remembered until something in the module changes.
 
-A block of a model is a dozen modules and what they hold, which hardly ever change
+A block of a model is a dozen modules and what they hold, which hardly ever changes
 between calls. A `Tree` is what one search found in a module: its nodes, and a
-fingerprint of all that they stand for. While that holds, a search takes the tree over,
-and a recompute runs on the module as it is.
+fingerprint of all that they stand for. While the fingerprint holds, a search takes the
+tree over, and a recompute runs on the module as it is.
 
 Invariant: a tree is used only where a search would find the same. It holds no tensor
-and no module, so that it keeps no model alive; what holds more than modules, plain
-objects, lists, dicts, tensors and numbers is not remembered, nor a module with hooks.
-Rejected: to be told of assignments. Attributes are kept in a dict, which Python 3.11
-lets nobody watch. With `REMAT_NO_CACHE=1` in the environment nothing is remembered.
+and no module, so that it keeps no model alive. A module is remembered only if it leads
+to nothing but modules without hooks, plain objects, lists, dicts, tensors and numbers.
+Rejected: to be told of assignments. Attributes are in a dict, and Python 3.11 lets
+nobody watch a dict. With `REMAT_NO_CACHE=1` in the environment nothing is remembered.
 """
 
 import contextlib
-import enum
-import itertools
-import operator
 import os
 import types
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from remat._capture.callables import MethodNode, WrapperNode
 from remat._capture.containers import ContainerNode
-from remat._capture.kinds import INERT, can_be_made_anew
-from remat._capture.modules import TEMPLATE, ModuleNode, hooks_of, registries_of
+from remat._capture.fingerprint import (
+    CONTAINERS,
+    Fingerprint,
+    NotRememberedError,
+)
+from remat._capture.found import Found
+from remat._capture.kinds import can_be_made_anew
+from remat._capture.modules import ModuleNode
 from remat._capture.nodes import Building, Composite, Node, ObjectNode, TensorNode
-from remat._capture.objects import identities, slots_of
-from remat._capture.structure import written
+from remat._capture.objects import slots_of
+from remat._capture.paths import written
+from remat._capture.walk import Walk
 
 
-_CONTAINERS = frozenset((list, tuple, set, frozenset, dict, OrderedDict))
-_INDEXED = frozenset((list, tuple, dict, OrderedDict))
-# What no search walks, but where nobody keeps state.
-_FIXED = (type, enum.Enum, types.BuiltinFunctionType)
-_MISSES = 3
-_FEW = 3
+_MISSES = 3  # a module that changed so often in a row is searched in each call
+_FEW = 3  # values; fewer are searched faster than compared
 
 
-class NotRememberedError(Exception):
-    """Something that was found is not to be remembered."""
-
-
-class Fingerprint:
-    """Tells whether modules and objects hold what they held.
-
-    All identities are compared at once. They say it, since none is used again: what
-    they are of is alive still, or the objects do not hold the same.
-
-    Args:
-        modules: the modules.
-        others: the other objects, which have a `__dict__`.
-        walked: the identities of all that the search walked.
-
-    Attributes:
-        classes: the classes among what they hold.
-    """
-
-    __slots__ = (
-        *("_alive", "_constants", "_count", "_dicts", "_getters", "_places", "_refs"),
-        *("_then", "classes"),
-    )
-
-    def __init__(
-        self, modules: Sequence[nn.Module], others: Sequence[Any], walked: Any
-    ) -> None:
-        self._count = len(modules)
-        self._refs = [*map(weakref.ref, (*modules, *others))]
-        self._getters = [*map(_getter_of, (*modules, *others))]
-        self._places = [*_places([*map(vars, (*modules, *others))])]
-        kinds = enumerate(map(type, self.containers()))
-        self._dicts = [i for i, kind in kinds if issubclass(kind, dict)]
-        held, self._then = self._now()
-        self._constants = [*filter(_is_constant, held)]
-        rest = [v for v in held if type(v) not in INERT and type(v) not in _CONTAINERS]
-        if not all(isinstance(v, _FIXED) or id(v) in walked for v in rest):
-            raise NotRememberedError
-        self.classes = [v for v in rest if isinstance(v, type)]
-        self._alive = [weakref.ref(value) for value in rest]
-
-    def holds(self) -> bool:
-        """Say whether they hold the same now."""
-        try:
-            is_same = self._now()[1] == self._then
-        except (TypeError, LookupError):  # one is gone, or holds something else
-            return False
-        # By type: a tensor would be compared with None.
-        return is_same and _NONE not in {type(ref()) for ref in self._alive}
-
-    def tells_of(self, tensors: Iterable[Tensor]) -> bool:
-        """Say whether it notices that one of these tensors is another one."""
-        return {*map(id, tensors)} <= {id(ref()) for ref in self._alive}
-
-    def _now(self) -> tuple[tuple[Any, ...], Any]:
-        """Return all that they hold, and what tells it from anything else."""
-        values = [*map(operator.call, self._refs)]
-        dicts: list[Any] = [*map(vars, values)]
-        of_modules = dicts[: self._count]
-        if any(flatten(map(hooks_of, of_modules))):
-            raise LookupError
-        containers = self._containers_in(dicts)
-        registered = [*flatten(map(registries_of, of_modules))]
-        registered += map(containers.__getitem__, self._dicts)
-        held = (
-            *flatten(map(operator.call, self._getters, dicts)),
-            *flatten(containers),
-            *flatten(registered),
-            *flatten(map(dict.values, registered)),
-        )
-        sizes = [*map(len, (*dicts, *containers, *registered))]
-        return held, (identities(held), sizes, [*map(type, values)])
-
-    def containers(self) -> list[Any]:
-        """Return the containers among what they hold."""
-        return self._containers_in([vars(ref()) for ref in self._refs])
-
-    def _containers_in(self, dicts: Sequence[dict[str, Any]]) -> list[Any]:
-        containers: list[Any] = []
-        for where, key in self._places:
-            container = (dicts[where] if where >= 0 else containers[~where])[key]
-            containers.append(container)
-        return containers
-
-
-def _getter_of(value: Any) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Return what gets the attributes of an object from its `__dict__`."""
-    names = vars(value).keys()
-    if isinstance(value, nn.Module):
-        names = [name for name in names if name not in TEMPLATE]
-        names.append("training")
-    if not names:
-        return tuple
-    # One name twice, for with a single one no tuple is returned.
-    return operator.itemgetter(*names, *names if len(names) == 1 else ())
-
-
-_NONE = type(None)
-flatten = itertools.chain.from_iterable
-
-
-def _is_constant(value: Any) -> bool:
-    """Say whether a value is the same as long as it is alive."""
-    kind = type(value)
-    is_tuple = kind is tuple or kind is frozenset
-    return kind in INERT or (is_tuple and INERT.issuperset(map(type, value)))
-
-
-def _places(dicts: list[dict[str, Any]]) -> Iterable[tuple[int, Any]]:
-    """Yield where each container is: the number of what holds it, and its key there.
-
-    Dicts are numbered from 0 up, containers that hold others from -1 down.
-    """
-    todo = [(i, name, v) for i, d in enumerate(dicts) for name, v in d.items()]
-    todo = [(i, name, v) for i, name, v in todo if name not in TEMPLATE]
-    count = 0
-    for where, key, value in todo:  # which grow
-        kind = type(value)
-        if kind not in _CONTAINERS or _is_constant(value):
-            continue
-        yield where, key
-        is_dict = issubclass(kind, dict)
-        items = value.items() if is_dict else enumerate(value)
-        inside = [(~count, k, v) for k, v in items if type(v) in _CONTAINERS]
-        if inside and kind not in _INDEXED:
-            raise NotRememberedError
-        todo += inside
-        count += 1
-
-
+@dataclass(frozen=True, eq=False, slots=True)
 class Tree:
     """What a search found in a module.
-
-    Args:
-        module: the module.
-        search: one that finds it, and nothing else.
 
     Attributes:
         module: a weak reference to it.
@@ -186,60 +53,105 @@ class Tree:
         tensors: weak references to the tensors found.
         texts: how each is written after the module.
         registered: whether each is a buffer of a module.
-        owners: for each tensor, by index, what holds it.
+        owners: for each tensor, by index, the nodes that hold it.
         code: the code found.
         kinds: the classes found.
         functions: weak references to the functions found.
         fingerprint: of all that was found.
     """
 
-    __slots__ = (
-        *("code", "fingerprint", "functions", "kinds", "module", "node", "owners"),
-        *("registered", "tensors", "texts"),
+    module: Callable[[], Any]
+    node: Any
+    tensors: Sequence[Callable[[], Any]]
+    texts: Sequence[str]
+    registered: Sequence[bool]
+    owners: Mapping[int, Sequence[Composite]]
+    code: Sequence[Any]
+    kinds: Sequence[type]
+    functions: Sequence[Callable[[], Any]]
+    fingerprint: Fingerprint
+
+
+_Walked: TypeAlias = Sequence[tuple[Any, Any]]  # each value walked, and its node
+
+
+def _tree_found(module: nn.Module, search: Walk) -> Tree:
+    """Search a module, and return what is to be remembered of it.
+
+    Raises:
+        NotRememberedError: it cannot be remembered.
+    """
+    node, found = search.visit(module, None), search.found
+    walked = search.walked()
+    _check_is_plain(walked, found)
+    fingerprint = _fingerprint_of(walked, found)
+    kinds = {type(v) for v, n in walked if isinstance(n, ObjectNode)}
+    functions = [v for v, _ in walked if type(v) is types.FunctionType]
+    return Tree(
+        weakref.ref(module),
+        node,
+        tensors=[*map(weakref.ref, found.tensors)],
+        texts=[written(path)[1] for path in found.origins],
+        registered=_are_buffers(walked, len(found.tensors)),
+        owners=_owners_in(walked),
+        code=found.code,
+        kinds=[*{*kinds, *fingerprint.classes}],
+        functions=[*map(weakref.ref, functions)],
+        fingerprint=fingerprint,
     )
 
-    def __init__(self, module: nn.Module, search: Any) -> None:
-        self.node: Any = search.visit(module, None)
-        self.module: Callable[[], Any] = weakref.ref(module)
-        self.tensors = [*map(weakref.ref, search.tensors)]
-        self.texts = [written(path)[1] for path in search.origins]
-        self.code = search.code
-        walked = search.walked()
-        if len(walked) < _FEW:
-            raise NotRememberedError  # to search it is faster than to compare
-        nodes = [node for _, node in walked if node is not None]
-        modules = [(v, n) for v, n in walked if isinstance(n, ModuleNode)]
-        buffers = {i for _, node in modules for i in node.buffers.values()}
-        self.registered = [i in buffers for i in range(len(self.tensors))]
-        self.owners: dict[int, list[Composite]] = {}
-        for node in nodes:
+
+def _check_is_plain(walked: _Walked, found: Found) -> None:
+    if len(walked) < _FEW:
+        raise NotRememberedError
+    streams = found.stream_search
+    may_draw = streams.streams or streams.handles_states or streams.compiled
+    if found.is_lazy or found.scripted or may_draw:
+        raise NotRememberedError
+    if not all(_can_be_told(*pair) for pair in walked):
+        raise NotRememberedError
+
+
+def _fingerprint_of(walked: _Walked, found: Found) -> Fingerprint:
+    modules = [v for v, n in walked if isinstance(n, ModuleNode)]
+    others = [
+        v
+        for v, n in walked
+        if isinstance(n, (ObjectNode, WrapperNode)) and not isinstance(n, ModuleNode)
+    ]
+    ids = {id(v) for v, _ in walked} | {*map(id, found.tensors)}
+    fingerprint = Fingerprint(modules, others, ids)
+    if not fingerprint.tells_of(found.tensors):
+        raise NotRememberedError  # another thread is exchanging them
+    return fingerprint
+
+
+def _are_buffers(walked: _Walked, count: int) -> list[bool]:
+    """Return which of the tensors found are registered as buffers."""
+    nodes = [n for _, n in walked if isinstance(n, ModuleNode)]
+    buffers = {i for node in nodes for i in node.buffers.values()}
+    return [i in buffers for i in range(count)]
+
+
+def _owners_in(walked: _Walked) -> dict[int, list[Composite]]:
+    """Return the nodes that hold each tensor, by its index."""
+    owners: dict[int, list[Composite]] = {}
+    for _, node in walked:
+        if node is not None:
             for i in _indices_in(node):
-                self.owners.setdefault(i, []).append(node)
-        functions = [v for v, _ in walked if type(v) is types.FunctionType]
-        self.functions = [*map(weakref.ref, functions)]
-        others = [v for v, n in walked if isinstance(n, _OTHERS)]
-        others = [v for v in others if not isinstance(v, nn.Module)]
-        is_plain = not (search.is_lazy or search.scripted or search.is_moved)
-        if not is_plain or not all(_is_remembered(*pair) for pair in walked):
-            raise NotRememberedError
-        ids = {id(value) for value, _ in walked}
-        ids |= {*map(id, search.tensors)}
-        self.fingerprint = Fingerprint([v for v, _ in modules], others, ids)
-        if not self.fingerprint.tells_of(search.tensors):
-            raise NotRememberedError  # another thread exchanges them
-        kinds = {type(v) for v, n in walked if isinstance(n, ObjectNode)}
-        self.kinds = [*{*kinds, *self.fingerprint.classes}]
+                owners.setdefault(i, []).append(node)
+    return owners
 
 
-_OTHERS = ObjectNode, WrapperNode
+# Values that need no node, and are told by what they hold.
 _ALIKE = (
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
     *(tuple, frozenset),
 )
 
 
-def _is_remembered(value: Any, node: Composite | None) -> bool:
-    """Say whether what was walked is of a kind that a fingerprint tells about."""
+def _can_be_told(value: Any, node: Composite | None) -> bool:
+    """Say whether a fingerprint tells about values of this kind."""
     kind = type(value)
     if isinstance(node, ObjectNode):
         is_plain = not slots_of(kind) and can_be_made_anew(kind)
@@ -247,7 +159,7 @@ def _is_remembered(value: Any, node: Composite | None) -> bool:
             return is_plain and not node.hooks and not node.is_sharded
         return is_plain
     if isinstance(node, ContainerNode):
-        return kind in _CONTAINERS
+        return kind in CONTAINERS
     if isinstance(node, WrapperNode):
         return not node.has_policy
     return isinstance(node, MethodNode) or (node is None and kind in _ALIKE)
@@ -297,7 +209,7 @@ _KNOWN: dict[int, _Known] = {}
 IS_ON = not os.environ.get("REMAT_NO_CACHE")
 
 
-def tree_of(module: nn.Module, search: Callable[[], Any]) -> Tree | None:
+def tree_of(module: nn.Module, search: Callable[[], Walk]) -> Tree | None:
     """Return the tree of a module as it is now; None if it is not remembered.
 
     Args:
@@ -317,7 +229,7 @@ def tree_of(module: nn.Module, search: Callable[[], Any]) -> Tree | None:
     if known.misses < _MISSES:
         known.misses += 1
         with contextlib.suppress(NotRememberedError, TypeError):
-            known.tree = Tree(module, search())
+            known.tree = _tree_found(module, search())
         if known.tree is None:
             known.misses = _MISSES
     return known.tree

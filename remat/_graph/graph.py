@@ -98,4 +98,4 @@ def tensors_reached(tree: Any) -> list[Tensor]:
     search = Search()
     for leaf in pytree.flatten(tree)[0]:
         search.visit(leaf, None)
-    return search.tensors
+    return search.found.tensors

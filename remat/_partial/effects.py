@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat._ambient.draws import is_tagged_random
 from remat._ambient.streams import global_streams
 from remat._base.absent import LIKE, tensors_of
 from remat._torch import OpOverload
 
 
-DRAWS = torch.Tag.nondeterministic_seeded
 _READ_BY_PYTHON = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -62,7 +62,7 @@ class Traits:
 @functools.lru_cache(maxsize=4096)
 def traits_of(func: Any) -> Traits:
     """Return what an operation does besides returning values."""
-    may_draw = DRAWS in getattr(func, "tags", ())
+    may_draw = is_tagged_random(func)
     if not isinstance(func, OpOverload):
         return Traits(may_draw)
     exchanges = func.overloadpacket.__name__ in _EXCHANGES_STORAGE

@@ -4,12 +4,13 @@ Invariant: who listens hears of the names that its own thread gives, and no othe
 Rejected: to write names on the tensors. A view or an alias of one would not have it.
 """
 
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
+
+from remat._base.context import here
 
 
 class Listener(Protocol):
@@ -19,25 +20,17 @@ class Listener(Protocol):
         """Be told that the value of a tensor has a name."""
 
 
-class _Listeners(threading.local):
-    """Those who listen in this thread."""
-
-    def __init__(self) -> None:
-        self.active: list[Listener] = []
-
-
-_LISTENERS = _Listeners()
 _NAMES: set[str] = set()
 
 
 def tell_of_names(listener: Listener) -> None:
     """Tell a listener of the names given from now on, by this thread."""
-    _LISTENERS.active.append(listener)
+    here().listeners.append(listener)
 
 
 def tell_no_more(listener: Listener) -> None:
     """Undo `tell_of_names`."""
-    _LISTENERS.active.remove(listener)
+    here().listeners.remove(listener)
 
 
 @contextmanager
@@ -53,7 +46,7 @@ def told_of_names(listener: Listener) -> Iterator[None]:
 def give_name(tensors: Iterable[Tensor], name: str) -> None:
     """Tell the listeners of this thread of a name."""
     _NAMES.add(name)
-    for listener in _LISTENERS.active:
+    for listener in here().listeners:
         for t in tensors:
             listener.name(t, name)
 

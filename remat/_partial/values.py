@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from remat._base.absent import PLAIN, Absent, tensors_of
-from remat._base.code import CONSTANT
 from remat._base.op import Value
+from remat._base.types import CONSTANTS
 from remat._offload.bytes import extent
 from remat._partial.plan import Passed, Slot
 from remat._torch import StorageRef, no_torch_functions, storage_id
@@ -185,4 +185,4 @@ class Returned(Looks):
         return result
 
 
-_ATOMS = CONSTANT - {torch.Size}
+_ATOMS = CONSTANTS - {torch.Size}

@@ -107,7 +107,7 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     inputs, search = Inputs(fn, args, kwargs), Search(shallow=True)
     args, kwargs = inputs.args, inputs.kwargs
     snapshot = Snapshot(fn, label, args, kwargs, search)
-    leaves = [*map(unwrap_dead, search.tensors)]
+    leaves = [*map(unwrap_dead, search.found.tensors)]
     if not all(map(has_values, leaves)):
         raise RuntimeError(_NO_VALUES)
     needs = [t.requires_grad for t in leaves]

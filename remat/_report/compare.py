@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from remat._base.absent import IGNORED, inputs_of, tensors_of
-from remat._base.code import CONSTANT
 from remat._base.source import user_line
+from remat._base.types import CONSTANTS
 from remat._partial.effects import written_by
 from remat._report.storages import parts
 from remat._torch import (
@@ -263,7 +263,7 @@ def _constants_of(tree: Any) -> Any:
         return tuple(map(_constants_of, tree))
     if isinstance(tree, dict):
         return {name: _constants_of(part) for name, part in tree.items()}
-    return tree if type(tree) in CONSTANT else type(tree)
+    return tree if type(tree) in CONSTANTS else type(tree)
 
 
 def _same(now: Any, then: Any) -> bool:

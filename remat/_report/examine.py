@@ -98,7 +98,7 @@ def examine(
     with _undone(fn, args, kwargs) as inputs:
         search = Search(shallow=True)
         snapshot = Snapshot(fn, label, inputs.args, inputs.kwargs, search)
-        leaves = search.tensors
+        leaves = search.found.tensors
         needs = [t.requires_grad for t in leaves]
         if True not in needs:
             return None

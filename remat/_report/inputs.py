@@ -39,11 +39,14 @@ class Inputs:
     def __init__(self, fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         search = Search()
         self._snapshot = Snapshot(_named(fn), "", args, kwargs, search)
-        if search.is_lazy:
+        if search.found.is_lazy:
             raise CaptureError(_LAZY)
-        self.tensors = search.tensors
+        self.tensors = search.found.tensors
         devices = map(stream_of, device_generators())
-        self._streams = [*search.streams, *(s for s in devices if s is not None)]
+        self._streams = [
+            *self._snapshot.streams,
+            *(s for s in devices if s is not None),
+        ]
         leaves, treedef = pytree.flatten((args, kwargs))
         stand_ins = _stand_ins(leaves, any(t.requires_grad for t in self.tensors))
         self.run_on = [stand_ins.get(id(t), t) for t in self.tensors]

@@ -57,6 +57,7 @@ from remat._torch import (
     AccumulateGrad,
     saved_by,
     sequence_number,
+    storage_id,
 )
 from remat._transform.primal import Primal
 from remat.policies import Decision
@@ -301,7 +302,7 @@ class _Notes:
         held = self._saved | {a for a in sizes if before[0][a] > after[0][a]}
         for t, old, new in zip(inputs.run_on, before[1], after[1], strict=True):
             if old > new:
-                held.update(p.untyped_storage()._cdata for p in parts(t))
+                held.update(map(storage_id, parts(t)))
         if _alive(made):
             gc.collect()  # a Function may hold its own node
             now = counts(made)

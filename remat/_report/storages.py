@@ -123,11 +123,10 @@ class Ledger(TorchDispatchMode):
         """Return the entries of a tensor's storages, made now if they are new."""
         found = []
         for part in parts(tensor):
-            storage = part.untyped_storage()
-            entry = self.entries.get(storage._cdata)
+            entry = self.entries.get(storage_id(part))
             if entry is None:
                 meta = (part.dtype, tuple(part.shape), part.device)
-                ref = StorageRef(storage)
+                ref = StorageRef(part.untyped_storage())
                 entry = Entry(ref, *meta, rank, origin, source)
                 self.entries[ref.address] = entry
             found.append(entry)
@@ -168,19 +167,18 @@ class Ledger(TorchDispatchMode):
 
     def has_met(self, tensor: Tensor) -> bool:
         """Say whether all storages of a tensor are known."""
-        storages = (part.untyped_storage() for part in parts(tensor))
-        return all(storage._cdata in self.entries for storage in storages)
+        return all(storage_id(part) in self.entries for part in parts(tensor))
 
     def _preserve(self, tensor: Tensor) -> None:
         """Have what is older than the run put back as it is now."""
         for part in parts(tensor):
-            storage = part.untyped_storage()
-            is_new = self.entries[storage._cdata].rank == MADE
-            if is_new or storage._cdata in self._preserved:
+            number = storage_id(part)
+            if self.entries[number].rank == MADE or number in self._preserved:
                 continue
-            self._preserved.add(storage._cdata)
+            self._preserved.add(number)
             if not part.is_inference():
                 self._stack.enter_context(preserved_version(part))
+            storage = part.untyped_storage()  # a fake tensor's is on another device
             if storage.device.type != "meta":
                 self._stack.callback(_put_back, storage, storage.clone())
 

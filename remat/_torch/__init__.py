@@ -1,6 +1,21 @@
-"""The only package that touches private torch API: an upgrade has one place to look.
+"""The only room that uses private torch API: an upgrade of torch has one place to look.
+
+    autograd        the engine, graphs and what they saved, hooks, dual numbers
+    levels          the levels of torch.func
+    modes           function modes and dispatch modes
+    tracing         Dynamo, torch.fx, TorchScript
+    operators       what `torch.ops` holds; torch's keyed draws
+    tensors         tensors without data, lazy bits, fake tensors
+    storages        numbers of storages, references to them, copies that share one
+    pytrees         torch's registry of pytree classes
+    process         settings, and the global generators
+    surroundings    autocast, cached parametrizations, torch's checkpoint
+    selftest, expected_*    what each name expects of torch, checked
+
+Called by all rooms.
 
 Invariant: every name says which upstream change would delete it, and has a self-test.
+Rejected: private API where it is used. An upgrade would be read for in all files.
 """
 
 # First, as it says which torch lacks what the others import.
@@ -9,7 +24,6 @@ from remat._torch import selftest as selftest  # isort: skip
 from remat._torch.autograd import (
     NODES_ASKING_GRAD_MODE as NODES_ASKING_GRAD_MODE,
     AccumulateGrad as AccumulateGrad,
-    StorageRef as StorageRef,
     are_hooks_allowed as are_hooks_allowed,
     base_dual_level_active as base_dual_level_active,
     current_task as current_task,
@@ -20,12 +34,10 @@ from remat._torch.autograd import (
     is_for_transforms as is_for_transforms,
     is_graph_held as is_graph_held,
     is_held as is_held,
-    is_shared as is_shared,
     keeps_graph as keeps_graph,
     leave_hooks_on as leave_hooks_on,
     once_differentiable_function as once_differentiable_function,
     pop_hooks as pop_hooks,
-    preserved_version as preserved_version,
     pull_back as pull_back,
     pull_in_grad_mode as pull_in_grad_mode,
     push_hooks as push_hooks,
@@ -34,12 +46,9 @@ from remat._torch.autograd import (
     saved_tensors as saved_tensors,
     sequence_number as sequence_number,
     set_grad_enabled as set_grad_enabled,
-    snapshot as snapshot,
-    storage_id as storage_id,
     suspend_hooks as suspend_hooks,
     top_hooks as top_hooks,
     unpack_hooks_of as unpack_hooks_of,
-    use_count as use_count,
     when_done as when_done,
     without_hooks as without_hooks,
     without_tangent as without_tangent,
@@ -75,50 +84,69 @@ from remat._torch.levels import (
     without_node as without_node,
     wrap_for_grad as wrap_for_grad,
 )
-from remat._torch.process import (
-    default_generators as default_generators,
-    device_generators as device_generators,
-    read_settings as read_settings,
-    write_settings as write_settings,
-)
-from remat._torch.state import (
-    TORCH_NODES as TORCH_NODES,
-    HigherOrderOperator as HigherOrderOperator,
+from remat._torch.modes import (
     LeanDispatchMode as LeanDispatchMode,
-    OpOverload as OpOverload,
-    OpOverloadPacket as OpOverloadPacket,
-    as_fake as as_fake,
-    autocast_depth as autocast_depth,
     call_kernel as call_kernel,
-    checkpoint_depth as checkpoint_depth,
-    constant_in_traces as constant_in_traces,
-    eager_only as eager_only,
     function_mode_count as function_mode_count,
     function_modes as function_modes,
-    is_autocast_active as is_autocast_active,
-    is_lazy as is_lazy,
-    is_operator as is_operator,
-    is_traced_symbolically as is_traced_symbolically,
     is_unwatched as is_unwatched,
-    is_view_op as is_view_op,
-    kernel_of as kernel_of,
-    must_inline as must_inline,
-    native_random as native_random,
-    no_torch_function as no_torch_function,
     no_torch_functions as no_torch_functions,
-    not_scriptable as not_scriptable,
     outside_dispatch_mode as outside_dispatch_mode,
-    overload_of as overload_of,
-    parametrization_cache as parametrization_cache,
-    refuse_data_ptr as refuse_data_ptr,
-    register_torch_node as register_torch_node,
-    show_to_traced_modes as show_to_traced_modes,
-    swap_parametrization_cache as swap_parametrization_cache,
-    tensor_without_data as tensor_without_data,
     torch_functions as torch_functions,
     under_function_modes as under_function_modes,
     undisturbed as undisturbed,
     unseen as unseen,
     viewed as viewed,
     without_dispatch_mode as without_dispatch_mode,
+)
+from remat._torch.operators import (
+    HigherOrderOperator as HigherOrderOperator,
+    OpOverload as OpOverload,
+    OpOverloadPacket as OpOverloadPacket,
+    is_operator as is_operator,
+    is_view_op as is_view_op,
+    kernel_of as kernel_of,
+    native_random as native_random,
+    overload_of as overload_of,
+)
+from remat._torch.process import (
+    default_generators as default_generators,
+    device_generators as device_generators,
+    read_settings as read_settings,
+    write_settings as write_settings,
+)
+from remat._torch.pytrees import (
+    TORCH_NODES as TORCH_NODES,
+    register_torch_node as register_torch_node,
+)
+from remat._torch.storages import (
+    StorageRef as StorageRef,
+    is_shared as is_shared,
+    preserved_version as preserved_version,
+    snapshot as snapshot,
+    storage_id as storage_id,
+    use_count as use_count,
+)
+from remat._torch.surroundings import (
+    autocast_depth as autocast_depth,
+    checkpoint_depth as checkpoint_depth,
+    is_autocast_active as is_autocast_active,
+    parametrization_cache as parametrization_cache,
+    swap_parametrization_cache as swap_parametrization_cache,
+)
+from remat._torch.tensors import (
+    as_fake as as_fake,
+    is_lazy as is_lazy,
+    no_torch_function as no_torch_function,
+    refuse_data_ptr as refuse_data_ptr,
+    tensor_without_data as tensor_without_data,
+)
+from remat._torch.tracing import (
+    constant_in_traces as constant_in_traces,
+    eager_only as eager_only,
+    is_compiled as is_compiled,
+    is_traced_symbolically as is_traced_symbolically,
+    must_inline as must_inline,
+    not_scriptable as not_scriptable,
+    show_to_traced_modes as show_to_traced_modes,
 )

@@ -1,11 +1,10 @@
 """Autograd: its engine, its graph, its saved tensors, dual numbers.
 
-Invariant: nothing here changes a value. Rejected: the public functions where there are
-some. They check again what is known here, at a third of the cost of a small call.
+Invariant: nothing here changes a value. Rejected: public functions, where there are
+some. They check again what is known here, which is a third of the cost of a small call.
 """
 
 import functools
-import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
@@ -21,7 +20,8 @@ from torch._C._autograd import (
 from torch._functorch import eager_transforms
 from torch.autograd import Function, forward_ad, graph
 from torch.autograd.function import once_differentiable
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from remat._torch.storages import use_count
 
 
 Outputs: TypeAlias = tuple[Tensor | None, ...]
@@ -117,7 +117,7 @@ def resume_hooks(suspended: list[Any]) -> None:
 def without_hooks(fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn`, whose graph is dropped at once, without the user's saved-tensor hooks.
 
-    They would offload or copy every intermediate value, for nothing.
+    The hooks would offload or copy every intermediate value in vain.
     """
     if top_hooks(True) is None:
         return fn(*args)
@@ -141,8 +141,8 @@ def when_done(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-# Deleted by: torch.func refusing only hooks that touch what is of its levels. Dynamo
-# knows the context manager by its identity, so what it runs is exchanged in it.
+# Deleted by: torch.func refusing only hooks that touch tensors of its levels. Dynamo
+# knows the context manager by its identity, so the function inside of it is exchanged.
 def leave_hooks_on(is_harmless: Callable[[], bool]) -> None:
     """Let torch.func run under hooks for saved tensors where they are harmless."""
     manager: Any = graph.disable_saved_tensors_hooks
@@ -162,10 +162,10 @@ def leave_hooks_on(is_harmless: Callable[[], bool]) -> None:
 
 # Deleted by: saved tensors that tell which of them changed.
 def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
-    """Return what was saved, changed in place since or not: the reader checks that.
+    """Return what was saved, changed in place or not: the caller checks that.
 
     Raises:
-        RuntimeError: torch's own, where something changed and this torch says no more.
+        RuntimeError: torch's own; something changed, and this torch does not give it.
     """
     try:
         return ctx.saved_tensors
@@ -176,25 +176,6 @@ def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
         if not all(hasattr(s, "data") for s in raw):
             raise
         return tuple(s.data for s in raw)
-
-
-# Deleted by: a public copy-on-write clone.
-def snapshot(tensor: Tensor) -> Tensor | None:
-    """Return a copy that shares memory until either is written, or None if none can."""
-    if type(tensor) is not Tensor:
-        return None
-    try:
-        return torch._lazy_clone(tensor)
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
-_is_cow: Callable[[Tensor], bool] = vars(torch._C)["_is_cow_tensor"]
-
-
-def is_shared(copy: Tensor) -> bool:
-    """Say whether a `snapshot` was never written; what is none was."""
-    return type(copy) is Tensor and _is_cow(copy)
 
 
 # Deleted by: nodes that tell when they were made: AccumulateGrad has no sequence
@@ -212,10 +193,8 @@ def is_held(leaf_node: Any) -> bool:
     return sys.getrefcount(leaf_node.variable) > _references_to_unheld()
 
 
-_use_count: Callable[[Tensor], int] = operator.methodcaller("_use_count")
-
-# Deleted by: backward formulas that do not ask whether grad mode is on. These do, and
-# with it on use other kernels, whose results differ in the last bits.
+# Deleted by: backward formulas that do not ask whether grad mode is on. These ask, and
+# then use other kernels, whose results differ in the last bits.
 NODES_ASKING_GRAD_MODE = frozenset(
     {
         *("FusedRmsNormBackward0", "LogitBackward0", "MishBackward0"),
@@ -231,18 +210,26 @@ NODES_ASKING_GRAD_MODE = frozenset(
 
 
 def pull_in_grad_mode(outs: Iterable[Tensor]) -> None:
-    """Run the nodes that ask for grad mode as with it on, and record nothing."""
-    todo = [o.grad_fn for o in outs if o.requires_grad]
-    seen = set(todo)
-    while todo:
-        node: Any = todo.pop()
+    """Have nodes that ask for grad mode run as with it on, but make no graph."""
+    for node in nodes_behind(o.grad_fn for o in outs if o.requires_grad):
         if type(node).__name__ in NODES_ASKING_GRAD_MODE:
             node.register_prehook(_enter_grad_mode)
             node.register_hook(_leave_grad_mode)
+
+
+def nodes_behind(roots: Iterable[Any]) -> list[Any]:
+    """Return the nodes that some nodes of a graph lead to, those first.
+
+    A root may be None: a tensor without a graph.
+    """
+    seen = {*roots, None}
+    nodes: list[Any] = [node for node in seen if node is not None]
+    for node in nodes:  # which grow
         for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
+            if parent not in seen:
                 seen.add(parent)
-                todo.append(parent)
+                nodes.append(parent)
+    return nodes
 
 
 def _enter_grad_mode(_cotangents: Tensors) -> None:
@@ -257,7 +244,7 @@ def _leave_grad_mode(grads: Outputs, _cotangents: Tensors) -> Outputs:
 # Deleted by: a public count of a tensor's references.
 def is_graph_held(leaves: Sequence[Tensor]) -> bool:
     """Say whether some graph still refers to one of the autograd `leaves`."""
-    return any(_use_count(t) > 1 for t in leaves if t.requires_grad)
+    return any(use_count(t) > 1 for t in leaves if t.requires_grad)
 
 
 # Deleted by: a public name for the node that accumulates into a leaf.
@@ -347,42 +334,3 @@ def unpack_hooks_of(node: Any) -> list[Any]:
 def sequence_number(node: Any) -> int:
     """Return a number that is larger for nodes made later, on one thread."""
     return node._sequence_nr()
-
-
-class StorageRef:
-    """A reference to a storage that does not keep it alive."""
-
-    __slots__ = ("_weak", "address")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._weak = StorageWeakRef(storage)
-        self.address: int = self._weak.cdata
-
-    def get(self) -> torch.UntypedStorage | None:
-        """Return the storage, or None if it was freed."""
-        return _storage_of(self.address)
-
-    def count(self) -> int:
-        """Return how many references there are."""
-        return _count_of_storage(self.address) if self.get() is not None else 0
-
-
-# Deleted by: public weak references to storages, and counts of their references.
-_storage_class: Any = torch.UntypedStorage
-
-_storage_of: Callable[[int], Any] = _storage_class._new_with_weak_ptr
-
-_count_of_storage: Callable[[int], int] = vars(torch._C)["_storage_Use_Count"]
-
-
-def use_count(tensor: Tensor) -> int:
-    """Return how many references there are to a tensor; all of Python's are one."""
-    return _use_count(tensor)
-
-
-# Deleted by: a public way to change a tensor without counting it as a change.
-preserved_version = vars(torch.autograd)["_unsafe_preserve_version_counter"]
-
-
-# Deleted by: `UntypedStorage.__eq__`, or a public identity of storages.
-storage_id: Callable[[Tensor], int] = vars(torch._C)["_storage_id"]

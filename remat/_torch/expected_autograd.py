@@ -1,4 +1,4 @@
-"""What the shims of `autograd` expect of torch.
+"""What the shims of `autograd` and `storages` expect of torch.
 
 Invariant: a check fails where a name of it is missing or does something else.
 """
@@ -11,27 +11,27 @@ from torch.autograd import Function, forward_ad, graph
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from remat._torch import autograd as _autograd
+from remat._torch import autograd, storages
 from remat._torch.selftest import expects, leaf, same
 
 
 @expects("set_grad_enabled", "grad_mode")
 def _grad_mode_is_switched() -> None:
-    with _autograd.grad_mode(False):
+    with autograd.grad_mode(False):
         assert not torch.is_grad_enabled()
     assert torch.is_grad_enabled()
-    _autograd.set_grad_enabled(False)
+    autograd.set_grad_enabled(False)
     assert not torch.is_grad_enabled()
     torch.set_grad_enabled(True)
 
 
 @expects("base_dual_level_active", "dual_level_active", "forward_ad_enabled")
 def _dual_levels_are_seen() -> None:
-    assert _autograd.dual_level_active() is False
+    assert autograd.dual_level_active() is False
     with forward_ad.dual_level():
-        assert _autograd.dual_level_active() is True
-        assert _autograd.base_dual_level_active() is True
-    with _autograd.forward_ad_enabled(False):
+        assert autograd.dual_level_active() is True
+        assert autograd.base_dual_level_active() is True
+    with autograd.forward_ad_enabled(False):
         assert not torch._C._is_fwd_grad_enabled()
 
 
@@ -41,16 +41,16 @@ def _dual_numbers_are_taken_apart() -> None:
     with forward_ad.dual_level():
         # Not `make_dual`, which imports rules that take a second.
         dual = torch._VF._make_dual(x, tangent, level=0)
-        assert forward_ad.unpack_dual(_autograd.without_tangent(dual)).tangent is None
-        with _autograd.forward_ad_enabled(False):
-            assert not _autograd.detach_dual(dual).requires_grad
+        assert forward_ad.unpack_dual(autograd.without_tangent(dual)).tangent is None
+        with autograd.forward_ad_enabled(False):
+            assert not autograd.detach_dual(dual).requires_grad
 
 
 @expects("pull_back")
 def _the_engine_returns_gradients() -> None:
     x = leaf()
     ones = (torch.ones(2),)
-    (grad,) = _autograd.pull_back((x * x,), ones, (x,), create_graph=True)
+    (grad,) = autograd.pull_back((x * x,), ones, (x,), create_graph=True)
     assert grad is not None
     assert grad.requires_grad
     assert same(grad, 2 * x)
@@ -68,16 +68,16 @@ def _refuse(_: Any) -> Any:
 def _hooks_are_suspended() -> None:
     x = leaf()
     with graph.saved_tensors_hooks(_refuse, _refuse):
-        hooks = _autograd.top_hooks(True)
+        hooks = autograd.top_hooks(True)
         assert hooks == (_refuse, _refuse)
-        _autograd.pop_hooks()
-        assert _autograd.top_hooks(True) is None
-        _autograd.push_hooks(*hooks)
-        out = _autograd.without_hooks(torch.sin, x)
-        suspended = _autograd.suspend_hooks()
-        assert _autograd.top_hooks(True) is None
-        _autograd.resume_hooks(suspended)
-        assert _autograd.top_hooks(True) == hooks
+        autograd.pop_hooks()
+        assert autograd.top_hooks(True) is None
+        autograd.push_hooks(*hooks)
+        out = autograd.without_hooks(torch.sin, x)
+        suspended = autograd.suspend_hooks()
+        assert autograd.top_hooks(True) is None
+        autograd.resume_hooks(suspended)
+        assert autograd.top_hooks(True) == hooks
     assert same(out, x.sin())
 
 
@@ -86,13 +86,13 @@ def _hooks_are_left_on() -> None:
     manager: Any = graph.disable_saved_tensors_hooks
     (cell,) = manager.__closure__
     before = cell.cell_contents  # remat's own, after its import
-    assert _autograd.are_hooks_allowed() is True
+    assert autograd.are_hooks_allowed() is True
     try:
         for harmless in (True, False):
             cell.cell_contents = manager.__wrapped__
-            _autograd.leave_hooks_on(_always if harmless else bool)
+            autograd.leave_hooks_on(_always if harmless else bool)
             with manager("refused"):
-                assert _autograd.are_hooks_allowed() is harmless
+                assert autograd.are_hooks_allowed() is harmless
     finally:
         cell.cell_contents = before
 
@@ -107,8 +107,8 @@ def _a_backward_tells_of_itself() -> None:
     told: list[Any] = []
 
     def tell(_: Tensor) -> None:
-        told.append((_autograd.current_task() >= 0, _autograd.keeps_graph()))
-        _autograd.when_done(note_end)
+        told.append((autograd.current_task() >= 0, autograd.keeps_graph()))
+        autograd.when_done(note_end)
 
     def note_end() -> None:
         told.append("end")
@@ -118,7 +118,7 @@ def _a_backward_tells_of_itself() -> None:
     for keep in (True, False):
         torch.autograd.grad(out, x, retain_graph=keep)
     assert told == [(True, True), "end", (True, False), "end"]
-    assert _autograd.current_task() == -1
+    assert autograd.current_task() == -1
 
 
 class _Sine(Function):
@@ -133,15 +133,15 @@ class _Sine(Function):
 def _nodes_tell_what_they_saved() -> None:
     x = leaf() * 1
     for out in (x.sin(), _Sine.apply(x)):
-        saved = _autograd.saved_by(out.grad_fn)
+        saved = autograd.saved_by(out.grad_fn)
         assert [s.data_ptr() for s in saved] == [x.data_ptr()]
     with graph.saved_tensors_hooks(_pack, _unpack):
-        assert _autograd.unpack_hooks_of(x.sin().grad_fn) == [_unpack]
-        assert _autograd.unpack_hooks_of(_Sine.apply(x).grad_fn) == [_unpack]
+        assert autograd.unpack_hooks_of(x.sin().grad_fn) == [_unpack]
+        assert autograd.unpack_hooks_of(_Sine.apply(x).grad_fn) == [_unpack]
     node = _Sine.apply(x).grad_fn
     with torch.no_grad():
         x.add_(1)
-    (changed,) = _autograd.saved_tensors(node)
+    (changed,) = autograd.saved_tensors(node)
     assert changed.data_ptr() == x.data_ptr()
 
 
@@ -156,13 +156,13 @@ def _unpack(packed: Any) -> Tensor:
 @expects("snapshot", "is_shared")
 def _clones_are_made_on_write() -> None:
     x = torch.ones(2)
-    copy = _autograd.snapshot(x)
+    copy = storages.snapshot(x)
     assert isinstance(copy, Tensor)
-    assert _autograd.is_shared(copy) is True
+    assert storages.is_shared(copy) is True
     copy.add_(1)
-    assert _autograd.is_shared(copy) is False
+    assert storages.is_shared(copy) is False
     assert same(x, torch.ones(2))
-    assert _autograd.snapshot(nn.Parameter(x)) is None
+    assert storages.snapshot(nn.Parameter(x)) is None
 
 
 @expects("AccumulateGrad", "is_held")
@@ -170,29 +170,29 @@ def _leaves_are_found_in_the_graph() -> None:
     held = leaf()
     nodes = (held * 2).grad_fn, (leaf() * 2).grad_fn
     leaves: list[Any] = [node.next_functions[0][0] for node in nodes if node]
-    assert {*map(type, leaves)} == {_autograd.AccumulateGrad}
-    assert [*map(_autograd.is_held, leaves)] == [True, False]
+    assert {*map(type, leaves)} == {autograd.AccumulateGrad}
+    assert [*map(autograd.is_held, leaves)] == [True, False]
 
 
 @expects("is_graph_held", "use_count")
 def _references_are_counted() -> None:
     x = leaf()
-    before = _autograd.use_count(x)
-    assert _autograd.is_graph_held([x]) is False
+    before = storages.use_count(x)
+    assert autograd.is_graph_held([x]) is False
     node = x.sin().grad_fn
-    assert _autograd.is_graph_held([x]) is True
-    assert _autograd.use_count(x) > before
+    assert autograd.is_graph_held([x]) is True
+    assert storages.use_count(x) > before
     del node
-    assert _autograd.use_count(x) == before
+    assert storages.use_count(x) == before
 
 
 @expects("NODES_ASKING_GRAD_MODE", "pull_in_grad_mode")
 def _some_formulas_ask_for_grad_mode() -> None:
     x = leaf()
     for op in (nn.functional.silu, nn.functional.mish, torch.logit):
-        assert type(op(x).grad_fn).__name__ in _autograd.NODES_ASKING_GRAD_MODE
+        assert type(op(x).grad_fn).__name__ in autograd.NODES_ASKING_GRAD_MODE
     out = nn.functional.silu(x)
-    _autograd.pull_in_grad_mode([out])
+    autograd.pull_in_grad_mode([out])
     modes: list[bool] = []
     node: Any = out.grad_fn
 
@@ -208,17 +208,17 @@ def _some_formulas_ask_for_grad_mode() -> None:
 @expects("sequence_number")
 def _nodes_are_numbered() -> None:
     x = leaf()
-    first = _autograd.sequence_number(x.sin().grad_fn)
-    assert first < _autograd.sequence_number(x.cos().grad_fn)
+    first = autograd.sequence_number(x.sin().grad_fn)
+    assert first < autograd.sequence_number(x.cos().grad_fn)
 
 
 @expects("StorageRef", "storage_id")
 def _storages_are_referred_to() -> None:
     x = torch.ones(2)
-    ref = _autograd.StorageRef(x.untyped_storage())
-    assert ref.address == x.untyped_storage()._cdata
-    assert _autograd.storage_id(x) == _autograd.storage_id(x.view(1, 2))
-    assert _autograd.storage_id(x) != _autograd.storage_id(x.clone())
+    ref = storages.StorageRef(x.untyped_storage())
+    assert ref.address == x.untyped_storage()._cdata == storages.storage_id(x)
+    assert storages.storage_id(x) == storages.storage_id(x.view(1, 2))
+    assert storages.storage_id(x) != storages.storage_id(x.clone())
     before = ref.count()
     view = x.view(1, 2)
     assert ref.count() > before > 0
@@ -230,7 +230,7 @@ def _storages_are_referred_to() -> None:
 @expects("preserved_version")
 def _a_change_is_not_counted() -> None:
     x = torch.ones(2)
-    with _autograd.preserved_version(x):
+    with storages.preserved_version(x):
         x.add_(1)
     assert x._version == 0
     assert same(x, torch.full((2,), 2.0))
@@ -246,7 +246,7 @@ def _what_is_differentiated_once_is_known() -> None:
     rules["backward"] = staticmethod(once_differentiable(_as_it_is))
     once: Any = type("Once", (Function,), rules)
     nodes = [f.apply(leaf()).grad_fn for f in (often, once)]
-    assert [*map(_autograd.once_differentiable_function, nodes)] == [None, once]
+    assert [*map(autograd.once_differentiable_function, nodes)] == [None, once]
 
 
 def _copied(ctx: Any, x: Tensor) -> Tensor:
@@ -262,5 +262,5 @@ def _as_it_is(ctx: Any, *cotangents: Any) -> Any:
 @expects("is_for_transforms")
 def _a_function_for_transforms_sets_its_context_up() -> None:
     apart = type("Apart", (Function,), {"setup_context": staticmethod(_as_it_is)})
-    assert _autograd.is_for_transforms(apart)
-    assert not _autograd.is_for_transforms(Function)
+    assert autograd.is_for_transforms(apart)
+    assert not autograd.is_for_transforms(Function)

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._torch import autograd as _autograd, levels as _levels
+from remat._torch import autograd, levels
 from remat._torch.selftest import expects, leaf, same
 
 
 def _sine(x: Tensor) -> Tensor:
     """Return a sine whose gradient is twice as much, by which it is known."""
     rules = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
-    function: Any = type("Sine", (_levels.SingleLevelFunction,), rules)
-    layer = _levels.current_layer()
+    function: Any = type("Sine", (levels.SingleLevelFunction,), rules)
+    layer = levels.current_layer()
     if layer is None:
         return function.apply(None, x)
-    how = layer, _levels.kind_of(layer)
-    return _levels.apply_at_level(function.apply, how, x)
+    how = layer, levels.kind_of(layer)
+    return levels.apply_at_level(function.apply, how, x)
 
 
 def _forward(ctx: Any, layer: Any, x: Tensor) -> Tensor:
@@ -29,12 +29,12 @@ def _forward(ctx: Any, layer: Any, x: Tensor) -> Tensor:
     if layer is None:
         return x.sin()
     level = layer[0].level()
-    below = _levels.unwrap_for_grad(x, level)
-    return _levels.wrap_for_grad(_levels.call_below(*layer, _sine, below), level)
+    below = levels.unwrap_for_grad(x, level)
+    return levels.wrap_for_grad(levels.call_below(*layer, _sine, below), level)
 
 
 def _backward(ctx: Any, *cotangents: Any) -> Any:
-    (x,) = _autograd.saved_tensors(ctx)
+    (x,) = autograd.saved_tensors(ctx)
     return None, cotangents[0] * x.cos() * 2
 
 
@@ -44,13 +44,13 @@ def _backward(ctx: Any, *cotangents: Any) -> Any:
 )
 def _calls_are_recorded_at_each_level() -> None:
     x = torch.ones(2)
-    with _levels.grad_level() as one:
-        a = _levels.leaf_at(one, x, requires_grad=True)
-        with _levels.grad_level() as two:
-            b = _levels.leaf_at(two, a, requires_grad=True)
-            first = _levels.unwrap_for_grad(_pulled_back(_sine(b), b), two)
-        second = _levels.unwrap_for_grad(_pulled_back(first, a), one)
-        first = _levels.unwrap_for_grad(first, one)
+    with levels.grad_level() as one:
+        a = levels.leaf_at(one, x, requires_grad=True)
+        with levels.grad_level() as two:
+            b = levels.leaf_at(two, a, requires_grad=True)
+            first = levels.unwrap_for_grad(_pulled_back(_sine(b), b), two)
+        second = levels.unwrap_for_grad(_pulled_back(first, a), one)
+        first = levels.unwrap_for_grad(first, one)
     assert same(first, x.cos() * 2)
     assert same(second, -2 * x.sin())
     base = leaf()
@@ -63,18 +63,18 @@ def _calls_are_recorded_at_each_level() -> None:
 def _pulled_back(out: Tensor, x: Tensor) -> Any:
     # Not by `torch.func.grad`, which imports Dynamo.
     ones = (torch.ones_like(out),)
-    return _autograd.pull_back((out,), ones, (x,), create_graph=True)[0]
+    return autograd.pull_back((out,), ones, (x,), create_graph=True)[0]
 
 
 @expects("JVP", "lifted")
 def _forward_levels_are_known() -> None:
     x = torch.ones(2)
-    with _levels.eager_transforms.jvp_increment_nesting():
-        layer = _levels.current_layer()
+    with levels.eager_transforms.jvp_increment_nesting():
+        layer = levels.current_layer()
         assert layer is not None
-        assert _levels.kind_of(layer) == _levels.JVP
-        (up,) = _levels.lifted(layer, _levels.JVP, [x])
-        assert _levels.maybe_get_level(up) == layer.level()
+        assert levels.kind_of(layer) == levels.JVP
+        (up,) = levels.lifted(layer, levels.JVP, [x])
+        assert levels.maybe_get_level(up) == layer.level()
 
 
 @expects(
@@ -84,31 +84,31 @@ def _forward_levels_are_known() -> None:
 )
 def _a_level_is_opened() -> None:
     x = torch.ones(2)
-    with _levels.grad_level() as level:
-        t = _levels.leaf_at(level, x, requires_grad=True)
+    with levels.grad_level() as level:
+        t = levels.leaf_at(level, x, requires_grad=True)
         assert t.requires_grad
         assert t is not x
-        assert _levels.maybe_get_level(t) == level
-        assert _levels.base_tensor(t) is x
-        assert _levels.unwrap_dead(t) is t
-        assert _levels.is_of_level_above(t) is False
-        assert _levels.call_below_vmap(_levels.is_of_level_above, t) is True
-        assert _levels.below_all_levels(_levels.current_layer) is None
-        layer = _levels.current_layer()
+        assert levels.maybe_get_level(t) == level
+        assert levels.base_tensor(t) is x
+        assert levels.unwrap_dead(t) is t
+        assert levels.is_of_level_above(t) is False
+        assert levels.call_below_vmap(levels.is_of_level_above, t) is True
+        assert levels.below_all_levels(levels.current_layer) is None
+        layer = levels.current_layer()
         assert layer is not None
-        assert _levels.kind_of(layer) == _levels.GRAD
-        assert _levels.are_all_vmaps() is False
-        alone = _levels.without_node(t.sin())
+        assert levels.kind_of(layer) == levels.GRAD
+        assert levels.are_all_vmaps() is False
+        alone = levels.without_node(t.sin())
         assert alone.grad_fn is None
-        assert _levels.maybe_get_level(alone) == level
-        assert [*map(_levels.is_of_torch_func, (t, x))] == [True, False]
-    assert _levels.unwrap_dead(t) is x
-    assert _levels.are_all_vmaps() is True
+        assert levels.maybe_get_level(alone) == level
+        assert [*map(levels.is_of_torch_func, (t, x))] == [True, False]
+    assert levels.unwrap_dead(t) is x
+    assert levels.are_all_vmaps() is True
     # The vmap of `is_grads_batched`.
     assert _nesting() == 1
     torch._C._vmapmode_increment_nesting()
     try:
-        assert _levels.below_all_levels(_nesting) == 1
+        assert levels.below_all_levels(_nesting) == 1
         assert _nesting() == 2
     finally:
         torch._C._vmapmode_decrement_nesting()
@@ -125,7 +125,7 @@ def _levels_below_are_asked() -> None:
     asked: list[bool] = []
 
     def ask(x: Tensor) -> Tensor:
-        asked.append(_levels.requires_grad_at_any_level(x))
+        asked.append(levels.requires_grad_at_any_level(x))
         return x
 
     torch.func.vmap(ask)(leaf())
@@ -141,29 +141,29 @@ def _a_batch_is_sent_below() -> None:
     x = torch.ones(2, 3)
 
     def lower(leaves: Any, dims: Any, size: int, randomness: str) -> Any:
-        assert _levels.current_layer() is None
-        outs, dims = _levels.batch(_sine_of, dims, size, randomness)(*leaves)
+        assert levels.current_layer() is None
+        outs, dims = levels.batch(_sine_of, dims, size, randomness)(*leaves)
         return outs, dims, size
 
     def mapped(t: Tensor) -> Tensor:
-        layer = _levels.current_layer()
+        layer = levels.current_layer()
         assert layer is not None
-        assert _levels.kind_of(layer) == _levels.VMAP
-        assert _levels.call_below_vmap(_levels.current_layer) is None
-        assert _levels.is_batch_of_cotangents([x]) is True
-        assert _levels.is_batch_of_cotangents([t]) is False
-        assert _levels.are_all_vmaps() is True
-        below, hows = _levels.unbatched([t])
-        again = _levels.batched_again(_sine_of, hows)
-        (outs, dims) = _levels.below_all_levels(again, *below)
+        assert levels.kind_of(layer) == levels.VMAP
+        assert levels.call_below_vmap(levels.current_layer) is None
+        assert levels.is_batch_of_cotangents([x]) is True
+        assert levels.is_batch_of_cotangents([t]) is False
+        assert levels.are_all_vmaps() is True
+        below, hows = levels.unbatched([t])
+        again = levels.batched_again(_sine_of, hows)
+        (outs, dims) = levels.below_all_levels(again, *below)
         assert same(outs[0].movedim(dims[0], 1), x.sin())
-        (out,), size = _levels.batched([t], lower)
+        (out,), size = levels.batched([t], lower)
         assert out.shape == (2,)
         assert size == 3
         return out
 
     assert same(torch.func.vmap(mapped, in_dims=1, out_dims=1)(x), x.sin())
-    assert _levels.is_batch_of_cotangents([x]) is False
+    assert levels.is_batch_of_cotangents([x]) is False
 
 
 def _sine_of(x: Tensor) -> tuple[Tensor]:
@@ -177,8 +177,8 @@ def _maps_tell_their_randomness() -> None:
     asked: list[bool] = []
 
     def ask(t: Tensor) -> Tensor:
-        asked.append(_levels.is_shared_by_examples(x))
-        asked.append(_levels.is_shared_by_examples(t))
+        asked.append(levels.is_shared_by_examples(x))
+        asked.append(levels.is_shared_by_examples(t))
         return t
 
     torch.func.vmap(ask, randomness="different")(x)
@@ -188,10 +188,10 @@ def _maps_tell_their_randomness() -> None:
 
 @expects("without_grad_mode")
 def _grad_mode_is_switched_off() -> None:
-    assert _levels.without_grad_mode(torch.is_grad_enabled) is False
+    assert levels.without_grad_mode(torch.is_grad_enabled) is False
     assert torch.is_grad_enabled()
     with torch.inference_mode(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
-        assert _levels.without_grad_mode(torch.is_inference_mode_enabled) is False
+        assert levels.without_grad_mode(torch.is_inference_mode_enabled) is False
 
 
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)

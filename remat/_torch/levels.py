@@ -110,7 +110,7 @@ def requires_grad_at_any_level(tensor: Tensor) -> bool:
 # Deleted by: `Function.apply` sending a call to torch.func's levels only where the
 # Function asks for it. (Up to torch 2.13 it also inspects signatures on each call.)
 class SingleLevelFunction(function._SingleLevelFunction):
-    """A Function whose `apply` records a call at the level that it is on."""
+    """A Function whose `apply` makes a node at one level only."""
 
     apply: Callable[..., Any]
 
@@ -122,7 +122,7 @@ class SingleLevelFunction(function._SingleLevelFunction):
 
 # Deleted by: a static single-level Function in functorch.
 def apply_at_level(apply: Callable[..., Any], *args: Any) -> Any:
-    """Record a call at one torch.func level, which torch allows only if told so."""
+    """Make a node at one level of torch.func, which torch allows only if told so."""
     before = get_single_level_autograd_function_allowed()
     set_single_level_autograd_function_allowed(True)
     try:
@@ -134,7 +134,7 @@ def apply_at_level(apply: Callable[..., Any], *args: Any) -> Any:
 def lifted(layer: CInterpreter, kind: int, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Return the leaves as tensors of a grad or jvp level.
 
-    Else that level would see the tangents that a constant of its has one level down.
+    Else that level would see tangents of the level below, in what is constant for it.
     """
     level = (CGradInterpreterPtr if kind == GRAD else CJvpInterpreterPtr)(layer)
     return [*map(level.lift, leaves)]
@@ -274,7 +274,7 @@ def batched_again(fn: Callable[..., Any], hows: Sequence[How]) -> Callable[..., 
 def without_grad_mode(fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn`, which may switch grad mode on, where it is off.
 
-    Autograd can record there, below a level in inference mode too.
+    Autograd can make a graph there, also below a level in inference mode.
     """
     before = torch.is_grad_enabled()
     if not before and torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):

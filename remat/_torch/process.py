@@ -1,8 +1,8 @@
 """The settings of the process, and the global generators of its devices.
 
-Invariant: a reading is of plain values, equal to another exactly if the settings are.
-Rejected: reading all of `torch.backends`. What is here changes what a function
-computes, and is read on every call.
+Invariant: two readings are equal exactly if the settings are.
+Rejected: reading all of `torch.backends`. Only settings that change what a function
+computes are here, since they are read on every call.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,7 +12,8 @@ import importlib
 import re
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -22,8 +23,14 @@ from torch import Tensor
 # Every torch that all tests ran with; pyproject.toml and docs/limits.md name them too.
 RUN = ("2.13.0", "2.14.1")
 
-_MODULES = ("autograd", "levels", "process", "state")
-_CHECKS = ("expected_autograd", "expected_levels", "expected_state")
+_MODULES = (
+    *("autograd", "levels", "modes", "operators", "process", "pytrees"),
+    *("storages", "surroundings", "tensors", "tracing"),
+)
+_CHECKS = (
+    *("expected_autograd", "expected_levels", "expected_modes", "expected_operators"),
+    *("expected_surroundings", "expected_tracing"),
+)
 
 Check: TypeAlias = Callable[[], None]
 _found: dict[str, Check] = {}
@@ -124,6 +131,21 @@ def leaf() -> Tensor:
 def same(a: Any, b: Tensor) -> bool:
     """Say whether `a` is a tensor equal to `b`."""
     return isinstance(a, Tensor) and torch.equal(a, b)
+
+
+@contextmanager
+def replaced(scope: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    """Run the body with another value under a name."""
+    missing = object()
+    before = scope.get(name, missing)
+    scope[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del scope[name]
+        else:
+            scope[name] = before
 
 
 examine()

@@ -65,7 +65,7 @@ class Call:
         self._fn: Any = fn
         self._search: Search | None = Search()
         self.snapshot = Snapshot(fn, label, args, kwargs, self._search)
-        self._inputs = self._search.tensors
+        self._inputs = self._search.found.tensors
 
     @property
     def owner(self) -> Any:
@@ -75,7 +75,7 @@ class Call:
     @property
     def is_lazy(self) -> bool:
         """Whether some module that it reaches has no parameters yet."""
-        return self._search is not None and self._search.is_lazy
+        return self._search is not None and self._search.found.is_lazy
 
     def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
         """Return the tensors of the call, and which require grad, at any level.
@@ -103,9 +103,9 @@ class Call:
         """Call the function on other tensors; hand on what it did to objects."""
         search = self._search
         assert search is not None
-        if search.scripted:
-            raise CaptureError(_SCRIPTED.format(name=search.scripted))
-        run = Forward(inputs, search.tensors, search.originals())
+        if search.found.scripted:
+            raise CaptureError(_SCRIPTED.format(name=search.found.scripted))
+        run = Forward(inputs, search.found.tensors, search.originals())
         with run:
             built = self.snapshot.built(run)
             run.note()

@@ -53,12 +53,12 @@ def call_saved(
         fn = without_draws(fn, label)
     search = Search(shallow=True)
     snapshot = Snapshot(fn, label, args, kwargs, search)
-    inputs = [*map(unwrap_dead, search.tensors)]
+    inputs = [*map(unwrap_dead, search.found.tensors)]
     vmaps: Sequence[Any] = ()
     if current_layer() is not None:
         inputs, vmaps = unbatched(inputs)
     needs = [*map(_requires_grad, inputs)]
-    if search.is_lazy or True not in needs:
+    if search.found.is_lazy or True not in needs:
         return fn(*args, **kwargs)
     call = Saved(setting_of(snapshot, vmaps, options), inputs, needs)
     call.follow(getattr(fn, "__self__", fn), inputs)

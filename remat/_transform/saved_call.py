@@ -99,7 +99,7 @@ class SavedCall:
         self.inputs = SavedInputs(
             inputs, needs, snapshot.buffers, hooks, nested=setting.is_nested
         )
-        self.ambient = Ambient(snapshot.streams, snapshot.always)
+        self.ambient = Ambient(snapshot.streams, snapshot.handles_states)
         self.handles: Sequence[weakref.ref[Handle] | None] = ()
         self.metas: Sequence[Any] = ()
         self.effects, self.is_done = UNKNOWN, False

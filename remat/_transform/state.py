@@ -88,7 +88,7 @@ class State(NamedTuple):
 
 def state_of(snapshot: Snapshot, inputs: Sequence[Tensor]) -> State:
     """Return what a call runs in, here and now."""
-    ambient = Ambient(snapshot.streams, snapshot.always)
+    ambient = Ambient(snapshot.streams, snapshot.handles_states)
     is_plain = TENSORS.issuperset(map(type, inputs))
     classes = () if is_plain else [*map(type, inputs)]
     return State(ambient, versions_of(inputs), classes)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import get_worker_info
 from typing_extensions import override
 
-from remat._ambient.draws import Guard
+from remat._ambient.draws import Guard, is_tagged_random
 from remat._base.code import known_code
 from remat._base.context import is_recomputing
 from remat._base.errors import RandomnessError
@@ -203,7 +203,7 @@ def _is_unkeyed(func: Any) -> bool:
         return any(_is_unkeyed(getattr(func, name)) for name in func.overloads())
     if not isinstance(func, OpOverload):
         return getattr(func, "__name__", "") in _UNKEYED
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if is_tagged_random(func):
         return True
     return func.namespace == "aten" and func.overloadpacket.__name__ in _KEYED_NAMES
 

@@ -14,21 +14,31 @@ from torch.utils import _python_dispatch
 
 from remat import _torch
 from remat._torch import (
-    autograd as _autograd,
-    levels as _levels,
-    process as _process,
-    selftest as _selftest,
-    state as _state,
+    autograd,
+    levels,
+    modes,
+    operators,
+    process,
+    pytrees,
+    selftest,
+    storages,
+    surroundings,
+    tensors,
+    tracing,
 )
 
 
 ROOT = Path(__file__).parents[2]
+FILES = (
+    *(autograd, levels, modes, operators, process, pytrees, storages, surroundings),
+    *(tensors, tracing),
+)
 SHIMS = sorted(
     name
     for name, value in vars(_torch).items()
     if not name.startswith("_") and not isinstance(value, ModuleType)
 )
-CHECKS = _selftest.checks()
+CHECKS = selftest.checks()
 
 
 @pytest.mark.parametrize("name", SHIMS)
@@ -68,7 +78,7 @@ NAMES_ALONE = {"no_torch_function": torch.Tensor.__torch_function__}
 
 @pytest.mark.parametrize("name", SHIMS)
 def test_the_check_of_a_shim_fails_if_it_does_something_else(name, monkeypatch):
-    modules = [m for m in (_autograd, _levels, _process, _state) if hasattr(m, name)]
+    modules = [file for file in FILES if hasattr(file, name)]
     assert modules
     for module in modules:
         monkeypatch.setattr(module, name, NAMES_ALONE.get(name, Wrong()))
@@ -114,7 +124,7 @@ def test_a_newer_torch_that_differs_is_one_warning_at_import():
 def assert_named(result, shim):
     count, first, *more = result.stdout.splitlines()
     assert (count, result.returncode) == ("1", 0), result.stderr
-    newest = _selftest.RUN[-1]
+    newest = selftest.RUN[-1]
     assert first.startswith(f"remat: torch 99.1.0 is newer than {newest}, ")
     assert [line for line in more if re.match(rf"\s+(\w+, )*{shim}\b.*\(\w+: ", line)]
 
@@ -127,7 +137,7 @@ def test_a_newer_torch_that_does_not_differ_is_no_warning_whatever_is_around():
 
 
 def test_nothing_is_examined_with_the_newest_torch_that_was_run():
-    result = imported(SWITCHED_OFF, _selftest.RUN[-1])
+    result = imported(SWITCHED_OFF, selftest.RUN[-1])
     assert (result.stdout, result.stderr) == ("0\n", "")
 
 
@@ -166,23 +176,23 @@ def test_every_formula_that_asks_for_grad_mode_is_known():
         if "GradMode::is_enabled()" in entry:
             words = entry.partition("(")[0].split("_")
             asking.add("".join(map(str.capitalize, words)) + "Backward0")
-    assert asking | ASKING_IN_CPP == _autograd.NODES_ASKING_GRAD_MODE
+    assert asking | ASKING_IN_CPP == autograd.NODES_ASKING_GRAD_MODE
 
 
 # --- The versions that were run ---
 
 
 def test_this_torch_is_one_that_is_run():
-    assert _selftest.release(torch.__version__) in map(_selftest.release, _selftest.RUN)
+    assert selftest.release(torch.__version__) in map(selftest.release, selftest.RUN)
 
 
 def test_the_oldest_torch_that_was_run_is_the_oldest_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    oldest = ".".join(_selftest.RUN[0].split(".")[:2])
+    oldest = ".".join(selftest.RUN[0].split(".")[:2])
     assert f"torch>={oldest}" in project["dependencies"]
 
 
-@pytest.mark.parametrize("version", _selftest.RUN)
+@pytest.mark.parametrize("version", selftest.RUN)
 def test_the_docs_name_every_torch_that_was_run(version):
     assert version in (ROOT / "docs/limits.md").read_text()
 
@@ -193,4 +203,4 @@ def test_make_runs_every_torch():
     )
     pins = (ROOT / "constraints.txt").read_text()
     (pinned,) = re.findall(r"^torch==(.*)$", pins, re.MULTILINE)
-    assert sorted([pinned, *others.split()]) == sorted(_selftest.RUN)
+    assert sorted([pinned, *others.split()]) == sorted(selftest.RUN)

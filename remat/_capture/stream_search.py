@@ -1,13 +1,14 @@
-"""Find random streams, also in what cannot be rebuilt around other tensors.
+"""Finds random streams, also in what is not made again around other tensors.
 
-Besides what a search of tensors finds, that is classes and the globals of their
-methods, Python modules, iterators, objects of extension modules. A recomputation sets
-a stream back, on that same object.
+Streams may be held by classes, by the globals of methods, by Python modules, iterators
+and objects of extension modules. A recompute sets such a stream back, in that object.
+
+Called by a search, for what it does not walk itself.
 
 Invariant: what is walked in a call is bounded, and the insides of installed packages
 are not walked.
-Rejected: watching every draw for its generator, which takes a mode around every
-forward, at ten times the cost.
+Rejected: watching every draw for its generator. It takes a mode around every forward,
+which costs ten times as much.
 """
 
 import contextlib
@@ -16,31 +17,24 @@ import random
 import sys
 import types
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable
 from contextvars import ContextVar
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from remat._ambient.streams import Stream, stream_of
 from remat._base.code import STATES, is_library, is_library_class, known_code
-from remat._capture.kinds import INERT
+from remat._base.types import INERT, TENSORS
+from remat._capture.kinds import SEQUENCES
 from remat._capture.objects import attributes, by_class, defines
-from remat._torch import default_generators
+from remat._torch import default_generators, is_compiled
 
 
 _LIMIT = 300  # values walked in a call
-_PLAIN = frozenset(
-    {
-        *(bool, bytes, complex, float, int, str, range, slice, type(None), type(...)),
-        *(Tensor, torch.nn.Parameter, torch.Size, torch.device, torch.dtype),
-        *(types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType),
-    }
-)
-_SEQUENCES = (list, tuple, set, frozenset, deque)
+_NOT_WALKED = TENSORS | INERT
 _MAPPINGS = (dict, weakref.WeakValueDictionary)
 # Kinds of the standard library that may hold a stream and cannot be rebuilt.
 _OPENED = {
@@ -57,14 +51,6 @@ def is_stream(kind: type) -> bool:
     return str(kind.__module__).startswith("numpy.random")
 
 
-def is_compiled(attributes: Mapping[str, Any]) -> bool:
-    """Say of something's attributes whether it is compiled, and not left to Python."""
-    return (
-        "_torchdynamo_orig_callable" in attributes
-        and "_torchdynamo_disable" not in attributes
-    )
-
-
 @by_class
 def is_scripted(kind: type) -> bool:
     """Say whether instances of a class are TorchScript's functions or modules."""
@@ -72,17 +58,17 @@ def is_scripted(kind: type) -> bool:
 
 
 @by_class
-def own_bases(cls: type) -> tuple[int, ...]:
-    """Return which classes in the order of resolution are no package's."""
+def user_bases(cls: type) -> tuple[int, ...]:
+    """Return which classes, by position among the bases, are not of a package."""
     return tuple(i for i, base in enumerate(cls.__mro__) if not is_library_class(base))
 
 
-def has_own_code(cls: type) -> bool:
-    """Say whether some of a class's code is no package's."""
-    return bool(own_bases(cls))
+def has_user_code(cls: type) -> bool:
+    """Say whether some of a class's code is the user's."""
+    return bool(user_bases(cls))
 
 
-class Sources:
+class StreamSearch:
     """The streams that one call can reach.
 
     Attributes:
@@ -105,13 +91,13 @@ class Sources:
     def add(self, value: Any) -> None:
         """Add one stream."""
         known = id(value) in self.streams
-        # The global ones are noted in any case.
+        # `Ambient` notes the global ones in any case.
         if not known and all(value is not g for g in default_generators()):
             stream = stream_of(value)
             if stream is not None:
                 self.streams[id(value)] = stream
 
-    def of_function(self, fn: types.FunctionType, *, deeply: bool = False) -> None:
+    def look_at_function(self, fn: types.FunctionType, *, deeply: bool = False) -> None:
         """Look at the code of a function, and walk its attributes.
 
         Args:
@@ -127,18 +113,18 @@ class Sources:
         if deeply and (known.open or is_closed(fn) or has_defaults(fn)):
             self.walk_all(_parts_of_function(fn, known.open))
 
-    def of_class(self, cls: type) -> None:
+    def look_at_class(self, cls: type) -> None:
         """Walk what a class holds and what the code of its methods refers to."""
-        own = own_bases(cls)
-        if not own or id(cls) in self._seen:
+        bases = user_bases(cls)
+        if not bases or id(cls) in self._seen:
             return
         self._seen[id(cls)] = cls
-        for i in own:
+        for i in bases:
             for value in cls.__mro__[i].__dict__.values():
                 kind = type(value)
                 if kind is types.FunctionType:
-                    self.of_function(value, deeply=True)
-                elif kind not in _PLAIN:
+                    self.look_at_function(value, deeply=True)
+                elif kind not in _NOT_WALKED:
                     self.walk(value)
 
     def walk(self, value: Any) -> None:
@@ -151,7 +137,7 @@ class Sources:
         while todo:
             value = todo.pop()
             kind = type(value)
-            if kind in _PLAIN:
+            if kind in _NOT_WALKED:
                 continue
             if is_stream(kind):
                 self.add(value)
@@ -166,10 +152,10 @@ class Sources:
             streams = () if is_library(scope) else scope.values()
             return [v for v in streams if is_stream(type(v))]
         if issubclass(kind, type):
-            self.of_class(value)
+            self.look_at_class(value)
             return ()
         if kind is types.FunctionType:
-            self.of_function(value, deeply=True)
+            self.look_at_function(value, deeply=True)
             return ()
         if kind is types.MethodType:
             return value.__func__, value.__self__
@@ -177,7 +163,7 @@ class Sources:
             return (value.fget,)
         if kind in (staticmethod, classmethod):
             return (value.__func__,)
-        if issubclass(kind, (*_SEQUENCES, *_MAPPINGS)):
+        if issubclass(kind, (*SEQUENCES, *_MAPPINGS)):
             return _parts_of_container(value)
         return self._parts_of_object(kind, value)
 
@@ -193,7 +179,7 @@ class Sources:
             if root not in _OPENED:
                 return ()
         else:
-            self.of_class(kind)
+            self.look_at_class(kind)
             held = attributes(value)
             self.compiled = self.compiled or is_compiled(held) or is_scripted(kind)
             if held:
@@ -228,6 +214,6 @@ def _parts_of_container(value: Any) -> Iterable[Any]:
     if isinstance(value, defaultdict):
         held.append(value.default_factory)
     # A long list of numbers or words is looked at in one go.
-    if type(value) in (list, tuple, dict) and _PLAIN.issuperset(map(type, items)):
+    if type(value) in (list, tuple, dict) and _NOT_WALKED.issuperset(map(type, items)):
         return held
     return [*items, *held]

@@ -1,0 +1,100 @@
+"""What a walk does at a module: what is registered in it, and what is remembered of it.
+
+Invariant: as of `visits`. Hooks are not walked: they may lead to the whole model.
+Rejected: a module as an object like others. Its dictionaries are copied in one piece.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from remat._base.types import INERT
+from remat._capture.kinds import is_sharded
+from remat._capture.modules import ModuleNode
+from remat._capture.nodes import Node
+from remat._capture.paths import Path
+from remat._capture.trees import IS_ON, Tree, TreeNode, tree_of
+from remat._capture.visits import look_at_class
+from remat._capture.walk import Walk
+
+
+def visit_module(walk: Walk, module: nn.Module, path: Path) -> Node | None:
+    """Take what is remembered of a module, or walk it."""
+    if issubclass(type(module), torch.jit.ScriptModule):
+        return _visit_script_module(walk, module, path)
+    if IS_ON and walk.shallow and not (walk.is_compiled or walk.is_sharded):
+        tree = tree_of(module, type(walk))
+        if tree is not None and not any(_refers(walk, ref) for ref in tree.functions):
+            return _take_over(walk, module, tree, path)
+    return _walk_module(walk, module, path)
+
+
+def _walk_module(walk: Walk, module: nn.Module, path: Path) -> Node:
+    kind = type(module)
+    look_at_class(walk, kind)
+    node, outer = ModuleNode(module), walk.is_sharded
+    walk.remember(module, node)
+    walk.found.code += kind, node.entries.get("training")
+    node.is_sharded = walk.is_sharded = outer or is_sharded(kind)
+    for name, part, text in node.parts():
+        if type(part) not in INERT:
+            child = walk.visit(part, (path, text))
+            if child is not None:
+                node.hold(name, child)
+    parameters, buffers, modules = node.registries
+    node.parameters = _indices(walk, parameters, path, is_buffer=False)
+    node.buffers = _indices(walk, buffers, path, is_buffer=True)
+    node.modules = {
+        name: None if value is None else walk.visit(value, (path, f".{name}"))
+        for name, value in modules.items()
+    }
+    node.seal()
+    walk.is_sharded = outer
+    return node
+
+
+def _indices(
+    walk: Walk, registered: dict[str, Any], path: Path, *, is_buffer: bool
+) -> dict[str, int | None]:
+    """Return the indices of the tensors that are registered, by name."""
+    found = walk.found
+    indices: dict[str, int | None] = {}
+    for name, value in registered.items():
+        if value is None:
+            indices[name] = None
+            continue
+        if type(value) is not nn.Parameter and is_lazy(value):
+            found.is_lazy = True
+        where = path, f".{name}"
+        indices[name] = found.index_of(value, where, registered=is_buffer)
+    return indices
+
+
+def _refers(walk: Walk, ref: Any) -> bool:
+    """Say whether a function refers to something by now."""
+    return walk.visit(ref(), None) is not None
+
+
+def _take_over(walk: Walk, module: nn.Module, tree: Tree, path: Path) -> Node:
+    """Take what was found in a module before."""
+    found = walk.found
+    found.is_contained = False
+    found.code += tree.code
+    for kind in tree.kinds:
+        look_at_class(walk, kind)
+    tensors: list[Any] = [ref() for ref in tree.tensors]
+    origins = [(path, text) for text in tree.texts]
+    node = TreeNode(tree, found.indices_of(tensors, origins, tree.registered))
+    walk.remember(module, node)
+    return node
+
+
+def _visit_script_module(walk: Walk, module: Any, path: Path) -> None:
+    """Add the parameters of a module that cannot be taken apart."""
+    found = walk.found
+    found.stream_search.compiled = True
+    found.scripted = found.scripted or module.original_name
+    for name, value in module.named_parameters():
+        found.index_of(value, (path, f".{name}"))

@@ -1,0 +1,235 @@
+"""What a walk does at a value, by its kind: containers, callables, objects.
+
+Each visit returns the node of the value; None if nothing has to be made again.
+
+Invariant: a value is remembered before its parts are walked, for it may hold itself.
+Rejected: a method of each node. A walk may decide at a value that it needs no node.
+"""
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from remat._base.code import known_code
+from remat._base.types import INERT, TENSORS
+from remat._capture.callables import (
+    CellNode,
+    FunctionNode,
+    MethodNode,
+    PartialNode,
+    WrapperNode,
+)
+from remat._capture.containers import (
+    ContainerNode,
+    CopyNode,
+    DictNode,
+    IteratorNode,
+    LargeNode,
+    SequenceNode,
+)
+from remat._capture.kinds import SEQUENCES, can_be_made_anew, is_left_alone
+from remat._capture.nodes import Node, ObjectNode, TensorNode
+from remat._capture.paths import Path, written
+from remat._capture.stream_search import (
+    has_defaults,
+    has_user_code,
+    is_scripted,
+)
+from remat._capture.walk import Walk
+from remat._torch import is_compiled
+
+
+_LARGE = 1000  # entries, above which a container is not copied in each call
+
+
+def visit_tensor(walk: Walk, value: Tensor, path: Path) -> Node:
+    """Add a tensor."""
+    return TensorNode.of(walk.found.index_of(value, path))
+
+
+def visit_as_it_is(walk: Walk, value: Any, path: Path) -> None:
+    """Use a value as it is, and look for random streams in it."""
+    del path
+    walk.found.is_contained = False
+    walk.found.stream_search.walk(value)
+
+
+# --- Containers ---
+
+
+def visit_sequence(walk: Walk, value: Any, path: Path) -> Node | None:
+    """Walk the items of a list, tuple, set, frozenset or deque."""
+    if _is_compared(value, shallow=walk.shallow):
+        return _visit_large(walk, value, path)
+    found = walk.found
+    is_fixed = isinstance(value, (tuple, frozenset))
+    if is_fixed and type(value) in SEQUENCES and INERT.issuperset(map(type, value)):
+        found.note_constants(value)
+        return None
+    node = SequenceNode(value)
+    walk.remember(value, node)
+    found.note_constants(node.items)
+    _walk_items(walk, node, range(len(node.items)), path)
+    walk.walk_parts(value, node, path)
+    if is_fixed and not (node.children or node.tensors):
+        walk.remember(value, None)
+        return None
+    return node
+
+
+def visit_dict(walk: Walk, value: Any, path: Path) -> Node:
+    """Walk the keys and the items of a dict."""
+    if _is_compared(value, shallow=walk.shallow):
+        return _visit_large(walk, value, path)
+    node = DictNode(value)
+    walk.remember(value, node)
+    keys = node.keys
+    walk.found.note_constants((*keys, *node.items))
+    for i, key in enumerate(keys):
+        if type(key) not in INERT:
+            child = walk.visit(key, path)
+            if child is not None:
+                node.hold_key(i, child)
+    _walk_items(walk, node, keys, path)
+    return walk.walk_parts(value, node, path)
+
+
+def _walk_items(
+    walk: Walk, node: ContainerNode, keys: Sequence[Any], path: Path
+) -> None:
+    for i, part in enumerate(node.items):
+        if type(part) not in INERT:
+            child = walk.visit(part, (path, keys[i], None))
+            if child is not None:
+                node.hold_item(i, child)
+
+
+def _is_compared(value: Any, *, shallow: bool) -> bool:
+    """Say whether a container is compared, and not copied."""
+    if len(value) <= _LARGE:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    kinds = {*map(type, value), *map(type, items)} - INERT
+    if not kinds or not shallow:
+        return not kinds
+    return kinds <= TENSORS and not any(
+        isinstance(v, Tensor) and v.requires_grad for v in items
+    )
+
+
+def _visit_large(walk: Walk, value: Any, path: Path) -> Node:
+    node = LargeNode(value, _name(path))
+    walk.remember(value, node)
+    return node
+
+
+def _name(path: Path) -> str:
+    return written(path)[1].lstrip(".")
+
+
+def visit_iterator(walk: Walk, value: Any, path: Path) -> Node | None:
+    """Note how far an iterator was read that cannot be copied."""
+    streams = walk.found.stream_search.streams
+    before = len(streams)
+    visit_as_it_is(walk, value, path)
+    if len(streams) > before:
+        return None  # it draws: its stream is set back, and it is used as it is
+    node = IteratorNode(value, f"the {type(value).__name__} `{_name(path)}`")
+    walk.remember(value, node)
+    return node
+
+
+def visit_copied(walk: Walk, value: Any, path: Path) -> Node:
+    """Copy an iterator or a buffer."""
+    del path
+    node = CopyNode(value)
+    walk.remember(value, node)
+    return node
+
+
+def visit_buffer(walk: Walk, value: Any, path: Path) -> Node | None:
+    """Copy a buffer of numbers, if it is small."""
+    return visit_copied(walk, value, path) if len(value) <= _LARGE else None
+
+
+# --- What can be called ---
+
+
+def visit_function(walk: Walk, fn: types.FunctionType, path: Path) -> Node | None:
+    """Walk the variables of a function, and the globals that its code names."""
+    walk.found.code.append(fn.__code__)
+    known = known_code(fn)
+    has_more = fn.__dict__ or has_defaults(fn)
+    if known.is_settled and not (fn.__closure__ or has_more):
+        walk.remember(fn, None)
+        return None
+    walk.found.stream_search.look_at_function(fn)
+    outer = walk.is_compiled
+    # Compiled code reads globals from where it was compiled.
+    walk.is_compiled = outer or is_compiled(fn.__dict__)
+    names = ((), ()) if walk.is_compiled else (known.open, known.names.stored)
+    node = FunctionNode(fn, *names)
+    if node.is_settled and not has_more:
+        walk.remember(fn, None)
+        found = None
+    else:
+        found = walk.walk_parts(fn, node, path)
+    walk.is_compiled = outer
+    return found
+
+
+def visit_cell(walk: Walk, cell: types.CellType, path: Path) -> Node:
+    """Walk what a variable of an outer function holds."""
+    return walk.walk_parts(cell, CellNode(cell), path)
+
+
+def visit_builtin(walk: Walk, value: Any, path: Path) -> Node | None:
+    """Walk the owner of a method of a built-in class."""
+    walk.found.code.append(value.__name__)
+    visit_as_it_is(walk, value, path)
+    owner = value.__self__
+    if owner is None or isinstance(owner, types.ModuleType):
+        return None
+    return walk.walk_fixed(value, MethodNode(value.__name__, owner), path)
+
+
+def visit_method(walk: Walk, value: types.MethodType, path: Path) -> Node | None:
+    """Walk the owner and the function of a bound method."""
+    node = MethodNode(value.__func__, value.__self__)
+    return walk.walk_fixed(value, node, path)
+
+
+def visit_partial(walk: Walk, value: Any, path: Path) -> Node | None:
+    """Walk the function and the arguments of a partial."""
+    return walk.walk_fixed(value, PartialNode(value), path)
+
+
+def visit_wrapper(walk: Walk, value: Any, path: Path) -> Node | None:
+    """Walk the function of another remat."""
+    walk.found.code.append(value.__remat_options__[-1].key)
+    return walk.walk_fixed(value, WrapperNode(value), path)
+
+
+# --- Objects ---
+
+
+def visit_object(walk: Walk, value: Any, path: Path) -> Node | None:
+    """Walk the attributes of an object, unless it is used as it is."""
+    kind = type(value)
+    if is_left_alone(kind):
+        return visit_as_it_is(walk, value, path)
+    look_at_class(walk, kind)
+    if is_scripted(kind):
+        walk.found.stream_search.compiled = True
+    node = ObjectNode(value)
+    if not (node.entries or can_be_made_anew(kind)):
+        return visit_as_it_is(walk, value, path)  # of an extension module
+    return walk.walk_parts(value, node, path)
+
+
+def look_at_class(walk: Walk, kind: type) -> None:
+    """Look for random streams in the code of a class."""
+    if has_user_code(kind):
+        walk.found.stream_search.look_at_class(kind)

@@ -1,0 +1,145 @@
+"""What the shims of `modes` expect of torch.
+
+Invariant: a check fails where a name of it is missing or does something else.
+Rejected: one mode around all checks. Some need that there is none.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, overrides
+from torch.utils import _python_dispatch
+from typing_extensions import override
+
+from remat._torch import modes, tensors
+from remat._torch.selftest import expects, same
+
+
+class _Mode(overrides.TorchFunctionMode):
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return "seen"
+
+
+class _Class(Tensor):
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return "seen"
+
+
+@expects(
+    *("function_mode_count", "function_modes", "under_function_modes", "is_unwatched")
+)
+def _function_modes_are_exchanged() -> None:
+    x, negative = torch.ones(2), -torch.ones(2)
+    assert modes.is_unwatched(x) is True
+    assert modes.function_mode_count() == 0
+    with _Mode() as mode:
+        assert modes.function_modes() == [mode]
+        assert modes.is_unwatched(x) is False
+        plain = modes.under_function_modes([], torch.neg, x)
+        assert torch.neg(x) == "seen"
+    assert same(plain, negative)
+    assert modes.under_function_modes([mode], torch.neg, x) == "seen"
+    assert modes.function_mode_count() == 0
+
+
+@expects("no_torch_function", "no_torch_functions", "torch_functions")
+def _torch_functions_are_switched() -> None:
+    x = torch.ones(2).as_subclass(_Class)
+    with modes.no_torch_functions():
+        assert torch.neg(x) != "seen"
+        with modes.torch_functions():
+            assert torch.neg(x) == "seen"
+    silent = type(
+        "Silent", (Tensor,), {"__torch_function__": tensors.no_torch_function}
+    )
+    assert type(torch.neg(torch.ones(2).as_subclass(silent))) is Tensor
+
+
+@expects("call_kernel")
+def _kernels_resolve_lazy_bits() -> None:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate)
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        assert _is_conjugate_excluded()
+        assert modes.call_kernel(_is_conjugate_excluded) is False
+        assert _is_conjugate_excluded()
+
+
+def _is_conjugate_excluded() -> bool:
+    key = torch._C.DispatchKey.Conjugate
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+
+
+def _flags() -> dict[str, Any]:
+    return {k: v for k, v in vars(_python_dispatch).items() if type(v) is bool}
+
+
+@contextmanager
+def _with_flags_down() -> Iterator[None]:
+    # Modes of two threads that overlap leave one of torch's flags set for good.
+    before = _flags()
+    vars(_python_dispatch).update(dict.fromkeys(before, False))
+    try:
+        yield
+    finally:
+        vars(_python_dispatch).update(before)
+
+
+@expects(
+    *("LeanDispatchMode", "undisturbed", "unseen", "viewed", "without_dispatch_mode")
+)
+@_with_flags_down()
+def _dispatch_modes_are_entered_and_left() -> None:
+    before = _flags()
+    with _python_dispatch.TorchDispatchMode():
+        inside = _flags()
+
+    class Lean(modes.LeanDispatchMode):
+        @override
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.op = func
+            return func(*args, **(kwargs or {}))
+
+    x, mode = torch.ones(4), Lean()
+    with mode:
+        assert _flags() == inside != before
+        x.sin()
+        alone = functools.partial(modes.without_dispatch_mode, mode)
+        for quiet in (modes.undisturbed, modes.unseen, alone):
+            with quiet():  # some are at work as soon as they are made
+                x.cos()
+        view = modes.viewed(x, (2,), (2,), 1)
+    assert mode.op is torch.ops.aten.sin.default
+    assert (view.shape, view.storage_offset()) == ((2,), 1)
+    assert _flags() == before
+
+
+@expects("outside_dispatch_mode")
+def _what_is_entered_inside_of_a_mode_is_left_with_it() -> None:
+    class Noting(modes.LeanDispatchMode):
+        @override
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(self)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    x, around, mode, inner = torch.ones(2), Noting(), Noting(), Noting()
+    with around, mode, inner:
+        with modes.outside_dispatch_mode(mode):
+            x.sin()
+        assert seen == [around]
+        x.sin()
+    assert seen == [around, inner, mode, around]

@@ -1,0 +1,100 @@
+"""What the shims of `process`, `surroundings` and `pytrees` expect of torch.
+
+Invariant: a check fails where a name of it is missing or does something else.
+Rejected: `torch.utils.checkpoint` as users call it, which imports Dynamo.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+from torch.utils import _pytree, checkpoint
+
+from remat._torch import process, pytrees, surroundings
+from remat._torch.selftest import expects, leaf, replaced
+
+
+@expects("read_settings", "write_settings")
+def _settings_are_read_and_written() -> None:
+    then = process.read_settings()
+    assert type(then) is tuple
+    assert torch.get_default_dtype() in then
+    for put, value in zip(process._SETTERS, then, strict=True):
+        put(*value) if isinstance(value, tuple) else put(value)
+    assert process.write_settings(then) is None
+    assert process.read_settings() == then
+
+
+@expects("default_generators", "device_generators")
+def _generators_are_found() -> None:
+    more = process.device_generators()
+    assert [torch.default_generator, *more] == process.default_generators()
+    assert all(isinstance(g, torch.Generator) for g in more)
+
+
+@expects("autocast_depth", "is_autocast_active")
+def _autocast_is_seen() -> None:
+    before = surroundings.autocast_depth()
+    assert surroundings.is_autocast_active() is False
+    with torch.autocast("cpu", torch.bfloat16):
+        assert surroundings.autocast_depth() == before + 1
+        assert surroundings.is_autocast_active() is True
+
+
+@expects("parametrization_cache", "swap_parametrization_cache")
+def _parametrizations_are_cached() -> None:
+    assert surroundings.parametrization_cache() is None
+    fresh: dict[Any, Any] = {}
+    with parametrize.cached():
+        before = surroundings.swap_parametrization_cache(({}, 0))
+        assert surroundings.parametrization_cache() is None
+        surroundings.swap_parametrization_cache((fresh, 1))
+        assert surroundings.parametrization_cache() is fresh
+        assert surroundings.swap_parametrization_cache(before) == (fresh, 1)
+        assert surroundings.parametrization_cache() is before[0]
+
+
+@expects("checkpoint_depth")
+def _checkpoints_are_seen() -> None:
+    # Unwrapped and reentrant, as the others import Dynamo.
+    call: Any = inspect.unwrap(checkpoint.checkpoint)
+    depths: list[int] = []
+
+    def note(x: Tensor) -> Tensor:
+        depths.append(surroundings.checkpoint_depth())
+        return x * 1
+
+    call(note, leaf(), use_reentrant=True)
+    if inspect.signature(call).parameters["function"].default is None:
+        call(use_reentrant=True)(note)(leaf())
+    assert {*depths} == {1}
+    assert surroundings.checkpoint_depth() == 0
+
+
+class _Node:
+    pass
+
+
+def _unflatten(*_: Any) -> _Node:
+    return _Node()
+
+
+@expects("TORCH_NODES", "register_torch_node")
+def _classes_of_pytrees_are_listed() -> None:
+    assert {dict, list, tuple} <= pytrees.TORCH_NODES.keys()
+    takes = inspect.signature(_pytree.register_pytree_node)
+    given: list[inspect.BoundArguments] = []
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        given.append(takes.bind(*args, **kwargs))
+
+    def flatten(_: Any) -> tuple[list[Any], Any]:
+        return [3], None
+
+    # Not registered, which could not be undone.
+    with replaced(vars(_pytree), "register_pytree_node", note):
+        pytrees.register_torch_node(_Node, "name", ["a"], flatten, _unflatten)
+    keyed, _ = given[0].arguments["flatten_with_keys_fn"](None)
+    assert keyed == [(_pytree.GetAttrKey("a"), 3)]

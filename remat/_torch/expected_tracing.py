@@ -1,0 +1,74 @@
+"""What the shims of `tracing` expect of torch.
+
+Invariant: a check fails where a name of it is missing or does something else.
+Rejected: to have Dynamo compile something. Importing it takes seconds, so what it asks
+for is looked up in its text.
+"""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import _symbolic_trace
+
+from remat._torch import tracing
+from remat._torch.selftest import expects, replaced
+
+
+@expects("must_inline")
+def _traces_are_seen() -> None:
+    assert tracing.must_inline() is False
+    with torch.inference_mode():
+        assert tracing.must_inline() is True
+    assert torch._C._get_dispatch_mode(tracing._PROXY) is None
+
+
+@expects("is_traced_symbolically")
+def _a_symbolic_trace_is_noticed() -> None:
+    assert not tracing.is_traced_symbolically()
+    with replaced(vars(_symbolic_trace), "is_fx_symbolic_tracing", lambda: True):
+        assert tracing.is_traced_symbolically()
+        assert tracing.must_inline()
+
+
+# By its text, as importing Dynamo takes seconds.
+@expects("constant_in_traces", "eager_only", "show_to_traced_modes")
+def _dynamo_asks_what_is_set() -> None:
+    dynamo = Path(torch.__file__).parent / "_dynamo"
+    functions = (dynamo / "variables" / "functions.py").read_text()
+    assert "_dynamo_marked_constant" in functions
+    function = tracing.constant_in_traces(lambda: 1)
+    assert vars(function) == {"_dynamo_marked_constant": True}
+    assert tracing.eager_only(function) is function
+    assert function() == 1
+    variables = (dynamo / "variables" / "torch.py").read_text()
+    assert "in get_overridable_functions()" in variables
+    shown: set[Any] = set()
+    stub = SimpleNamespace(get_overridable_functions=lambda: shown)
+    with replaced(sys.modules, "torch._dynamo.variables.torch", stub):
+        tracing.show_to_traced_modes([torch.sin])
+    assert shown == {torch.sin}
+
+
+@expects("is_compiled")
+def _compiled_functions_are_told() -> None:
+    names = "_torchdynamo_orig_callable", "_torchdynamo_disable"
+    said = [tracing.is_compiled(dict.fromkeys(names[:n])) for n in range(3)]
+    assert said == [False, True, False]
+    text = (Path(torch.__file__).parent / "_dynamo" / "eval_frame.py").read_text()
+    assert all(f".{name} = " in text for name in names)
+
+
+@expects("not_scriptable")
+def _torchscript_is_refused() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x
+
+    tracing.not_scriptable(fn, "no script")
+    # To compile it would warn, and import much.
+    assert vars(fn)["__script_unsupported"] == "no script"
+    text = Path(sys.modules["torch.jit._script"].__file__ or "").read_text("utf-8")
+    assert "__script_unsupported" in text

@@ -1,0 +1,239 @@
+"""Modes: which are entered, how one is entered cheaply, and how to act outside of them.
+
+Invariant: a stack of modes that is exchanged is put back, also after an exception.
+Rejected: `TorchDispatchMode` as it is. It imports Dynamo, and to enter it costs more
+than an operation.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, overrides
+from torch._C._functorch import peek_interpreter_stack
+from torch.utils import _python_dispatch
+from typing_extensions import override
+
+from remat._torch.tracing import dynamo
+
+
+# --- Modes for functions ---
+
+
+# Deleted by: a public stack of TorchFunctionModes.
+function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def function_modes() -> list[overrides.TorchFunctionMode]:
+    """Return the active TorchFunctionModes, outermost first, without remat's own."""
+    stack = overrides._get_current_function_mode_stack()
+    return [mode for mode in stack if not hasattr(mode, "is_remats_check")]
+
+
+def under_function_modes(
+    modes: Sequence[overrides.TorchFunctionMode], fn: Callable[..., Any], *args: Any
+) -> Any:
+    """Call `fn` under just these TorchFunctionModes and remat's own."""
+    before = overrides._get_current_function_mode_stack()
+    checks = [mode for mode in before if hasattr(mode, "is_remats_check")]
+    _swap_function_modes([*modes, *checks])
+    try:
+        return fn(*args)
+    finally:
+        _swap_function_modes(before)
+
+
+def _swap_function_modes(modes: Sequence[overrides.TorchFunctionMode]) -> None:
+    while function_mode_count():
+        overrides._pop_mode()
+    for mode in modes:
+        overrides._push_mode(mode)
+
+
+# Deleted by: `torch.autograd.grad` not switching torch functions off for a backward,
+# where a tensor passed to it is of a class that has one.
+torch_functions: Any = vars(torch._C)["_EnableTorchFunction"]
+
+# Deleted by: a public way to keep TorchFunctionModes out.
+no_torch_functions = torch._C.DisableTorchFunction
+
+
+# --- Modes for operations ---
+
+
+# Flags that a mode sets while it is entered. Dynamo reads them, since it compiles
+# nothing under some modes.
+_FLAGS = (
+    *("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode"),
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+_dispatch: Any = _python_dispatch
+_tell_dynamo = getattr(
+    _dispatch, "set_is_in_mode_without_ignore_compile_internals", None
+)
+_has_flags = _tell_dynamo is not None and all(hasattr(_dispatch, n) for n in _FLAGS)
+_read_flags = operator.attrgetter(*_FLAGS)
+
+
+# Deleted by: TorchDispatchMode not importing Dynamo to keep it out of its subclasses,
+# and entering a mode costing no more than an operation.
+class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
+    """A dispatch mode whose `__torch_dispatch__` must be `eager_only`.
+
+    It is entered once at a time.
+    """
+
+    # Else torch refuses torch.cond and the like.
+    supports_higher_order_operators = True
+
+    _before: tuple[bool, ...] = ()
+
+    def __init__(self) -> None:
+        if not _has_flags:  # torch's own `__init__` makes the flags
+            super().__init__()
+
+    @override
+    def __enter__(self) -> Any:
+        if not _has_flags:
+            return super().__enter__()
+        assert not self._before, "the flags from before would be lost"
+        self._before = _read_flags(_dispatch)
+        for name in _FLAGS:
+            setattr(_dispatch, name, True)
+        _tell_dynamo(True)
+        torch._C._push_on_torch_dispatch_stack(self)
+        return self
+
+    @override
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        if not _has_flags:
+            return super().__exit__(exc_type, exc_val, exc_tb)
+        for name, value in zip(_FLAGS, self._before, strict=True):
+            setattr(_dispatch, name, value)
+        _tell_dynamo(self._before[-1])
+        self._before = ()
+        torch._C._pop_torch_dispatch_stack(None)
+        return None
+
+    @classmethod
+    @override
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+# Deleted by: a dispatch mode that can be left by those inside of it.
+@contextmanager
+def without_dispatch_mode(mode: Any) -> Iterator[None]:
+    """Run the body without a dispatch mode, if it is the innermost."""
+    if _python_dispatch._get_current_dispatch_mode() is not mode:
+        yield
+        return
+    # Dynamo traces nothing under such a mode, and should trace nothing here either.
+    before = dynamo.set_eval_frame(None)
+    _python_dispatch._pop_mode()
+    try:
+        yield
+    finally:
+        _python_dispatch._push_mode(mode)
+        dynamo.set_eval_frame(before)
+
+
+# Deleted by: the same.
+@contextmanager
+def outside_dispatch_mode(mode: Any) -> Iterator[None]:
+    """Run the body as if a mode, and modes of ours inside of it, were not entered."""
+    popped = list[Any]()
+    before = dynamo.set_eval_frame(None)
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    inside = [*map(id, stack)].index(id(mode))
+    for _ in stack[inside:]:
+        popped.append(_python_dispatch._pop_mode())
+    others = [m for m in reversed(popped) if not isinstance(m, LeanDispatchMode)]
+    for other in others:
+        _python_dispatch._push_mode(other)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _python_dispatch._pop_mode()
+        for each in reversed(popped):
+            _python_dispatch._push_mode(each)
+        dynamo.set_eval_frame(before)
+
+
+# Deleted by: kernels that resolve lazy conjugates and negatives below a dispatch mode.
+# torch switches that off there, and kernels that are made of others (`pinv`) are wrong.
+def call_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a kernel from a dispatch mode as it is called without one."""
+    before = [*map(_is_excluded, _LAZY)]
+    for key in _LAZY:
+        _set_excluded(key, False)
+    try:
+        return kernel(*args, **kwargs)
+    finally:
+        for key, was in zip(_LAZY, before, strict=True):
+            _set_excluded(key, was)
+
+
+_LAZY = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+# --- Outside of all of them ---
+
+
+# Deleted by: a public context that no dispatch mode sees.
+unseen: Any = torch._C._DisableTorchDispatch
+
+
+# Deleted by: views that modes do not get to see.
+def viewed(
+    tensor: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
+) -> Tensor:
+    """Return another view of the storage of a tensor, past all dispatch modes."""
+    if type(tensor) is not Tensor:
+        return tensor.as_strided(shape, stride, offset)
+    with unseen():
+        return tensor.as_strided(shape, stride, offset)
+
+
+# Deleted by: a public context below modes, transforms and autograd.
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run the body as if there were no mode, no transform and no autograd."""
+    with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_ALL):
+        yield
+
+
+_ALL = functools.reduce(
+    operator.or_,
+    [
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        for key in (
+            *("Python", "PythonTLSSnapshot", "PythonDispatcher", "PreDispatch"),
+            *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"),
+            *("AutogradFunctionality", "ADInplaceOrView", "Functionalize"),
+        )
+    ],
+)
+
+
+# Deleted by: calls of `torch.ops` costing as little as those of a function.
+def is_unwatched(tensor: Tensor) -> bool:
+    """Say whether an operation on `tensor` may be computed without being dispatched.
+
+    That is: it is on the CPU, and no transform, mode, trace or subclass would see it.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) is Tensor
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_tracing_state() is None
+        and peek_interpreter_stack() is None
+        and tensor.is_cpu
+    )

@@ -1,0 +1,67 @@
+"""Operators: what `torch.ops` holds, what an overload calls, torch's keyed draws.
+
+Invariant: an operator is called as torch calls it. Rejected: to tell operators by their
+names. A custom operator may have any name.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+
+# Deleted by: public names for the classes of what `torch.ops` holds.
+from torch._ops import (
+    HigherOrderOperator as HigherOrderOperator,
+    OpOverload as OpOverload,
+    OpOverloadPacket as OpOverloadPacket,
+)
+from torch.library import CustomOpDef
+
+
+try:
+    from torch.func import _random  # nothing in torch imports it
+except ImportError:
+    _random = None
+
+
+def is_operator(obj: object) -> TypeGuard[Any]:
+    """Say whether `obj` is what `torch.ops` holds, or `torch.library.custom_op` made.
+
+    Example:
+        >>> is_operator(torch.ops.aten.mm), is_operator(torch.mm)
+        (True, False)
+    """
+    kinds = OpOverload, OpOverloadPacket, HigherOrderOperator, CustomOpDef
+    return isinstance(obj, kinds)
+
+
+# Deleted by: a public way from a custom_op's function to its overload.
+def overload_of(operator: Any) -> Any:
+    """Return the operator behind a function that `torch.library.custom_op` made."""
+    return operator._opoverload if isinstance(operator, CustomOpDef) else operator
+
+
+# Deleted by: calls of an overload that cost as little as what they call.
+def kernel_of(func: Any) -> Callable[..., Any]:
+    """Return what an overload calls, or an operator of higher order itself."""
+    # From torch 2.14 on `_op` may be a short cut of a custom operator, which is not to
+    # be taken everywhere.
+    return getattr(func, "_cpp_dispatch_handle", None) or getattr(func, "_op", func)
+
+
+# Deleted by: a public `OpOverload.is_view`.
+def is_view_op(func: Any) -> bool:
+    """Say whether an operation only looks at a storage in another way."""
+    return getattr(func, "is_view", False)
+
+
+# Deleted by: a public `torch.func.random`.
+def native_random(device: str) -> Any:
+    """Return torch's own module of keyed draws, if it has kernels for the device."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    ops = "aten::_philox_key_split", "aten::_philox_uniform_", "aten::_philox_normal_"
+    try:
+        key = torch._C._dispatch_key_for_device(device)
+        return _random if all(has_kernel(op, key) for op in ops) else None
+    except RuntimeError:  # of no dispatch key
+        return None

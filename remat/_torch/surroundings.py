@@ -1,0 +1,57 @@
+"""What a call is inside of, besides modes and levels: autocast, caches, checkpoints.
+
+Invariant: to ask changes nothing. Rejected: to note who enters what. For that, remat
+would have to patch torch.
+"""
+
+import inspect
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+from torch.utils import checkpoint
+
+
+# Deleted by: a public way to ask whether any device type autocasts.
+is_autocast_active = torch._C._is_any_autocast_enabled
+
+
+# Deleted by: a public way to ask how many autocast contexts there are around. When the
+# outermost ends, the cache of casts is emptied.
+def autocast_depth() -> int:
+    """Return how many contexts of autocast are open, on or off."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+# Deleted by: a cache of parametrizations that is not global.
+def swap_parametrization_cache(
+    state: tuple[dict[Any, Any], int],
+) -> tuple[dict[Any, Any], int]:
+    """Exchange what `parametrize.cached()` keeps, and how often it is entered."""
+    before = parametrize._cache, parametrize._cache_enabled
+    parametrize._cache, parametrize._cache_enabled = state
+    return before
+
+
+def parametrization_cache() -> dict[Any, Any] | None:
+    """Return what `parametrize.cached()` keeps; None if it is not active."""
+    return parametrize._cache if parametrize._cache_enabled > 0 else None
+
+
+# Deleted by: a public way to ask whether torch's checkpoint is running a function.
+# Torch 2.14 has a second entry beside the first: `checkpoint(use_reentrant=False)(fn)`.
+_checkpoint: Any = getattr(checkpoint, "_checkpoint_impl", checkpoint.checkpoint)
+_CHECKPOINT: CodeType = inspect.unwrap(_checkpoint).__code__
+
+
+def checkpoint_depth() -> int:
+    """Return how many calls of torch.utils.checkpoint this is within, by the stack."""
+    depth = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        depth += frame.f_code is _CHECKPOINT
+        frame = frame.f_back
+    return depth

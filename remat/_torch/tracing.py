@@ -1,0 +1,81 @@
+"""Traces: whether one is being made, and what Dynamo and TorchScript are told.
+
+Invariant: nothing here imports Dynamo, which takes seconds.
+Rejected: `torch.compiler.disable` and the like, which import it.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch._C._dynamo import eval_frame
+from torch.fx import _symbolic_trace
+
+
+dynamo: Any = eval_frame
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+# Deleted by: a public `torch.fx` way to ask whether a trace is being made.
+def must_inline() -> bool:
+    """Say whether a function is to be called as it is, though it is differentiated.
+
+    That is so while Dynamo traces, which drops a Function's backward under torch.func;
+    in a trace by make_fx, torch.fx or TorchScript, which saves no memory; and in
+    inference mode, where a torch.func level makes a graph but nothing below it can.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or torch.is_inference_mode_enabled()
+        or torch._C._is_tracing()
+        or _symbolic_trace.is_fx_symbolic_tracing()
+    )
+
+
+def is_traced_symbolically() -> bool:
+    """Say whether torch.fx traces, on stand-ins that are no tensors, unlike make_fx."""
+    traces = _symbolic_trace.is_fx_symbolic_tracing()
+    return traces and torch._C._get_dispatch_mode(_PROXY) is None
+
+
+# Deleted by: a public way to say that TorchScript cannot compile a function.
+def not_scriptable(fn: Callable[..., Any], why: str) -> None:
+    """Have TorchScript refuse to compile a function, and say why."""
+    vars(fn)["__script_unsupported"] = why
+
+
+# Deleted by: `torch.compiler.disable` not importing Dynamo for those who do not use it.
+def eager_only(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo out of `fn`, which the engine may call from compiled code."""
+    skip = dynamo._FrameAction.SKIP
+    strategy = dynamo._FrameExecStrategy(skip, skip)
+    dynamo.set_code_exec_strategy(fn.__code__, strategy)
+    return fn
+
+
+# Deleted by: `torch.compiler.assume_constant_result` not importing Dynamo.
+def constant_in_traces(fn: _F) -> _F:
+    """Let Dynamo call `fn` where it traces a call, and take the result as constant."""
+    vars(fn)["_dynamo_marked_constant"] = True
+    return fn
+
+
+# Deleted by: Dynamo sending to modes every function that they get when not traced.
+def show_to_traced_modes(functions: Iterable[Any]) -> None:
+    """Have Dynamo send these functions to TorchFunctionModes."""
+    variables = sys.modules["torch._dynamo.variables.torch"]
+    variables.get_overridable_functions().update(functions)
+
+
+# Deleted by: a public way to ask whether a function or module is compiled.
+def is_compiled(attributes: Mapping[str, Any]) -> bool:
+    """Say by the attributes of an object whether Dynamo compiles its calls."""
+    return (
+        "_torchdynamo_orig_callable" in attributes
+        and "_torchdynamo_disable" not in attributes
+    )
