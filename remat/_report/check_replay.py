@@ -29,9 +29,9 @@ from remat._capture.snapshot import Snapshot
 from remat._capture.structure import Out
 from remat._partial.cache import CACHES
 from remat._partial.options import DEFAULT
-from remat._report.compare import CompareValues, KeepValues, has_values
+from remat._report.bitwise import CompareValues, KeepValues, has_values
 from remat._report.inputs import Inputs
-from remat._report.reporting import label_of, refuse_transforms
+from remat._report.labels import label_of, refuse_transforms
 from remat._torch import below_all_levels, unwrap_dead
 from remat._transform.api import Rematerialized
 from remat._transform.filling import Filling

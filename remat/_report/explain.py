@@ -20,9 +20,9 @@ from remat._partial.cost import flops
 from remat._partial.options import Options, Prune
 from remat._partial.plan import Fate
 from remat._report.examine import Examined, Leaf, examine
+from remat._report.labels import label_of, refuse_transforms
 from remat._report.outcome import Outcome, outcome_of
 from remat._report.reasons import Reasons, name
-from remat._report.reporting import label_of, refuse_transforms
 from remat._report.reports import (
     ComparedPolicy,
     Comparison,
@@ -159,7 +159,7 @@ def _explained(
     outcome = outcome_of(found, options)
     made, unpruned = outcome.plan, outcome.unpruned
     readers, itself = found.readers, found.itself
-    reasons = Reasons(found.record, made, readers, itself, found.taken, unpruned)
+    reasons = Reasons(found.record, made, readers, itself, found.exposed, unpruned)
     inputs, counted = _inputs(found, outcome, reasons, options)
     indices = range(len(made.fates))
     ops = [_operation(i, found, outcome, reasons, counted) for i in indices]
@@ -193,8 +193,10 @@ def _inputs(
     for i, (leaf, s) in enumerate(zip(found.leaves, found.record.inputs, strict=True)):
         kept = i not in outcome.dropped
         nbytes = 0 if s in counted else found.sizes[s]
-        nbytes += leaf.nbytes if leaf.is_copied and i not in outcome.let_go else 0
-        linked = options.higher_order and i in outcome.plan.linked and leaf.needs
+        nbytes += leaf.nbytes if leaf.is_copied and i not in outcome.unread else 0
+        linked = (
+            options.higher_order and i in outcome.plan.residual_sources and leaf.needs
+        )
         why = reasons.of_input(s) or _why(leaf, kept, linked, outcome.unpruned)
         rows.append(
             ExplainedInput(leaf.name, leaf.dtype, leaf.shape, nbytes, kept, why)
@@ -242,7 +244,7 @@ def _operation(
 def _word(
     fate: Fate, *, within: int, away: bool
 ) -> Literal["saved", "offloaded", "recomputed", "dead"]:
-    if fate is Fate.KEEP:
+    if fate is Fate.SAVED:
         return "offloaded" if away else "saved"
     return "recomputed" if within or fate.is_run else "dead"
 

@@ -22,7 +22,7 @@ from remat._base.errors import CaptureError
 from remat._base.types import Fn
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
-from remat._report.storages import ARGUMENT, CAPTURED
+from remat._report.ledger import ARGUMENT, CAPTURED
 from remat._torch import device_generators, preserved_version, use_count
 
 

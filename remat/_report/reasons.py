@@ -46,7 +46,7 @@ class Reasons:
         plan: made of it.
         readers: for each storage, what reads it in the backward.
         itself: the storages that the graph saves themselves.
-        learned: storages that something reads which is no operation.
+        exposed: storages that something reads which is no operation.
         unpruned: why nothing is left out, "" if it is.
     """
 
@@ -56,11 +56,11 @@ class Reasons:
         plan: Plan,
         readers: Mapping[int, Sequence[str]],
         itself: Collection[int] = (),
-        learned: Collection[int] = (),
+        exposed: Collection[int] = (),
         unpruned: str = "",
     ) -> None:
         self._record, self._plan, self._readers = record, plan, readers
-        self._learned, self._unpruned, self._itself = learned, unpruned, itself
+        self._exposed, self._unpruned, self._itself = exposed, unpruned, itself
         self._users: dict[int, list[int]] = {}
         for i, step in enumerate(record.steps):
             for s in {*step.reads}:
@@ -70,11 +70,11 @@ class Reasons:
         """Say why an operation is saved, recomputed or left out."""
         step, fate = self._record.steps[i], self._plan.fates[i]
         touched = {*step.makes, *step.writes}
-        if fate is Fate.KEEP:
+        if fate is Fate.SAVED:
             return f"the policy keeps it, {self._use(touched, i)}"
         if fate is Fate.DEAD:
             return self._unused(touched, i)
-        use = self._use(touched, i) or (_forced(step) if step.runs else "")
+        use = self._use(touched, i) or (_forced(step) if step.always_runs else "")
         if use or self._unpruned:
             return use or f"nothing is left out: {self._unpruned}"
         return self._drawn(i)
@@ -89,7 +89,7 @@ class Reasons:
             each = (self._readers.get(s, ()) for s in sorted(touched))
             names = dict.fromkeys(chain.from_iterable(each))
             return f"read by the backward of {_listed(names)}" if names else _UNTOLD
-        if not touched.isdisjoint(self._learned):
+        if not touched.isdisjoint(self._exposed):
             return "read other than by operations"
         fates = self._plan.fates
         users = [i for i in self._users_of(touched) if i > after]

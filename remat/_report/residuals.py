@@ -33,16 +33,16 @@ from remat._graph.graph import (
 from remat._graph.handles import Handle
 from remat._partial.naming import told_of_names
 from remat._partial.recomputation import Recomputation
-from remat._report.compare import has_values
+from remat._report.bitwise import has_values
 from remat._report.inputs import Inputs
-from remat._report.reporting import (
+from remat._report.labels import (
     call_of,
     called,
     reader_of,
     refuse_transforms,
     stream_name,
 )
-from remat._report.storages import (
+from remat._report.ledger import (
     CONSTANT,
     MADE,
     Entry,

@@ -39,7 +39,7 @@ from remat._base.types import TENSORS, Fn, Outputs
 from remat._capture.search import holds_tensors
 from remat._capture.structure import Out
 from remat._partial.cache import cache_of
-from remat._partial.decide import Situation, warn_if_asked, why_as_it_is
+from remat._partial.decide import Situation, warn_if_asked, why_no_record
 from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import DEFAULT, Options, reference
 from remat._partial.recomputation import finish
@@ -138,13 +138,13 @@ class Primal(Call):
         """Return how the forward is traced, if it is."""
         policy, prune = self._policy, self._prune
         situation = self.situation(leaves)
-        why = why_as_it_is(policy, prune, situation)
+        why = why_no_record(policy, prune, situation)
         warn_if_asked(policy, prune, situation, self._label, why)
         if why:
             return None
         options = reference(policy), prune, *self.facts.needs, self._ambient.key
         cache = cache_of((*program.signature, *options), leaves)
-        cache = cache.of(getattr(self._fn, "__self__", self._fn))
+        cache = cache.for_owner(getattr(self._fn, "__self__", self._fn))
         return ForwardPlan(cache, policy, prune, leaves, self._label, inner)
 
     def situation(self, leaves: Sequence[Tensor]) -> Situation:
@@ -215,7 +215,7 @@ class Primal(Call):
         """Note how the call is recomputed; return the tensors kept for it."""
         facts = self.facts
         if isinstance(forward_plan.mode, Recorder):
-            forward_plan.mode.ask(outs)
+            forward_plan.mode.note_saved(outs)
         may_drop = not facts.above and not here().saves
         facts.recomputation, residuals = finish(forward_plan, outs, may_drop=may_drop)
         facts.residuals = len(residuals)

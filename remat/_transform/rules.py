@@ -303,7 +303,7 @@ class Batch(Program):
             inner = [leaf_at(level, t, requires_grad=a) for t, a in pairs]
             outs = self._of.run(*inner, mode=mode)
             if mode is not None:
-                mode.ask(outs)
+                mode.note_saved(outs)
             flags = [j for j, o in enumerate(outs) if requires_grad(o)]
             used, asks_grad_mode = reached_leaves(outs, inner)
             found = Above(used, flags)

@@ -38,7 +38,7 @@ from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
 from remat._graph.handles import Handle, unpack
 from remat._partial.cache import Kind, metas_of
-from remat._partial.decide import Situation, warn_if_asked, why_as_it_is
+from remat._partial.decide import Situation, warn_if_asked, why_no_record
 from remat._partial.following import Following, Replaying
 from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import Options
@@ -147,14 +147,14 @@ class Saved:
         if around is not None and around.again:
             decision = around.next()
             if decision is not None:
-                self._following = Following.again(decision, leaves, self._outer)
+                self._following = Following.of_decision(decision, leaves, self._outer)
             return
         self._place = None if around is None else around.reserve()
         call, label = self.situation(leaves), self._snapshot.label
-        why = why_as_it_is(policy, prune, call)
+        why = why_no_record(policy, prune, call)
         warn_if_asked(policy, prune, call, label, why)
         if not why:
-            cache = self.kind(leaves).cache(policy, prune).of(owner)
+            cache = self.kind(leaves).cache(policy, prune).for_owner(owner)
             forward_plan = ForwardPlan(cache, policy, prune, leaves, label)
             self._following = Following(forward_plan, self._outer, nested=self._nested)
 

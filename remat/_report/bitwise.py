@@ -17,7 +17,7 @@ from typing_extensions import override
 from remat._base.absent import IGNORED, inputs_of, tensors_of
 from remat._base.code import CONSTANT, user_line
 from remat._partial.effects import written_by
-from remat._report.storages import parts
+from remat._report.ledger import parts
 from remat._torch import (
     LeanDispatchMode,
     StorageRef,
