@@ -1,8 +1,10 @@
-"""Follows a function operation by operation, twice, and compares all that they made.
+"""Follows two runs of a function, and compares bit by bit what the operations made.
 
-Invariant: equal is equal in every bit: a NaN is equal to itself, and 0 is not to -0.
+Called by `check_replay`.
+
+Invariant: equal means equal in every bit: a NaN equals itself, and 0 differs from -0.
 Rejected: `torch.equal`, for which it is the other way round. And to stop at the first
-difference: the operations after it tell whether the function took another path.
+difference: the operations after it show whether the function took another path.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +19,10 @@ from typing_extensions import override
 from remat._base.absent import IGNORED, inputs_of, tensors_of
 from remat._base.code import CONSTANT, user_line
 from remat._partial.effects import written_by
+from remat._partial.storages import Storages
 from remat._report.ledger import parts
 from remat._torch import (
     LeanDispatchMode,
-    StorageRef,
     call_kernel,
     eager_only,
     undisturbed,
@@ -36,15 +38,15 @@ class Operation:
 
     Attributes:
         func: the overload that ran.
-        constants: its arguments that are no tensors, and where tensors stand.
+        statics: its arguments, with `Tensor` in place of each tensor.
         source: the user's line.
         reads: the number of the storage of each tensor argument.
-        values: copies of what it made, wrote, or was the first to read, each with what
-            it is.
+        values: copies of what it made, wrote, or was the first to read, each with a
+            description.
     """
 
     func: Any
-    constants: Any
+    statics: Any
     source: str
     reads: tuple[int, ...] = ()
     values: list[tuple[str, list[Tensor]]] = field(default_factory=list)
@@ -54,7 +56,7 @@ class Operation:
 
 
 class _Watch(LeanDispatchMode):
-    """Sees each operation, what goes into it and what comes out.
+    """Sees each operation, with its arguments and results.
 
     Attributes:
         steps: the operations so far.
@@ -66,18 +68,17 @@ class _Watch(LeanDispatchMode):
         super().__init__()
         self.steps: list[Operation] = []
         self.values = self.nbytes = 0
-        self._numbers: dict[int, int] = {}
-        self._held: list[StorageRef] = []  # so that no address is used again
+        self._storages = Storages()
 
     def end(self) -> None:
-        """Do nothing: what is missing is found by who compares."""
+        """Do nothing: `CompareValues` finds what is missing."""
 
-    def at(self, step: Operation, what: str, bits: list[Tensor]) -> None:
-        """Be shown a value of a step, as copies in the memory of the host."""
+    def note_value(self, step: Operation, what: str, bits: list[Tensor]) -> None:
+        """Note a value of a step, given as copies in host memory."""
         raise NotImplementedError
 
-    def begins(self, step: Operation) -> None:
-        """Be shown the next operation."""
+    def note_step(self, step: Operation) -> None:
+        """Note the next operation."""
         self.steps.append(step)
 
     @override
@@ -89,10 +90,10 @@ class _Watch(LeanDispatchMode):
         kwargs = kwargs or {}
         if func in IGNORED:
             return func(*args, **kwargs)
-        step = Operation(func, _constants_of((args, kwargs)), user_line())
-        self.begins(step)
+        step = Operation(func, _statics_of((args, kwargs)), user_line())
+        self.note_step(step)
         inputs = inputs_of(args, kwargs)
-        known = len(self._numbers)
+        known = len(self._storages)
         step.reads = tuple(map(self._number, inputs))
         for k, t in enumerate(inputs):
             if step.reads[k] >= known and step.reads[k] not in step.reads[:k]:
@@ -117,37 +118,33 @@ class _Watch(LeanDispatchMode):
                 self._look(step, f"what it wrote to ({k})", t)
 
     def _number(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage, a new one if it is not known."""
-        for part in parts(tensor):
-            ref = StorageRef(part.untyped_storage())
-            if ref.address not in self._numbers:
-                self._held.append(ref)
-            return self._numbers.setdefault(ref.address, len(self._numbers))
-        return -1
+        """Return the number of a tensor's first storage; -1 if it has none."""
+        part = next(parts(tensor), None)
+        return -1 if part is None else self._storages.number(part)
 
     def _look(self, step: Operation, what: str, tensor: Tensor) -> None:
         self.values += 1
         bits = [_on_host(part) for part in parts(tensor) if has_values(part)]
         self.nbytes += sum(t.nbytes for t in bits)
-        self.at(step, what, bits)
+        self.note_value(step, what, bits)
 
 
 class KeepValues(_Watch):
     """Keeps the values of the forward."""
 
     @override
-    def at(self, step: Operation, what: str, bits: list[Tensor]) -> None:
+    def note_value(self, step: Operation, what: str, bits: list[Tensor]) -> None:
         step.values.append((what, bits))
 
 
 class CompareValues(_Watch):
-    """Compares with the values of the forward, up to the first that differs.
+    """Compares values with those of the forward, up to the first difference.
 
     Args:
         steps: of the forward. Their values are dropped as they are compared.
 
     Attributes:
-        difference: what differs first, if something does.
+        difference: what differs first; None if nothing does so far.
     """
 
     def __init__(self, steps: Sequence[Operation]) -> None:
@@ -158,8 +155,8 @@ class CompareValues(_Watch):
         self.difference: str | None = None
 
     @override
-    def begins(self, step: Operation) -> None:
-        super().begins(step)
+    def note_step(self, step: Operation) -> None:
+        super().note_step(step)
         if self.difference is not None:
             return
         self._at = len(self.steps) - 1
@@ -171,12 +168,12 @@ class CompareValues(_Watch):
         then.values = []
         if step.func is not then.func:
             self.difference = f"was {then.func} in the forward."
-        elif not _same(step.constants, then.constants):
-            now, before = _shown(step.constants), _shown(then.constants)
+        elif not _same(step.statics, then.statics):
+            now, before = _shown(step.statics), _shown(then.statics)
             self.difference = f"has the arguments {now}, in the forward {before}."
 
     @override
-    def at(self, step: Operation, what: str, bits: list[Tensor]) -> None:
+    def note_value(self, step: Operation, what: str, bits: list[Tensor]) -> None:
         if self.difference is not None:
             return
         then = self._then[self._at]
@@ -206,13 +203,13 @@ class CompareValues(_Watch):
 
     @override
     def end(self) -> None:
-        """Note if operations of the forward did not come by."""
+        """Note if operations of the forward did not run."""
         if self.difference is None and len(self.steps) < len(self._then):
             self._at = len(self.steps)
             self.difference = "did not run."
 
     def described(self, label: str) -> str:
-        """Return the message: what differs, and what was run around it."""
+        """Return the message: what differs, and the operations around it."""
         i, now, then = self._at, self.steps, self._then
         step = now[i] if i < len(now) else then[i]
         lines = [
@@ -254,14 +251,14 @@ _NONDETERMINISTIC = (
 # --- Arguments ---
 
 
-def _constants_of(tree: Any) -> Any:
-    """Return arguments without their tensors, and without what cannot be compared."""
+def _statics_of(tree: Any) -> Any:
+    """Return arguments with classes in place of tensors and of what has no equality."""
     if isinstance(tree, Tensor):
         return Tensor
     if isinstance(tree, (list, tuple)):
-        return tuple(map(_constants_of, tree))
+        return tuple(map(_statics_of, tree))
     if isinstance(tree, dict):
-        return {name: _constants_of(part) for name, part in tree.items()}
+        return {name: _statics_of(part) for name, part in tree.items()}
     return tree if type(tree) in CONSTANT else type(tree)
 
 
@@ -271,9 +268,9 @@ def _same(now: Any, then: Any) -> bool:
     return nan and len(tree_leaves(now)) == len(tree_leaves(then))
 
 
-def _shown(constants: Any) -> str:
+def _shown(statics: Any) -> str:
     """Write the arguments of an operation, with `_` for each tensor."""
-    args, kwargs = constants
+    args, kwargs = statics
     named = [f"{name}={_text(value)}" for name, value in kwargs.items()]
     return f"({', '.join([*map(_text, args), *named])})"
 
@@ -289,7 +286,7 @@ def _text(value: Any) -> str:
 # --- Values ---
 
 
-# Kernels that return memory of theirs, by the places of it.
+# Kernels that return scratch memory, and the index of that output.
 _SCRATCH = {
     **dict.fromkeys(("cudnn_batch_norm", "_cudnn_rnn", "mkldnn_rnn_layer"), 3),
     **dict.fromkeys(("_batch_norm_with_update", "batch_norm_with_update"), 3),
@@ -302,7 +299,7 @@ _UNWRITTEN = {
 
 
 def _scratch_of(func: Any) -> set[int]:
-    """Return the outputs of an operation that may hold anything."""
+    """Return the outputs of an operation whose values mean nothing."""
     packet = getattr(getattr(func, "overloadpacket", func), "__name__", "")
     if getattr(func, "namespace", "") != "aten":
         return set()
@@ -315,19 +312,19 @@ def _scratch_of(func: Any) -> set[int]:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Say whether a tensor is more than its metadata."""
+    """Say whether a tensor has values, and not only metadata."""
     return not (tensor.is_meta or hasattr(tensor, "fake_mode"))
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Return a copy without gaps in the memory of the host."""
+    """Return a contiguous copy in host memory."""
     with undisturbed():
         dense = tensor.detach().resolve_conj().resolve_neg()
         return dense.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _difference(now: Tensor, then: Tensor) -> str:
-    """Say how two tensors differ, "" if not in a bit."""
+    """Say how two tensors differ; "" if all bits are equal."""
     if (now.dtype, now.shape) != (then.dtype, then.shape):
         return f"is {_meta(now)}, where it was {_meta(then)}"
     with undisturbed():

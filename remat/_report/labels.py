@@ -1,7 +1,9 @@
-"""What the reports share: where they can be made, and what they call things.
+"""Names of functions, random streams and graph nodes; and where a report can be made.
+
+Called by all reports.
 
 Invariant: a thing has the same name in every report. Rejected: a report under a
-transform. A function has several graphs there, and which is meant nobody says.
+transform. A function has several graphs there, and no argument says which is meant.
 """
 
 import re
@@ -21,7 +23,7 @@ def refuse_transforms(report: str, instead: str) -> None:
 
     Args:
         report: what the user called.
-        instead: what to call it on, outside.
+        instead: what to call it on, outside the transform.
 
     Raises:
         RuntimeError: under a transform of torch.func, forward-mode AD or torch.compile.
@@ -43,7 +45,7 @@ _COMPILED = (
 
 
 def label_of(fn: Any) -> str:
-    """Return what to call a function that is not rematerialized."""
+    """Return the label of a function that is not rematerialized."""
     return f"`{getattr(fn, '__qualname__', type(fn).__qualname__)}`"
 
 
@@ -53,7 +55,7 @@ def stream_name(stream: Any) -> str:
 
 
 def reader_of(node: Any) -> str:
-    """Name the operation that a node of a graph is the backward of."""
+    """Return the name of the operation that a graph node is the backward of."""
     program = getattr(node, "program", None)
     if isinstance(program, Program):
         call = call_of(program)
@@ -65,12 +67,12 @@ def reader_of(node: Any) -> str:
 
 
 def call_of(program: Any) -> Call | None:
-    """Return the call that a program is, or is a batch of."""
+    """Return the call that a program is, or is a batch of; None if it is neither."""
     while isinstance(program, Batch):
         program = program._of
     return program if isinstance(program, Call) else None
 
 
 def called(label: str) -> str:
-    """Return the name of the function of a call, by its label."""
+    """Return the name in a label, without what is around it."""
     return label.split("`")[1]

@@ -1,10 +1,12 @@
-"""Why each operation of a record has the fate it has, in words.
+"""Says why each operation of a record has its fate.
 
-Invariant: a reason is read off the record and the plan, never off the tensors. Where
-several hold, the one nearest to the backward is given: what reads a value itself comes
-before what reads something made of it.
-Rejected: reasons noted while planning. The planner is short, and its walk meets a value
-first by whichever way comes first.
+Called by `explain`.
+
+Invariant: a reason is read off the record and the plan, never off tensors. If there are
+several reasons, the one nearest to the backward is given: a backward that reads the
+value comes before a recomputed operation that does.
+Rejected: reasons noted while planning. The planner's walk may meet a value by another
+way first.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,7 +16,7 @@ from remat._base.op import Op
 from remat._partial.plan import Fate, Plan, Record, Step
 
 
-_SHOWN = 2  # readers that are named
+_SHOWN = 2  # at most so many readers are named
 _UNTOLD = "perhaps read by the backward of what changes a view, or is written in C++"
 
 
@@ -23,31 +25,31 @@ def name(op: Op) -> str:
     return getattr(op.packet, "__name__", str(op.packet))
 
 
-def place(source: str) -> str:
+def file_and_line(source: str) -> str:
     """Return the file and line of a source, without the folder.
 
     Example:
-        >>> place("/home/me/model.py:12, in block")
+        >>> file_and_line("/home/me/model.py:12, in block")
         'model.py:12'
     """
     return source.split(", in ")[0].replace("\\", "/").rsplit("/", 1)[-1]
 
 
 def _reads(step: Step) -> bool:
-    """Say whether an operation reads values, not only how they are laid out."""
+    """Say whether an operation reads values, and not only metadata."""
     return not step.is_view and len(step.metadata_only) < max(1, len(step.makes))
 
 
 class Reasons:
-    """Says why.
+    """The reasons for the fates of one plan.
 
     Args:
         record: of a forward.
-        plan: made of it.
+        plan: made of the record.
         readers: for each storage, what reads it in the backward.
-        itself: the storages that the graph saves themselves.
-        exposed: storages that something reads which is no operation.
-        unpruned: why nothing is left out, "" if it is.
+        itself: the storages that the graph saves itself, without a handle.
+        exposed: the storages whose memory Python reads.
+        unpruned: why nothing is left out; "" if it may be.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Reasons:
         return self._use({s}, -1)
 
     def _use(self, touched: set[int], after: int) -> str:
-        """Say what needs any of the storages; "" if nothing does."""
+        """Say what reads any of the storages; "" if nothing does."""
         if not touched.isdisjoint(self._roots()):
             each = (self._readers.get(s, ()) for s in sorted(touched))
             names = dict.fromkeys(chain.from_iterable(each))
@@ -108,16 +110,18 @@ class Reasons:
         return "a result that the backward does not read"
 
     def _users_of(self, storages: Iterable[int]) -> list[int]:
-        """Return the operations that read the values in storages."""
+        """Return the operations that read values in any of the storages."""
         users = chain(*(self._users.get(s, ()) for s in storages))
         return [i for i in sorted({*users}) if _reads(self._record.steps[i])]
 
     def _steps(self, indices: Sequence[int]) -> str:
         ops = [self._record.steps[i].op for i in indices]
-        return _listed(dict.fromkeys(f"{name(op)} ({place(op.source)})" for op in ops))
+        return _listed(
+            dict.fromkeys(f"{name(op)} ({file_and_line(op.source)})" for op in ops)
+        )
 
     def _drawn(self, i: int) -> str:
-        """Say why an operation runs whose result is not needed: for what it draws."""
+        """Say why an operation that draws runs although its result is not needed."""
         steps = self._record.steps
         later = [j for j in range(i + 1, len(steps)) if steps[j].draws]
         needed = [j for j in later if self._use({*steps[j].makes}, j)]
@@ -134,7 +138,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _forced(step: Step) -> str:
-    """Say why an operation runs whether or not its result is needed."""
+    """Say why an operation runs in every recompute."""
     tags = {tag.name for tag in getattr(step.op.func, "tags", ())}
     if tags & {"data_dependent_output", "dynamic_output_shape"}:
         return "Python reads its result"
