@@ -102,8 +102,7 @@ class CallCache:
             self._give_up("the function reads too much other than by operations")
         if self.plans is not None:
             self.proven = set()
-            record, decisions, prune = plans.record, plans.decisions, plans.prune
-            self.plans = Plans(record, decisions, prune=prune, extra_roots=extra_roots)
+            self.plans = plans.planned_again(plans.decisions, extra_roots)
 
     def warn_of_names(self) -> None:
         """Warn, once, of names that the policy mentions and no value was ever given."""

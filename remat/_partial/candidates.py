@@ -8,7 +8,7 @@ name may be given to a value long after the operation that made it.
 """
 
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -103,7 +103,7 @@ class Candidates:
         if self._error is not None:
             raise self._error
 
-    def decisions(self, record: Record, exposed: Container[int]) -> list[Decision]:
+    def decisions(self, record: Record, exposed: Collection[int]) -> list[Decision]:
         """Return what the policy says of each operation, by its names too.
 
         Args:
@@ -116,7 +116,7 @@ class Candidates:
             self._policy(step.op) if step.op.names else decision
             for step, decision in zip(record.steps, self._decisions, strict=True)
         ]
-        return _recomputing(exposed, record.steps, found)
+        return _recomputing(exposed, record.steps, found) if exposed else found
 
     def residual(self, value: Value, number: int) -> Tensor:
         """Return the output that was made with a storage, of which a view was held."""

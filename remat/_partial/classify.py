@@ -16,7 +16,7 @@ from remat._base.code import user_line
 from remat._base.op import Op
 from remat._partial.effects import Traits, metadata_only_outputs
 from remat._partial.plan import Step
-from remat._partial.storages import is_of_subclass, sees_operations
+from remat._partial.storages import is_of_subclass
 from remat._partial.values import Arguments, Results, value_of
 from remat._torch import is_lazy
 
@@ -61,7 +61,7 @@ def step_of(
     given, outputs = seen.arguments.tensors, seen.results.tensors
     values = tuple(seen.results.values)
     op = Op(seen.func, *seen.arguments.described, values, source=user_line())
-    hides = any(map(sees_operations, given)) or any(map(sees_operations, outputs))
+    hides = seen.arguments.hides_aliases or seen.results.hides_aliases
     return Step(
         op,
         reads,

@@ -3,7 +3,7 @@
 Calls and reports ask the same functions, so that a report says what a call does:
 
     why_no_record     before a forward: why it runs as it is
-    planned           after a recorded forward: the plans, or why there are none
+    planned           after a recorded forward: the plan, or why there is none
     droppable_inputs  which inputs a call need not keep
 
 Invariant: these are functions of data, whoever asks. Rejected: to decide in each
@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from remat._partial.cost import reason_against
 from remat._partial.options import Prune
-from remat._partial.plan import Record
-from remat._partial.plans import Plans
-from remat._partial.schedule import Schedule
+from remat._partial.plan import Plan, Record
+from remat._partial.plans import full_plan
 from remat.policies import Decision, Policy
 
 
@@ -71,12 +70,12 @@ class Planned:
     """What the calls after a recorded one do.
 
     Attributes:
-        plans: the plans that they follow; None if they run as they are.
-        why_none: why they do; "" if there are plans.
-        why_unpruned: why the plans leave nothing out; "" if they may.
+        plan: the plan that they follow; None if they run as they are.
+        why_none: why they do; "" if there is a plan.
+        why_unpruned: why the plan leaves nothing out; "" if it may.
     """
 
-    plans: Plans | None
+    plan: Plan | None
     why_none: str
     why_unpruned: str
 
@@ -98,12 +97,12 @@ def planned(
         extra_roots: storages that are needed besides those that the graph saved.
     """
     unpruned = _why_unpruned(prune, record)
-    plans = Plans(record, decisions, prune=not unpruned, extra_roots=extra_roots)
+    made = full_plan(record, decisions, prune=not unpruned, extra_roots=extra_roots)
     if policy is None and prune == "auto":
-        why = reason_against(record, plans.full.plan)
+        why = reason_against(record, made)
         if why:
             return Planned(None, why, unpruned)
-    return Planned(plans, "", unpruned)
+    return Planned(made, "", unpruned)
 
 
 def _why_unpruned(prune: Prune, record: Record) -> str:
@@ -115,7 +114,8 @@ def _why_unpruned(prune: Prune, record: Record) -> str:
 
 
 def droppable_inputs(
-    schedule: Schedule,
+    made: Plan,
+    unneeded: Iterable[int],
     prune: Prune,
     can_drop: Callable[[int], bool],
     nbytes: Callable[[int], int],
@@ -125,16 +125,17 @@ def droppable_inputs(
     """Return the inputs that a call need not keep, if dropping them is worth it.
 
     Args:
-        schedule: for all roots.
+        made: the plan for all roots.
+        unneeded: the inputs that it does not need.
         prune: the option of that name.
         can_drop: whether the tensor of an input, given its index, may be dropped.
         nbytes: its bytes.
         is_differentiated: whether it requires grad; None if the graph is plain's own.
             Else what is saved is differentiated again through what it depends on.
     """
-    found = [i for i in schedule.unneeded if can_drop(i)]
+    found = [i for i in unneeded if can_drop(i)]
     if is_differentiated is not None:
-        sources = schedule.plan.residual_sources
+        sources = made.residual_sources
         found = [i for i in found if not (i in sources and is_differentiated(i))]
     if prune is True:
         return found

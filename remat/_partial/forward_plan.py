@@ -102,7 +102,8 @@ class ForwardPlan:
             return []
         leaves, inner = self.leaves, self._inner
         return droppable_inputs(
-            schedule,
+            schedule.plan,
+            schedule.unneeded,
             self._prune,
             lambda i: is_droppable(leaves[i]),
             lambda i: leaves[i].numel() * leaves[i].itemsize,
@@ -125,18 +126,21 @@ class ForwardPlan:
             The plans for this call; None if a replay is not worth it.
         """
         cache, policy, prune = self.cache, self._policy, self._prune
-        decisions = recorder.decisions(record)
-        found = planned(record, decisions, policy, prune, recorder.exposed)
-        warn_if_unpruned(prune, self._label, found.why_unpruned)
-        if found.plans is None:
+        decisions, exposed = recorder.decisions(record), recorder.exposed
+        found = planned(record, decisions, policy, prune, exposed)
+        unpruned = found.why_unpruned
+        warn_if_unpruned(prune, self._label, unpruned)
+        if found.plan is None:
             cache.reason = found.why_none
             return None
-        cache.plans, cache.proven = found.plans, set()
-        cache.outputs = frozenset(roots)
+        plans = Plans(
+            record, decisions, found.plan, prune=not unpruned, extra_roots=exposed
+        )
+        cache.plans, cache.proven, cache.outputs = plans, set(), frozenset(roots)
         cache.names = frozenset() if policy is None else policy.names
         asked = asked_for(policy, prune)
         cache.asked = asked and f"{asked} of {self._label}"
-        return _with_what_was_held(found.plans, recorder.candidates)
+        return _with_what_was_held(plans, recorder.candidates)
 
 
 def is_droppable(leaf: Tensor) -> bool:
@@ -162,7 +166,7 @@ def _with_what_was_held(plans: Plans, candidates: Candidates) -> Plans:
         decision if candidates.has(step.makes) else Decision.RECOMPUTE
         for step, decision in zip(record.steps, plans.decisions, strict=True)
     ]
-    return Plans(record, decisions, prune=plans.prune, extra_roots=plans.extra_roots)
+    return plans.planned_again(decisions, plans.extra_roots)
 
 
 def is_of_memory(error: Exception) -> bool:

@@ -1,6 +1,7 @@
 """The plans of one record: one for all roots, and one for each set that was asked for.
 
-`decide` makes them of a record; `cache` shares them among calls of one signature.
+`forward_plan` makes them after a recorded forward; `cache` shares them among calls of
+one signature.
 
 Invariant: plans hold no tensor, so that they outlive the call that was recorded.
 Rejected: to plan in each backward. Most ask for the same roots.
@@ -22,6 +23,7 @@ class Plans:
     Args:
         record: of a forward.
         decisions: what the policy says of each operation.
+        made: the plan for all roots.
         prune: whether to leave out what is not needed.
         extra_roots: more storages that are needed.
 
@@ -47,23 +49,30 @@ class Plans:
         self,
         record: Record,
         decisions: Sequence[Decision],
+        made: Plan,
         *,
         prune: bool,
         extra_roots: Iterable[int] = (),
     ) -> None:
         self.record, self.decisions, self.prune = record, decisions, prune
         self.extra_roots = frozenset(extra_roots)
-        saveable = [i for i, decision in enumerate(decisions) if decision]
-        made = plan(record, saveable, extra_roots=self.extra_roots, prune=prune)
         self.full = Schedule(record, made)
         self.destinations = [decisions[i] for i, _ in made.residuals]
         self._narrowed: dict[tuple[int, ...], Schedule] = {}
-        self.residual_of_handle = _residual_of_handle(record, made)
+        self.residual_of_handle = residual_of_handle(record, made)
         count = range(len(made.residuals))
         self.each_has_handle = {*self.residual_of_handle.values()} == {*count}
         read = _read_in_recompute(record, made) | self.extra_roots
         numbers = enumerate(_storages_of_residuals(record, made))
         self.for_recompute = frozenset(index for index, s in numbers if s in read)
+
+    def planned_again(
+        self, decisions: Sequence[Decision], extra_roots: frozenset[int]
+    ) -> "Plans":
+        """Return the plans of the same record for other decisions or more roots."""
+        record, prune = self.record, self.prune
+        made = full_plan(record, decisions, prune=prune, extra_roots=extra_roots)
+        return Plans(record, decisions, made, prune=prune, extra_roots=extra_roots)
 
     def residuals_of(self, candidates: Candidates) -> list[Tensor]:
         """Return the residuals of the call that was recorded."""
@@ -87,11 +96,23 @@ class Plans:
         return schedule
 
 
+def full_plan(
+    record: Record,
+    decisions: Sequence[Decision],
+    *,
+    prune: bool,
+    extra_roots: Iterable[int],
+) -> Plan:
+    """Return the plan for all roots, given what the policy says of each operation."""
+    saveable = [i for i, decision in enumerate(decisions) if decision]
+    return plan(record, saveable, extra_roots=extra_roots, prune=prune)
+
+
 def _storages_of_residuals(record: Record, made: Plan) -> list[int]:
     return [record.steps[i].makes[k] for i, k in made.residuals]
 
 
-def _residual_of_handle(record: Record, made: Plan) -> dict[int, int]:
+def residual_of_handle(record: Record, made: Plan) -> dict[int, int]:
     """Return the residual that each handle is a view of, for those that are."""
     index = {s: n for n, s in enumerate(_storages_of_residuals(record, made))}
     values = [record.steps[i].op.outputs[k] for i, k in made.residuals]

@@ -110,7 +110,7 @@ class Recorder(LeanDispatchMode):
         self._updates.append(tuple(map(storages.number, updated)))
         known = len(storages)
         makes = storages.numbers(results.tensors, results.strided)
-        met = all(s in self._made or s in self.inputs for s in writes)
+        met = not writes or all(s in self._made or s in self.inputs for s in writes)
         step = step_of(seen, reads, makes, writes, writes_known=met)
         self._made.update(range(known, len(storages)))
         self.steps.append(step)

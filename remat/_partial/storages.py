@@ -89,8 +89,14 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 def is_strided(tensor: Tensor) -> bool:
     """Say whether a tensor is a strided view of one storage, and nothing more."""
-    plain = not sees_operations(tensor) and tensor.layout is torch.strided
-    return plain and not (tensor.is_quantized or tensor.is_nested)
+    return not sees_operations(tensor) and has_one_storage(tensor)
+
+
+def has_one_storage(tensor: Tensor) -> bool:
+    """Say `is_strided` of a tensor that does not see operations."""
+    return tensor.layout is torch.strided and not (
+        tensor.is_quantized or tensor.is_nested
+    )
 
 
 def sees_operations(tensor: Tensor) -> bool:

@@ -20,7 +20,12 @@ from remat._base.code import CONSTANT
 from remat._base.op import Value
 from remat._offload.bytes import extent
 from remat._partial.plan import Passed, Slot
-from remat._partial.storages import is_strided, storage_of
+from remat._partial.storages import (
+    has_one_storage,
+    is_strided,
+    sees_operations,
+    storage_of,
+)
 from remat._torch import no_torch_functions
 
 
@@ -69,17 +74,22 @@ class Described:
         tensors: in order.
         strided: whether each `is_strided`.
         values: the metadata of each.
+        hides_aliases: whether one of them is of a subclass that sees operations.
     """
 
-    __slots__ = ("strided", "tensors", "values")
+    __slots__ = ("hides_aliases", "strided", "tensors", "values")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.strided: list[bool] = []
         self.values: list[Value] = []
+        self.hides_aliases = False
 
     def _describe(self, tensor: Tensor) -> Value:
-        strided = is_strided(tensor)
+        if sees_operations(tensor):
+            self.hides_aliases, strided = True, False
+        else:
+            strided = has_one_storage(tensor)
         value = _value_if(strided, tensor)
         self.tensors.append(tensor)
         self.strided.append(strided)

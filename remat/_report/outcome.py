@@ -16,6 +16,7 @@ from remat._partial.candidates import decisions_of
 from remat._partial.decide import droppable_inputs, planned, why_no_record
 from remat._partial.options import Options
 from remat._partial.plan import Fate, Plan, Record, plan
+from remat._partial.plans import residual_of_handle
 from remat._report.examine import Examined
 from remat.policies import Decision
 
@@ -48,30 +49,28 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
     call = dataclasses.replace(found.situation, is_saved=is_saved, given_up=given_up)
     why = why_no_record(policy, prune, call)
     if why:
-        return _without_plans(record, options, found, why)
+        return _without_plan(record, options, found, why)
     decisions = decisions_of(policy, record.steps, found.exposed)
     roots = found.exposed.union(cache.plans.extra_roots if cache.plans else ())
-    made = planned(record, decisions, policy, prune, roots)
-    if made.plans is None:
-        return _without_plans(record, options, found, made.why_none)
+    verdict = planned(record, decisions, policy, prune, roots)
+    made = verdict.plan
+    if made is None:
+        return _without_plan(record, options, found, verdict.why_none)
     unread = droppable_inputs(
-        made.plans.full,
+        made,
+        (i for i in range(len(found.leaves)) if i not in made.needed),
         prune,
         lambda i: not found.leaves[i].stays,
         lambda i: found.leaves[i].nbytes,
         is_differentiated=None if is_saved else lambda i: found.leaves[i].needs,
     )
-    outcome = Outcome(
-        made.plans.full.plan,
-        frozenset(unread),
-        frozenset(unread),
-        frozenset(_offloaded(record, decisions)),
-        made.why_unpruned,
-    )
-    return _stopped(outcome, options, found, made.plans.residual_of_handle)
+    dropped = frozenset(unread)
+    offloaded = frozenset(_offloaded(record, decisions))
+    outcome = Outcome(made, dropped, dropped, offloaded, verdict.why_unpruned)
+    return _stopped(outcome, options, found, residual_of_handle(record, made))
 
 
-def _without_plans(
+def _without_plan(
     record: Record, options: Options, found: Examined, why: str
 ) -> Outcome:
     none = frozenset[int]()
