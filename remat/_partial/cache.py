@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from remat._base.absent import Trouble
 from remat._base.types import TENSORS
 from remat._partial.naming import names_given
 from remat._partial.options import reference
@@ -80,6 +81,23 @@ class CallCache:
         """Say whether replays have succeeded for every root that may be asked for."""
         return bool(self.proven) and self.proven >= self.outputs
 
+    def is_proven_for(self, plans: Plans) -> bool:
+        """Say the same of these plans, which another record may have replaced."""
+        return self.is_proven() and self.plans is plans
+
+    def note_success(self, plans: Plans, *roots: Iterable[int]) -> None:
+        """Note that a replay has succeeded for some roots."""
+        if self.plans is plans:
+            self.proven.update(*roots)
+        self._warn_of_names()
+
+    def note_misfit(self, plans: Plans, trouble: Trouble) -> None:
+        """Correct or drop plans that did not fit a replay."""
+        if trouble.missed and not trouble.differs:
+            self._add_roots(plans, trouble.missed)
+        else:
+            self.drop_record()
+
     def drop_record(self) -> None:
         """Give up a record that did not fit a call after it."""
         self.plans, self.proven = None, set()
@@ -95,7 +113,7 @@ class CallCache:
             message = _GIVEN_UP.format(asked=self.asked, reason=reason)
             warnings.warn(message, stacklevel=3)
 
-    def add_roots(self, plans: Plans, numbers: Iterable[int]) -> None:
+    def _add_roots(self, plans: Plans, numbers: Iterable[int]) -> None:
         """Plan again, with storages that a replay read and the plan had left out."""
         extra_roots = plans.extra_roots.union(numbers)
         if len(extra_roots) > _EXTRA_ROOTS:
@@ -104,14 +122,14 @@ class CallCache:
             self.proven = set()
             self.plans = plans.planned_again(plans.decisions, extra_roots)
 
-    def warn_of_names(self) -> None:
+    def _warn_of_names(self) -> None:
         """Warn, once, of names that the policy mentions and no value was ever given."""
         if not self.names:
             return
         unknown, self.names = self.names - names_given(), frozenset()
         if unknown:
             names = ", ".join(map(repr, sorted(unknown)))
-            warnings.warn(_UNKNOWN.format(names=names), stacklevel=2)
+            warnings.warn(_UNKNOWN.format(names=names), stacklevel=3)
 
 
 _GIVEN_UP = (

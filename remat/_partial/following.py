@@ -30,7 +30,7 @@ from remat._partial.collect import Verify
 from remat._partial.forward_plan import ForwardPlan, is_droppable, is_of_memory
 from remat._partial.plans import Plans
 from remat._partial.recorder import Recorder
-from remat._partial.replay import Replay
+from remat._partial.replay import Replay, input_dropped, what_differs
 from remat._partial.storages import key_of
 from remat._partial.values import can_be_viewed_as, value_of
 from remat._torch import is_lazy, outside_dispatch_mode, viewed
@@ -122,17 +122,17 @@ class Following:
             return
         steps, residuals = plans.record.steps, plans.full.plan.residuals
         ops = [steps[i].op for i, _ in residuals]
-        kept = self._early or keep(
+        saved = self._early or keep(
             tensors, plans.destinations, ops, self._hooks, nested=self._nested
         )
         packs = plans.record.packs
         for place, k in plans.residual_of_handle.items():
             handle, pack = handles[place], packs[place]
             if handle is not None and pack is not None:
-                handle.call, handle.residual = None, kept[k]
+                handle.call, handle.residual = None, saved[k]
                 handle.view = None if pack.value == value_of(tensors[k]) else pack.value
         needed = plans.for_recompute
-        self._for_recompute = [r if k in needed else None for k, r in enumerate(kept)]
+        self._for_recompute = [r if k in needed else None for k, r in enumerate(saved)]
 
     def _residuals(self, handles: Sequence[Handle | None]) -> list[Tensor] | None:
         """Return the residuals; None if the plan does not fit this forward."""
@@ -215,12 +215,9 @@ class Following:
         if plans is None:
             return None
         roots = tuple(sorted(handle.place for handle in handles))
-        kept: list[Any] = [
-            None if r is None else r.value() for r in self._for_recompute
-        ]
-        replay = Replay(
-            plans.schedule_for(roots), kept, kept.__getitem__, self._statics
-        )
+        held = [None if r is None else r.value() for r in self._for_recompute]
+        schedule = plans.schedule_for(roots)
+        replay = Replay(schedule, held, held.__getitem__, self._statics)
         return Replaying(self._cache, plans, roots, replay)
 
     def check(self) -> Check | None:
@@ -233,7 +230,7 @@ class Following:
 
     def read_what_is_gone(self, replaying: "Replaying") -> RecomputeError:
         """Return the error that a recompute needs an input that was not kept."""
-        return RecomputeError(_DROPPED.format(what=replaying.what))
+        return input_dropped(replaying.what)
 
 
 class Replaying:
@@ -266,7 +263,7 @@ class Replaying:
         """
         mode, stand_ins = self.mode, [*tensors]
         mode.start(tensors)
-        proven = self._cache.is_proven() and self._cache.plans is self._plans
+        proven = self._cache.is_proven_for(self._plans)
         inputs, written = mode.schedule.record.inputs, mode.schedule.written
         for i in mode.schedule.unneeded:
             t = tensors[i]
@@ -283,12 +280,10 @@ class Replaying:
 
     def succeeded(self) -> None:
         """Note that the plan was right for these roots."""
-        cache = self._cache
-        # Another record may have taken its place since.
-        if cache.plans is self._plans:
-            # Handles of residuals need no replay.
-            cache.proven.update(self._roots, self._plans.residual_of_handle)
-        cache.warn_of_names()
+        # Handles of residuals need no replay.
+        self._cache.note_success(
+            self._plans, self._roots, self._plans.residual_of_handle
+        )
 
     def failed(self, error: Exception | None) -> None:
         """Correct the plans after a replay that did not fit.
@@ -300,11 +295,8 @@ class Replaying:
         is_ours = trouble or error is None or isinstance(error, RecomputeError)
         if error is not None and not (is_ours or is_of_memory(error)):
             raise error
-        if trouble.missed and not trouble.differs:
-            self._cache.add_roots(self._plans, trouble.missed)
-        else:
-            self._cache.drop_record()
-        self.what = trouble.differs or _READ.format(error=error)
+        self._cache.note_misfit(self._plans, trouble)
+        self.what = what_differs(trouble, error)
 
 
 def _viewed_as(tensor: Tensor, value: Value) -> Tensor:
@@ -312,11 +304,3 @@ def _viewed_as(tensor: Tensor, value: Value) -> Tensor:
     if value_of(tensor) == value:
         return tensor
     return viewed(tensor, value.shape, value.stride, value.offset)
-
-
-_READ = "  something read the value of what was left out. {error}"
-_DROPPED = (
-    "remat: the recomputation did something else than it did before, and inputs were "
-    "not kept that it needs for that. Pass prune=False if it depends on more than its "
-    "inputs.\n{what}"
-)

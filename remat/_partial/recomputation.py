@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from remat._base.absent import Absent, like
-from remat._base.errors import MutationError, RecomputeError
+from remat._base.errors import MutationError
 from remat._graph.residual import PUT
 from remat._offload.offload import Fetched, Origin, origin_of
 from remat._partial.cache import CallCache
@@ -27,7 +27,7 @@ from remat._partial.collect import Verify
 from remat._partial.forward_plan import ForwardPlan, is_of_memory
 from remat._partial.plans import Plans
 from remat._partial.recorder import Recorder
-from remat._partial.replay import Replay
+from remat._partial.replay import Replay, input_dropped, what_differs
 from remat._torch import base_tensor, current_layer, is_lazy
 
 
@@ -147,11 +147,7 @@ class Recomputation:
             if current_layer() is None and not torch.is_grad_enabled():
                 replay.note_escaped()
             if not replay.trouble:
-                cache = self._cache
-                # Another record may have taken its place since.
-                if whole and cache.plans is self.plans:
-                    self._cache.proven.update(given)
-                self._cache.warn_of_names()
+                self._cache.note_success(self.plans, given if whole else ())
                 return grads
             self._note(replay, None)
         return pull(leaves, Check(schedule) if self._seen else None)
@@ -192,7 +188,7 @@ class Recomputation:
         recorded, stand_ins = torch.is_grad_enabled(), [*leaves]
         # Once replays have shown that they are not read, only those that are written
         # to are replaced.
-        proven = self._cache.is_proven() and self._cache.plans is self.plans
+        proven = self._cache.is_proven_for(self.plans)
         inputs, written = replay.schedule.record.inputs, replay.schedule.written
         for i in replay.schedule.unneeded:
             t = leaves[i]
@@ -211,14 +207,9 @@ class Recomputation:
         Raises:
             RecomputeError: the function cannot be run as it is.
         """
-        trouble = replay.trouble
-        if trouble.missed and not trouble.differs:
-            self._cache.add_roots(self.plans, trouble.missed)
-        else:
-            self._cache.drop_record()
+        self._cache.note_misfit(self.plans, replay.trouble)
         if self.dropped:
-            what = trouble.differs or _READ.format(error=error)
-            raise RecomputeError(_DROPPED.format(what=what)) from error
+            raise input_dropped(what_differs(replay.trouble, error)) from error
 
 
 def _is_of_level(leaves: Sequence[Tensor]) -> bool:
@@ -226,14 +217,8 @@ def _is_of_level(leaves: Sequence[Tensor]) -> bool:
     return current_layer() is not None and any(base_tensor(t) is not t for t in leaves)
 
 
-_READ = "  something read the value of what was left out. {error}"
 _CHANGED = (
     "remat: output {k} of {op} ({source}), which the policy keeps for the backward, "
     "was changed in place since the forward. Change a copy: it was returned, or shares "
     "memory with what was."
-)
-_DROPPED = (
-    "remat: the recomputation did something else than it did before, and inputs were "
-    "not kept that it needs for that. Pass prune=False if it depends on more than its "
-    "inputs.\n{what}"
 )

@@ -29,6 +29,7 @@ from remat._base.absent import (
     present,
     tensors_of,
 )
+from remat._base.errors import RecomputeError
 from remat._base.op import Value
 from remat._base.types import TENSORS
 from remat._partial.match import (
@@ -57,7 +58,11 @@ class Replay(Follow):
     """
 
     def __init__(
-        self, schedule: Schedule, residuals: Sequence[Tensor], take: Any, statics: Any
+        self,
+        schedule: Schedule,
+        residuals: Sequence[Tensor | None],
+        take: Any,
+        statics: Any,
     ) -> None:
         super().__init__(schedule)
         self._statics = statics
@@ -229,6 +234,24 @@ class Replay(Follow):
     def absent_leaf(self, i: int, leaf: Tensor) -> Absent:
         """Return an absent tensor in place of a leaf whose value is not needed."""
         return like(leaf, self._shared(self.schedule.record.inputs[i]))
+
+
+def what_differs(trouble: Trouble, error: Exception | None) -> str:
+    """Say what did not fit in a replay."""
+    return trouble.differs or _READ.format(error=error)
+
+
+def input_dropped(what: str) -> RecomputeError:
+    """Return the error that a recompute needs an input that was not kept."""
+    return RecomputeError(_DROPPED.format(what=what))
+
+
+_READ = "  something read the value of what was left out. {error}"
+_DROPPED = (
+    "remat: the recomputation did something else than it did before, and inputs were "
+    "not kept that it needs for that. Pass prune=False if it depends on more than its "
+    "inputs.\n{what}"
+)
 
 
 def _number(tensor: Tensor) -> int | None:

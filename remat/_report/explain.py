@@ -211,8 +211,8 @@ def _operation(
     """Return what becomes of an operation; count the storages of its residuals."""
     step, fate = found.record.steps[i], outcome.plan.fates[i]
     within, inside = found.inner[i]
-    kept = {step.makes[k] for j, k in outcome.plan.residuals if j == i} - counted
-    counted |= kept
+    saved = {step.makes[k] for j, k in outcome.plan.residuals if j == i} - counted
+    counted |= saved
     op, why = step.op, reasons.of_operation(i)
     if within and fate is Fate.DEAD:
         why = f"in the backward of remat({inside}), within this"
@@ -224,7 +224,7 @@ def _operation(
         flops=flops(step),
         fate=_word(fate, within=within, away=i in outcome.offloaded),
         times=within + fate.is_run,
-        kept=bytes_of(found, kept),
+        kept=bytes_of(found, saved),
         why=why,
         is_view=step.is_view,
     )

@@ -226,9 +226,9 @@ class _Notes:
 
     def _note_handle(self, handle: Handle, reader: str) -> None:
         """Note the residual of a handle, or what its call keeps to recompute it."""
-        kept = handle.residual
-        if kept is not None:
-            self._note_saved(kept.stored(), kept.op, kept.decision, reader)
+        found = handle.residual
+        if found is not None:
+            self._note_saved(found.stored(), found.op, found.decision, reader)
             return
         call: Saved = handle.call
         if id(call) in self._calls:
