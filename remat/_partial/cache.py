@@ -64,7 +64,7 @@ class CallCache:
     def for_owner(self, owner: Any) -> "CallCache":
         """Return the cache of one module, once modules of this signature differ.
 
-        They may differ in what is no argument: in a shift, or a dilation.
+        They may differ in what is not an argument: in a shift, or a dilation.
         """
         if not self.misfits or not isinstance(owner, nn.Module):
             return self

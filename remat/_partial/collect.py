@@ -100,7 +100,7 @@ class Collect(Follow):
 
 
 class Verify(Collect):
-    """Checks besides that each operation reads what it read when it was recorded.
+    """Also checks that each operation reads what it read when it was recorded.
 
     For a forward whose inputs are to be dropped: once they are, nothing can be
     recomputed but by the plan.

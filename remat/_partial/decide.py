@@ -6,8 +6,8 @@ Calls and reports ask the same functions, so that a report says what a call does
     planned           after a recorded forward: the plan, or why there is none
     droppable_inputs  which inputs a call need not keep
 
-Invariant: these are functions of data, whoever asks. Rejected: to decide in each
-lowering. They would differ, and a report with them.
+Invariant: each answer is a function of data. Rejected: to decide in each lowering. The
+lowerings would differ, and reports would be wrong.
 """
 
 import warnings
@@ -94,7 +94,7 @@ def planned(
         decisions: what the policy says of each operation.
         policy: the policy.
         prune: the option of that name.
-        extra_roots: storages that are needed besides those that the graph saved.
+        extra_roots: storages that are needed, and that the graph did not save.
     """
     unpruned = _why_unpruned(prune, record)
     made = full_plan(record, decisions, prune=not unpruned, extra_roots=extra_roots)

@@ -1,7 +1,7 @@
 """Compares an operation with the one recorded.
 
 Called by `replay` for what it leaves out, by `collect` and by `check`. A *static*
-argument is one that is no tensor.
+argument is one that is not a tensor.
 
 Invariant: an operation that is left out returns the metadata that it returned then.
 That depends on the metadata of its tensor arguments and on its static ones, so these

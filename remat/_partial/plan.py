@@ -313,8 +313,8 @@ def _makers(record: Record) -> dict[int, list[int]]:
     """Return which steps make or change each storage."""
     makers = defaultdict(list)
     for i, step in enumerate(record.steps):
-        # A step that returns views alone makes no storage. If one output is new, then
-        # whoever needs any of the outputs needs the step.
+        # A step that returns only views makes no storage. If one output is new, then
+        # the step is needed as soon as any of its outputs is.
         made = step.makes if {*step.makes}.difference(step.reads) else ()
         for s in {*made, *step.writes}:
             makers[s].append(i)

@@ -34,7 +34,7 @@ class Plans:
         extra_roots: more storages that are needed.
         full: the plan for all roots, laid out.
         destinations: where each of its residuals goes.
-        residual_of_handle: of the handles that stand for a residual: which residual.
+        residual_of_handle: for each handle of a residual, the index of the residual.
         each_has_handle: whether there is such a handle for each residual.
         for_recompute: the residuals that a recompute reads, by index.
     """

@@ -119,7 +119,7 @@ _LAZY = (
 
 
 class _StandIn(Function):
-    """Returns a tensor that requires grad and is no leaf, so that it may be changed."""
+    """Returns a tensor that requires grad and is not a leaf: it may be changed."""
 
     @staticmethod
     @override

@@ -21,7 +21,7 @@ _UNTOLD = "perhaps read by the backward of what changes a view, or is written in
 
 
 def name(op: Op) -> str:
-    """Return the name of an operation, `mm` say."""
+    """Return the name of an operation: `mm`."""
     return getattr(op.packet, "__name__", str(op.packet))
 
 

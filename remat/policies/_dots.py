@@ -114,7 +114,7 @@ _PREFIX = "aten._scaled_dot_product_"
 
 
 def _batched(func: Any) -> Batched | None:
-    """Return how to tell whether a dot has batch dimensions; None if it is no dot."""
+    """Return how to tell whether a dot has batch dimensions; None if not a dot."""
     called = family(func)
     if called.startswith(_PREFIX):  # each version of torch adds some
         return _always
