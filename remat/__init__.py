@@ -11,7 +11,8 @@ from remat._base.errors import (
     RematError as RematError,
 )
 from remat._partial.names import checkpoint_name as checkpoint_name
-from remat._report.explain import compare as compare, explain as explain
+from remat._report.compare import compare as compare
+from remat._report.explain import explain as explain
 from remat._report.reports import (
     ComparedPolicy as ComparedPolicy,
     Comparison as Comparison,

@@ -1,8 +1,10 @@
-"""The bytes of a tensor: taken out without gaps, and made a tensor again.
+"""The bytes of a tensor: packed without gaps, and made a tensor again.
 
-Invariant: what is made of the bytes that were taken has the bits of the tensor, and
-what is respaced its strides. Rejected: `contiguous`. A matrix product may add up in
-another order for a transposed matrix, and a view may be possible of one layout alone.
+Called by `offload`, which moves bytes.
+
+Invariant: the tensor that is made of packed bytes has the bits of the first one, and
+`respaced` gives it the strides. Rejected: `contiguous`. A matrix product may add up in
+another order for a transposed matrix, and a view may be possible of one layout only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,21 +14,21 @@ from torch import Tensor
 
 
 def room(nbytes: int, device: torch.device) -> Tensor:
-    """Return bytes that may hold anything."""
+    """Return uninitialized bytes."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def typed(data: Tensor, like: Tensor, stride: Sequence[int] | None = None) -> Tensor:
-    """Return bytes as a tensor of the shape and dtype of another one."""
+    """Return bytes as a tensor of the shape and dtype of another tensor."""
     out = torch.empty(0, dtype=like.dtype, device=data.device)
     stride = like.stride() if stride is None else stride
     return out.set_(data.untyped_storage(), 0, like.shape, stride)
 
 
 def packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the bytes of a tensor without gaps, and the strides that it has in them.
+    """Return the bytes of a tensor without gaps, and its strides in these.
 
-    One whose elements overlap is taken with all that it reaches.
+    If its elements overlap, the whole range that they reach over is taken.
     """
     dense = _unexpanded(tensor.detach()).resolve_conj().resolve_neg()
     if _has_gaps(dense.shape, dense.stride()):
@@ -38,7 +40,7 @@ def packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def respaced(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return a tensor with the strides given, copied if it had others."""
+    """Return a tensor with these strides, copied if it had others."""
     if tensor.stride() == stride:
         return tensor
     nbytes = extent(tensor.shape, stride) * tensor.element_size()
@@ -48,7 +50,7 @@ def respaced(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:
-    """Return a tensor without what `expand` repeats."""
+    """Return a tensor without the elements that `expand` repeats."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     shape = [size if stride else min(size, 1) for size, stride in sizes]
     return tensor.as_strided(shape, tensor.stride())
@@ -58,21 +60,22 @@ def extent(shape: Sequence[int], stride: Iterable[int]) -> int:
     """Return how many elements of its storage a tensor reaches over."""
     if 0 in shape:
         return 0
-    return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    pairs = zip(shape, stride, strict=True)
+    return 1 + sum((n - 1) * distance for n, distance in pairs)
 
 
 def _has_gaps(shape: Sequence[int], stride: Iterable[int]) -> bool:
-    """Say whether a tensor leaves out some of what it reaches over.
+    """Say whether a tensor leaves gaps in the range that its elements reach over.
 
-    False if two of its elements may be the same one, other than by `expand`.
+    False if elements may overlap, other than by `expand`.
     """
     if 0 in shape:
         return False
     reach, count = 0, 1
-    for step, n in sorted(zip(stride, shape, strict=True)):
-        if step and n > 1:
-            if step <= reach:
+    for distance, n in sorted(zip(stride, shape, strict=True)):
+        if distance and n > 1:
+            if distance <= reach:
                 return False
-            reach += step * (n - 1)
+            reach += distance * (n - 1)
             count *= n
     return reach + 1 > count

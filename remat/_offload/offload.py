@@ -1,14 +1,14 @@
-"""Offloading: residuals kept in the host's memory or in a file, and brought back.
+"""Offloads residuals to host memory or to a file, and brings them back.
 
-A tensor goes in, and out comes an ordinary one that stands for it elsewhere; `Fetched`
-gives the first back, and copies the next one meanwhile. The bytes are moved, not the
-elements, so that every dtype comes back bit for bit.
+`in_host_memory` and `in_file` return an ordinary tensor that holds the bytes of another
+one. `Fetched` gives the first one back, and copies the next one meanwhile. Bytes are
+moved, not elements, so that every dtype comes back bit for bit.
 
-Invariant: what comes back has the shape, the strides and the bits of what went. A file
-has no name, so that none is left behind however the process ends, killed or not; and
-it is written before it is mapped, so that a full disk is an error, not a signal.
+Invariant: what comes back has the shape, strides and bits of what went. A file has no
+name, so that none is left behind even if the process is killed. It is written before it
+is mapped, so that a full disk is an error and not a signal.
 Rejected: `torch.autograd.graph.save_on_cpu`, whose hooks torch.func refuses. A folder
-that is removed at exit, which nobody removes after a SIGKILL. And Python's own `mmap`
+that is removed at exit: after a SIGKILL nobody removes it. And Python's own `mmap`
 where there is a choice: it keeps a file descriptor for each residual.
 """
 
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from remat._base.errors import OffloadError
+from remat._base.types import TENSORS
 from remat._offload.bytes import extent, packed, respaced, room, typed
 from remat._torch import is_shared, undisturbed
 
@@ -34,14 +35,14 @@ _CPU = torch.device("cpu")
 
 
 class Origin(NamedTuple):
-    """Where a tensor was, and its strides, which lose their gaps elsewhere."""
+    """Where a tensor was, and its strides. An offloaded tensor has no gaps."""
 
     device: torch.device
     stride: tuple[int, ...]
 
 
 def origin_of(tensor: Tensor) -> Origin:
-    """Return what `Fetched` has to know to give a tensor back."""
+    """Return what `Fetched` needs to give a tensor back."""
     with undisturbed():
         return Origin(tensor.device, tensor.stride())
 
@@ -50,20 +51,20 @@ def origin_of(tensor: Tensor) -> Origin:
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
-    """Copy a tensor to pinned memory of the host; one that is on the host stays there.
+    """Copy a tensor to pinned host memory. A tensor on the host stays as it is.
 
-    The copy runs beside what the device computes: its values are for `Fetched` alone
-    until the device is synchronized. It is in plain memory where none can be pinned.
-    No mode, transform or default of the user sees it or changes it; nor autograd.
+    The copy runs while the device computes: only `Fetched` may read it before the
+    device is synchronized. If memory cannot be pinned, it is in pageable memory. No
+    mode, transform or default of the user sees or changes the copy; nor does autograd.
 
     Args:
-        tensor: of strided layout. Without data, meta or fake, it is returned as it is.
+        tensor: of strided layout. A meta or fake tensor is returned as it is.
 
     Returns:
         A tensor of the same shape and dtype, without gaps.
 
     Raises:
-        OffloadError: it is no plain strided tensor.
+        OffloadError: it is not a plain strided tensor.
     """
     with undisturbed():
         if not _has_data(tensor) or tensor.is_cpu:
@@ -75,22 +76,22 @@ def in_host_memory(tensor: Tensor) -> Tensor:
 
 
 def in_file(tensor: Tensor) -> Tensor:
-    """Write a tensor to a file without a name, and map that into memory.
+    """Write a tensor to a file without a name, and map the file into memory.
 
-    The file is in the folder `REMAT_OFFLOAD_DIR`, else where Python puts temporary
-    files, and goes with the tensor. Its pages are the kernel's to write out and drop:
-    where the folder is on a real disk, they take memory only while there is enough.
-    No mode, transform or default of the user sees it or changes it; nor autograd.
+    The file is in the folder `REMAT_OFFLOAD_DIR`, or where Python puts temporary files.
+    It is freed with the tensor. If the folder is on a disk, the kernel may write its
+    pages out and drop them when memory is short. No mode, transform or default of the
+    user sees or changes the tensor; nor does autograd.
 
     Args:
-        tensor: of strided layout, on any device. Without data, meta or fake, it is
-            returned as it is.
+        tensor: of strided layout, on any device. A meta or fake tensor is returned as
+            it is.
 
     Returns:
         A tensor on the CPU of the same shape and dtype, without gaps.
 
     Raises:
-        OffloadError: there is no room for it, or it is no plain strided tensor.
+        OffloadError: there is no room for it, or it is not a plain strided tensor.
 
     Example:
         >>> x = torch.linspace(0, 1, 6).view(2, 3).t()
@@ -115,10 +116,10 @@ def in_file(tensor: Tensor) -> Tensor:
 
 
 def _has_data(tensor: Tensor) -> bool:
-    """Say whether there is anything to offload.
+    """Say whether a tensor has data to offload.
 
     Raises:
-        OffloadError: there is, in some way that is unknown here.
+        OffloadError: it may have, but not as a plain strided tensor.
     """
     try:
         storage = tensor.untyped_storage()
@@ -126,8 +127,7 @@ def _has_data(tensor: Tensor) -> bool:
         raise _not_plain(tensor) from None
     if storage.device.type == "meta":
         return False
-    is_plain = type(tensor) in {Tensor, torch.nn.Parameter}
-    if not is_plain or tensor.is_quantized:
+    if type(tensor) not in TENSORS or tensor.is_quantized:
         raise _not_plain(tensor)
     count = extent(tensor.shape, tensor.stride())
     end = (tensor.storage_offset() + count) * tensor.element_size()
@@ -147,15 +147,15 @@ class _Arriving(NamedTuple):
 class Fetched:
     """Gives offloaded tensors back, each just before it is used.
 
-    It copies the first one as it is made, and the next one whenever one is taken, on a
-    stream beside that of the computation; more than that it does not hold. What was
-    never moved is given as it is, and so is a mapped file, which the kernel is told to
-    read meanwhile: they are not to be written to. No mode or transform of the user sees
-    the copies.
+    It starts to copy the first one when it is made, and the next one whenever one is
+    taken, on a stream beside that of the computation. It holds at most one copy. A
+    tensor that was never moved is returned itself, and so is a mapped file, which the
+    kernel is told to read meanwhile: neither may be written to. No mode or transform of
+    the user sees the copies.
 
     Args:
-        stored: the tensors offloaded, in the order in which they will be used. Another
-            order gives the same, with the copies less hidden.
+        stored: the offloaded tensors, in the order in which they will be used. Another
+            order works too, but waits longer for copies.
         origins: what each of them was.
     """
 
@@ -167,7 +167,7 @@ class Fetched:
             self._prefetch(0)
 
     def take(self, k: int) -> Tensor:
-        """Return tensor `k`: a copy of its own each time, where copies are needed."""
+        """Return tensor `k`: a new copy each time, if a copy is needed."""
         (device, stride), stored = self._origins[k], self._stored[k]
         with undisturbed():
             index, arriving = self._next
@@ -182,12 +182,12 @@ class Fetched:
             return respaced(stored, stride)
 
     def _prefetch(self, k: int) -> None:
-        self._next = -1, None  # what nobody took is freed first
+        self._next = -1, None  # a copy that nobody took is freed first
         if k < len(self._stored):
             self._next = k, self._sent_back(k)
 
     def _sent_back(self, k: int) -> _Arriving | None:
-        """Start to copy tensor `k`, if that can be done beside the computation."""
+        """Start to copy tensor `k`, if the computation need not wait for it."""
         stored, (device, _) = self._stored[k], self._origins[k]
         lane = None if stored.device == device else _lane_of(device)
         if lane is not None:
@@ -200,9 +200,9 @@ class Fetched:
 
 
 class _Lane:
-    """The copies between a device and the host: in their order, on a stream of theirs.
+    """The copies between a device and the host: in order, on a stream of their own.
 
-    One for both ways, so that what is brought back has arrived before.
+    Both directions use one stream, so that a tensor has arrived before it is sent back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -213,9 +213,9 @@ class _Lane:
         host = _pinned(data.numel())
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
-            # To memory that is not pinned, such a copy would be seen half done.
+            # Unless memory is pinned, the host could see such a copy half done.
             host.copy_(data, non_blocking=host.is_pinned())
-        # Its memory may be given to others as soon as the caller drops it.
+        # The caller may free it before the copy has ended.
         data.record_stream(self._stream)
         return host
 
@@ -239,18 +239,18 @@ _LANES: dict[torch.device, _Lane | None] = {}
 
 
 def _lane_of(device: torch.device) -> _Lane | None:
-    """Return the lane of a device, or None if it has no streams besides its own."""
+    """Return the lane of a device; None if it has no second stream."""
     if device not in _LANES:
         lane = None
         with suppress(RuntimeError):
             lane = _Lane(device)
-        # Two threads get the same one: the order of the copies depends on it.
+        # Two threads must get the same one: the order of copies depends on it.
         _LANES.setdefault(device, lane)
     return _LANES[device]
 
 
 def _pinned(nbytes: int) -> Tensor:
-    """Return room in memory of the host, pinned unless that is impossible."""
+    """Return bytes in host memory, pinned if that is possible."""
     with suppress(RuntimeError):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return room(nbytes, _CPU)
@@ -260,12 +260,12 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 _CHUNK = 2**26  # bytes
-# Where room cannot be taken at once, writing takes it all the same.
+# File systems that cannot reserve room take it while they write.
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 def _written(data: Tensor, folder: str) -> Tensor:
-    """Return bytes as they are in a file: of no name, and of just their size."""
+    """Return bytes as a mapped file that has no name and just their size."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         _reserve(file, data.numel())
         for piece in data.split(_CHUNK):
@@ -274,8 +274,8 @@ def _written(data: Tensor, folder: str) -> Tensor:
 
 
 def _reserve(file: IO[bytes], nbytes: int) -> None:
-    """Fail early where there is no room for all of what takes long to write."""
-    # Three milliseconds on ext4; to write a chunk takes twenty.
+    """Fail early if there is no room, before much is written."""
+    # This takes three milliseconds on ext4; writing a chunk takes twenty.
     if nbytes <= _CHUNK or not hasattr(os, "posix_fallocate"):
         return
     try:
@@ -286,7 +286,7 @@ def _reserve(file: IO[bytes], nbytes: int) -> None:
 
 
 def _write(file: IO[bytes], piece: Tensor) -> None:
-    # A copy on write would be made where its address is asked for.
+    # Asking a copy-on-write tensor for its address would make its copy.
     piece = piece.clone() if is_shared(piece) else piece
     memory = (ctypes.c_char * piece.numel()).from_address(piece.data_ptr())
     rest = memoryview(memory)
@@ -295,7 +295,7 @@ def _write(file: IO[bytes], piece: Tensor) -> None:
 
 
 def _mapped(file: IO[bytes], nbytes: int) -> Tensor:
-    """Return the bytes of a file, which may be closed then."""
+    """Return the bytes of a file, which may be closed afterwards."""
     path = f"/dev/fd/{file.fileno()}"
     with suppress(OSError, RuntimeError):
         if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
@@ -308,10 +308,10 @@ _LIBC: Any = ctypes.CDLL(None) if hasattr(mmap, "MADV_WILLNEED") else None
 
 
 def _read_ahead(storage: torch.UntypedStorage) -> None:
-    """Have the kernel read what it dropped of a mapped file, and not wait for it."""
+    """Have the kernel read the dropped pages of a mapped file, without waiting."""
     if _LIBC is not None and storage.device.type == "cpu" and storage.is_shared():
         start, nbytes = map(ctypes.c_size_t, (storage.data_ptr(), storage.nbytes()))
-        # An advice: where it fails, reading is slower.
+        # Only advice: if it fails, reading is slower.
         _LIBC.madvise(start, nbytes, mmap.MADV_WILLNEED)
 
 

@@ -1,17 +1,23 @@
-"""What a recompute leaves out, and what is kept for it: record, plan, replay.
+"""What a recompute leaves out, and what the policy saves: record, plan, replay.
 
 In: a policy, `prune=` and a forward. Out: a plan for its backward, and its replay.
 
-    options                     what was asked for
-    decide, cost                whether a call is recorded, and what operations cost
-    recorder, values, effects   a record of what a forward did
-    plan, schedule              what is recomputed, kept or left out; laid out to be run
-    collect, replay, check      what is kept in a forward; the function again along a
-                                schedule, or as it is, compared with its record
+    options                     what the user asked for
+    recorder                    records a forward, with the help of:
+      storages, values          numbers of storages; tensors and arguments as data
+      effects, classify         what an operation does besides returning values
+      roots                     what the graph saved
+      candidates                what the policy says, and the tensors that it may save
+      assemble                  what is known only at the end: names, hidden writes
+    plan, cost                  what becomes of each operation, and what it costs
+    plans, schedule             the plans of one record; a plan laid out to be run
+    decide                      whether a call is recorded, follows a plan, or neither
+    collect, replay, check      a forward that saves residuals; a recompute along a
+                                plan; a full recompute, compared with the record
     match                       whether an operation is the one recorded
     cache, forward_plan         what calls of one signature share; what one forward does
-    following, recomputation    what a call keeps and replays: at base, under torch.func
+    following, recomputation    what a call saves and replays: at base, under torch.func
     naming, names               `checkpoint_name`
 
-Called by `_transform` where a policy or pruning asks for it, and by `_report`.
+Called by `_transform` if there is a policy or pruning, and by `_report`.
 """

@@ -1,8 +1,11 @@
-"""What calls of one signature share: a record, the plans made of it, what is learned.
+"""What calls of one signature share: plans, and what their replays have shown.
+
+`forward_plan` fills a cache after a recorded forward; `following` and `recomputation`
+tell it whether replays fit.
 
 Invariant: what is remembered is bounded, and holds no tensor, module or function of the
 user's. Rejected: to prove that a record fits before it is used. The signature is
-compared, but whatever else a function reads may differ.
+compared, but the function may read whatever else.
 """
 
 import operator
@@ -16,122 +19,35 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from remat._base.absent import Trouble
 from remat._base.types import TENSORS
 from remat._partial.naming import names_given
 from remat._partial.options import reference
-from remat._partial.plan import Record, plan
-from remat._partial.schedule import Schedule
-from remat.policies import Decision, Policy
+from remat._partial.plans import Plans
+from remat.policies import Policy
 
 
-_STRIKES = 3  # records that did not fit, before no more is made
+_MISFITS = 3  # records that did not fit, after which no more is made
 _MODULES = 128  # of one signature, that have caches of their own
-_LESSONS = 16  # values read that no operation reads, before they are given up
-
-
-class Plans:
-    """The plans of one record.
-
-    Args:
-        record: of a forward.
-        decisions: what the policy says of each operation.
-        prune: whether to leave out what is not needed.
-        learned: storages that are needed besides.
-
-    Attributes:
-        full: the plan for all outputs, laid out.
-        places: where each of its residuals is kept.
-        saved_at: of the handles that stand for what is kept, the residual that each is.
-        feeding: the residuals that a recompute reads.
-        are_saved: whether there is such a handle for each residual.
-    """
-
-    __slots__ = (
-        *("_narrowed", "are_saved", "decisions", "feeding", "full", "learned"),
-        *("places", "prune", "record", "saved_at"),
-    )
-    full: Schedule
-
-    def __init__(
-        self,
-        record: Record,
-        decisions: Sequence[Decision],
-        *,
-        prune: bool,
-        learned: Iterable[int] = (),
-    ) -> None:
-        self.record, self.decisions, self.prune = record, decisions, prune
-        self.learned = frozenset(learned)
-        saveable = [i for i, decision in enumerate(decisions) if decision]
-        made = plan(record, saveable, learned=self.learned, prune=prune)
-        self.full = Schedule(record, made)
-        self.places = [decisions[i] for i, _ in made.residuals]
-        self._narrowed: dict[tuple[int, ...], Schedule] = {}
-        steps, packs = record.steps, record.packs
-        numbers = [steps[i].makes[k] for i, k in made.residuals]
-        number = {s: k for k, s in enumerate(numbers)}
-        kept = {
-            s: steps[i].op.outputs[k]
-            for s, (i, k) in zip(numbers, made.residuals, strict=True)
-        }
-        self.saved_at = {
-            j: number[p.storage]
-            for j, p in enumerate(packs)
-            if p is not None and p.storage in kept and p.is_of(kept[p.storage])
-        }
-        self.are_saved = {*self.saved_at.values()} == {*range(len(numbers))}
-        read = {
-            s
-            for step, fate in zip(steps, made.fates, strict=True)
-            if fate.is_run
-            for s in step.reads
-        }
-        read |= self.learned
-        self.feeding = frozenset(k for k, s in enumerate(numbers) if s in read)
-
-    def held(self, recorder: Any) -> list[Tensor]:
-        """Return the residuals of the call that was recorded."""
-        steps = self.record.steps
-        return [
-            recorder.residual(steps[i].op.outputs[k], steps[i].makes[k])
-            for i, k in self.full.plan.residuals
-        ]
-
-    def of(self, given: Sequence[int]) -> Schedule:
-        """Return the schedule for the outputs that have cotangents."""
-        if not self.prune or len(given) == len(self.record.roots):
-            return self.full
-        key = tuple(given)
-        schedule = self._narrowed.get(key)
-        if schedule is None:
-            kept = self.full.plan.kept
-            made = plan(self.record, kept, given, learned=self.learned)
-            schedule = Schedule(self.record, made, self.full.plan.residuals)
-            self._narrowed[key] = schedule
-        return schedule
+_EXTRA_ROOTS = 16  # after which calls of this kind are not followed any more
 
 
 class CallCache:
     """What calls of one signature share.
 
     Attributes:
-        plans: the plans; None if there is to be a new record.
-        reason: why there are none, and will not be.
-        outputs: those that can be differentiated.
-        proven: those that a replay has succeeded for.
-        names: those that the policy mentions.
-        asked: what is followed on request, "" if it is for remat to choose.
+        plans: the plans; None if the next call is to be recorded.
+        reason: why no call is recorded any more; "" if one may be.
+        outputs: the roots that a backward may ask for.
+        proven: those of them for which a replay has succeeded.
+        names: those that the policy mentions, until they were checked.
+        misfits: how many records did not fit the calls after them.
+        asked: what the user asked for; "" if remat chooses.
     """
 
     __slots__ = (
-        "_parts",
-        "asked",
-        "names",
-        "outputs",
-        "plans",
-        "proven",
+        *("_parts", "asked", "misfits", "names", "outputs", "plans", "proven"),
         "reason",
-        "strikes",
     )
 
     def __init__(self) -> None:
@@ -140,17 +56,17 @@ class CallCache:
         self.outputs: frozenset[int] = frozenset()
         self.proven: set[int] = set()
         self.names: frozenset[str] = frozenset()
-        self.strikes = 0
+        self.misfits = 0
         self.asked = ""
         # By identity: a module need not hash.
         self._parts: dict[int, tuple[weakref.ref[Any], CallCache]] = {}
 
-    def of(self, owner: Any) -> "CallCache":
+    def for_owner(self, owner: Any) -> "CallCache":
         """Return the cache of one module, once modules of this signature differ.
 
-        In a constant, say, that is no argument: a shift, or a dilation.
+        They may differ in what is not an argument: in a shift, or a dilation.
         """
-        if not self.strikes or not isinstance(owner, nn.Module):
+        if not self.misfits or not isinstance(owner, nn.Module):
             return self
         parts = self._parts
         if id(owner) in parts and parts[id(owner)][0]() is owner:
@@ -162,15 +78,32 @@ class CallCache:
         return part
 
     def is_proven(self) -> bool:
-        """Say whether nothing is read but what was recorded, whatever is given."""
+        """Say whether replays have succeeded for every root that may be asked for."""
         return bool(self.proven) and self.proven >= self.outputs
 
-    def strike(self) -> None:
-        """Give a record up that did not fit."""
+    def is_proven_for(self, plans: Plans) -> bool:
+        """Say the same of these plans, which another record may have replaced."""
+        return self.is_proven() and self.plans is plans
+
+    def note_success(self, plans: Plans, *roots: Iterable[int]) -> None:
+        """Note that a replay has succeeded for some roots."""
+        if self.plans is plans:
+            self.proven.update(*roots)
+        self._warn_of_names()
+
+    def note_misfit(self, plans: Plans, trouble: Trouble) -> None:
+        """Correct or drop plans that did not fit a replay."""
+        if trouble.missed and not trouble.differs:
+            self._add_roots(plans, trouble.missed)
+        else:
+            self.drop_record()
+
+    def drop_record(self) -> None:
+        """Give up a record that did not fit a call after it."""
         self.plans, self.proven = None, set()
-        self.strikes += 1
-        if self.strikes > _STRIKES and len(self._parts) in (0, _MODULES):
-            self._give_up(f"{_STRIKES} records did not fit the calls after them")
+        self.misfits += 1
+        if self.misfits > _MISFITS and len(self._parts) in (0, _MODULES):
+            self._give_up(f"{_MISFITS} records did not fit the calls after them")
 
     def _give_up(self, reason: str) -> None:
         if self.reason:
@@ -180,25 +113,23 @@ class CallCache:
             message = _GIVEN_UP.format(asked=self.asked, reason=reason)
             warnings.warn(message, stacklevel=3)
 
-    def learn(self, plans: Plans, numbers: Iterable[int]) -> None:
-        """Plan again, for something read storages that were thought not needed."""
-        learned = plans.learned.union(numbers)
-        if len(learned) > _LESSONS:
+    def _add_roots(self, plans: Plans, numbers: Iterable[int]) -> None:
+        """Plan again, with storages that a replay read and the plan had left out."""
+        extra_roots = plans.extra_roots.union(numbers)
+        if len(extra_roots) > _EXTRA_ROOTS:
             self._give_up("the function reads too much other than by operations")
         if self.plans is not None:
             self.proven = set()
-            self.plans = Plans(
-                plans.record, plans.decisions, prune=plans.prune, learned=learned
-            )
+            self.plans = plans.planned_again(plans.decisions, extra_roots)
 
-    def warn_of_names(self) -> None:
-        """Warn, once, of names that the policy mentions and nothing was ever given."""
+    def _warn_of_names(self) -> None:
+        """Warn, once, of names that the policy mentions and no value was ever given."""
         if not self.names:
             return
         unknown, self.names = self.names - names_given(), frozenset()
         if unknown:
             names = ", ".join(map(repr, sorted(unknown)))
-            warnings.warn(_UNKNOWN.format(names=names), stacklevel=2)
+            warnings.warn(_UNKNOWN.format(names=names), stacklevel=3)
 
 
 _GIVEN_UP = (
@@ -213,7 +144,7 @@ _UNKNOWN = (
 
 
 class _Caches:
-    """The caches by signature; the least recently used go first."""
+    """Caches by signature. The least recently used is forgotten first."""
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, threading.Lock()
@@ -244,12 +175,12 @@ _meta = operator.attrgetter("shape", "dtype", "device")
 
 
 def cache_of(signature: Hashable, leaves: Sequence[Tensor]) -> CallCache:
-    """Return what is shared by the calls of a signature, on such leaves."""
+    """Return what calls of one signature share whose leaves have the same metadata."""
     return CACHES[signature, metas_of(leaves)]
 
 
 def metas_of(leaves: Sequence[Tensor]) -> Hashable:
-    """Return how leaves look."""
+    """Return the metadata of leaves."""
     metas: list[Any] = [*map(_meta, leaves)]
     try:
         if not all(map(Tensor.is_contiguous, leaves)):
@@ -263,11 +194,11 @@ def metas_of(leaves: Sequence[Tensor]) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What tells calls under base autograd apart, but for what is asked of them."""
+    """What tells calls under base autograd apart, but for their policy and `prune`."""
 
     signature: Hashable
     metas: Hashable
 
     def cache(self, policy: Policy | None, prune: Any) -> CallCache:
-        """Return what calls of this kind share that are asked for the same."""
+        """Return what calls of this kind share that have this policy and `prune`."""
         return CACHES[(self.signature, reference(policy), prune), self.metas]

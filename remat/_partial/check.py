@@ -1,9 +1,9 @@
 """Compares a recompute that follows no plan with the operations of its forward.
 
-Called by `following` and `recomputation`, where a replay was given up.
+Called by `following` and `recomputation`, after a replay was given up.
 
-Invariant: nothing is left out, and what differs is an error that shows both lists of
-operations. Rejected: to compare values, which would have to be kept.
+Invariant: nothing is left out, and a difference is an error that shows both lists of
+operations. Rejected: comparing values, which would have to be kept.
 """
 
 from collections.abc import Sequence
@@ -11,44 +11,29 @@ from typing import Any
 
 from typing_extensions import override
 
-from remat._base.absent import (
-    IGNORED,
-)
+from remat._base.absent import IGNORED
 from remat._base.errors import RecomputeError
-from remat._partial.match import (
-    CAST,
-    CLONE,
-    described,
-    is_reflection,
-)
+from remat._partial.match import CAST, CLONE, described, is_reflection
 from remat._partial.plan import Step
 from remat._partial.schedule import Follow, Schedule
-from remat._torch import (
-    call_kernel,
-    eager_only,
-    is_view_op,
-)
-
-
-def _is_by_the_way(func: Any) -> bool:
-    return func in (CLONE, CAST) or func in IGNORED or is_view_op(func)
+from remat._torch import call_kernel, eager_only, is_view_op
 
 
 class Check(Follow):
-    """Runs a function again as it is, which must do what it did in the forward.
+    """Follows a function that runs again in full, and must do what its forward did.
 
-    Views, copies and casts are not compared. Hooks on modules make views, as torch's
-    FLOP counter does, autograd copies what is changed in place and differentiated, and
-    autocast has some casts in its cache. What depends on no input may be missing: it
-    may be in a cache of the function's, a table of positions say.
+    Views, copies and casts are not compared. Module hooks may make views, as those of
+    torch's FLOP counter do; autograd may copy what is changed in place; and autocast
+    may find a cast in its cache. An operation that depends on no input may be missing:
+    the function may have cached its result, a table of positions for instance.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         super().__init__(schedule)
         self._error: Exception | None = None
         steps = schedule.record.steps
-        constant = zip(steps, _of_constants(steps), strict=True)
-        pairs = [(s, c) for s, c in constant if not _is_by_the_way(s.op.func)]
+        constant = zip(steps, _are_constant(steps), strict=True)
+        pairs = [(s, c) for s, c in constant if not _may_differ(s.op.func)]
         self._steps = [step for step, _ in pairs]
         self._is_constant = [is_constant for _, is_constant in pairs]
         self._funcs = [*[step.op.func for step in self._steps], None]
@@ -58,7 +43,7 @@ class Check(Follow):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not _is_by_the_way(func):
+        if not _may_differ(func):
             then = self._funcs[self._next]
             while then not in (func, None) and self._is_constant[self._next]:
                 self._next += 1
@@ -77,13 +62,18 @@ class Check(Follow):
 
     @override
     def end(self) -> None:
-        """Raise what the function may have caught."""
+        """Check that every operation has run; raise what the function has caught."""
         super().end()
         if self._error is not None:
             raise self._error
 
 
-def _of_constants(steps: Sequence[Step]) -> list[bool]:
+def _may_differ(func: Any) -> bool:
+    """Say whether a recompute may run an operation more or less often."""
+    return func in (CLONE, CAST) or func in IGNORED or is_view_op(func)
+
+
+def _are_constant(steps: Sequence[Step]) -> list[bool]:
     """Return which steps depend on no input and no draw."""
     constant: set[int] = set()
     found = []

@@ -1,10 +1,10 @@
-"""Collects, while a forward runs, what a plan keeps.
+"""Collects, while a forward runs, the residuals that a plan saves.
 
 Called by `forward_plan`, for calls whose plan is known.
 
-Invariant: the forward is never changed. A plan that is not of this forward is given up,
-and nothing is kept. Rejected: to keep what the graph saves alone. It saves no result
-whose value only a recompute reads.
+Invariant: the forward is never changed. A plan that does not fit it is given up, and
+nothing is saved. Rejected: to save only what the graph saves. A residual that only a
+recompute reads is not among that.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,44 +13,39 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from remat._base.absent import (
-    IGNORED,
-    inputs_of,
-    tensors_of,
-)
+from remat._base.absent import IGNORED, inputs_of, tensors_of
 from remat._partial.match import (
-    constants_of,
     fits_metadata,
-    has_same_constants,
+    has_same_statics,
     is_reflection,
+    statics_of,
 )
 from remat._partial.plan import Fate, Step
 from remat._partial.schedule import Follow, Schedule
-from remat._torch import (
-    eager_only,
-)
+from remat._partial.storages import key_of
+from remat._torch import eager_only
 
 
-class Keep(Follow):
-    """Collects, in a forward, the results that a plan keeps.
+class Collect(Follow):
+    """Collects, in a forward, the residuals that a plan saves.
 
     Args:
         schedule: to follow.
-        tell: is given each of them as it is made.
+        on_residual: is called with each residual as it is made.
 
     Attributes:
-        fits: whether the plan is of this forward.
-        constants: of the operations whose results are kept.
+        fits: whether the plan fits this forward so far.
+        statics: of the operations whose results are saved.
     """
 
     def __init__(
-        self, schedule: Schedule, tell: Callable[[Tensor], None] | None = None
+        self, schedule: Schedule, on_residual: Callable[[Tensor], None] | None = None
     ) -> None:
         super().__init__(schedule)
-        self._tell = tell
-        self._places = schedule.places
-        self._kept: list[tuple[Tensor, int]] = []
-        self.constants: dict[int, Any] = {}
+        self._on_residual = on_residual
+        self._residual_index = schedule.residual_index
+        self._collected: list[tuple[Tensor, int]] = []  # with their versions
+        self.statics: dict[int, Any] = {}
         self.fits = True
 
     @override
@@ -68,21 +63,23 @@ class Keep(Follow):
         self._next = i + 1
         kernel = self._kernels[i]
         result = kernel(*args, **kwargs) if kwargs else kernel(*args)
-        if i in self._places:
-            self._keep(i, args, kwargs, tensors_of(result))
+        if i in self._residual_index:
+            self._collect(i, args, kwargs, tensors_of(result))
         return result
 
-    def _keep(self, i: int, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
+    def _collect(
+        self, i: int, args: Any, kwargs: Any, outputs: Sequence[Tensor]
+    ) -> None:
         step = self.schedule.record.steps[i]
-        if step.may_draw and not has_same_constants(step.op, args, kwargs):
+        if step.may_draw and not has_same_statics(step.op, args, kwargs):
             self._give_up()
-        self.constants[i] = constants_of(args, kwargs)
-        for k in self._places[i]:
-            # Not detached: below autograd what is detached has a version counter of
-            # its own, by which changes would go unnoticed.
-            self._kept.append((outputs[k], outputs[k]._version))
-            if self._tell is not None:
-                self._tell(outputs[k])
+        self.statics[i] = statics_of(args, kwargs)
+        for k in self._residual_index[i]:
+            # Not detached: below autograd a detached tensor has a version counter of
+            # its own, so changes would go unnoticed.
+            self._collected.append((outputs[k], outputs[k]._version))
+            if self._on_residual is not None:
+                self._on_residual(outputs[k])
 
     @override
     def _give_up(self) -> None:
@@ -91,28 +88,28 @@ class Keep(Follow):
 
     @override
     def end(self) -> None:
-        """Do nothing: the forward may be another, see `residuals`."""
+        """Do nothing: `residuals` says whether the plan fits."""
 
     def residuals(self) -> list[Tensor] | None:
-        """Return what was kept; None if the plan is not of this forward."""
-        unchanged = all(t._version == version for t, version in self._kept)
+        """Return what was collected; None if the plan does not fit this forward."""
+        unchanged = all(t._version == version for t, version in self._collected)
         complete = self._funcs[self._next] is None
         if not (self.fits and complete and unchanged):
             return None
-        return [t.detach() for t, _ in self._kept]
+        return [t.detach() for t, _ in self._collected]
 
 
-class Verify(Keep):
-    """Checks besides that what goes into each operation comes from where it did.
+class Verify(Collect):
+    """Also checks that each operation reads what it read when it was recorded.
 
-    Before inputs are dropped: afterwards nothing else could be computed.
+    For a forward whose inputs are to be dropped: once they are, nothing can be
+    recomputed but by the plan.
     """
 
-    def __init__(self, schedule: Schedule, leaves: Sequence[Tensor], key: Any) -> None:
+    def __init__(self, schedule: Schedule, leaves: Sequence[Tensor]) -> None:
         super().__init__(schedule)
-        self._key = key
         numbers = schedule.record.inputs
-        self._numbers = {key(t): s for t, s in zip(leaves, numbers, strict=True)}
+        self._numbers = {key_of(t): s for t, s in zip(leaves, numbers, strict=True)}
 
     @override
     @eager_only
@@ -122,22 +119,23 @@ class Verify(Keep):
         i = self._next
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.fits and self._next > i:
-            step, numbers, key = self.schedule.record.steps[i], self._numbers, self._key
+            step = self.schedule.record.steps[i]
             inputs, outputs = inputs_of(args, kwargs), tensors_of(result)
             if not self._is_wired(i, step, args, kwargs, inputs, outputs):
                 self._give_up()
                 return result
-            numbers.update(zip(map(key, outputs), step.makes, strict=True))
+            self._numbers.update(zip(map(key_of, outputs), step.makes, strict=True))
         return result
 
     def _is_wired(
         self, i: int, step: Step, args: Any, kwargs: Any, inputs: Any, outputs: Any
     ) -> bool:
+        """Say whether an operation reads the storages that it read."""
         if (len(inputs), len(outputs)) != (len(step.reads), len(step.makes)):
             return False
-        numbers, key, known = self._numbers, self._key, self.schedule.known
+        numbers, known = self._numbers, self.schedule.known
         reads = zip(inputs, step.reads, strict=True)
-        if not all(numbers.get(key(t), s) == s for t, s in reads if s in known):
+        if not all(numbers.get(key_of(t), s) == s for t, s in reads if s in known):
             return False
         if self.schedule.fates[i] is not Fate.DEAD:
             return True

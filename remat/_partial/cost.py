@@ -1,8 +1,10 @@
-"""What operations cost, by their metadata: FLOPs, bytes moved, time at nominal rates.
+"""Estimates what operations cost: FLOPs, bytes moved, time at nominal rates.
 
-Invariant: nothing is run or measured, so that two processes decide alike.
-Rejected: timing the operations of the first call. It waits for the device, and decides
-by the noise of the machine.
+Called by `decide`, to judge whether a plan is worth it, and by the reports.
+
+Invariant: metadata alone is read, and nothing is measured, so that two processes decide
+alike. Rejected: timing the operations of the first call. It waits for the device, and
+decides by the noise of the machine.
 """
 
 from typing import Any
@@ -14,18 +16,18 @@ from remat._base.op import Op, Value
 from remat._partial.plan import Fate, Plan, Record, Step, filled
 
 
-# FLOPs and bytes in a second: of one CPU core and of an accelerator, to an order of
+# FLOPs and bytes per second of one CPU core and of an accelerator, to an order of
 # magnitude.
 _RATES = {"cpu": (2e10, 1e10)}
 _ACCELERATOR = (5e13, 1e12)
-_MODE = 8e-6  # seconds that a dispatch mode takes for an operation
+_MODE = 8e-6  # seconds that a dispatch mode spends on each operation
 
 
 def flops(step: Step) -> int:
     """Return the floating-point operations of an operation that torch can count.
 
-    That is of products, convolutions and attention; 0 for all others, as in torch's
-    `FlopCounterMode`.
+    As in torch's `FlopCounterMode`, those are matmuls, convolutions and attention. It
+    is 0 for all other operations.
 
     Example:
         >>> shapes = (2, 3), (3, 4), (2, 4)
@@ -37,7 +39,7 @@ def flops(step: Step) -> int:
     count: Any = flop_registry.get(op.packet)
     if count is None:
         return 0
-    # With a None where it returned one: the gradient of an input that needs none.
+    # The form keeps a None that was returned, as the gradient of an input may be.
     result = filled(step.result, [*map(_shape, op.outputs)], [*map(_shape, op.inputs)])
     kwargs = {name: _shape(v) for name, v in op.kwargs}
     return int(count(*map(_shape, op.args), **kwargs, out_val=result))
@@ -64,7 +66,7 @@ def seconds(step: Step) -> float:
 
 
 def avoided(record: Record, plan: Plan) -> float:
-    """Return about how many seconds a plan saves by what it leaves out."""
+    """Return about how many seconds a plan saves by leaving operations out."""
     pairs = zip(record.steps, plan.fates, strict=True)
     dead = [step for step, fate in pairs if fate is Fate.DEAD and not step.is_view]
     return sum(seconds(step) for step in dead)

@@ -1,28 +1,38 @@
-"""Whether a call is recorded and follows its record, and if not, why.
+"""Decides what a call does: be recorded, follow plans, or run as it is; and why.
 
-Invariant: calls and reports ask this one function, so that a report says what a call
-does. Rejected: to decide in each lowering. They would differ, and a report with them.
+Calls and reports ask the same functions, so that a report says what a call does:
+
+    why_no_record     before a forward: why it runs as it is
+    planned           after a recorded forward: the plan, or why there is none
+    droppable_inputs  which inputs a call need not keep
+
+Invariant: each answer is a function of data. Rejected: to decide in each lowering. The
+lowerings would differ, and reports would be wrong.
 """
 
 import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from remat._partial.cost import reason_against
 from remat._partial.options import Prune
-from remat._partial.plan import Record
-from remat.policies import Policy
+from remat._partial.plan import Plan, Record
+from remat._partial.plans import full_plan
+from remat.policies import Decision, Policy
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What a call is, as far as it decides about records.
+    """What there is to know of a call before it runs.
 
     Attributes:
         is_saved: whether its graph is plain's own, with handles.
         is_compiled: whether it reaches code of torch.compile or TorchScript.
         in_forward_mode: whether forward mode differentiates it.
-        kind: the class of an input that sees what is done with it, "" if there is none.
+        kind: the class of an input that sees the operations done with it; "" if there
+            is none.
         elements: how many its inputs have in all.
-        given_up: why calls like it are not recorded any more, "" if they are.
+        given_up: why calls like it are not recorded any more; "" if they are.
     """
 
     is_saved: bool
@@ -34,9 +44,10 @@ class Situation:
 
 
 SMALL = 2**15  # elements, below which "auto" has too little to leave out
+WORTH_DROPPING = 2**16  # bytes, below which "auto" keeps inputs that nothing reads
 
 
-def why_as_it_is(policy: Policy | None, prune: Prune, call: Situation) -> str:
+def why_no_record(policy: Policy | None, prune: Prune, call: Situation) -> str:
     """Say why a call is neither recorded nor follows a record; "" if it does."""
     if policy is None and prune is False:
         return "prune=False"
@@ -54,16 +65,88 @@ def why_as_it_is(policy: Policy | None, prune: Prune, call: Situation) -> str:
     return call.given_up
 
 
-def why_unpruned(prune: Prune, record: Record) -> str:
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What the calls after a recorded one do.
+
+    Attributes:
+        plan: the plan that they follow; None if they run as they are.
+        why_none: why they do; "" if there is a plan.
+        why_unpruned: why the plan leaves nothing out; "" if it may.
+    """
+
+    plan: Plan | None
+    why_none: str
+    why_unpruned: str
+
+
+def planned(
+    record: Record,
+    decisions: Sequence[Decision],
+    policy: Policy | None,
+    prune: Prune,
+    extra_roots: Iterable[int],
+) -> Planned:
+    """Return what the calls after a recorded one do.
+
+    Args:
+        record: of a forward.
+        decisions: what the policy says of each operation.
+        policy: the policy.
+        prune: the option of that name.
+        extra_roots: storages that are needed, and that the graph did not save.
+    """
+    unpruned = _why_unpruned(prune, record)
+    made = full_plan(record, decisions, prune=not unpruned, extra_roots=extra_roots)
+    if policy is None and prune == "auto":
+        why = reason_against(record, made)
+        if why:
+            return Planned(None, why, unpruned)
+    return Planned(made, "", unpruned)
+
+
+def _why_unpruned(prune: Prune, record: Record) -> str:
     """Say why nothing is left out of the recompute of a record; "" if something may."""
     if prune is False:
         return "prune=False"
-    unseen = [step.op.source for step in record.steps if step.opaque]
-    return _UNSEEN.format(where=unseen[0]) if unseen else ""
+    hidden = [step.op.source for step in record.steps if step.hides_aliases]
+    return _HIDDEN.format(where=hidden[0]) if hidden else ""
+
+
+def droppable_inputs(
+    made: Plan,
+    unneeded: Iterable[int],
+    prune: Prune,
+    can_drop: Callable[[int], bool],
+    nbytes: Callable[[int], int],
+    *,
+    is_differentiated: Callable[[int], bool] | None,
+) -> list[int]:
+    """Return the inputs that a call need not keep, if dropping them is worth it.
+
+    Args:
+        made: the plan for all roots.
+        unneeded: the inputs that it does not need.
+        prune: the option of that name.
+        can_drop: whether the tensor of an input, given its index, may be dropped.
+        nbytes: its bytes.
+        is_differentiated: whether it requires grad; None if the graph is plain's own.
+            Else what is saved is differentiated again through what it depends on.
+    """
+    found = [i for i in unneeded if can_drop(i)]
+    if is_differentiated is not None:
+        sources = made.residual_sources
+        found = [i for i in found if not (i in sources and is_differentiated(i))]
+    if prune is True:
+        return found
+    return found if sum(map(nbytes, found)) >= WORTH_DROPPING else []
+
+
+# --- Warnings ---
 
 
 def asked_for(policy: Policy | None, prune: Prune) -> str:
-    """Say what a user asked for; "" if it is for remat to choose."""
+    """Say what the user asked for; "" if remat chooses."""
     if policy is not None:
         return "the policy"
     return "prune=True" if prune is True else ""
@@ -95,4 +178,4 @@ _NOT_FOLLOWED = (
     "remat: {asked} of {label} is not followed, and all is recomputed: {why}."
 )
 _NOT_PRUNED = "remat: the recompute of {label} is not pruned: {why}."
-_UNSEEN = "at {where}, a tensor is of a class that does not tell what shares its memory"
+_HIDDEN = "at {where}, a tensor is of a class that does not tell what shares its memory"

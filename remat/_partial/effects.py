@@ -1,6 +1,8 @@
-"""What an operation does besides returning values: writes, draws, reads by Python.
+"""Says what an operation does besides returning values: writes, draws, reads by Python.
 
-Invariant: by the schema and the tags of an operation, or by what it was seen to do; an
+Called by `recorder` and `classify`, and by the reports.
+
+Invariant: the schema and the tags of an operation tell, or what it was seen to do. An
 operator that nobody knows is taken to do whatever it may.
 Rejected: a list of all operations. torch has thousands, and users add to them.
 """
@@ -28,7 +30,7 @@ _OF_TORCH = {"aten", "prim", "prims", "profiler"}
 _EXCHANGES_STORAGE = {"set_", "resize_", "_resize_output_", "resize_as_"}
 
 
-Argument = tuple[int, str]  # its place in the schema, and its name
+Argument = tuple[int, str]  # its index in the schema, and its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,13 @@ class Traits:
     """What an operation does besides returning values, whatever its arguments.
 
     Attributes:
-        may_draw: whether it moves a random stream, by its tag.
-        is_of_others: whether it is not of torch, so that its tags may not tell all.
-        is_read_by_python: whether Python sees what it gives, or nobody knows what it
-            does.
+        may_draw: whether its tag says that it moves a random stream.
+        is_of_others: whether it is not of torch, so that tags may be missing.
+        is_read_by_python: whether Python sees its result, or what it does is not known.
         writes: the arguments that it writes to, by its schema.
-        statistics: the running statistics that a batch norm updates, unsaid in it.
-        training: which argument says whether it does, if one does.
+        statistics: the running statistics that a batch norm updates, which its schema
+            does not say.
+        training: the argument that says whether it does; None if there is none.
     """
 
     may_draw: bool = False
@@ -53,12 +55,12 @@ class Traits:
     training: Argument | None = None
 
     @property
-    def may_move(self) -> bool:
-        """Whether it may move a random stream, or nobody knows."""
+    def may_move_a_stream(self) -> bool:
+        """Whether it may move a random stream, as far as is known."""
         return self.may_draw or self.is_of_others
 
 
-# To read a schema or tags costs more than all else that a record notes.
+# Reading a schema or tags costs more than the rest of recording.
 @functools.lru_cache(maxsize=4096)
 def traits_of(func: Any) -> Traits:
     """Return what an operation does besides returning values."""
@@ -67,15 +69,15 @@ def traits_of(func: Any) -> Traits:
         return Traits(may_draw)
     exchanges = func.overloadpacket.__name__ in _EXCHANGES_STORAGE
     arguments = [*enumerate(func._schema.arguments)]
-    places = {argument.name: (k, argument.name) for k, argument in arguments}
+    by_name = {argument.name: (k, argument.name) for k, argument in arguments}
     is_batch_norm = func.overloadpacket in _BATCH_NORMS
     return Traits(
         may_draw,
         func.namespace not in _OF_TORCH,
         exchanges or not _READ_BY_PYTHON.isdisjoint(func.tags),
-        tuple(places[a.name] for _, a in arguments if _is_written(a)),
-        tuple(map(places.__getitem__, _STATISTICS)) if is_batch_norm else (),
-        places.get("training") if is_batch_norm else None,
+        tuple(by_name[a.name] for _, a in arguments if _is_written(a)),
+        tuple(map(by_name.__getitem__, _STATISTICS)) if is_batch_norm else (),
+        by_name.get("training") if is_batch_norm else None,
     )
 
 
@@ -103,7 +105,7 @@ def declared_writes(
 def updated_statistics(
     traits: Traits, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """Return the running statistics that a batch norm updates, unsaid in its schema."""
+    """Return the running statistics that a batch norm updates."""
     names, training = traits.statistics, traits.training
     updates = training is None or _given(training, args, kwargs)
     if not (names and updates):
@@ -112,9 +114,9 @@ def updated_statistics(
 
 
 def _given(argument: Argument, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what an operation was given for an argument; None if it was left out."""
-    place, name = argument
-    return args[place] if place < len(args) else kwargs.get(name)
+    """Return what was passed for an argument; None if it was left out."""
+    k, name = argument
+    return args[k] if k < len(args) else kwargs.get(name)
 
 
 _STATISTICS = ("running_mean", "running_var")
@@ -138,7 +140,7 @@ _DRAWS_IN_PLACE = {
 def metadata_only_outputs(func: Any, count: int) -> tuple[int, ...]:
     """Return the outputs of an operation that do not depend on its arguments' values.
 
-    How often it draws does not either.
+    Nor does the number of its draws.
     """
     name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
     if not isinstance(func, OpOverload) or func.namespace != "aten":
@@ -152,8 +154,11 @@ def metadata_only_outputs(func: Any, count: int) -> tuple[int, ...]:
     return (0,) if func is torch.ops.aten.bernoulli.p else ()
 
 
-class Moved:
-    """Notices a draw: by the tag, or from a stream on the CPU where there is none."""
+class DrawDetector:
+    """Tells whether an operation draws: made before it runs, asked afterwards.
+
+    By its tag, or, for an operation without tags, by the global streams.
+    """
 
     __slots__ = ("_before", "_tagged")
 
@@ -163,14 +168,14 @@ class Moved:
         unknown = not self._tagged and traits.is_of_others
         self._before = global_streams().read() if unknown else None
 
-    def draws(self) -> bool:
+    def has_drawn(self) -> bool:
         """Say whether the operation drew."""
         moved = self._before is not None and self._before != global_streams().read()
         return self._tagged or moved
 
 
 def _dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return how much an operation of attention drops; None if it is none."""
+    """Return the dropout probability of attention; None for other operations."""
     for k, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             given = _given((k, argument.name), args, kwargs)

@@ -1,12 +1,13 @@
-"""What a call under base autograd keeps for its policy, and how it is replayed.
+"""What a call under base autograd saves for its policy, and how it is replayed.
 
-The first call of a kind is recorded: its operations, and for each handle the storage
-that it stands for. The plan of the record says what is kept. Where the graph saves what
-is kept anyway, later calls keep it as it is saved, by its place, and no mode follows
-their operations; else one collects it (`collect.Keep`).
+`_transform/saved.py` has one `Following` for each call with a policy or `prune=True`.
+The first call of a kind is recorded: its operations, and the storage that each handle
+stands for. The plan of the record says which results are residuals. If the graph saves
+every residual anyway, later calls take them from there, and no mode follows their
+operations; otherwise a mode collects them (`collect`).
 
-Invariant: a handle of a value that is kept gives that very value, whatever a plan says.
-A replay that does not fit is given up, and the function runs as it is.
+Invariant: a handle of a residual gives that very tensor, whatever a plan says. A replay
+that does not fit is given up, and the function runs as it is.
 Rejected: one list of residuals for a call. A backward frees what it has used, node by
 node.
 """
@@ -23,13 +24,15 @@ from remat._base.errors import RecomputeError
 from remat._base.op import Value
 from remat._graph.handles import Handle
 from remat._graph.residual import Offloaded, Residual, store
-from remat._partial.cache import CallCache, Plans
+from remat._partial.cache import CallCache
 from remat._partial.check import Check
 from remat._partial.collect import Verify
 from remat._partial.forward_plan import ForwardPlan, is_droppable, is_of_memory
+from remat._partial.plans import Plans
 from remat._partial.recorder import Recorder
-from remat._partial.replay import Replay
-from remat._partial.values import can_be_seen_as, key_of, value_of
+from remat._partial.replay import Replay, input_dropped, what_differs
+from remat._partial.storages import key_of
+from remat._partial.values import can_be_viewed_as, value_of
 from remat._torch import is_lazy, outside_dispatch_mode, viewed
 
 
@@ -38,17 +41,17 @@ class Following:
 
     Args:
         forward_plan: says whether it is recorded, or follows a record.
-        hooks: for saved tensors, around the call: a pair, or None.
+        hooks: the saved-tensor hooks around the call: a pair, or None.
         nested: whether those are of a call of remat.
 
     Attributes:
-        mode: to run the forward in, None if nothing follows it.
-        dropped: the inputs that are let go, and what stands for them.
+        mode: to run the forward in; None if no mode follows it.
+        dropped: the inputs that are not kept, and an absent tensor for each.
     """
 
     __slots__ = (
-        *("_constants", "_early", "_feeding", "_hooks", "_nested", "_plans", "_seen"),
-        *("_taken", "_cache", "_forward_plan", "dropped", "mode"),
+        *("_cache", "_early", "_for_recompute", "_forward_plan", "_hooks", "_nested"),
+        *("_plans", "_seen", "_statics", "_taken", "dropped", "mode"),
     )
 
     def __init__(self, forward_plan: ForwardPlan, hooks: Any, *, nested: bool) -> None:
@@ -56,51 +59,56 @@ class Following:
         self._hooks, self._nested = hooks, nested
         self.mode, self._plans = forward_plan.mode, forward_plan.plans
         self._cache, self._seen = forward_plan.cache, forward_plan.mode is not None
-        self._feeding: Sequence[Residual | Offloaded | None] = ()
-        self._constants: dict[int, Any] = {}
-        self._taken: dict[int, Tensor] = {}
-        self._early: list[Residual] = []
+        self._for_recompute: Sequence[Residual | Offloaded | None] = ()
+        self._statics: dict[int, Any] = {}
+        self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
+        self._early: list[Residual] = []  # residuals that were put away at once
         self.dropped: dict[int, Absent] = {}
 
     @classmethod
-    def again(cls, decision: Any, leaves: Sequence[Tensor], hooks: Any) -> "Following":
-        """Return what does as a call within decided, when that around is recomputed.
+    def of_decision(
+        cls, decision: Any, leaves: Sequence[Tensor], hooks: Any
+    ) -> "Following":
+        """Return what does as a nested call did, while the call around is recomputed.
 
-        What it keeps is saved there as soon as it is made: that recompute stops then.
+        Its residuals are handed to the call around as soon as they are made, since the
+        recompute of that stops once it has all that it needs.
         """
         cache, plans = decision
         early: list[Residual] = []
         steps, residuals = plans.record.steps, plans.full.plan.residuals
 
-        def tell(tensor: Tensor) -> None:
+        def on_residual(tensor: Tensor) -> None:
             i, _ = residuals[len(early)]
             early.append(Residual(tensor, steps[i].op, hooks))
 
-        new = cls(ForwardPlan.again(cache, plans, leaves, tell), hooks, nested=True)
+        forward_plan = ForwardPlan.given(cache, plans, leaves, on_residual)
+        new = cls(forward_plan, hooks, nested=True)
         new._early = early
         return new
 
     @property
     def decision(self) -> Any:
-        """What the call does, for `again`."""
+        """What the call does, for `of_decision`."""
         return None if self._plans is None else (self._cache, self._plans)
 
     # --- The forward ---
 
     def pack(self, place: int, tensor: Tensor | None) -> None:
-        """Be told of what the graph saves at a place; None for what stays itself."""
+        """Note a tensor that the graph saves at a place; None if it has no handle."""
         mode, plans = self.mode, self._plans
         if plans is None:
             if mode is not None:
-                mode.pack(tensor)
-        elif place in plans.saved_at and tensor is not None:
+                mode.roots.pack(tensor)
+        elif place in plans.residual_of_handle and tensor is not None:
             self._taken[place] = tensor.detach()
 
     def finish(self, handles: Sequence[Handle | None]) -> None:
-        """Plan, and give the handles what is kept.
+        """Plan the call, if it was recorded, and give handles their residuals.
 
         Args:
-            handles: by place; None for what stays itself, and for what is gone.
+            handles: by place; None where the tensor itself is saved, and where the
+                handle is gone.
         """
         tensors = self._residuals(handles)
         self._forward_plan = self.mode = None
@@ -109,44 +117,46 @@ class Following:
         if plans is None:
             return
         if tensors is None:
-            self._cache.strike()
+            self._cache.drop_record()
             self._plans = None
             return
         steps, residuals = plans.record.steps, plans.full.plan.residuals
         ops = [steps[i].op for i, _ in residuals]
-        kept = self._early or store(
-            tensors, plans.places, ops, self._hooks, nested=self._nested
+        saved = self._early or store(
+            tensors, plans.destinations, ops, self._hooks, nested=self._nested
         )
         packs = plans.record.packs
-        for place, k in plans.saved_at.items():
+        for place, k in plans.residual_of_handle.items():
             handle, pack = handles[place], packs[place]
             if handle is not None and pack is not None:
-                handle.call, handle.residual = None, kept[k]
+                handle.call, handle.residual = None, saved[k]
                 handle.view = None if pack.value == value_of(tensors[k]) else pack.value
-        self._feeding = [r if k in plans.feeding else None for k, r in enumerate(kept)]
+        needed = plans.for_recompute
+        self._for_recompute = [r if k in needed else None for k, r in enumerate(saved)]
 
     def _residuals(self, handles: Sequence[Handle | None]) -> list[Tensor] | None:
-        """Return what is to be kept; None if the plan is not of this forward."""
+        """Return the residuals; None if the plan does not fit this forward."""
         forward_plan, mode, plans = self._forward_plan, self.mode, self._plans
         assert forward_plan is not None
         if isinstance(mode, Recorder):
             gone = {place for place, handle in enumerate(handles) if handle is None}
             record = mode.record((), gone)
-            given = [place for place in range(len(handles)) if place not in gone]
-            plans = self._plans = forward_plan.learn(mode, record, given)
+            roots = [place for place in range(len(handles)) if place not in gone]
+            plans = self._plans = forward_plan.plan_recorded(mode, record, roots)
             if plans is None:
                 return None
-            self._constants = {i: mode.constants[i] for i in plans.full.plan.kept}
-            return plans.held(mode)
+            statics = mode.candidates.statics
+            self._statics = {i: statics[i] for i in plans.full.plan.saved}
+            return plans.residuals_of(mode.candidates)
         if plans is None:
             return None
         if len(handles) != len(plans.record.packs):
             return None
         if mode is None:
-            residuals = self._taken_by_place(plans)
+            residuals = self._residuals_in_handles(plans)
         else:
-            residuals, self._constants = mode.residuals(), mode.constants
-        if residuals is None or not self._are_saved(residuals, plans):
+            residuals, self._statics = mode.residuals(), mode.statics
+        if residuals is None or not self._are_as_saved(residuals, plans):
             return None
         if isinstance(mode, Verify):
             leaves = forward_plan.leaves
@@ -154,25 +164,25 @@ class Following:
             self.dropped = {i: like(leaves[i]) for i in droppable}
         return residuals
 
-    def _taken_by_place(self, plans: Plans) -> list[Tensor] | None:
-        """Return the residuals, of which the graph saved views or themselves."""
+    def _residuals_in_handles(self, plans: Plans) -> list[Tensor] | None:
+        """Return the residuals, taken from the tensors that the graph saved."""
         steps, found = plans.record.steps, dict[int, Tensor]()
         residuals = plans.full.plan.residuals
-        for place, k in plans.saved_at.items():
+        for place, k in plans.residual_of_handle.items():
             if k not in found and place in self._taken:
                 i, j = residuals[k]
                 value = steps[i].op.outputs[j]
-                if not can_be_seen_as(self._taken[place], value):
+                if not can_be_viewed_as(self._taken[place], value):
                     return None
-                found[k] = _as(self._taken[place], value)
+                found[k] = _viewed_as(self._taken[place], value)
         if len(found) < len(residuals):
             return None
         return [found[k] for k in range(len(residuals))]
 
-    def _are_saved(self, residuals: Sequence[Tensor], plans: Plans) -> bool:
-        """Say whether the graph saved, where it is to hold residuals, just them."""
+    def _are_as_saved(self, residuals: Sequence[Tensor], plans: Plans) -> bool:
+        """Say whether the handles of residuals stand for them, as recorded."""
         packs, taken = plans.record.packs, self._taken
-        for place, k in plans.saved_at.items():
+        for place, k in plans.residual_of_handle.items():
             saved, pack = taken.get(place), packs[place]
             if saved is None or pack is None or value_of(saved) != pack.value:
                 return False
@@ -181,42 +191,46 @@ class Following:
         return True
 
     def residuals_held(self) -> list[Residual | Offloaded]:
-        """Return what the call holds for a recompute."""
-        return [r for r in self._feeding if r is not None]
+        """Return the residuals that the call holds for a recompute."""
+        return [r for r in self._for_recompute if r is not None]
 
-    # --- What reads handles while the forward runs ---
+    # --- Handles that are read while the forward runs ---
 
     def outside(self) -> AbstractContextManager[Any]:
-        """Return a context in which the forward is not followed, nor calls within."""
+        """Return a context in which no mode follows the forward."""
         mode = self.mode
         return contextlib.nullcontext() if mode is None else outside_dispatch_mode(mode)
 
     def note_read(self, handles: Iterable[Handle]) -> None:
-        """Be told that the forward itself reads what handles stand for."""
+        """Note that the forward itself reads what handles stand for."""
         if isinstance(self.mode, Recorder):
             for handle in handles:
-                self.mode.note_copy(handle.position, handle.value)
+                self.mode.roots.note_copy(handle.position, handle.value)
 
     # --- The recompute ---
 
     def replay(self, handles: Iterable[Handle]) -> "Replaying | None":
-        """Return how the handles given are filled along the plan, if there is one."""
+        """Return a recompute along the plan that fills handles; None without a plan."""
         plans = self._plans
         if plans is None:
             return None
-        given = tuple(sorted(handle.position for handle in handles))
-        kept: list[Any] = [None if r is None else r.value() for r in self._feeding]
-        replay = Replay(plans.of(given), kept, kept.__getitem__, self._constants)
-        return Replaying(self._cache, plans, given, replay)
+        roots = tuple(sorted(handle.position for handle in handles))
+        held = [None if r is None else r.value() for r in self._for_recompute]
+        schedule = plans.schedule_for(roots)
+        replay = Replay(schedule, held, held.__getitem__, self._statics)
+        return Replaying(self._cache, plans, roots, replay)
 
     def check(self) -> Check | None:
-        """Return what compares a full recompute with the forward, if that was seen."""
+        """Return a mode that compares a full recompute with the recorded forward.
+
+        None if no mode followed the forward.
+        """
         plans = self._plans if self._seen else None
         return None if plans is None else Check(plans.full)
 
     def read_what_is_gone(self, replaying: "Replaying") -> RecomputeError:
-        """Return the error that a recompute needs an input that was let go."""
-        return RecomputeError(_DROPPED.format(what=replaying.what))
+        """Return the error that a recompute needs an input that was not kept."""
+        return input_dropped(replaying.what)
 
 
 class Replaying:
@@ -225,76 +239,68 @@ class Replaying:
     Args:
         cache: of the signature.
         plans: the plans.
-        given: the places that are to be filled.
+        roots: the places of the handles that are to be filled.
         mode: that replays.
+
+    Attributes:
+        mode: that replays.
+        what: what did not fit, once it has failed.
     """
 
     def __init__(
-        self, cache: CallCache, plans: Plans, given: Sequence[int], mode: Replay
+        self, cache: CallCache, plans: Plans, roots: Sequence[int], mode: Replay
     ) -> None:
-        self._cache, self._plans, self._given = cache, plans, given
+        self._cache, self._plans, self._roots = cache, plans, roots
         self.mode = mode
         self.what = ""
 
     def stand_ins(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what to run on: nothing in place of inputs that are not needed.
+        """Return what to run on: absent tensors in place of inputs that nobody needs.
 
-        Once it is known that they are not read, only what is changed is left out. What
-        was let go has this replay learn of who reads it.
+        Once replays have shown that they are not read, only those that are written to
+        are replaced. One that was dropped is replaced in any case, so that this replay
+        notices who reads it.
         """
         mode, stand_ins = self.mode, [*tensors]
         mode.start(tensors)
-        proven = self._cache.is_proven() and self._cache.plans is self._plans
+        proven = self._cache.is_proven_for(self._plans)
         inputs, written = mode.schedule.record.inputs, mode.schedule.written
         for i in mode.schedule.unneeded:
             t = tensors[i]
-            left = not proven or inputs[i] in written
-            if type(t) is Absent or (left and is_droppable(t)):
+            replaced = not proven or inputs[i] in written
+            if type(t) is Absent or (replaced and is_droppable(t)):
                 new = stand_ins[i] = mode.absent_leaf(i, t)
                 new.requires_grad_(t.requires_grad)
         return stand_ins
 
     def escaped(self) -> bool:
-        """Say whether there was trouble, or somebody holds what was left out."""
+        """Say whether something did not fit, or an absent tensor is still held."""
         self.mode.note_escaped()
         return bool(self.mode.trouble)
 
     def succeeded(self) -> None:
-        """Note that nothing was read but what the plan says."""
-        cache = self._cache
-        # Another record may have taken its place since.
-        if cache.plans is self._plans:
-            # What is kept is given without a replay.
-            cache.proven.update(self._given, self._plans.saved_at)
-        cache.warn_of_names()
+        """Note that the plan was right for these roots."""
+        # Handles of residuals need no replay.
+        self._cache.note_success(
+            self._plans, self._roots, self._plans.residual_of_handle
+        )
 
     def failed(self, error: Exception | None) -> None:
-        """Learn from a replay that did not fit.
+        """Correct the plans after a replay that did not fit.
 
         Raises:
-            Exception: the error, if it is none of the replay's.
+            Exception: the error, if the user's code raised it.
         """
         trouble = self.mode.trouble
         is_ours = trouble or error is None or isinstance(error, RecomputeError)
         if error is not None and not (is_ours or is_of_memory(error)):
             raise error
-        if trouble.missed and not trouble.differs:
-            self._cache.learn(self._plans, trouble.missed)
-        else:
-            self._cache.strike()
-        self.what = trouble.differs or _READ.format(error=error)
+        self._cache.note_misfit(self._plans, trouble)
+        self.what = what_differs(trouble, error)
 
 
-def _as(tensor: Tensor, value: Value) -> Tensor:
+def _viewed_as(tensor: Tensor, value: Value) -> Tensor:
     """Return a tensor as another view of its storage."""
     if value_of(tensor) == value:
         return tensor
     return viewed(tensor, value.shape, value.stride, value.offset)
-
-
-_READ = "  something read the value of what was left out. {error}"
-_DROPPED = (
-    "remat: the recomputation did something else than it did before, and inputs were "
-    "not kept that it needs for that. Pass prune=False if it depends on more than its "
-    "inputs.\n{what}"
-)

@@ -1,5 +1,8 @@
 """What one forward does with the cache of its signature: record it, or follow it.
 
+Called by `_transform` with the cache that `cache` has for a call. `following` and
+`recomputation` take over when the forward has run.
+
 Invariant: a record is only an optimization, and what a call does without one is right.
 Rejected: to record on fake tensors, in a run of its own. The user's code may look at
 values.
@@ -11,15 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._partial.cache import CallCache, Plans
-from remat._partial.collect import Keep, Verify
-from remat._partial.cost import reason_against
-from remat._partial.decide import asked_for, warn_if_unpruned, why_unpruned
+from remat._partial.cache import CallCache
+from remat._partial.candidates import Candidates
+from remat._partial.collect import Collect, Verify
+from remat._partial.decide import (
+    asked_for,
+    droppable_inputs,
+    planned,
+    warn_if_unpruned,
+)
 from remat._partial.options import Prune
 from remat._partial.plan import Record
+from remat._partial.plans import Plans
 from remat._partial.recorder import Recorder
 from remat._partial.schedule import Schedule
-from remat._partial.values import key_of
 from remat._torch import is_lazy
 from remat.policies import Decision, Policy
 
@@ -29,17 +37,18 @@ class ForwardPlan:
 
     Args:
         cache: of the signature.
-        policy: which results may be kept.
+        policy: of the call.
         prune: "auto", True or False.
         leaves: of the call.
         label: what warnings call it.
-        inner: what stands for them in it; None if the graph is plain's own.
+        inner: what the function runs on in place of the leaves; None if it runs on
+            them, as it does if the graph is plain's own.
 
     Attributes:
         cache: of the signature.
         leaves: of the call.
-        plans: the plans that it follows, None if it follows none.
-        mode: to run the function in, None if it runs as it is.
+        plans: the plans that it follows; None if it follows none.
+        mode: to run the function in; None if it runs as it is.
     """
 
     __slots__ = (
@@ -68,72 +77,74 @@ class ForwardPlan:
         if plans is None:
             self.mode = Recorder(inner, policy)
         elif cache.is_proven() and self.droppable(plans.full):
-            self.mode = Verify(plans.full, inner, key_of)
-        elif plans.full.places and not plans.are_saved:
-            self.mode = Keep(plans.full)
+            self.mode = Verify(plans.full, inner)
+        elif plans.destinations and not plans.each_has_handle:
+            self.mode = Collect(plans.full)
 
     @classmethod
-    def again(
+    def given(
         cls,
         cache: CallCache,
         plans: Plans,
         leaves: Sequence[Tensor],
-        tell: Callable[[Tensor], None],
+        on_residual: Callable[[Tensor], None],
     ) -> "ForwardPlan":
-        """Return one that follows just these plans, and tells what is to be kept."""
+        """Return one that follows these plans, and hands on each residual once made."""
         forward_plan = cls(CallCache(), None, False, leaves, "")
         forward_plan.cache, forward_plan.plans = cache, plans
-        forward_plan.mode = Keep(plans.full, tell) if plans.full.places else None
+        saves = bool(plans.destinations)
+        forward_plan.mode = Collect(plans.full, on_residual) if saves else None
         return forward_plan
 
     def droppable(self, schedule: Schedule) -> list[int]:
-        """Return the leaves to be dropped, if they are worth it."""
-        leaves = self.leaves
-        found = [i for i in schedule.unneeded if is_droppable(leaves[i])]
-        if self._inner is not None:
-            # What is kept is differentiated again by way of what it was computed from.
-            inner, linked = self._inner, schedule.plan.linked
-            found = [i for i in found if not (i in linked and inner[i].requires_grad)]
-        if self._prune is not True:
-            size = sum(leaves[i].numel() * leaves[i].itemsize for i in found)
-            return found if size >= WORTH_DROPPING else []
-        return found
+        """Return the leaves that the call need not keep, if that is worth it."""
+        if not schedule.unneeded:
+            return []
+        leaves, inner = self.leaves, self._inner
+        return droppable_inputs(
+            schedule.plan,
+            schedule.unneeded,
+            self._prune,
+            lambda i: is_droppable(leaves[i]),
+            lambda i: leaves[i].numel() * leaves[i].itemsize,
+            is_differentiated=(
+                None if inner is None else lambda i: inner[i].requires_grad
+            ),
+        )
 
-    def learn(
-        self, recorder: Recorder, record: Record, given: Iterable[int]
+    def plan_recorded(
+        self, recorder: Recorder, record: Record, roots: Iterable[int]
     ) -> Plans | None:
         """Plan a record, for this call and those after it.
 
         Args:
             recorder: made the record.
             record: of this forward.
-            given: the roots that a backward may ask for.
+            roots: those that a backward may ask for.
 
         Returns:
             The plans for this call; None if a replay is not worth it.
         """
-        cache, policy = self.cache, self._policy
-        decisions = recorder.decisions(record)
-        unpruned = why_unpruned(self._prune, record)
-        warn_if_unpruned(self._prune, self._label, unpruned)
-        learned = recorder.taken
-        plans = Plans(record, decisions, prune=not unpruned, learned=learned)
-        if self._prune == "auto" and policy is None:
-            cache.reason = reason_against(record, plans.full.plan)
-            if cache.reason:
-                return None
-        cache.plans, cache.proven, cache.outputs = plans, set(), frozenset(given)
+        cache, policy, prune = self.cache, self._policy, self._prune
+        decisions, exposed = recorder.decisions(record), recorder.exposed
+        found = planned(record, decisions, policy, prune, exposed)
+        unpruned = found.why_unpruned
+        warn_if_unpruned(prune, self._label, unpruned)
+        if found.plan is None:
+            cache.reason = found.why_none
+            return None
+        plans = Plans(
+            record, decisions, found.plan, prune=not unpruned, extra_roots=exposed
+        )
+        cache.plans, cache.proven, cache.outputs = plans, set(), frozenset(roots)
         cache.names = frozenset() if policy is None else policy.names
-        asked = asked_for(policy, self._prune)
+        asked = asked_for(policy, prune)
         cache.asked = asked and f"{asked} of {self._label}"
-        return _with_what_was_held(plans, recorder)
-
-
-WORTH_DROPPING = 2**16  # bytes, for which "auto" follows a forward
+        return _with_what_was_held(plans, recorder.candidates)
 
 
 def is_droppable(leaf: Tensor) -> bool:
-    """Say whether a leaf that is not needed need not be kept.
+    """Say whether a leaf that no recompute reads need not be kept.
 
     The graph keeps those that gradients are accumulated in, a module its parameters.
     """
@@ -142,24 +153,24 @@ def is_droppable(leaf: Tensor) -> bool:
     return leaf.layout is torch.strided and not is_lazy(leaf)
 
 
-def _with_what_was_held(plans: Plans, recorder: Recorder) -> Plans:
+def _with_what_was_held(plans: Plans, candidates: Candidates) -> Plans:
     """Return the plans for the call that was recorded.
 
-    What got its name after it was gone is kept by later calls only.
+    A result that got its name after it was freed is saved by later calls only.
     """
     record = plans.record
     residuals = plans.full.plan.residuals
-    if recorder.has(record.steps[i].makes[k] for i, k in residuals):
+    if candidates.has(record.steps[i].makes[k] for i, k in residuals):
         return plans
     decisions = [
-        decision if recorder.has(step.makes) else Decision.RECOMPUTE
+        decision if candidates.has(step.makes) else Decision.RECOMPUTE
         for step, decision in zip(record.steps, plans.decisions, strict=True)
     ]
-    return Plans(record, decisions, prune=plans.prune, learned=plans.learned)
+    return plans.planned_again(decisions, plans.extra_roots)
 
 
 def is_of_memory(error: Exception) -> bool:
-    """Say whether torch refused to read what is absent, or found no memory there."""
+    """Say whether torch refused to read an absent tensor, or found no memory there."""
     text = str(error)
     return "Absent" in text or any(words in text for words in _REFUSALS)
 

@@ -1,9 +1,13 @@
 """Compares an operation with the one recorded.
 
-Invariant: an operation that is left out has the metadata it had, for it is a function
-of that of its arguments and of the constants among them; so that is what is compared.
-Rejected: comparing the constants of operations on single elements, such as a factor
-that is annealed. They change no metadata.
+Called by `replay` for what it leaves out, by `collect` and by `check`. A *static*
+argument is one that is not a tensor.
+
+Invariant: an operation that is left out returns the metadata that it returned then.
+That depends on the metadata of its tensor arguments and on its static ones, so these
+are compared.
+Rejected: comparing the static arguments of pointwise operations, such as a factor that
+is annealed. They change no metadata.
 """
 
 import operator
@@ -20,30 +24,30 @@ from remat._partial.plan import Step
 
 
 CLONE = torch.ops.aten.clone.default
-# Autocast makes them of weights, unless it has one from another call in its cache.
+# Autocast runs it on weights, unless its cache has the result from another call.
 CAST = torch.ops.aten._to_copy.default
 
 
 def fits_metadata(
     step: "Expected", args: Any, kwargs: Any, inputs: Sequence[Tensor]
 ) -> bool:
-    """Say whether the metadata of the results is as recorded, by the arguments."""
+    """Say, by its arguments, whether an operation returns metadata as recorded."""
     if [*map(_metadata, inputs)] != step.metadata:
         return False
     pairs = zip(inputs, step.strides, strict=True)
     if not all(not then or t.stride() == then for t, then in pairs):
         return False
-    if step.has_constants:
-        return has_same_constants(step.op, args, kwargs, step.same)
-    # What was left to its default then may be given now.
+    if step.has_statics:
+        return has_same_statics(step.op, args, kwargs, step.same)
+    # An argument that was left to its default then may be passed now.
     return not kwargs and len(args) == len(inputs)
 
 
 _metadata = operator.attrgetter("shape", "dtype", "device")
 
 
-def constants_of(args: Any, kwargs: Any) -> list[str]:
-    """Write the arguments that are no tensors, with their names if they have one."""
+def statics_of(args: Any, kwargs: Any) -> list[str]:
+    """Write the static arguments, with their names if they have one."""
     if are_tensors(args, kwargs):
         return []
     given = (*args, *(kwargs or {}).items())
@@ -51,10 +55,10 @@ def constants_of(args: Any, kwargs: Any) -> list[str]:
 
 
 def is_reflection(func: Any, of: Any) -> bool:
-    """Say whether an operation is another with its two arguments exchanged.
+    """Say whether an operation is another one with its two arguments exchanged.
 
-    Of `p > t` Python tries `t < p` first where the class of `t` is derived from that of
-    `p`, as that of an absent tensor is.
+    For `p > t` Python tries `t < p` first if the class of `t` is derived from that of
+    `p`. The class of an absent tensor is.
 
     Example:
         >>> gt, lt = torch.ops.aten.gt.Tensor, torch.ops.aten.lt.Tensor
@@ -76,21 +80,21 @@ _REFLECTIONS = {
 class Expected:
     """What is compared of an operation that is left out."""
 
-    __slots__ = ("has_constants", "metadata", "op", "same", "strides")
+    __slots__ = ("has_statics", "metadata", "op", "same", "strides")
 
     def __init__(self, op: Op) -> None:
         self.op, inputs = op, op.inputs
         self.metadata = [*map(_metadata, inputs)]
-        # Of none, of what has no stride, nothing is compared.
+        # () for a tensor without strides: then they are not compared.
         self.strides = [value.stride for value in inputs]
         alone = all(isinstance(arg, Value) for arg in op.args)
-        self.has_constants = bool(op.kwargs) or not alone
+        self.has_statics = bool(op.kwargs) or not alone
         pointwise = torch.Tag.pointwise in op.func.tags
         self.same = _same_type if pointwise else _same
 
 
 def _same_type(now: Any, then: Any) -> bool:
-    """Compare arguments of an operation on single elements, such as a factor."""
+    """Compare arguments of a pointwise operation, such as a factor."""
     return type(now) is type(then) or _same(now, then)
 
 
@@ -104,10 +108,10 @@ def _same(now: Any, then: Any) -> bool:
     return type(now) is type(then) and (now == then or (now != now and then != then))
 
 
-def has_same_constants(
+def has_same_statics(
     op: Op, args: Sequence[Any], kwargs: Any, same: Callable[[Any, Any], bool] = _same
 ) -> bool:
-    """Say whether the arguments that are no tensors are as recorded."""
+    """Say whether the static arguments are as recorded."""
     if len(args) != len(op.args) or len(kwargs or ()) != len(op.kwargs):
         return False
     pairs = zip(args, op.args, strict=True)

@@ -1,8 +1,10 @@
-"""`checkpoint_name`: names for policies to find values by.
+"""`checkpoint_name`: gives a value a name, for policies to find it by.
 
-Invariant: naming a value changes nothing, and costs next to nothing where nobody
-records. Rejected: an operation of its own, as in JAX. The value of the operation is not
-the value named, so who forgets to go on with the former pays for both.
+Called by users. `naming` tells a recorder or a report of the name.
+
+Invariant: naming a value changes nothing, and costs next to nothing while nothing is
+recorded. Rejected: an operation of its own, as in JAX. Its result would be another
+value, and a user who goes on with the old one would pay for both.
 """
 
 from typing import TypeVar
@@ -18,14 +20,14 @@ T = TypeVar("T")
 
 
 def checkpoint_name(x: T, name: str) -> T:
-    """Return `x` as it is, its tensors known to policies by a name.
+    """Return `x` as it is, and give its tensors a name that policies see.
 
-    What is named is the result of the operation that made the tensor, or that made what
-    it is a view of: whoever reads that reads the named value, so the result need not be
-    used. One value can have several names, and one name belong to several values.
+    The name belongs to the result of the operation that made the tensor, or that made
+    what the tensor is a view of. So you may go on with the tensor that you passed. A
+    value can have several names, and several values can have the same name.
 
-    Names are seen by the policies of the rematerialized functions that the call is in;
-    elsewhere they do nothing.
+    The policies of the rematerialized functions around this call see the name.
+    Elsewhere it does nothing.
 
     Args:
         x: a pytree. Its tensors are named, other leaves are not.
@@ -35,7 +37,7 @@ def checkpoint_name(x: T, name: str) -> T:
         `x` itself.
 
     Raises:
-        TypeError: the name is no string.
+        TypeError: the name is not a string.
 
     Source: JAX's `jax.ad_checkpoint.checkpoint_name`.
 

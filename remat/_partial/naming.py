@@ -1,7 +1,9 @@
-"""The names that a program gives to values, and who is told of them.
+"""Tells recorders and reports which names a program gives to values.
 
-Invariant: who listens hears of the names that its own thread gives, and no others.
-Rejected: to write names on the tensors. A view or an alias of one would not have it.
+`checkpoint_name` (`names`) gives names here; a `recorder` and reports listen.
+
+Invariant: a listener hears the names that its own thread gives, and no others.
+Rejected: to write names on tensors. A view or an alias would not have them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +16,7 @@ from remat._base.context import here
 
 
 class Listener(Protocol):
-    """Who wants to know what values are called."""
+    """An object that is told of names."""
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Be told that the value of a tensor has a name."""
@@ -24,7 +26,7 @@ _NAMES: set[str] = set()
 
 
 def tell_of_names(listener: Listener) -> None:
-    """Tell a listener of the names given from now on, by this thread."""
+    """Tell a listener of the names that this thread gives from now on."""
     here().listeners.append(listener)
 
 
@@ -35,7 +37,7 @@ def tell_no_more(listener: Listener) -> None:
 
 @contextmanager
 def told_of_names(listener: Listener) -> Iterator[None]:
-    """Tell a listener of the names given in the body, by this thread."""
+    """Tell a listener of the names that this thread gives in the body."""
     tell_of_names(listener)
     try:
         yield

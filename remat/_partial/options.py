@@ -1,8 +1,10 @@
-"""What `remat` was asked for, and what the calls around ask for in addition.
+"""What the user asked `remat` for, joined with what the calls around ask for.
 
-Invariant: a call within others runs under the policies of all of them, as it did in its
-forward: they are part of its program. Rejected: reading the surrounding policy in the
-backward, where other calls surround it, or none.
+`_transform/api.py` makes options; each lowering reads them.
+
+Invariant: a nested call runs under the policies of all calls around it, in its forward
+and in a recompute: they are part of its program. Rejected: reading the policies around
+in the backward. Other calls are around it there, or none.
 """
 
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ Prune = Literal["auto"] | bool
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of one `remat`."""
+    """The options of one `remat`, by their public names."""
 
     policy: Policy | None = None
     prune: Prune = "auto"
@@ -27,11 +29,11 @@ class Options:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from others in a signature, without holding a policy."""
+        """What tells these options from others in a signature."""
         return reference(self.policy), self.prune, self.rng, self.higher_order
 
     def joined(self) -> Policy | None:
-        """Return the policy, joined with that of the calls around."""
+        """Return the policy, joined with that of the calls around this one."""
         policy, outer = self.policy, here().policy
         if outer is None or policy is None:
             return policy or outer
@@ -39,7 +41,7 @@ class Options:
 
 
 def reference(policy: Policy | None) -> Any:
-    """Return what tells a policy from others, without holding functions in it."""
+    """Return what tells a policy from others, without holding its functions."""
     return None if policy is None else policy.cache_key
 
 

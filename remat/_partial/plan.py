@@ -1,12 +1,13 @@
-"""Decides what a backward recomputes, what it is handed, and what it does without.
+"""Decides what a backward recomputes, what the policy saves, and what is left out.
 
-A record lists the operations of one forward and the storages that they touch, by
-number. From the storages that the backward reads, `plan` walks back through what made
-them, and stops where a policy lets a result be kept.
+A record lists the operations of one forward, and by number the storages that each
+touches. From the storages that the backward reads, `plan` walks back through what made
+them, and stops at results that the policy saves. Called by `plans`, and by reports.
 
 Invariant: a storage is needed as a whole or not at all. Whatever makes or changes a
-needed one runs, in order; an operation that is left out has neither read nor written
-anything that is needed. No tensors here: a record can be written by hand.
+needed storage runs again, in order; an operation that is left out has neither read nor
+written anything that is needed. There are no tensors here, so a record can be written
+by hand.
 Rejected: dataflow between tensors. Views and in-place operations make one value of
 many, and only their storage tells.
 """
@@ -21,11 +22,11 @@ from remat._base.op import Op, Value
 
 
 class Slot(int):
-    """Stands for the output of that index in what an operation returned."""
+    """In the form of a result: the output of that index."""
 
 
 class Passed(int):
-    """Stands for the tensor argument of that index, returned as it is."""
+    """In the form of a result: the tensor argument of that index, returned as it is."""
 
 
 def filled(form: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
@@ -48,7 +49,7 @@ _FIRST = Slot(0)
 
 
 class Step(NamedTuple):
-    """One operation of a record, with the storages it touches.
+    """One operation of a record, with the storages that it touches.
 
     Attributes:
         op: the operation.
@@ -57,12 +58,14 @@ class Step(NamedTuple):
         writes: the storages that it changes in place.
         draws: whether it moves a random stream.
         may_draw: whether it would with other arguments.
-        metadata_only: the outputs that do not depend on the values of its arguments.
-        runs: whether it runs in any case: Python reads what it gives, or nobody knows.
-        opaque: whether some of its tensors are of a class of their own, so that nobody
-            knows what shares memory.
-        watched: whether some are of a class that sees what is called: an operation of
-            the function's or one that the class adds. It is kept, or it runs.
+        metadata_only: the outputs that depend on the metadata of its arguments alone,
+            not on their values.
+        always_runs: whether every recompute has to run it: Python reads its result, or
+            what it does is not known.
+        hides_aliases: whether a tensor is of a subclass that does not tell which
+            tensors share memory.
+        on_subclass: whether an argument is of a subclass, which may see the operation.
+            Then the operation is saved or runs again, and is never left out.
         result: what it returned, with a `Slot` or `Passed` for each tensor.
     """
 
@@ -73,26 +76,26 @@ class Step(NamedTuple):
     draws: bool = False
     may_draw: bool = False
     metadata_only: tuple[int, ...] = ()
-    runs: bool = False
-    opaque: bool = False
-    watched: bool = False
+    always_runs: bool = False
+    hides_aliases: bool = False
+    on_subclass: bool = False
     result: Any = _FIRST
 
     @property
     def is_view(self) -> bool:
-        """Whether it gives nothing but other looks at storages that it reads."""
+        """Whether its outputs are all views of storages that it reads."""
         return bool(self.makes) and not self.writes and {*self.makes} <= {*self.reads}
 
 
 class Pack(NamedTuple):
-    """One tensor that a graph saved, of which a handle stands.
+    """One tensor that a graph saved, for which it holds a handle.
 
     Attributes:
         storage: its storage.
-        value: how it looks at that.
-        after: how many operations had run by then: a recompute stops there, at the
-            latest.
-        is_lazy: whether it is conjugated or negated when it is read.
+        value: its metadata.
+        after: how many operations had run when it was saved. A recompute that fills
+            this handle last stops there.
+        is_lazy: whether its conjugation or negation is done when it is read.
     """
 
     storage: int
@@ -101,7 +104,7 @@ class Pack(NamedTuple):
     is_lazy: bool = False
 
     def is_of(self, made: Value) -> bool:
-        """Say whether it is a view of what was made with its storage, and no more."""
+        """Say whether it is a view of the output that was made with its storage."""
         return not self.is_lazy and self.value.dtype == made.dtype
 
 
@@ -112,10 +115,10 @@ class Record:
     Attributes:
         steps: its operations, in order.
         inputs: the storage of each leaf.
-        roots: for each output, the storages that its backward reads; where the graph
-            holds handles, for each of them, what it stands for.
+        roots: for each output, the storages that its backward reads. Where the graph
+            holds handles: for each handle, the storage that it stands for.
         outputs: the storage of each output.
-        packs: what each handle stands for, None where there is none.
+        packs: what each handle stands for; None where the tensor itself is saved.
     """
 
     steps: tuple[Step, ...]
@@ -131,42 +134,42 @@ class Record:
 
 
 class Fate(Enum):
-    """What becomes of an operation in a recomputation."""
+    """What becomes of an operation in a recompute."""
 
-    RUN = "recomputed"
+    RECOMPUTED = "recomputed"
     METADATA_ONLY = "recomputed, on no values"
-    KEEP = "saved"
+    SAVED = "saved"
     DEAD = "dead"
 
     @property
     def is_run(self) -> bool:
         """Whether the operation runs again."""
-        return self in {Fate.RUN, Fate.METADATA_ONLY}
+        return self in {Fate.RECOMPUTED, Fate.METADATA_ONLY}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a recomputation does with each operation of a record.
+    """What a recompute does with each operation of a record.
 
     Attributes:
-        fates: one for each.
-        residuals: the outputs kept since the forward, as pairs of an operation and the
-            index of its output, in order.
+        fates: one for each operation.
+        residuals: the outputs saved in the forward, in order. Each is a pair: the index
+            of an operation, and the index of its output.
         needed: the leaves whose values are read.
-        live: the storages whose values are there.
-        linked: the leaves that what is kept was computed from: to be differentiated
-            again, it has to be known what it depends on.
+        live: the storages whose values a recompute has.
+        residual_sources: the leaves that residuals were computed from. A residual that
+            is differentiated again depends on them.
     """
 
     fates: tuple[Fate, ...]
     residuals: tuple[tuple[int, int], ...]
     needed: frozenset[int]
     live: frozenset[int]
-    linked: frozenset[int] = frozenset()
+    residual_sources: frozenset[int] = frozenset()
 
     @property
-    def kept(self) -> frozenset[int]:
-        """The operations whose results are kept."""
+    def saved(self) -> frozenset[int]:
+        """The operations whose results are saved."""
         return frozenset(i for i, _ in self.residuals)
 
 
@@ -175,55 +178,52 @@ def plan(
     saveable: Collection[int] = (),
     outputs: Iterable[int] | None = None,
     *,
-    learned: Iterable[int] = (),
+    extra_roots: Iterable[int] = (),
     prune: bool = True,
 ) -> Plan:
     """Decide what becomes of each operation.
 
     Args:
         record: what the forward did.
-        saveable: the operations whose results a policy lets be kept. What a result
-            shares memory with, or is changed in place, is not kept for all that.
-        outputs: those whose cotangents there are; None for all.
-        learned: more storages that are needed.
-        prune: whether to leave out what is not needed. If not, all but what is kept is
+        saveable: the operations whose results the policy saves. A result that shares
+            memory with another tensor, or is changed in place, is recomputed anyway.
+        outputs: those that have cotangents; None for all.
+        extra_roots: more storages that are needed.
+        prune: whether to leave out what is not needed. If not, all but what is saved is
             recomputed.
 
     Returns:
-        The plan. With fewer outputs it needs no more, and of what it kept no more.
+        The plan. With fewer outputs it needs no more, and reads no more residuals.
 
     Example:
         >>> sin = Op("sin")
         >>> steps = Step(sin, (0,), (1,)), Step(sin, (1,), (2,))
         >>> record = Record(steps, (0,), (frozenset({0, 1}),))
         >>> plan(record).fates
-        (<Fate.RUN: 'recomputed'>, <Fate.DEAD: 'dead'>)
+        (<Fate.RECOMPUTED: 'recomputed'>, <Fate.DEAD: 'dead'>)
         >>> plan(record, saveable=[0]).residuals
         ((0, 0),)
     """
     walk, steps = _Walk(record, saveable), record.steps
-    walk.need(learned)
+    walk.need(extra_roots)
     for j in range(len(record.roots)) if outputs is None else outputs:
         walk.need(record.roots[j])
     for i, step in enumerate(steps):
-        if step.runs or step.draws or (step.watched and i not in walk.kept):
-            walk.run(
-                i,
-                metadata_only=bool(step.metadata_only)
-                and not (step.runs or step.watched),
-            )
+        forced = step.always_runs or step.on_subclass
+        if step.always_runs or step.draws or (step.on_subclass and i not in walk.saved):
+            walk.run(i, metadata_only=bool(step.metadata_only) and not forced)
     fates = tuple(walk.fate(i, prune) for i in range(len(steps)))
     residuals = tuple(
         (i, k)
-        for i in sorted(walk.kept)
+        for i in sorted(walk.saved)
         for k, s in enumerate(steps[i].makes)
         if s in walk.live or not prune
     )
     leaves = [*enumerate(record.inputs)]
     needed = frozenset(i for i, s in leaves if s in walk.live or not prune)
     sources = walk.sources(i for i, _ in residuals)
-    linked = frozenset(i for i, s in leaves if s in sources)
-    return Plan(fates, residuals, needed, frozenset(walk.live), linked)
+    residual_sources = frozenset(i for i, s in leaves if s in sources)
+    return Plan(fates, residuals, needed, frozenset(walk.live), residual_sources)
 
 
 class _Walk:
@@ -238,15 +238,15 @@ class _Walk:
         self.run_steps: set[int] = set()
         self.metadata_only: set[int] = set()
         self._todo: list[int] = []
-        self.kept: set[int] = set()
+        self.saved: set[int] = set()
 
     def _is_whole(self, i: int, inputs: Sequence[int]) -> bool:
-        """Say whether the outputs of a step are its alone, and stay as it made them."""
+        """Say whether no other step makes or changes the outputs of a step."""
         step = self._steps[i]
         alone = all(self._makers[s] == [i] and s not in inputs for s in step.makes)
-        # Constants are made again, as in JAX: others may fill them past operations.
+        # Constants are recomputed, as in JAX: Python may fill one without an operation.
         made = bool(step.makes and step.reads)
-        return alone and made and not (step.writes or step.runs or step.draws)
+        return alone and made and not (step.writes or step.always_runs or step.draws)
 
     def need(self, storages: Iterable[int]) -> None:
         """Need storages, and with them what made and changed them."""
@@ -258,12 +258,12 @@ class _Walk:
             self.live.add(s)
             for i in self._makers.get(s, ()):
                 if i in self._saveable:
-                    self.kept.add(i)
+                    self.saved.add(i)
                 else:
                     self._run(i, metadata_only=self._is_metadata_only(i, s))
 
     def _is_metadata_only(self, i: int, storage: int) -> bool:
-        """Say whether what a step puts in a storage depends on none that it reads."""
+        """Say whether what a step puts in a storage depends on no value it reads."""
         step = self._steps[i]
         if not step.metadata_only:
             return False
@@ -273,7 +273,7 @@ class _Walk:
     def run(self, i: int, *, metadata_only: bool) -> None:
         """Have a step run, whether or not what it makes is needed."""
         self._saveable.discard(i)
-        self.kept.discard(i)
+        self.saved.discard(i)
         self._run(i, metadata_only=metadata_only)
         self.need(())
 
@@ -300,12 +300,12 @@ class _Walk:
     def fate(self, i: int, prune: bool) -> Fate:
         """Return what becomes of a step."""
         step = self._steps[i]
-        if i in self.kept:
-            return Fate.KEEP
+        if i in self.saved:
+            return Fate.SAVED
         if i in self.run_steps or not prune:
-            return Fate.RUN
+            return Fate.RECOMPUTED
         if not self.live.isdisjoint(step.makes) and step.is_view:
-            return Fate.RUN
+            return Fate.RECOMPUTED
         return Fate.METADATA_ONLY if i in self.metadata_only else Fate.DEAD
 
 
@@ -313,8 +313,8 @@ def _makers(record: Record) -> dict[int, list[int]]:
     """Return which steps make or change each storage."""
     makers = defaultdict(list)
     for i, step in enumerate(record.steps):
-        # Nothing but views makes no storage; with something new among them, whoever
-        # needs any of the storages needs the operation.
+        # A step that returns only views makes no storage. If one output is new, then
+        # the step is needed as soon as any of its outputs is.
         made = step.makes if {*step.makes}.difference(step.reads) else ()
         for s in {*made, *step.writes}:
             makers[s].append(i)

@@ -1,10 +1,13 @@
 """How one call is recomputed under torch.func: along the plan of a record.
 
+`_transform` calls `finish` after a forward, and the backward of the call's node has
+`Recomputation` carried out.
+
 Invariant: a cache is only an optimization. A replay that does not fit is given up, and
-the function runs as it is; inputs are dropped only where replays of this cache have
-succeeded, and the forward at hand was seen to do the same.
-Rejected: one plan for all calls of a module. What is given differs, and so what is
-read.
+the function runs as it is. Inputs are dropped only if replays of this cache have
+succeeded, and a mode saw this forward do the same.
+Rejected: one plan for all calls of a module. Their cotangents differ, and so does what
+is read.
 """
 
 import operator
@@ -15,51 +18,55 @@ import torch
 from torch import Tensor
 
 from remat._base.absent import Absent, like
-from remat._base.errors import MutationError, RecomputeError
+from remat._base.errors import MutationError
 from remat._graph.residual import OFFLOAD
 from remat._offload.offload import Fetched, Origin, origin_of
-from remat._partial.cache import CallCache, Plans
+from remat._partial.cache import CallCache
 from remat._partial.check import Check
 from remat._partial.collect import Verify
 from remat._partial.forward_plan import ForwardPlan, is_of_memory
+from remat._partial.plans import Plans
 from remat._partial.recorder import Recorder
-from remat._partial.replay import Replay
+from remat._partial.replay import Replay, input_dropped, what_differs
 from remat._torch import base_tensor, current_layer, is_lazy
 
 
 def finish(
     forward_plan: ForwardPlan, outs: Sequence[Any], *, may_drop: bool
 ) -> tuple["Recomputation | None", list[Tensor]]:
-    """Return how a call is recomputed, and the tensors to keep for it.
+    """Return how a call is recomputed, and the residuals that it saves.
 
     Args:
         forward_plan: of its forward.
         outs: of its function.
-        may_drop: whether inputs may be dropped that nothing reads.
+        may_drop: whether inputs that no recompute reads may be dropped.
     """
     mode, cache, count = forward_plan.mode, forward_plan.cache, len(forward_plan.leaves)
     if isinstance(mode, Recorder):
         record = mode.record(outs)
-        given = [j for j, o in enumerate(outs) if o.requires_grad]
-        plans = forward_plan.learn(mode, record, given)
+        roots = [j for j, o in enumerate(outs) if o.requires_grad]
+        plans = forward_plan.plan_recorded(mode, record, roots)
         if plans is None:
             return None, []
         recomputation = Recomputation(cache, plans, count, {}, True)
-        recomputation.constants = {i: mode.constants[i] for i in plans.full.plan.kept}
-        return recomputation, recomputation.put_away(plans.held(mode))
+        statics = mode.candidates.statics
+        recomputation.statics = {i: statics[i] for i in plans.full.plan.saved}
+        return recomputation, recomputation.put_away(
+            plans.residuals_of(mode.candidates)
+        )
     plans = forward_plan.plans
     if plans is None:
         return None, []
     residuals: list[Tensor] | None = [] if mode is None else mode.residuals()
     if residuals is None or len(outs) != len(plans.record.roots):
-        cache.strike()
+        cache.drop_record()
         return None, []
     dropped: dict[int, Absent] = {}
     if may_drop and isinstance(mode, Verify):
         leaves = forward_plan.leaves
         dropped = {i: like(leaves[i]) for i in forward_plan.droppable(plans.full)}
     recomputation = Recomputation(cache, plans, count, dropped, mode is not None)
-    recomputation.constants = {} if mode is None else mode.constants
+    recomputation.statics = {} if mode is None else mode.statics
     return recomputation, recomputation.put_away(residuals)
 
 
@@ -67,20 +74,14 @@ class Recomputation:
     """How one call is recomputed.
 
     Attributes:
-        dropped: the leaves that were not kept, and what stands for them.
+        dropped: the leaves that are not kept, and an absent tensor for each.
         plans: the plans.
-        constants: of the operations whose results are kept.
+        statics: of the operations whose results are saved.
     """
 
     __slots__ = (
-        "_cache",
-        "_count",
-        "_origins",
-        "_seen",
-        "_versions",
-        "constants",
-        "dropped",
-        "plans",
+        *("_cache", "_count", "_origins", "_seen", "_versions"),
+        *("dropped", "plans", "statics"),
     )
 
     def __init__(
@@ -94,14 +95,14 @@ class Recomputation:
         self._cache, self.plans, self._count = cache, plans, count
         self.dropped, self._seen = dropped, seen
         self._origins: list[Origin] | None = None
-        self.constants: dict[int, Any] = {}
+        self.statics: dict[int, Any] = {}
 
     def put_away(self, residuals: list[Tensor]) -> list[Tensor]:
-        """Return the residuals where the policy wants them."""
-        places = self.plans.places
-        if not OFFLOAD.keys().isdisjoint(places):
+        """Return the residuals, moved to where the policy offloads them."""
+        destinations = self.plans.destinations
+        if not OFFLOAD.keys().isdisjoint(destinations):
             self._origins = [*map(origin_of, residuals)]
-            pairs = zip(residuals, places, strict=True)
+            pairs = zip(residuals, destinations, strict=True)
             residuals = [OFFLOAD[d](t) if d in OFFLOAD else t for t, d in pairs]
         self._versions = [t._version for t in residuals]
         return residuals
@@ -118,20 +119,20 @@ class Recomputation:
         saved: Sequence[Tensor],
         pull: Callable[..., Any],
     ) -> Any:
-        """Return `pull(leaves, mode)`, along the schedule if it fits.
+        """Return `pull(leaves, mode)`, along the plan if it fits.
 
         Args:
             given: the outputs that have cotangents.
-            saved: the leaves kept, and the residuals.
-            pull: runs the function, and the backward of what it did.
+            saved: the leaves that were kept, and the residuals.
+            pull: runs the function and its backward.
 
         Raises:
             RecomputeError: the function does something else than in the forward.
-            MutationError: a result that was kept was changed since.
+            MutationError: a residual was changed since.
         """
         leaves, residuals = self._put_back(saved)
-        schedule = self.plans.of(given)
-        replay = Replay(schedule, residuals, self._taker(residuals), self.constants)
+        schedule = self.plans.schedule_for(given)
+        replay = Replay(schedule, residuals, self._taker(residuals), self.statics)
         replay.start(leaves)
         whole = not _is_of_level(leaves)
         try:
@@ -142,15 +143,11 @@ class Recomputation:
                 raise
             self._note(replay, error)
         else:
-            # Elsewhere a graph holds them, or what escapes is refused in the forward.
+            # Elsewhere a graph may hold them, and the forward refuses what escapes.
             if current_layer() is None and not torch.is_grad_enabled():
                 replay.note_escaped()
             if not replay.trouble:
-                cache = self._cache
-                # Another record may have taken its place since.
-                if whole and cache.plans is self.plans:
-                    self._cache.proven.update(given)
-                self._cache.warn_of_names()
+                self._cache.note_success(self.plans, given if whole else ())
                 return grads
             self._note(replay, None)
         return pull(leaves, Check(schedule) if self._seen else None)
@@ -158,7 +155,7 @@ class Recomputation:
     def _put_back(
         self, saved: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return leaves, with stand-ins for those that were dropped, and residuals."""
+        """Return the leaves, absent tensors for dropped ones, and the residuals."""
         kept, dropped = self._count - len(self.dropped), self.dropped
         leaves, residuals = saved[:kept], saved[kept:]
         if dropped:
@@ -168,11 +165,11 @@ class Recomputation:
         return leaves, residuals
 
     def _taker(self, residuals: Sequence[Tensor]) -> Callable[[int], Tensor]:
-        """Return what gives a residual back, by its place."""
+        """Return a function that gives a residual back, by its index."""
         now = [base_tensor(t)._version for t in residuals]
         if now != self._versions:
-            place = [*map(operator.ne, now, self._versions)].index(True)
-            i, k = self.plans.full.plan.residuals[place]
+            index = [*map(operator.ne, now, self._versions)].index(True)
+            i, k = self.plans.full.plan.residuals[index]
             op = self.plans.record.steps[i].op
             raise MutationError(_CHANGED.format(op=op.func, k=k, source=op.source))
         if self._origins is None:
@@ -182,15 +179,16 @@ class Recomputation:
     def _stand_ins(
         self, leaves: Sequence[Tensor], replay: Replay, *, whole: bool
     ) -> Sequence[Tensor]:
-        """Put stand-ins in place of leaves whose values are not needed.
+        """Put absent tensors in place of leaves whose values are not needed.
 
-        But not for what a graph is recorded of, which is to reach it.
+        But not if a graph is recorded that has to reach the leaf.
         """
         if not whole:
             return leaves
         recorded, stand_ins = torch.is_grad_enabled(), [*leaves]
-        # Once it is known that they are not read, only what is changed is left out.
-        proven = self._cache.is_proven() and self._cache.plans is self.plans
+        # Once replays have shown that they are not read, only those that are written
+        # to are replaced.
+        proven = self._cache.is_proven_for(self.plans)
         inputs, written = replay.schedule.record.inputs, replay.schedule.written
         for i in replay.schedule.unneeded:
             t = leaves[i]
@@ -204,34 +202,23 @@ class Recomputation:
         return stand_ins
 
     def _note(self, replay: Replay, error: Exception | None) -> None:
-        """Learn from a replay that did not fit.
+        """Correct the plans after a replay that did not fit.
 
         Raises:
             RecomputeError: the function cannot be run as it is.
         """
-        trouble = replay.trouble
-        if trouble.missed and not trouble.differs:
-            self._cache.learn(self.plans, trouble.missed)
-        else:
-            self._cache.strike()
+        self._cache.note_misfit(self.plans, replay.trouble)
         if self.dropped:
-            what = trouble.differs or _READ.format(error=error)
-            raise RecomputeError(_DROPPED.format(what=what)) from error
+            raise input_dropped(what_differs(replay.trouble, error)) from error
 
 
 def _is_of_level(leaves: Sequence[Tensor]) -> bool:
-    """Say whether some leaf is of a level, where a stand-in would be of none."""
+    """Say whether a leaf is of a level of torch.func, of which no absent tensor is."""
     return current_layer() is not None and any(base_tensor(t) is not t for t in leaves)
 
 
-_READ = "  something read the value of what was left out. {error}"
 _CHANGED = (
     "remat: output {k} of {op} ({source}), which the policy keeps for the backward, "
     "was changed in place since the forward. Change a copy: it was returned, or shares "
     "memory with what was."
-)
-_DROPPED = (
-    "remat: the recomputation did something else than it did before, and inputs were "
-    "not kept that it needs for that. Pass prune=False if it depends on more than its "
-    "inputs.\n{what}"
 )

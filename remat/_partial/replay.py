@@ -1,10 +1,10 @@
-"""Runs a function again under a plan: what is kept is handed in, what is dead left out.
+"""Runs a function again along a plan: residuals are handed in, dead work is left out.
 
 Called by `following` and `recomputation`, in a backward. An operation that is dead
-returns what is absent (`absent`), which nobody can read.
+returns absent tensors (`_base/absent.py`), which raise an error when they are read.
 
-Invariant: what a replay gives was computed, or kept by this very call. A plan that does
-not fit the call at hand shows: as another operation, or as a read of what is absent.
+Invariant: each value of a replay was computed by it, or saved by this very call. A plan
+that does not fit the call shows as another operation, or as a read of an absent tensor.
 Rejected: running the recorded operations without the function. Hooks, custom Functions
 and the control flow of this call are in no record.
 """
@@ -29,45 +29,48 @@ from remat._base.absent import (
     present,
     tensors_of,
 )
+from remat._base.errors import RecomputeError
 from remat._base.op import Value
 from remat._base.types import TENSORS
 from remat._partial.match import (
     CAST,
     CLONE,
-    constants_of,
     fits_metadata,
     is_reflection,
+    statics_of,
 )
 from remat._partial.plan import Fate, Slot, Step, filled
 from remat._partial.schedule import Follow, Schedule
-from remat._torch import (
-    base_tensor,
-    eager_only,
-    is_view_op,
-    storage_id,
-)
+from remat._torch import base_tensor, eager_only, is_view_op, storage_id
 
 
 class Replay(Follow):
-    """Runs a function again, without what is dead and with what was kept.
+    """Runs a function again, without dead work and with the residuals of the call.
 
     Args:
         schedule: to follow.
-        residuals: what was kept, or stands for it elsewhere.
-        take: gives one of them back, by its place; None if it is not there any more.
-        constants: that the operations had whose results were kept.
+        residuals: what was saved, or what stands for it while it is offloaded.
+        take: returns a residual, given its index; None if it was freed.
+        statics: of the operations whose results were saved.
+
+    Attributes:
+        trouble: what did not fit the plan.
     """
 
     def __init__(
-        self, schedule: Schedule, residuals: Sequence[Tensor], take: Any, constants: Any
+        self,
+        schedule: Schedule,
+        residuals: Sequence[Tensor | None],
+        take: Any,
+        statics: Any,
     ) -> None:
         super().__init__(schedule)
-        self._constants = constants
+        self._statics = statics
         self._runs, self._fates = schedule.runs, schedule.fates
         self._residuals, self._take = residuals, take
         self._absent: dict[int, Shared] = {}
         self._known: dict[int, int] = {}
-        self._written = False  # something that is absent
+        self._written = False  # whether an absent tensor was
         self.trouble = Trouble()
 
     @override
@@ -90,15 +93,15 @@ class Replay(Follow):
         step, fate = self.schedule.record.steps[i], self._fates[i]
         if is_reflection(func, of=func) and _number(args[0]) == step.reads[1]:
             args = args[::-1]
-        if fate is Fate.KEEP:
+        if fate is Fate.SAVED:
             self._check_wiring(i, step, args, kwargs)
-            return self._result(step, step.result, (), self.schedule.places[i])
+            return self._result(step, step.result, (), self.schedule.residual_index[i])
         if fate is Fate.METADATA_ONLY:
             return self._on_no_values(step, args, kwargs or {})
         return self._left_out(i, step, args, kwargs)
 
     def _unexpected(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operation that is none of the function's."""
+        """Return the result of an operation that the record does not have next."""
         if func in IGNORED:
             return func(*args)
         if is_reflection(func, of=self._funcs[i]):
@@ -111,17 +114,17 @@ class Replay(Follow):
         if func is CLONE or func is CAST:
             return func(*args, **(kwargs or {}))
         if self._funcs[i : i + 1] == [CLONE]:
-            # A copy that autograd made in the forward. Whether it makes one depends on
-            # what is differentiated, and here it did not.
+            # Autograd made a copy in the forward and made none here: that depends on
+            # what is differentiated.
             self._next = i + 1
             return self.__torch_dispatch__(func, (), args, kwargs)
         raise self._differs(func)
 
     def _is_made_again(self, i: int, func: Any, args: Any, kwargs: Any) -> bool:
-        """Say whether a view is made by autograd, and not by the function.
+        """Say whether autograd makes a view, and not the function.
 
-        After a view was changed in place, autograd makes it again of its base: of a
-        subclass by the operation that made it, of others by one that is not seen.
+        After a view was changed in place, autograd makes it again from its base. For a
+        subclass it calls the operation that made the view, which is seen here.
         """
         if not (args and type(args[0]) is Absent and is_view_op(func)):
             return False
@@ -145,7 +148,7 @@ class Replay(Follow):
         return views[0] if isinstance(made, Tensor) else views
 
     def _on_no_values(self, step: Step, args: Any, kwargs: Any) -> Any:
-        """Run an operation for what does not depend on values, a draw say."""
+        """Run an operation for what does not depend on values, such as a draw."""
         result = step.op.func(*present(args), **present(kwargs))
         outputs = tensors_of(result)
         for k, s in enumerate(step.makes):
@@ -155,7 +158,7 @@ class Replay(Follow):
         return filled(step.result, outputs, inputs)
 
     def _left_out(self, i: int, step: Step, args: Any, kwargs: Any) -> Any:
-        """Return what stands for the result of an operation that does not run."""
+        """Return absent tensors in place of the result of an operation."""
         inputs = inputs_of(args, kwargs)
         if not fits_metadata(self.schedule.expected[i], args, kwargs, inputs):
             raise self._differs(step.op.func)
@@ -168,25 +171,25 @@ class Replay(Follow):
         return self._result(step, step.result, inputs, {})
 
     def _result(
-        self, step: Step, form: Any, inputs: Sequence[Tensor], places: dict[int, int]
+        self, step: Step, form: Any, inputs: Sequence[Tensor], indices: dict[int, int]
     ) -> Any:
-        if form.__class__ is Slot and not places:  # most of them
+        if form.__class__ is Slot and not indices:  # the usual case
             return absent(step.op.outputs[0], self._shared(step.makes[0]))
         outputs: list[Tensor] = []
         for k, s in enumerate(step.makes):
-            kept = self._take(places[k]) if k in places else None
-            if kept is None:
+            residual = self._take(indices[k]) if k in indices else None
+            if residual is None:
                 outputs.append(absent(step.op.outputs[k], self._shared(s)))
             else:
-                outputs.append(kept.detach())
+                outputs.append(residual.detach())
         return filled(form, outputs, inputs)
 
     def _check_wiring(self, i: int, step: Step, args: Any, kwargs: Any) -> None:
-        """Check that what goes into an operation is what did.
+        """Check that a saved operation has the arguments that it had.
 
-        As far as that is known: constants, leaves, and what was kept or is absent.
+        As far as they are known: static arguments, leaves, residuals, absent tensors.
         """
-        if self._constants.get(i) not in (None, constants_of(args, kwargs)):
+        if self._statics.get(i) not in (None, statics_of(args, kwargs)):
             raise self._differs(step.op.func)
         known = self._known
         for t, s in zip(inputs_of(args, kwargs), step.reads, strict=False):
@@ -206,14 +209,14 @@ class Replay(Follow):
         return error
 
     def start(self, leaves: Sequence[Tensor]) -> None:
-        """Note which tensors are there from the start."""
-        if not self._residuals:
+        """Note the storages of leaves and residuals, to compare arguments by them."""
+        residuals, schedule = self._residuals, self.schedule
+        if not residuals:
             return
-        residuals = self._residuals
-        kept = [(residuals[place], number) for place, number in self.schedule.kept]
-        kept = [(t, number) for t, number in kept if t is not None]
-        tensors = (*leaves, *[t for t, _ in kept])
-        numbers = (*self.schedule.record.inputs, *[number for _, number in kept])
+        used = [(residuals[index], s) for index, s in schedule.residual_storages]
+        used = [(t, s) for t, s in used if t is not None]
+        tensors = (*leaves, *[t for t, _ in used])
+        numbers = (*schedule.record.inputs, *[s for _, s in used])
         self._known = _by_storage(tensors, numbers)
 
     def _shared(self, number: int) -> Shared:
@@ -223,24 +226,42 @@ class Replay(Follow):
         return shared
 
     def note_escaped(self) -> None:
-        """Note what is absent and outlives the replay: somebody may yet read it."""
+        """Note absent tensors that outlive the replay: somebody may yet read them."""
         for shared in self._absent.values():
             if sys.getrefcount(shared) > _UNHELD:
                 self.trouble.missed.append(shared.number)
 
     def absent_leaf(self, i: int, leaf: Tensor) -> Absent:
-        """Return what stands for a leaf whose value is not needed."""
+        """Return an absent tensor in place of a leaf whose value is not needed."""
         return like(leaf, self._shared(self.schedule.record.inputs[i]))
 
 
+def what_differs(trouble: Trouble, error: Exception | None) -> str:
+    """Say what did not fit in a replay."""
+    return trouble.differs or _READ.format(error=error)
+
+
+def input_dropped(what: str) -> RecomputeError:
+    """Return the error that a recompute needs an input that was not kept."""
+    return RecomputeError(_DROPPED.format(what=what))
+
+
+_READ = "  something read the value of what was left out. {error}"
+_DROPPED = (
+    "remat: the recomputation did something else than it did before, and inputs were "
+    "not kept that it needs for that. Pass prune=False if it depends on more than its "
+    "inputs.\n{what}"
+)
+
+
 def _number(tensor: Tensor) -> int | None:
-    """Return the number of the storage of what is absent."""
+    """Return the number of the storage of an absent tensor; None for others."""
     return tensor.storage_of.number if type(tensor) is Absent else None
 
 
 def _by_storage(tensors: Sequence[Tensor], numbers: Sequence[int]) -> dict[int, int]:
     if TENSORS.issuperset(map(type, tensors)):
-        # Most often all have one, and looking at each costs as much as an operation.
+        # Most often all have a storage, and asking each costs as much as an operation.
         with contextlib.suppress(RuntimeError):
             return dict(zip(map(storage_id, tensors), numbers, strict=True))
     each = zip(map(base_tensor, tensors), numbers, strict=True)
@@ -252,9 +273,9 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _references() -> int:
-    """Return how many `note_escaped` counts of what no tensor holds.
+    """Return the reference count that `note_escaped` sees if no tensor holds it.
 
-    Of its own variables the interpreter counts more or fewer, by its version.
+    How many references a loop variable counts depends on the version of Python.
     """
     count = 0
     for shared in {-1: Shared(-1, Trouble())}.values():

@@ -1,8 +1,10 @@
 """A plan laid out for running, and the mode that follows it through a function.
 
+`plans` makes schedules; `collect`, `replay` and `check` follow them.
+
 Invariant: what is looked up for each operation is a list index or one look in a dict.
-Rejected: to read it off the record and the plan each time, which the modes do for every
-operation of every call.
+Rejected: to read the record and the plan in each call, which the modes would do for
+every operation.
 """
 
 import functools
@@ -21,36 +23,29 @@ class Schedule:
 
     Args:
         record: of a forward.
-        plan: made of it.
-        order: of the residuals that there are, if there are more than the plan keeps.
+        plan: of a recompute, made of the record.
+        order: all residuals of the call, if the plan uses only some of them.
 
     Attributes:
+        record: the record.
+        plan: the plan.
         funcs: the operations, and None after the last.
         kernels: what each calls.
-        runs: what each calls that runs again, None for the others.
+        runs: what each calls in a recompute; None for those that are not recomputed.
         fates: what becomes of each.
-        expected: of those left out, what is compared.
+        expected: what is compared of those left out.
         unneeded: the inputs whose values are not needed.
         written: the storages that are changed in place.
-        kept: the residuals that it uses, and the storage of each.
-        known: those of inputs, and those that operations made. A constant that nobody
-            saw being made may be where another was that is gone.
-        places: of those kept, which residual stands for which output.
+        residual_storages: of the residuals that it uses, the index and the storage.
+        residual_index: of the operations whose results are saved, which residual each
+            output is.
+        known: the storages of inputs, and those that operations made. Another one may
+            be that of a constant that is gone by now.
     """
 
     __slots__ = (
-        "expected",
-        "fates",
-        "funcs",
-        "kept",
-        "kernels",
-        "known",
-        "places",
-        "plan",
-        "record",
-        "runs",
-        "unneeded",
-        "written",
+        *("expected", "fates", "funcs", "kernels", "known", "plan", "record"),
+        *("residual_index", "residual_storages", "runs", "unneeded", "written"),
     )
 
     def __init__(
@@ -61,8 +56,10 @@ class Schedule:
         self.funcs = [*funcs, None]
         self.kernels = [_kernel_of(step.op) for step in record.steps]
         self.fates = [*plan.fates]
-        pairs = zip(self.kernels, self.fates, strict=True)
-        self.runs = [kernel if fate is Fate.RUN else None for kernel, fate in pairs]
+        self.runs = [
+            kernel if fate is Fate.RECOMPUTED else None
+            for kernel, fate in zip(self.kernels, self.fates, strict=True)
+        ]
         self.unneeded = sorted({*range(len(record.inputs))} - plan.needed)
         self.written = {s for step in record.steps for s in step.writes}
         made = (s for step in record.steps for s in {*step.makes} - {*step.reads})
@@ -72,13 +69,13 @@ class Schedule:
             for i, fate in enumerate(plan.fates)
             if fate is Fate.DEAD
         }
-        self.kept: list[tuple[int, int]] = []
-        self.places: dict[int, dict[int, int]] = {}
-        needed = {*plan.residuals}
-        for place, (i, k) in enumerate(order or plan.residuals):
-            if (i, k) in needed:
-                self.places.setdefault(i, {})[k] = place
-                self.kept.append((place, record.steps[i].makes[k]))
+        self.residual_storages: list[tuple[int, int]] = []
+        self.residual_index: dict[int, dict[int, int]] = {}
+        used = {*plan.residuals}
+        for index, (i, k) in enumerate(order or plan.residuals):
+            if (i, k) in used:
+                self.residual_index.setdefault(i, {})[k] = index
+                self.residual_storages.append((index, record.steps[i].makes[k]))
 
 
 def _kernel_of(op: Op) -> Callable[..., Any]:
@@ -98,24 +95,24 @@ class Follow(LeanDispatchMode):
         self._funcs, self._kernels = schedule.funcs, schedule.kernels
         self._next = 0
 
-    def ask(self, outs: Sequence[Any]) -> None:
-        """Do nothing: what the graph saved is known."""
+    def note_saved(self, outs: Sequence[Any]) -> None:
+        """Do nothing: the record says what the graph saves."""
 
     def end(self) -> None:
-        """Check that every operation recorded has come by.
+        """Check that every recorded operation has run.
 
         Raises:
-            MismatchError: it has not.
+            MismatchError: one has not.
         """
         if self._funcs[self._next] is not None:
             raise self._differs(None)
 
     def _differs(self, func: Any) -> Exception:
-        """Return the error that another operation came by than was recorded."""
+        """Return the error that another operation ran than was recorded."""
         error = MismatchError(described(self.schedule.record.steps, self._next, func))
         self._give_up()
         return error
 
     def _give_up(self) -> None:
-        """Have nothing fit any more: the function may catch the error and go on."""
+        """Let nothing fit from now on: the function may catch the error and go on."""
         self._next = len(self._funcs) - 1

@@ -1,7 +1,10 @@
-"""Tensors as data: what a record holds of them, and what tells their storages apart.
+"""Describes tensors, arguments and results as data, for a record to hold.
 
-Invariant: nothing here reads a value. Rejected: to take every tensor for its storage.
-Sparse, nested and quantized ones have several or none, and are told apart as objects.
+Called by `recorder` for each operation, and by `following` for what a graph saves.
+
+Invariant: no value is read, and no tensor is held by a description. Rejected: to look
+at a tensor in each place where something is asked of it. That costs more than the rest
+of recording, so `Arguments` and `Results` look at each tensor once.
 """
 
 import functools
@@ -12,129 +15,94 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._base.absent import PLAIN, Absent, tensors_of
+from remat._base.absent import tensors_of
 from remat._base.op import Value
 from remat._base.types import CONSTANTS
 from remat._offload.bytes import extent
 from remat._partial.plan import Passed, Slot
-from remat._torch import StorageRef, no_torch_functions, storage_id
-
-
-def key_of(tensor: Any) -> int:
-    """Return what tells storages apart, among those that are held."""
-    return key_if(is_plain(tensor), tensor)
-
-
-def key_if(plain: bool, tensor: Any) -> int:
-    """Return the key of a tensor that is known to be plain, or not to be."""
-    if type(tensor) is Absent:
-        return id(tensor.storage_of)
-    return storage_id(tensor) if plain else id(tensor)
-
-
-def reference_if(plain: bool, tensor: Any) -> Any:
-    """Return what, while it is held, keeps the key from standing for another."""
-    if type(tensor) is Absent:
-        return tensor.storage_of
-    return StorageRef(_storage_of(tensor)) if plain else tensor
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    # A recorder around this one would take it for the user's reading memory.
-    with no_torch_functions():
-        return tensor.untyped_storage()
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is a view of one storage, and nothing more."""
-    plain = not is_of_own_class(tensor) and tensor.layout is torch.strided
-    return plain and not (tensor.is_quantized or tensor.is_nested)
-
-
-def is_of_own_class(tensor: Tensor) -> bool:
-    """Say whether a tensor is of a class that sees the operations done with it."""
-    kind = type(tensor)
-    if kind in PLAIN or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
-        return False
-    return not hasattr(tensor, "fake_mode")
-
-
-def is_watched(tensor: Tensor) -> bool:
-    """Say whether a tensor is of a class that sees the functions called with it."""
-    return type(tensor) not in PLAIN and not hasattr(tensor, "fake_mode")
+from remat._partial.storages import (
+    has_one_storage,
+    is_strided,
+    sees_operations,
+    storage_of,
+)
+from remat._torch import no_torch_functions
 
 
 def value_of(tensor: Tensor) -> Value:
     """Return the metadata of a tensor."""
-    with no_torch_functions():  # as in `_storage_of`
-        return _value_if(is_plain(tensor), tensor)
+    with no_torch_functions():  # as in `storage_of`
+        return _value_if(is_strided(tensor), tensor)
 
 
-def _value_if(plain: bool, tensor: Tensor) -> Value:
-    if plain:
+def _value_if(strided: bool, tensor: Tensor) -> Value:
+    if strided:
         where = tensor.stride(), int(tensor.storage_offset())
         return _value(tensor.shape, tensor.dtype, tensor.device, *where)
     shape = () if tensor.is_nested else tensor.shape
     return _value(shape, tensor.dtype, tensor.device)
 
 
-def can_be_seen_as(tensor: Tensor, value: Value) -> bool:
-    """Say whether a tensor is that, or its storage as large as such a view needs."""
+def can_be_viewed_as(tensor: Tensor, value: Value) -> bool:
+    """Say whether the storage of a tensor is large enough for such a view."""
     if value_of(tensor) == value:
         return True
-    is_strided = is_plain(tensor) and len(value.stride) == len(value.shape)
-    if not is_strided or tensor.dtype != value.dtype:
+    has_strides = is_strided(tensor) and len(value.stride) == len(value.shape)
+    if not has_strides or tensor.dtype != value.dtype:
         return False
     end = value.offset + extent(value.shape, value.stride)
-    return end * value.dtype.itemsize <= _storage_of(tensor).nbytes()
+    return end * value.dtype.itemsize <= storage_of(tensor).nbytes()
 
 
 def _value(shape: Sequence[int], *meta: Any) -> Value:
     try:
         return _shared_value(shape, *meta)
-    except TypeError:  # sizes that depend on values do not hash
+    except TypeError:  # symbolic sizes do not hash
         return Value(tuple(shape), *meta)
 
 
-# Many tensors are alike, and to make one costs more than all that is looked at for it.
+# Many tensors are alike, and making a `Value` costs more than finding one here.
 @functools.lru_cache(maxsize=4096)
 def _shared_value(shape: Sequence[int], *meta: Any) -> Value:
     return Value(tuple(shape), *meta)
 
 
-class Looks:
-    """What is known of the tensors that an operation takes, or of those it returns.
-
-    Each is looked at once, which costs more than all else that is noted of it.
+class Described:
+    """The tensors that an operation takes or returns, and what is known of each.
 
     Attributes:
         tensors: in order.
-        plain: whether each is.
+        strided: whether each `is_strided`.
         values: the metadata of each.
+        hides_aliases: whether one of them is of a subclass that sees operations.
     """
 
-    __slots__ = ("plain", "tensors", "values")
+    __slots__ = ("hides_aliases", "strided", "tensors", "values")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self.plain: list[bool] = []
+        self.strided: list[bool] = []
         self.values: list[Value] = []
+        self.hides_aliases = False
 
-    def _look_at(self, tensor: Tensor) -> Value:
-        plain = is_plain(tensor)
-        value = _value_if(plain, tensor)
+    def _describe(self, tensor: Tensor) -> Value:
+        if sees_operations(tensor):
+            self.hides_aliases, strided = True, False
+        else:
+            strided = has_one_storage(tensor)
+        value = _value_if(strided, tensor)
         self.tensors.append(tensor)
-        self.plain.append(plain)
+        self.strided.append(strided)
         self.values.append(value)
         return value
 
 
-class Given(Looks):
-    """The arguments of an operation, to be looked at before it changes them.
+class Arguments(Described):
+    """The arguments of an operation. Made before the operation can change them.
 
     Attributes:
-        args: the positional ones.
-        kwargs: those by name.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
         described: both, as an `Op` holds them.
     """
 
@@ -148,36 +116,36 @@ class Given(Looks):
         self.described = positional, tuple(named)
 
     def _described(self, arg: Any) -> Any:
-        if type(arg) in _ATOMS:
+        if type(arg) in _HELD_AS_IS:
             return arg
         if isinstance(arg, Tensor):
-            return self._look_at(arg)
+            return self._describe(arg)
         if isinstance(arg, (list, tuple)):
             return tuple(map(self._described, arg))
         if isinstance(arg, dict):
             for tensor in tensors_of(arg):
-                self._look_at(tensor)
-        # A generator is the user's, and not to be held.
+                self._describe(tensor)
+        # Others, such as a generator, belong to the user: only their class is held.
         return type(arg)
 
 
-class Returned(Looks):
+class Results(Described):
     """What an operation returned.
 
     Attributes:
-        form: that, without its tensors.
+        form: the result, with a `Slot` or `Passed` for each tensor.
     """
 
     __slots__ = ("_passed", "form")
 
-    def __init__(self, result: Any, given: Given) -> None:
+    def __init__(self, result: Any, arguments: Arguments) -> None:
         super().__init__()
-        self._passed = dict(zip(map(id, given.tensors), itertools.count()))
+        self._passed = dict(zip(map(id, arguments.tensors), itertools.count()))
         self.form = self._form_of(result)
 
     def _form_of(self, result: Any) -> Any:
         if isinstance(result, Tensor):
-            self._look_at(result)
+            self._describe(result)
             k = self._passed.get(id(result))
             return Slot(len(self.tensors) - 1) if k is None else Passed(k)
         if isinstance(result, (list, tuple)):
@@ -185,4 +153,5 @@ class Returned(Looks):
         return result
 
 
-_ATOMS = CONSTANTS - {torch.Size}
+# A `torch.Size` is described as the tuple that it is.
+_HELD_AS_IS = CONSTANTS - {torch.Size}

@@ -1,14 +1,13 @@
-"""`check_replay`: whether a recomputation computes what the forward did, bit for bit.
+"""`check_replay`: whether a recompute computes what the forward did, bit for bit.
 
-The function runs twice, as the forward of a rematerialized call and as its
-recomputation. A mode copies what each operation of the forward made; another compares
-that with what the operations of the recomputation make.
+Called by users, from `remat.testing`. The function runs twice, as the forward of a
+rematerialized call and as its recompute. A mode copies what each operation of the
+forward made, and another mode compares that with the recompute (`bitwise`).
 
-Invariant: a value is compared as soon as it is made, so what is reported is where the
-two part, and not where it shows. Rejected: comparing gradients, which tell that
-something differs and not what. And keeping hashes, which take no memory: how far two
-values are apart could be told only by running the function a third time, when it may do
-something else.
+Invariant: a value is compared as soon as it is made, so the report is on the operation
+where the two runs first differ. Rejected: comparing gradients, which tell that
+something differs and not what. Rejected: keeping hashes, which take no memory. The
+distance of two values would need a third run, which may do something else.
 """
 
 import operator
@@ -29,9 +28,9 @@ from remat._capture.snapshot import Snapshot
 from remat._capture.structure import Out
 from remat._partial.cache import CACHES
 from remat._partial.options import DEFAULT
-from remat._report.compare import CompareValues, KeepValues, has_values
+from remat._report.bitwise import CompareValues, KeepValues, has_values
 from remat._report.inputs import Inputs
-from remat._report.reporting import label_of, refuse_transforms
+from remat._report.labels import label_of, refuse_transforms
 from remat._torch import below_all_levels, unwrap_dead
 from remat._transform.api import Rematerialized
 from remat._transform.filling import Filling
@@ -45,8 +44,8 @@ class Agreement:
 
     Attributes:
         operations: how many the function ran.
-        values: how many tensors were compared: what operations made or wrote, and what
-            they read that was there before.
+        values: how many tensors were compared: those that operations made or wrote, and
+            those that were there before and were read.
         nbytes: the bytes of those tensors.
     """
 
@@ -56,34 +55,34 @@ class Agreement:
 
 
 def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
-    """Run a function and its recomputation, and compare all they compute, bit by bit.
+    """Run a function and its recompute, and compare bit by bit all that they compute.
 
-    For a function whose gradients are not what they should be, or that raises
-    `RecomputeError`: it names the operation where the recomputation leaves the forward,
-    and how. Each is run once and in full, as without a policy or pruning: a difference
-    is found also in what a policy keeps at present. For the function it is as one call:
-    buffers are updated and random streams moved once.
+    Use it if gradients are wrong, or if `RecomputeError` is raised. It names the
+    operation where the recompute first differs from the forward, and says how. Both
+    run once and in full, without a policy or pruning, so a difference is found also in
+    what a policy saves. Buffers are updated and random streams moved once, as by one
+    call.
 
-    A copy of all that operations make, and of the inputs that they read, is held in the
-    memory of the host: more than the function needs without `remat`. On the device it
-    is what one call of `remat` needs. What is a view of something else is not copied.
+    Host memory holds a copy of all that operations make, and of the inputs that they
+    read: more than the function needs without `remat`. On the device it takes what one
+    call of `remat` takes. Views are not copied.
 
-    Not compared are memory that is given out as it is (`empty`, `new_empty`, ...), the
-    states of random streams that attention returns, the scratch memory of kernels of
-    batch norm and recurrent layers, and meta tensors, which have no values. Compiled
-    functions run eagerly here.
+    Not compared are uninitialized memory (`empty`, `new_empty`, ...), the states of
+    random streams that attention returns, the scratch memory of kernels of batch norm
+    and recurrent layers, and meta tensors, which have no values. Compiled functions run
+    eagerly here.
 
     Args:
         fn: the function, rematerialized or not.
-        *args: its arguments. If nothing that it is passed or refers to requires grad,
-            every floating argument is taken to.
+        *args: its arguments. If no tensor that it is passed or refers to requires grad,
+            every floating argument is treated as if it did.
         **kwargs: its keyword arguments.
 
     Returns:
         How much was compared.
 
     Raises:
-        RecomputeError: the recomputation ran another operation, or one gave other bits.
+        RecomputeError: the recompute ran another operation, or one gave other bits.
         RuntimeError: called under a transform of torch.func, forward-mode AD or
             torch.compile; or an input is a meta or fake tensor.
 
@@ -114,12 +113,12 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     setting = setting_of(snapshot, (), replace(options, prune=False))
     call = _Twice(setting, leaves, needs)
     forward = KeepValues()
-    CACHES.clear()  # calls within do in both what a first call does
+    CACHES.clear()  # nested calls are first calls in both runs
     result = call.run_forward(fn, args, kwargs, leaves, forward)
     CACHES.clear()
     recomputation = CompareValues(forward.steps)
     try:
-        call.run_recomputation(recomputation)
+        call.run_recompute(recomputation)
     except Exception as error:
         if recomputation.difference is None:
             raise
@@ -146,7 +145,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class _Twice(Saved):
-    """A call that a mode follows, and whose recomputation runs to its end."""
+    """A call that a mode follows, and whose recompute runs to its end."""
 
     __slots__ = ("_needs_grad", "_out")
     _needs_grad: list[bool]
@@ -155,7 +154,7 @@ class _Twice(Saved):
     def run_forward(
         self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Any, mode: Any
     ) -> Any:
-        """Be the forward; return its result, whose graph holds the handles."""
+        """Run the forward; return its result, whose graph holds the handles."""
         followed: Any = _Followed(mode)
         self.following = followed
         result = self.forward(fn, args, kwargs, leaves)
@@ -164,8 +163,8 @@ class _Twice(Saved):
         self._needs_grad = [*map(_requires_grad, outs)]
         return result
 
-    def run_recomputation(self, mode: Any) -> None:
-        """Be the recomputation."""
+    def run_recompute(self, mode: Any) -> None:
+        """Run the recompute."""
         filling = _ToTheEnd([*self.alive()], self.metas, self.label)
         tensors = self.inputs.to_run_on(leaves_themselves=True)
         below_all_levels(recompute, self, filling, tensors, mode)
@@ -183,10 +182,10 @@ class _Twice(Saved):
 
 
 class _ToTheEnd(Filling):
-    """Lets a recomputation go on when all is filled, or something else is saved.
+    """Lets a recompute go on when all handles are filled, and when one does not fit.
 
     Attributes:
-        error: the first that was to be raised.
+        error: the first error that `Filling` raised; None if it raised none.
     """
 
     __slots__ = ("error",)
@@ -206,7 +205,7 @@ class _ToTheEnd(Filling):
 
 
 class _Followed:
-    """In place of what follows a record."""
+    """Has a mode follow the call, in place of `Following`."""
 
     dropped: Mapping[int, Any] = types.MappingProxyType({})
     decision: Any = None
@@ -215,7 +214,7 @@ class _Followed:
         self.mode = mode
 
     def pack(self, place: int, tensor: Any) -> None:
-        """Be told what is saved."""
+        """Do nothing: what the graph saves is not kept."""
 
     def finish(self, handles: Any) -> None:
-        """Keep nothing."""
+        """Do nothing: no handle has a residual."""

@@ -1,357 +1,124 @@
-"""Follows a function operation by operation, twice, and compares all that they made.
+"""`compare`: what policies save, against what they recompute.
 
-Invariant: equal is equal in every bit: a NaN is equal to itself, and 0 is not to -0.
-Rejected: `torch.equal`, for which it is the other way round. And to stop at the first
-difference: the operations after it tell whether the function took another path.
+Called by users. The call is run once and recorded. A policy is then a plan of the
+record: planning needs no tensors, so many policies are compared for the price of one
+forward.
+
+Invariant: each row is what `explain` says of the same call under that policy.
+Rejected: one call for each policy, which could draw or decide something else.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from typing_extensions import override
-
-from remat._base.absent import IGNORED, inputs_of, tensors_of
-from remat._base.source import user_line
-from remat._base.types import CONSTANTS
-from remat._partial.effects import written_by
-from remat._report.storages import parts
-from remat._torch import (
-    LeanDispatchMode,
-    StorageRef,
-    call_kernel,
-    eager_only,
-    undisturbed,
+from remat._base.types import Fn
+from remat._partial.cost import flops
+from remat._partial.options import Prune
+from remat._report.examine import Examined, examine
+from remat._report.explain import (
+    bytes_of,
+    examined_again,
+    explained,
+    saved_by_plain,
+    unwrapped,
+)
+from remat._report.labels import refuse_transforms
+from remat._report.reports import ComparedPolicy, Comparison, Explanation
+from remat.policies import (
+    dots_saveable,
+    dots_with_no_batch_dims_saveable,
+    everything_saveable,
+    nothing_saveable,
 )
 
 
-# --- What an operation did ---
+_USUAL = (
+    dots_with_no_batch_dims_saveable,
+    dots_saveable,
+    everything_saveable,
+)
 
 
-@dataclass(slots=True)
-class Operation:
-    """One operation.
+def compare(
+    fn: Fn,
+    /,
+    *args: Any,
+    policies: Iterable[object] = _USUAL,
+    prune: Prune | Literal["own"] = "own",
+    **kwargs: Any,
+) -> Comparison:
+    """Tabulate what policies save against what they recompute.
 
-    Attributes:
-        func: the overload that ran.
-        constants: its arguments that are no tensors, and where tensors stand.
-        source: the user's line.
-        reads: the number of the storage of each tensor argument.
-        values: copies of what it made, wrote, or was the first to read, each with what
-            it is.
-    """
-
-    func: Any
-    constants: Any
-    source: str
-    reads: tuple[int, ...] = ()
-    values: list[tuple[str, list[Tensor]]] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return f"{self.func}  # {self.source}"
-
-
-class _Watch(LeanDispatchMode):
-    """Sees each operation, what goes into it and what comes out.
-
-    Attributes:
-        steps: the operations so far.
-        values: how many tensors were looked at.
-        nbytes: their bytes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[Operation] = []
-        self.values = self.nbytes = 0
-        self._numbers: dict[int, int] = {}
-        self._held: list[StorageRef] = []  # so that no address is used again
-
-    def end(self) -> None:
-        """Do nothing: what is missing is found by who compares."""
-
-    def at(self, step: Operation, what: str, bits: list[Tensor]) -> None:
-        """Be shown a value of a step, as copies in the memory of the host."""
-        raise NotImplementedError
-
-    def begins(self, step: Operation) -> None:
-        """Be shown the next operation."""
-        self.steps.append(step)
-
-    @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if func in IGNORED:
-            return func(*args, **kwargs)
-        step = Operation(func, _constants_of((args, kwargs)), user_line())
-        self.begins(step)
-        inputs = inputs_of(args, kwargs)
-        known = len(self._numbers)
-        step.reads = tuple(map(self._number, inputs))
-        for k, t in enumerate(inputs):
-            if step.reads[k] >= known and step.reads[k] not in step.reads[:k]:
-                self._look(step, f"input {k}", t)
-        result = call_kernel(func, *args, **kwargs)
-        self._look_at_results(step, tensors_of(result), written_by(func, args, kwargs))
-        return result
-
-    def _look_at_results(
-        self, step: Operation, outputs: Sequence[Tensor], written: Sequence[Tensor]
-    ) -> None:
-        given = {id(t) for t in outputs}
-        changed = {*map(self._number, written)}
-        scratch = _scratch_of(step.func)
-        for k, t in enumerate(outputs):
-            number = self._number(t)
-            is_view = number in step.reads and number not in changed
-            if not (is_view or k in scratch):
-                self._look(step, f"output {k}", t)
-        for k, t in enumerate(written):
-            if id(t) not in given and not scratch:
-                self._look(step, f"what it wrote to ({k})", t)
-
-    def _number(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage, a new one if it is not known."""
-        for part in parts(tensor):
-            ref = StorageRef(part.untyped_storage())
-            if ref.address not in self._numbers:
-                self._held.append(ref)
-            return self._numbers.setdefault(ref.address, len(self._numbers))
-        return -1
-
-    def _look(self, step: Operation, what: str, tensor: Tensor) -> None:
-        self.values += 1
-        bits = [_on_host(part) for part in parts(tensor) if has_values(part)]
-        self.nbytes += sum(t.nbytes for t in bits)
-        self.at(step, what, bits)
-
-
-class KeepValues(_Watch):
-    """Keeps the values of the forward."""
-
-    @override
-    def at(self, step: Operation, what: str, bits: list[Tensor]) -> None:
-        step.values.append((what, bits))
-
-
-class CompareValues(_Watch):
-    """Compares with the values of the forward, up to the first that differs.
+    The function is called once, as by `explain`, and every policy is planned on the
+    record of that call. If it calls `remat` within it, it is called once per policy.
+    The first row is plain: what autograd keeps without remat, and nothing recomputed.
+    The second row is remat without a policy.
 
     Args:
-        steps: of the forward. Their values are dropped as they are compared.
+        fn: the function, rematerialized or not. Its own policy gets no row.
+        *args: its arguments. Meta and fake tensors are accepted.
+        policies: each anything that `remat` takes as a policy; by default the usual
+            ones of JAX.
+        prune: as for `explain`.
+        **kwargs: its keyword arguments. None of them can be called `policies` or
+            `prune`: bind such an argument with `functools.partial`.
 
-    Attributes:
-        difference: what differs first, if something does.
+    Returns:
+        The comparison. `print` shows a table, a notebook too, and `.plot()` a chart.
+
+    Raises:
+        RuntimeError: called under a transform of torch.func, forward-mode AD or
+            torch.compile.
+        TypeError: one of the policies is not a policy.
+        ValueError: no tensor requires grad.
+
+    Example:
+        >>> import torch
+        >>> from remat.policies import dots_saveable
+        >>> def f(w, x):
+        ...     return (w @ (w @ x).tanh()).tanh()
+        >>> w, x = torch.ones(4, 4), torch.ones(4, 4)
+        >>> found = compare(f, w, x, policies=[dots_saveable], prune=True)
+        >>> for row in found.rows:
+        ...     print(row.name, row.saved_bytes, row.recomputed_flops)
+        plain 256 0
+        nothing_saveable 128 256
+        dots_saveable 256 0
     """
-
-    def __init__(self, steps: Sequence[Operation]) -> None:
-        super().__init__()
-        self._then = steps
-        self._at = 0
-        self._left: Iterator[tuple[str, list[Tensor]]] = iter(())
-        self.difference: str | None = None
-
-    @override
-    def begins(self, step: Operation) -> None:
-        super().begins(step)
-        if self.difference is not None:
-            return
-        self._at = len(self.steps) - 1
-        if self._at >= len(self._then):
-            self.difference = "is one more than the forward ran."
-            return
-        then = self._then[self._at]
-        self._left = iter(then.values)
-        then.values = []
-        if step.func is not then.func:
-            self.difference = f"was {then.func} in the forward."
-        elif not _same(step.constants, then.constants):
-            now, before = _shown(step.constants), _shown(then.constants)
-            self.difference = f"has the arguments {now}, in the forward {before}."
-
-    @override
-    def at(self, step: Operation, what: str, bits: list[Tensor]) -> None:
-        if self.difference is not None:
-            return
-        then = self._then[self._at]
-        nothing: tuple[str, list[Tensor]] = "nothing", []
-        was, before = next(self._left, nothing)
-        if was != what:
-            self.difference = f"has {what}, where the forward had {was}."
-            return
-        pairs = [*zip(bits, before, strict=False)]
-        found = next(filter(None, (_difference(*pair) for pair in pairs)), "")
-        if len(bits) != len(before):
-            found = f"is of {len(bits)} tensors, where it was of {len(before)}"
-        if found:
-            self.difference = f"differs: {what} {found}.{self._why(step, then, what)}"
-
-    def _why(self, step: Operation, then: Operation, what: str) -> str:
-        if what.startswith("input"):
-            return _OUTSIDE
-        moved = [
-            k
-            for k, pair in enumerate(zip(step.reads, then.reads, strict=False))
-            if pair[0] != pair[1]
-        ]
-        if moved:
-            return _ANOTHER.format(inputs=" and ".join(f"input {k}" for k in moved))
-        return _NONDETERMINISTIC
-
-    @override
-    def end(self) -> None:
-        """Note if operations of the forward did not come by."""
-        if self.difference is None and len(self.steps) < len(self._then):
-            self._at = len(self.steps)
-            self.difference = "did not run."
-
-    def described(self, label: str) -> str:
-        """Return the message: what differs, and what was run around it."""
-        i, now, then = self._at, self.steps, self._then
-        step = now[i] if i < len(now) else then[i]
-        lines = [
-            _MESSAGE.format(
-                label=label,
-                i=i,
-                func=step.func,
-                source=step.source,
-                difference=self.difference,
-            ),
-            *_around("forward", then, i),
-            *_around("recomputation", now, i),
-        ]
-        return "\n".join(lines)
+    refuse_transforms("compare", "the function")
+    wanted = [None, *policies]
+    each = [unwrapped(fn, policy, prune) for policy in wanted]
+    inner, label, options = each[0]
+    plainly = examine(inner, label, args, kwargs, options)
+    if plainly is None:
+        raise ValueError(_NOT_COMPARED)
+    rows = [_plain_row(plainly)]
+    for _, _, options in each:
+        found = examined_again(inner, label, args, kwargs, options, plainly)
+        rows.append(_row(explained(label, options, found, plainly)))
+    return Comparison(label, tuple(rows))
 
 
-def _around(title: str, steps: Sequence[Operation], i: int) -> Iterator[str]:
-    yield f"  {title} ({len(steps)} operations):"
-    first = max(0, i - 2)
-    for k, step in enumerate(steps[first : i + 3], first):
-        yield f"  {'>' if k == i else ' '} {k}: {step}"
-    if i >= len(steps):
-        yield "  > nothing more"
-
-
-_MESSAGE = (
-    "remat: recomputing {label} does something else than its forward did. "
-    "Operation {i}, {func} at {source}, {difference} The function must compute the "
-    "same thing twice: what it reads, pass as an argument."
-)
-_OUTSIDE = " It was there before, and has changed since it was read in the forward."
-_ANOTHER = " It reads another tensor as {inputs}."
-_NONDETERMINISTIC = (
-    " It read the same tensors: the operation itself gives another result each time "
-    "(see torch.use_deterministic_algorithms), or reads something that changed."
+_NOT_COMPARED = (
+    "remat: compare was given a function without anything to differentiate: no "
+    "floating tensor is passed, and none that it refers to requires grad."
 )
 
 
-# --- Arguments ---
+def _plain_row(found: Examined) -> ComparedPolicy:
+    costs = [*map(flops, found.record.steps)]
+    pairs = zip(costs, found.inner, strict=True)
+    again = sum(cost * times for cost, (times, _) in pairs)
+    saved = bytes_of(found, saved_by_plain(found))
+    share = again / sum(costs) if again else 0.0
+    return ComparedPolicy("plain", saved, 0, again, share)
 
 
-def _constants_of(tree: Any) -> Any:
-    """Return arguments without their tensors, and without what cannot be compared."""
-    if isinstance(tree, Tensor):
-        return Tensor
-    if isinstance(tree, (list, tuple)):
-        return tuple(map(_constants_of, tree))
-    if isinstance(tree, dict):
-        return {name: _constants_of(part) for name, part in tree.items()}
-    return tree if type(tree) in CONSTANTS else type(tree)
-
-
-def _same(now: Any, then: Any) -> bool:
-    pairs = zip(tree_leaves(now), tree_leaves(then), strict=False)
-    nan = all(a == b or (a != a and b != b) for a, b in pairs)
-    return nan and len(tree_leaves(now)) == len(tree_leaves(then))
-
-
-def _shown(constants: Any) -> str:
-    """Write the arguments of an operation, with `_` for each tensor."""
-    args, kwargs = constants
-    named = [f"{name}={_text(value)}" for name, value in kwargs.items()]
-    return f"({', '.join([*map(_text, args), *named])})"
-
-
-def _text(value: Any) -> str:
-    if value is Tensor:
-        return "_"
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_text, value))}]"
-    return value.__name__ if isinstance(value, type) else repr(value)
-
-
-# --- Values ---
-
-
-# Kernels that return memory of theirs, by the places of it.
-_SCRATCH = {
-    **dict.fromkeys(("cudnn_batch_norm", "_cudnn_rnn", "mkldnn_rnn_layer"), 3),
-    **dict.fromkeys(("_batch_norm_with_update", "batch_norm_with_update"), 3),
-}
-_STATES = {"rng_state", "unused", "debug_attn_mask", "philox_seed", "philox_offset"}
-_UNWRITTEN = {
-    *("empty", "empty_like", "empty_permuted", "empty_strided"),
-    *("new_empty", "new_empty_strided", "resize", "resize_", "_resize_output_"),
-}
-
-
-def _scratch_of(func: Any) -> set[int]:
-    """Return the outputs of an operation that may hold anything."""
-    packet = getattr(getattr(func, "overloadpacket", func), "__name__", "")
-    if getattr(func, "namespace", "") != "aten":
-        return set()
-    returns = func._schema.returns
-    if packet in _UNWRITTEN:
-        return {*range(len(returns))}
-    tensors = [r.name for r in returns if str(r.type) == "Tensor"]
-    states = {k for k, name in enumerate(tensors) if name in _STATES}
-    return {*states, _SCRATCH[packet]} if packet in _SCRATCH else states
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Say whether a tensor is more than its metadata."""
-    return not (tensor.is_meta or hasattr(tensor, "fake_mode"))
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """Return a copy without gaps in the memory of the host."""
-    with undisturbed():
-        dense = tensor.detach().resolve_conj().resolve_neg()
-        return dense.to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _difference(now: Tensor, then: Tensor) -> str:
-    """Say how two tensors differ, "" if not in a bit."""
-    if (now.dtype, now.shape) != (then.dtype, then.shape):
-        return f"is {_meta(now)}, where it was {_meta(then)}"
-    with undisturbed():
-        other = _bits_of(now).ne(_bits_of(then)).any(1)
-        count = int(other.sum())
-        if not count:
-            return ""
-        apart = _distance(now.reshape(-1)[other], then.reshape(-1)[other])
-    return f"({_meta(now)}) differs in {count} of {now.numel()} elements{apart}"
-
-
-def _meta(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
-
-
-def _bits_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of each element."""
-    flat = (tensor.int_repr() if tensor.is_quantized else tensor).reshape(-1)
-    return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
-
-
-def _distance(now: Tensor, then: Tensor) -> str:
-    if now.dtype is torch.bool or now.is_quantized:
-        return ""
-    wide = torch.complex128 if now.is_complex() else torch.float64
-    return f", by up to {float((now.to(wide) - then.to(wide)).abs().max()):.6g}"
+def _row(report: Explanation) -> ComparedPolicy:
+    return ComparedPolicy(
+        str(report.policy or nothing_saveable),
+        report.saved_bytes,
+        report.offloaded_bytes,
+        report.recomputed_flops,
+        report.recomputed_share,
+    )

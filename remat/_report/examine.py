@@ -1,10 +1,10 @@
-"""Runs a call once for a report: its record, and who reads what in the backward.
+"""Runs a call once for a report: records it, and notes what the backward reads.
 
-It is the forward of a `remat` call, recorded whatever its options are; nothing is kept,
-and nothing is recomputed.
+Called by `explain` and `compare`. It is the forward of a `remat` call, recorded
+whatever its options are; nothing is saved, and nothing is recomputed.
 
-Invariant: what is found is what a call does with the same arguments. No graph, stream,
-gradient or buffer is other than before. Rejected: a trace on fake tensors. Some
+Invariant: a call with the same arguments does what was found. Afterwards every graph,
+stream, gradient and buffer is as it was. Rejected: a trace on fake tensors. Some
 operations choose another kernel there, and the user's code may look at values.
 """
 
@@ -25,14 +25,16 @@ from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
 from remat._graph.graph import handles_at, nodes_of
 from remat._partial.cache import Kind
+from remat._partial.classify import Seen
 from remat._partial.decide import Situation
 from remat._partial.forward_plan import is_droppable
 from remat._partial.options import Options
 from remat._partial.plan import Fate, Record
 from remat._partial.recorder import Recorder
+from remat._partial.storages import Storages
 from remat._report.inputs import Inputs
-from remat._report.reporting import reader_of, stream_name
-from remat._report.storages import Ledger, parts
+from remat._report.labels import reader_of, stream_name
+from remat._report.ledger import Ledger, parts
 from remat._torch import base_tensor
 from remat._transform.saved import Saved, setting_of
 
@@ -47,8 +49,8 @@ class Leaf:
         shape: its shape.
         nbytes: its bytes, of whatever storage it is a view of.
         needs: whether it is differentiated.
-        stays: why it is kept even if it is not needed; "" if it is not.
-        is_copied: whether the forward writes to it, so that a recompute has a copy.
+        stays: why it is kept even if no recompute reads it; "" if it is not.
+        is_copied: whether the forward writes to it, so that the call keeps a copy.
     """
 
     name: str
@@ -69,12 +71,13 @@ class Examined:
         readers: for each storage, by number, what reads it in the backward.
         sizes: the bytes of each storage.
         leaves: its inputs.
-        itself: the storages that the graph saves themselves.
+        itself: the storages that the graph saves itself, without a handle.
         situation: what decides whether it is recorded.
-        scalar: whether the outputs are of one element each.
-        inner: how often calls of `remat` within it recompute each operation, and which.
-        taken: the storages whose memory Python takes.
-        kind: what it has in common with those that share its record.
+        scalar: whether the outputs have one element each.
+        inner: for each operation, how often nested calls of `remat` recompute it, and
+            the innermost of those calls.
+        exposed: the storages whose memory Python reads or writes.
+        kind: what it has in common with calls that share its record.
         streams: the random streams that it draws from.
     """
 
@@ -86,7 +89,7 @@ class Examined:
     situation: Situation
     scalar: bool
     inner: tuple[tuple[int, str], ...]
-    taken: frozenset[int]
+    exposed: frozenset[int]
     kind: Kind
     streams: tuple[str, ...]
 
@@ -94,7 +97,7 @@ class Examined:
 def examine(
     fn: Fn, label: str, args: Any, kwargs: Any, options: Options
 ) -> Examined | None:
-    """Run a call, and put everything back; None if nothing is to be differentiated."""
+    """Run a call, and put everything back; None if no tensor requires grad."""
     with _undone(fn, args, kwargs) as inputs:
         search = Search(shallow=True)
         snapshot = Snapshot(fn, label, inputs.args, inputs.kwargs, search)
@@ -110,7 +113,7 @@ def examine(
 
 @contextmanager
 def _undone(fn: Fn, args: Any, kwargs: Any) -> Iterator[Inputs]:
-    """Give what to run on, and put back what the run changes."""
+    """Yield what to run on, and put back what the run changes."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -156,13 +159,13 @@ class _Examining(Saved):
         return Examined(
             record=record,
             readers={s: tuple(names) for s, names in noting.readers.items()},
-            sizes=noting.sizes,
+            sizes=noting.storages.sizes,
             leaves=tuple(self._leaf(i, t) for i, t in enumerate(leaves)),
             itself=frozenset(noting.itself),
             situation=self._situation,
             scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
             inner=tuple(noting.inner(self)),
-            taken=frozenset(noting.taken),
+            exposed=frozenset(noting.exposed),
             kind=self.kind(leaves),
             streams=tuple(stream_name(stream) for stream, _ in self.ambient.moved),
         )
@@ -175,7 +178,7 @@ class _Examining(Saved):
 
 
 def _stays(leaf: Tensor) -> str:
-    """Say why an input is kept even if it is not needed; "" if it is not."""
+    """Say why an input is kept even if no recompute reads it; "" if it is not."""
     if is_droppable(leaf):
         return ""
     anyway = leaf.is_leaf and (leaf.requires_grad or isinstance(leaf, nn.Parameter))
@@ -183,7 +186,7 @@ def _stays(leaf: Tensor) -> str:
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """Return what a fake tensor stands for, but without its data."""
+    """Return a real tensor like a fake one, but without data."""
     if not hasattr(tensor, "fake_mode") or isinstance(tensor, nn.Parameter):
         return tensor
     real = torch.empty(0, dtype=tensor.dtype)
@@ -192,24 +195,18 @@ def _as_real(tensor: Tensor) -> Tensor:
     return real if tensor.is_leaf else real.view(0)
 
 
-class _Noting(Recorder):
-    """Records, and notes the sizes of storages, their readers, and calls within.
+class _Sizes(Storages):
+    """Numbers storages, and notes their sizes.
 
     Attributes:
-        readers: for each storage, by number, what reads it in the backward.
         sizes: the bytes of each storage.
-        itself: the storages that the graph saves themselves.
     """
 
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        self.readers: dict[int, dict[str, None]] = {}
+    __slots__ = ("sizes",)
+
+    def __init__(self) -> None:
+        super().__init__()
         self.sizes: dict[int, int] = {}
-        self.itself: set[int] = set()
-        # For each operation, the calls that it runs in, from the outermost one in.
-        self._inside: list[tuple[Saved, ...]] = []
-        # For each call, its handles' storages, and how many operations were before.
-        self._packed: dict[int, tuple[Saved, dict[int, tuple[int, int]]]] = {}
-        super().__init__(leaves, None)
 
     @override
     def number(self, tensor: Tensor) -> int:
@@ -219,24 +216,46 @@ class _Noting(Recorder):
             self.sizes[number] = sum(s.nbytes() for s in storages)
         return number
 
+
+class _Noting(Recorder):
+    """Records, and notes the readers of storages, and nested calls.
+
+    Attributes:
+        storages: numbers and sizes of storages.
+        readers: for each storage, by number, what reads it in the backward.
+        itself: the storages that the graph saves itself, without a handle.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.storages = _Sizes()
+        self.readers: dict[int, dict[str, None]] = {}
+        self.itself: set[int] = set()
+        # For each operation, the calls that it runs in, the outermost first.
+        self._inside: list[tuple[Saved, ...]] = []
+        # For each call: for each handle its storage, and how many operations ran
+        # before it.
+        self._packed: dict[int, tuple[Saved, dict[int, tuple[int, int]]]] = {}
+        super().__init__(leaves, None, self.storages)
+
     @override
-    def _note(self, *args: Any, **kwargs: Any) -> None:
-        super()._note(*args, **kwargs)
+    def _note(self, seen: Seen) -> None:
+        super()._note(seen)
         self._inside.append(here().inside[1:])
 
     def observe(
         self, call: Saved, observe: Callable[[int, Tensor | None], None] | None
     ) -> Callable[[int, Tensor | None], None]:
-        """Return what is told of what a call saves."""
+        """Return a function that is called with each tensor that a call saves."""
         packed: dict[int, tuple[int, int]] = {}
         is_first = not self._packed
         self._packed[id(call)] = call, packed
 
         def both(place: int, tensor: Tensor | None) -> None:
             if is_first:
-                self.pack(tensor)
+                self.roots.pack(tensor)
             if tensor is not None:
-                packed[place] = self.number(base_tensor(tensor)), len(self._steps)
+                number = self.storages.number(base_tensor(tensor))
+                packed[place] = number, len(self.steps)
             if observe is not None:
                 observe(place, tensor)
 
@@ -252,15 +271,15 @@ class _Noting(Recorder):
                     numbers[id(handle)] = number
         for node, tensors in nodes_of(outs, {t.grad_fn for t in leaves}):
             reader = reader_of(node)
-            found = [self.number(base_tensor(t)) for t in tensors]
+            found = [self.storages.number(base_tensor(t)) for t in tensors]
             self.itself.update(found)
             found += [numbers[id(h)] for h in handles_at(node) if id(h) in numbers]
             for number in found:
                 self.readers.setdefault(number, {})[reader] = None
 
     def inner(self, outermost: Saved) -> Iterator[tuple[int, str]]:
-        """Yield how often calls within recompute each operation, and the innermost."""
-        times = [0] * len(self._steps)
+        """Yield how often nested calls recompute each operation, and the innermost."""
+        times = [0] * len(self.steps)
         for call, packed in self._packed.values():
             if call is outermost:
                 continue
@@ -273,8 +292,8 @@ class _Noting(Recorder):
 
 
 def _fates(call: Saved, count: int) -> Sequence[Fate]:
-    """Return what a call's recompute does with its operations, so many there are."""
+    """Return what a call's recompute does with its `count` operations."""
     following = call.following
     decision = None if following is None else following.decision
     fates = decision[1].full.plan.fates if decision else ()
-    return fates if len(fates) == count else [Fate.RUN] * count
+    return fates if len(fates) == count else [Fate.RECOMPUTED] * count

@@ -1,12 +1,12 @@
-"""`explain` and `compare`: what `remat` does with each operation of a call, and why.
+"""`explain`: what `remat` does with each operation of a call, and why.
 
-The call is run once and recorded. A policy is then a plan of the record: planning needs
-no tensors, so any number of policies are compared for the price of one forward.
+Called by users, and by `compare` for each policy. The call is run once and recorded
+(`examine`); `outcome` says what becomes of it, and `reasons` says why.
 
-Invariant: the totals are those of a call: the bytes that stay alive between its forward
-and its backward once one backward has succeeded, and the FLOPs that the backward spends
-besides those without remat. Rejected: estimates of peak memory. What is alive around
-the call is not known here.
+Invariant: the totals are those of a call: the bytes that stay alive between forward and
+backward once one backward has succeeded, and the FLOPs that the backward spends on
+recomputing. Rejected: estimates of peak memory. What is alive around the call is not
+known here.
 """
 
 import dataclasses
@@ -20,24 +20,12 @@ from remat._partial.cost import flops
 from remat._partial.options import Options, Prune
 from remat._partial.plan import Fate
 from remat._report.examine import Examined, Leaf, examine
+from remat._report.labels import label_of, refuse_transforms
 from remat._report.outcome import Outcome, outcome_of
 from remat._report.reasons import Reasons, name
-from remat._report.reporting import label_of, refuse_transforms
-from remat._report.reports import (
-    ComparedPolicy,
-    Comparison,
-    ExplainedInput,
-    ExplainedOp,
-    Explanation,
-)
+from remat._report.reports import ExplainedInput, ExplainedOp, Explanation
 from remat._transform.api import Rematerialized, remat
 from remat._transform.refill import DIFFERENTIATED_AGAIN
-from remat.policies import (
-    dots_saveable,
-    dots_with_no_batch_dims_saveable,
-    everything_saveable,
-    nothing_saveable,
-)
 
 
 def explain(
@@ -50,33 +38,32 @@ def explain(
 ) -> Explanation:
     """Say what `remat` does with each operation of a call, and why.
 
-    The function is called once, on the tensors given, without a backward. If none that
-    it is passed or refers to requires grad, every floating argument is taken to.
-    Afterwards buffers, random streams and `.grad` are as they were; what the function
-    does to Python objects stays done.
+    The function is called once, on the tensors given, without a backward. If no tensor
+    that it is passed or refers to requires grad, every floating argument is treated as
+    if it did. Afterwards buffers, random streams and `.grad` are as they were. Changes
+    that the function makes to Python objects stay.
 
     The totals are those of a call after a backward has succeeded: only from then on are
-    inputs dropped that no backward reads. All outputs are taken to be differentiated;
-    where a backward reaches only some, it recomputes less.
+    inputs dropped that no backward reads. All outputs are taken to be differentiated; a
+    backward that reaches only some of them recomputes less.
 
     Args:
         fn: the function, rematerialized or not.
         *args: its arguments. Meta and fake tensors are accepted, for a model larger
             than memory.
-        policy: as for `remat`. "own" is what `fn` was rematerialized with; None for one
-            that is not.
-        prune: likewise; "auto" for a function that is not rematerialized.
-        **kwargs: its keyword arguments, of which none can be called `policy` or
-            `prune`: bind such a one with `functools.partial`.
+        policy: as for `remat`. "own" means the policy that `fn` was rematerialized
+            with, and None if it was not.
+        prune: as for `remat`. "own" means likewise, and "auto" if it was not.
+        **kwargs: its keyword arguments. None of them can be called `policy` or `prune`:
+            bind such an argument with `functools.partial`.
 
     Returns:
-        The explanation. `print` shows a table, a notebook too, and `.plot()` a chart.
+        The explanation. `print` and notebooks show a table, and `.plot()` a chart.
 
     Raises:
         RuntimeError: called under a transform of torch.func, forward-mode AD or
             torch.compile.
-        CaptureError: the function does what cannot be recomputed, or a tensor has no
-            storage.
+        CaptureError: the function cannot be recomputed, or a tensor has no storage.
 
     Example:
         >>> import torch
@@ -90,17 +77,17 @@ def explain(
         (12, 24)
     """
     refuse_transforms("explain", "the function")
-    inner, label, options = _unwrapped(fn, policy, prune)
+    inner, label, options = unwrapped(fn, policy, prune)
     none = dataclasses.replace(options, policy=None)
     plainly = examine(inner, label, args, kwargs, none)
     if plainly is None:
         return _nothing(label, options)
-    found = _again(inner, label, args, kwargs, options, plainly)
-    return _explained(label, options, found, plainly)
+    found = examined_again(inner, label, args, kwargs, options, plainly)
+    return explained(label, options, found, plainly)
 
 
-def _unwrapped(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:
-    """Return the function that is recomputed, what to call it, and the options."""
+def unwrapped(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:
+    """Return the function that is recomputed, its label, and the options."""
     found = _remat_in(fn)
     if found is None:
         own, inner, label = Options(), fn, label_of(fn)
@@ -115,7 +102,10 @@ def _unwrapped(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:
 
 
 def _remat_in(fn: Any) -> tuple[Fn, Rematerialized[..., Any]] | None:
-    """Return what a rematerialized function, method or partial of one recomputes."""
+    """Return what a rematerialized function recomputes, and that function.
+
+    Also of a method or a partial of one.
+    """
     if isinstance(fn, Rematerialized):
         return fn.__wrapped__, fn
     if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Rematerialized):
@@ -127,12 +117,12 @@ def _remat_in(fn: Any) -> tuple[Fn, Rematerialized[..., Any]] | None:
     return None
 
 
-def _again(
+def examined_again(
     fn: Fn, label: str, args: Any, kwargs: Any, options: Options, plainly: Examined
 ) -> Examined:
     """Return what a call does under its policy, given what it does without one.
 
-    That is the same, unless calls of `remat` within keep more under the former.
+    That is the same, unless nested calls of `remat` save more under the policy.
     """
     nested = any(inside for _, inside in plainly.inner)
     if options.policy is None or not nested:
@@ -153,17 +143,17 @@ _NO_GRAD_ADVICE = (
 )
 
 
-def _explained(
+def explained(
     label: str, options: Options, found: Examined, plainly: Examined
 ) -> Explanation:
     outcome = outcome_of(found, options)
     made, unpruned = outcome.plan, outcome.unpruned
     readers, itself = found.readers, found.itself
-    reasons = Reasons(found.record, made, readers, itself, found.taken, unpruned)
+    reasons = Reasons(found.record, made, readers, itself, found.exposed, unpruned)
     inputs, counted = _inputs(found, outcome, reasons, options)
     indices = range(len(made.fates))
     ops = [_operation(i, found, outcome, reasons, counted) for i in indices]
-    # The one node of a call holds its inputs alone, and what its policy keeps.
+    # The one node of such a call holds its inputs and residuals, and nothing else.
     held = frozenset[int]() if options.higher_order else itself - counted
     report = Explanation(
         label=label,
@@ -172,8 +162,8 @@ def _explained(
         ops=tuple(ops),
         pruned=not unpruned,
         reason=unpruned,
-        plain_bytes=_bytes_of(plainly, _saved_by_plain(plainly)),
-        held_bytes=_bytes_of(found, held),
+        plain_bytes=bytes_of(plainly, saved_by_plain(plainly)),
+        held_bytes=bytes_of(found, held),
         streams=found.streams,
         advice=(),
     )
@@ -187,15 +177,16 @@ def _explained(
 def _inputs(
     found: Examined, outcome: Outcome, reasons: Reasons, options: Options
 ) -> tuple[tuple[ExplainedInput, ...], set[int]]:
-    """Return what becomes of the inputs, and the storages that are kept with them."""
+    """Return what becomes of the inputs, and the storages that they keep alive."""
     rows: list[ExplainedInput] = []
     counted: set[int] = set()
     for i, (leaf, s) in enumerate(zip(found.leaves, found.record.inputs, strict=True)):
         kept = i not in outcome.dropped
         nbytes = 0 if s in counted else found.sizes[s]
-        nbytes += leaf.nbytes if leaf.is_copied and i not in outcome.let_go else 0
-        linked = options.higher_order and i in outcome.plan.linked and leaf.needs
-        why = reasons.of_input(s) or _why(leaf, kept, linked, outcome.unpruned)
+        nbytes += leaf.nbytes if leaf.is_copied and i not in outcome.unread else 0
+        is_source = i in outcome.plan.residual_sources and leaf.needs
+        is_linked = options.higher_order and is_source
+        why = reasons.of_input(s) or _why(leaf, kept, is_linked, outcome.unpruned)
         rows.append(
             ExplainedInput(leaf.name, leaf.dtype, leaf.shape, nbytes, kept, why)
         )
@@ -203,13 +194,13 @@ def _inputs(
     return tuple(rows), counted
 
 
-def _why(leaf: Leaf, kept: bool, linked: bool, unpruned: str) -> str:
-    """Say why an input is kept, or not, that nothing reads."""
+def _why(leaf: Leaf, kept: bool, is_linked: bool, unpruned: str) -> str:
+    """Say why an input that nothing reads is kept, or is not."""
     if not kept:
         return "nothing that is recomputed reads it"
     if unpruned:
         return f"nothing is left out: {unpruned}"
-    if linked:
+    if is_linked:
         return "what is kept was computed from it, for higher derivatives"
     return leaf.stays or "too small to be worth dropping"
 
@@ -217,11 +208,11 @@ def _why(leaf: Leaf, kept: bool, linked: bool, unpruned: str) -> str:
 def _operation(
     i: int, found: Examined, outcome: Outcome, reasons: Reasons, counted: set[int]
 ) -> ExplainedOp:
-    """Return what becomes of an operation, and count the storages kept of it."""
+    """Return what becomes of an operation; count the storages of its residuals."""
     step, fate = found.record.steps[i], outcome.plan.fates[i]
     within, inside = found.inner[i]
-    kept = {step.makes[k] for j, k in outcome.plan.residuals if j == i} - counted
-    counted |= kept
+    saved = {step.makes[k] for j, k in outcome.plan.residuals if j == i} - counted
+    counted |= saved
     op, why = step.op, reasons.of_operation(i)
     if within and fate is Fate.DEAD:
         why = f"in the backward of remat({inside}), within this"
@@ -233,7 +224,7 @@ def _operation(
         flops=flops(step),
         fate=_word(fate, within=within, away=i in outcome.offloaded),
         times=within + fate.is_run,
-        kept=_bytes_of(found, kept),
+        kept=bytes_of(found, saved),
         why=why,
         is_view=step.is_view,
     )
@@ -242,16 +233,16 @@ def _operation(
 def _word(
     fate: Fate, *, within: int, away: bool
 ) -> Literal["saved", "offloaded", "recomputed", "dead"]:
-    if fate is Fate.KEEP:
+    if fate is Fate.SAVED:
         return "offloaded" if away else "saved"
     return "recomputed" if within or fate.is_run else "dead"
 
 
-def _bytes_of(found: Examined, storages: Iterable[int]) -> int:
+def bytes_of(found: Examined, storages: Iterable[int]) -> int:
     return sum(found.sizes[s] for s in storages)
 
 
-def _saved_by_plain(found: Examined) -> frozenset[int]:
+def saved_by_plain(found: Examined) -> frozenset[int]:
     """Return the storages that stay alive for the backward without remat."""
     return found.itself.union(found.readers, *found.record.roots)
 
@@ -262,13 +253,13 @@ def _saved_by_plain(found: Examined) -> frozenset[int]:
 def _advice(
     report: Explanation, found: Examined, plainly: Examined, *, higher_order: bool
 ) -> Iterator[str]:
-    """Yield what to change: remat that saves nothing is the most common mistake."""
+    """Yield what to change. The most common mistake is a remat that saves nothing."""
     pairs = zip(report.inputs, found.leaves, strict=True)
     alive = sum(row.nbytes for row, leaf in pairs if row.kept and leaf.stays)
     leaves = zip(plainly.leaves, plainly.record.inputs, strict=True)
     anyway = {s for leaf, s in leaves if leaf.stays}
     ours = report.saved_bytes - alive
-    plain = _bytes_of(plainly, _saved_by_plain(plainly) - anyway)
+    plain = bytes_of(plainly, saved_by_plain(plainly) - anyway)
     if ours >= _MOST * plain:
         yield _SAVES_NOTHING.format(ours=ours, plain=plain)
     elif found.scalar:
@@ -280,7 +271,7 @@ def _advice(
             yield _UNKNOWN.format(unknown=unknown)
 
 
-_MOST = 0.9  # of what plain keeps: less is saved than is worth a recomputation
+_MOST = 0.9  # of what plain keeps: then less is saved than a recompute is worth
 _SAVES_NOTHING = (
     "Remat saves next to nothing here: besides parameters and other leaves, "
     "{ours:,} bytes stay alive with it and {plain:,} without. What the backward reads "
@@ -303,97 +294,3 @@ _UNKNOWN = (
     "No checkpoint_name in this call gives the name {unknown!r}, which the policy has: "
     "nothing is kept for it. Name the value, or correct the policy."
 )
-
-
-# --- compare ---
-
-
-_USUAL = (
-    dots_with_no_batch_dims_saveable,
-    dots_saveable,
-    everything_saveable,
-)
-
-
-def compare(
-    fn: Fn,
-    /,
-    *args: Any,
-    policies: Iterable[object] = _USUAL,
-    prune: Prune | Literal["own"] = "own",
-    **kwargs: Any,
-) -> Comparison:
-    """Tabulate what policies save against what they recompute.
-
-    The function is called once, as by `explain`, and every policy is planned on the
-    record of that call; once for each policy if it has calls of `remat` within it. The
-    first row is plain: what autograd keeps without remat, and nothing recomputed. The
-    second is remat without a policy.
-
-    Args:
-        fn: the function, rematerialized or not. The policy it has is no row of its own.
-        *args: its arguments. Meta and fake tensors are accepted.
-        policies: anything that `remat` takes as one; JAX's usual ones if not given.
-        prune: as for `explain`.
-        **kwargs: its keyword arguments, of which none can be called `policies` or
-            `prune`.
-
-    Returns:
-        The comparison. `print` shows a table, a notebook too, and `.plot()` a chart.
-
-    Raises:
-        RuntimeError: called under a transform of torch.func, forward-mode AD or
-            torch.compile.
-        TypeError: one of the policies is none.
-        ValueError: no tensor requires grad.
-
-    Example:
-        >>> import torch
-        >>> from remat.policies import dots_saveable
-        >>> def f(w, x):
-        ...     return (w @ (w @ x).tanh()).tanh()
-        >>> w, x = torch.ones(4, 4), torch.ones(4, 4)
-        >>> found = compare(f, w, x, policies=[dots_saveable], prune=True)
-        >>> for row in found.rows:
-        ...     print(row.name, row.saved_bytes, row.recomputed_flops)
-        plain 256 0
-        nothing_saveable 128 256
-        dots_saveable 256 0
-    """
-    refuse_transforms("compare", "the function")
-    wanted = [None, *policies]
-    each = [_unwrapped(fn, policy, prune) for policy in wanted]
-    inner, label, options = each[0]
-    plainly = examine(inner, label, args, kwargs, options)
-    if plainly is None:
-        raise ValueError(_NOT_COMPARED)
-    rows = [_plain_row(plainly)]
-    for _, _, options in each:
-        found = _again(inner, label, args, kwargs, options, plainly)
-        rows.append(_row(_explained(label, options, found, plainly)))
-    return Comparison(label, tuple(rows))
-
-
-_NOT_COMPARED = (
-    "remat: compare was given a function without anything to differentiate: no "
-    "floating tensor is passed, and none that it refers to requires grad."
-)
-
-
-def _plain_row(found: Examined) -> ComparedPolicy:
-    costs = [*map(flops, found.record.steps)]
-    pairs = zip(costs, found.inner, strict=True)
-    again = sum(cost * times for cost, (times, _) in pairs)
-    saved = _bytes_of(found, _saved_by_plain(found))
-    share = again / sum(costs) if again else 0.0
-    return ComparedPolicy("plain", saved, 0, again, share)
-
-
-def _row(report: Explanation) -> ComparedPolicy:
-    return ComparedPolicy(
-        str(report.policy or nothing_saveable),
-        report.saved_bytes,
-        report.offloaded_bytes,
-        report.recomputed_flops,
-        report.recomputed_share,
-    )

@@ -1,8 +1,10 @@
-"""What a report runs a function on: the user's tensors, and what puts back the rest.
+"""What a report runs a function on: the user's own tensors, put back afterwards.
+
+Called by `examine`, `residuals` and `check_replay`.
 
 Invariant: no graph that was there before is added to or changed, and random streams and
-gradients are in the end as they were. Rejected: copies of the arguments, which a model
-that only just fits in memory leaves no room for.
+gradients are as they were afterwards. Rejected: copies of the arguments. A model that
+only just fits in memory leaves no room for them.
 """
 
 import sys
@@ -22,16 +24,16 @@ from remat._base.errors import CaptureError
 from remat._base.types import Fn
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
-from remat._report.storages import ARGUMENT, CAPTURED
+from remat._report.ledger import ARGUMENT, CAPTURED
 from remat._torch import device_generators, preserved_version, use_count
 
 
 class Inputs:
-    """The arguments to run on, and the tensors and streams that can be reached.
+    """The arguments to run on, and the tensors and streams that a function reaches.
 
     Attributes:
         tensors: passed or captured.
-        run_on: what stands in for each, or itself.
+        run_on: for each, the tensor itself or a stand-in.
         args: the arguments to run on.
         kwargs: the keyword arguments.
     """
@@ -64,8 +66,8 @@ class Inputs:
     def references(self) -> list[int]:
         """Return how many references there are to each tensor.
 
-        Python's count only for arguments: what is captured is held by what captured it,
-        which a program holds.
+        Python's references count only for arguments: a captured tensor is held by the
+        object that captured it, which a call may hold.
         """
         ours = self.run_on[: self._passed]
         pythons = chain(map(sys.getrefcount, ours), repeat(0))
@@ -89,17 +91,17 @@ class Inputs:
 
 
 def _named(fn: Any) -> Any:
-    """Return what is wrapped, of which the names are those that a user knows."""
+    """Return the function that is wrapped, whose parameter names the user knows."""
     while hasattr(type(fn), "__remat_options__"):
         fn = fn.__wrapped__
     return fn
 
 
 def _stand_ins(leaves: Iterable[Any], differentiated: bool) -> dict[int, Tensor]:
-    """Return tensors to run on in place of those whose graph is not to be touched.
+    """Return stand-ins for tensors whose graph is not to be touched.
 
-    Those are what a graph was recorded of, or, where nothing is `differentiated`, all
-    that can be.
+    Those are the tensors that already have a graph. If nothing is `differentiated`,
+    they are all tensors that can require grad.
     """
     anchor = torch.zeros((), requires_grad=True)
     found = {}
@@ -120,7 +122,7 @@ _LAZY = (
 
 
 class _StandIn(Function):
-    """Makes a tensor require grad without being a leaf, so that it may be changed."""
+    """Returns a tensor that requires grad and is not a leaf: it may be changed."""
 
     @staticmethod
     @override

@@ -1,40 +1,40 @@
-"""What a call does under its options, by the plan of its record.
+"""What a call does with its operations and inputs, for `explain`.
 
-Invariant: it is decided by the functions that calls ask (`decide`, `plan`); the tests
-hold the two together, by counting operations and bytes. Rejected: to ask the lowerings.
-They decide while they hold the tensors to be kept, once, and for one policy.
+Called by `explain`, with what `examine` found.
+
+Invariant: nothing is decided here: `_partial/decide.py` is asked, as by a call.
+Rejected: to ask the lowerings. They decide while they hold the tensors to be saved,
+once, and for one policy.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from remat._base.op import Value
-from remat._partial.cost import reason_against
-from remat._partial.decide import why_as_it_is, why_unpruned
-from remat._partial.forward_plan import WORTH_DROPPING
-from remat._partial.options import Options, Prune
-from remat._partial.plan import Fate, Plan, Step, plan
+from remat._partial.candidates import decisions_of
+from remat._partial.decide import droppable_inputs, planned, why_no_record
+from remat._partial.options import Options
+from remat._partial.plan import Fate, Plan, Record, plan
+from remat._partial.plans import residual_of_handle
 from remat._report.examine import Examined
-from remat.policies import Decision, Policy
+from remat.policies import Decision
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy makes of a record.
+    """What a call does under its options.
 
     Attributes:
         plan: what becomes of each operation.
-        last: how many operations a recompute comes to, at most.
-        let_go: the leaves that a recompute does without.
-        dropped: those of them that are not kept: the graph may save them itself.
-        offloaded: the operations whose results are kept elsewhere.
-        unpruned: why nothing is left out, "" if it is.
+        unread: the leaves that no recompute has to read.
+        dropped: those of them that are not kept. The graph may save the others itself.
+        offloaded: the operations whose results are offloaded.
+        unpruned: why nothing is left out; "" if it may be.
     """
 
     plan: Plan
-    last: int
-    let_go: frozenset[int]
+    unread: frozenset[int]
     dropped: frozenset[int]
     offloaded: frozenset[int]
     unpruned: str
@@ -42,85 +42,85 @@ class Outcome:
 
 def outcome_of(found: Examined, options: Options) -> Outcome:
     """Return what a call does under its options."""
-    policy, prune = options.policy, options.prune
-    record, steps = found.record, found.record.steps
+    policy, prune, record = options.policy, options.prune, found.record
     is_saved = not options.higher_order
     cache = found.kind.cache(policy, prune)
-    learned = found.taken.union(cache.plans.learned if cache.plans else ())
     given_up = cache.reason if is_saved else ""
     call = dataclasses.replace(found.situation, is_saved=is_saved, given_up=given_up)
-    unpruned = why_as_it_is(policy, prune, call)
-    if unpruned:
-        return _as_it_is(found, options, unpruned)
-    decisions = [_decision(step, policy, found.taken) for step in steps]
-    saveable = [i for i, decision in enumerate(decisions) if decision]
-    why = why_unpruned(prune, record)
-    made = plan(record, saveable, learned=learned, prune=not why)
-    if policy is None and prune == "auto":
-        unpruned = reason_against(record, made)
-        if unpruned:
-            return _as_it_is(found, options, unpruned)
-    away = [i for i in saveable if _moves(decisions[i], steps[i].op.outputs)]
-    let_go = frozenset(_let_go(found, made, prune, is_saved))
-    outcome = Outcome(made, 0, let_go, let_go, frozenset(away), why)
-    return _stopped(found, options, outcome)
-
-
-def _as_it_is(found: Examined, options: Options, why: str) -> Outcome:
-    made = plan(found.record, prune=False)
-    none = frozenset[int]()
-    return _stopped(found, options, Outcome(made, 0, none, none, none, why))
-
-
-def _stopped(found: Examined, options: Options, outcome: Outcome) -> Outcome:
-    """Have a recompute stop where all that it is for is there.
-
-    Where it is for nothing, it does not start, and nothing is kept for it.
-    """
-    record, made = found.record, outcome.plan
-    if options.higher_order:
-        return dataclasses.replace(outcome, last=len(record.steps))
-    steps, residuals = record.steps, made.residuals
-    kept = {steps[i].makes[k]: steps[i].op.outputs[k] for i, k in residuals}
-    roots = zip(record.packs, record.roots, strict=True)
-    wanted = [
-        p
-        for p, root in roots
-        if p is not None
-        and root
-        and not (p.storage in kept and p.is_of(kept[p.storage]))
-    ]
-    last = max((p.after for p in wanted), default=0)
-    fates = [
-        fate if i < last or fate is Fate.KEEP else Fate.DEAD
-        for i, fate in enumerate(made.fates)
-    ]
-    made = dataclasses.replace(made, fates=tuple(fates))
-    let_go = outcome.let_go if wanted else frozenset(range(len(record.inputs)))
-    dropped = frozenset(i for i in let_go if record.inputs[i] not in found.itself)
-    return dataclasses.replace(
-        outcome, plan=made, last=last, let_go=let_go, dropped=dropped
+    why = why_no_record(policy, prune, call)
+    if why:
+        return _without_plan(record, options, found, why)
+    decisions = decisions_of(policy, record.steps, found.exposed)
+    roots = found.exposed.union(cache.plans.extra_roots if cache.plans else ())
+    verdict = planned(record, decisions, policy, prune, roots)
+    made = verdict.plan
+    if made is None:
+        return _without_plan(record, options, found, verdict.why_none)
+    unread = droppable_inputs(
+        made,
+        (i for i in range(len(found.leaves)) if i not in made.needed),
+        prune,
+        lambda i: not found.leaves[i].stays,
+        lambda i: found.leaves[i].nbytes,
+        is_differentiated=None if is_saved else lambda i: found.leaves[i].needs,
     )
+    dropped = frozenset(unread)
+    offloaded = frozenset(_offloaded(record, decisions))
+    outcome = Outcome(made, dropped, dropped, offloaded, verdict.why_unpruned)
+    return _stopped(outcome, options, found, residual_of_handle(record, made))
 
 
-def _decision(step: Step, policy: Policy | None, taken: Collection[int]) -> Decision:
-    if policy is None or not {*step.makes}.isdisjoint(taken):
-        return Decision.RECOMPUTE
-    return policy(step.op)
+def _without_plan(
+    record: Record, options: Options, found: Examined, why: str
+) -> Outcome:
+    none = frozenset[int]()
+    outcome = Outcome(plan(record, prune=False), none, none, none, why)
+    return _stopped(outcome, options, found, ())
+
+
+def _offloaded(record: Record, decisions: Sequence[Decision]) -> list[int]:
+    """Return the operations whose results move: those in host memory stay in it."""
+    pairs = enumerate(zip(record.steps, decisions, strict=True))
+    return [i for i, (step, d) in pairs if _moves(d, step.op.outputs)]
 
 
 def _moves(decision: Decision, outputs: Sequence[Value]) -> bool:
-    """Say whether to keep them so is to move them: the host's stay on the host."""
     away = any(value.device.type != "cpu" for value in outputs)
     return decision is Decision.OFFLOAD_TO_DISK or (decision.offloads and away)
 
 
-def _let_go(found: Examined, made: Plan, prune: Prune, is_saved: bool) -> list[int]:
-    """Return the leaves that a recompute does without, if they are worth it."""
-    leaves = found.leaves
-    free = [i for i in range(len(leaves)) if i not in made.needed]
-    if not is_saved:
-        free = [i for i in free if not (i in made.linked and leaves[i].needs)]
-    free = [i for i in free if not leaves[i].stays]
-    nbytes = sum(leaves[i].nbytes for i in free)
-    return free if prune is True or nbytes >= WORTH_DROPPING else []
+def _stopped(
+    outcome: Outcome, options: Options, found: Examined, filled: Container[int]
+) -> Outcome:
+    """Have a recompute stop when the last handle is filled.
+
+    If there is none to fill, it does not start, and reads no input.
+
+    Args:
+        outcome: of a recompute that runs to its end.
+        options: of the call.
+        found: what the call did.
+        filled: the handles that have a residual.
+    """
+    if options.higher_order:
+        return outcome
+    record = found.record
+    wanted = [
+        pack.after
+        for place, (pack, roots) in enumerate(
+            zip(record.packs, record.roots, strict=True)
+        )
+        if pack is not None and roots and place not in filled
+    ]
+    last = max(wanted, default=0)
+    fates = tuple(
+        fate if i < last or fate is Fate.SAVED else Fate.DEAD
+        for i, fate in enumerate(outcome.plan.fates)
+    )
+    unread = outcome.unread if wanted else frozenset(range(len(record.inputs)))
+    return dataclasses.replace(
+        outcome,
+        plan=dataclasses.replace(outcome.plan, fates=fates),
+        unread=unread,
+        dropped=frozenset(i for i in unread if record.inputs[i] not in found.itself),
+    )

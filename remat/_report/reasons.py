@@ -1,10 +1,12 @@
-"""Why each operation of a record has the fate it has, in words.
+"""Says why each operation of a record has its fate.
 
-Invariant: a reason is read off the record and the plan, never off the tensors. Where
-several hold, the one nearest to the backward is given: what reads a value itself comes
-before what reads something made of it.
-Rejected: reasons noted while planning. The planner is short, and its walk meets a value
-first by whichever way comes first.
+Called by `explain`.
+
+Invariant: a reason is read off the record and the plan, never off tensors. If there are
+several reasons, the one nearest to the backward is given: a backward that reads the
+value comes before a recomputed operation that does.
+Rejected: reasons noted while planning. The planner's walk may meet a value by another
+way first.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,30 +17,30 @@ from remat._base.source import short
 from remat._partial.plan import Fate, Plan, Record, Step
 
 
-_SHOWN = 2  # readers that are named
+_SHOWN = 2  # at most so many readers are named
 _UNTOLD = "perhaps read by the backward of what changes a view, or is written in C++"
 
 
 def name(op: Op) -> str:
-    """Return the name of an operation, `mm` say."""
+    """Return the name of an operation: `mm`."""
     return getattr(op.packet, "__name__", str(op.packet))
 
 
 def _reads(step: Step) -> bool:
-    """Say whether an operation reads values, not only how they are laid out."""
+    """Say whether an operation reads values, and not only metadata."""
     return not step.is_view and len(step.metadata_only) < max(1, len(step.makes))
 
 
 class Reasons:
-    """Says why.
+    """The reasons for the fates of one plan.
 
     Args:
         record: of a forward.
-        plan: made of it.
+        plan: made of the record.
         readers: for each storage, what reads it in the backward.
-        itself: the storages that the graph saves themselves.
-        learned: storages that something reads which is no operation.
-        unpruned: why nothing is left out, "" if it is.
+        itself: the storages that the graph saves itself, without a handle.
+        exposed: the storages whose memory Python reads.
+        unpruned: why nothing is left out; "" if it may be.
     """
 
     def __init__(
@@ -47,11 +49,11 @@ class Reasons:
         plan: Plan,
         readers: Mapping[int, Sequence[str]],
         itself: Collection[int] = (),
-        learned: Collection[int] = (),
+        exposed: Collection[int] = (),
         unpruned: str = "",
     ) -> None:
         self._record, self._plan, self._readers = record, plan, readers
-        self._learned, self._unpruned, self._itself = learned, unpruned, itself
+        self._exposed, self._unpruned, self._itself = exposed, unpruned, itself
         self._users: dict[int, list[int]] = {}
         for i, step in enumerate(record.steps):
             for s in {*step.reads}:
@@ -61,11 +63,11 @@ class Reasons:
         """Say why an operation is saved, recomputed or left out."""
         step, fate = self._record.steps[i], self._plan.fates[i]
         touched = {*step.makes, *step.writes}
-        if fate is Fate.KEEP:
+        if fate is Fate.SAVED:
             return f"the policy keeps it, {self._use(touched, i)}"
         if fate is Fate.DEAD:
             return self._unused(touched, i)
-        use = self._use(touched, i) or (_forced(step) if step.runs else "")
+        use = self._use(touched, i) or (_forced(step) if step.always_runs else "")
         if use or self._unpruned:
             return use or f"nothing is left out: {self._unpruned}"
         return self._drawn(i)
@@ -75,12 +77,12 @@ class Reasons:
         return self._use({s}, -1)
 
     def _use(self, touched: set[int], after: int) -> str:
-        """Say what needs any of the storages; "" if nothing does."""
+        """Say what reads any of the storages; "" if nothing does."""
         if not touched.isdisjoint(self._roots()):
             each = (self._readers.get(s, ()) for s in sorted(touched))
             names = dict.fromkeys(chain.from_iterable(each))
             return f"read by the backward of {_listed(names)}" if names else _UNTOLD
-        if not touched.isdisjoint(self._learned):
+        if not touched.isdisjoint(self._exposed):
             return "read other than by operations"
         fates = self._plan.fates
         users = [i for i in self._users_of(touched) if i > after]
@@ -99,7 +101,7 @@ class Reasons:
         return "a result that the backward does not read"
 
     def _users_of(self, storages: Iterable[int]) -> list[int]:
-        """Return the operations that read the values in storages."""
+        """Return the operations that read values in any of the storages."""
         users = chain(*(self._users.get(s, ()) for s in storages))
         return [i for i in sorted({*users}) if _reads(self._record.steps[i])]
 
@@ -112,7 +114,7 @@ class Reasons:
         )
 
     def _drawn(self, i: int) -> str:
-        """Say why an operation runs whose result is not needed: for what it draws."""
+        """Say why an operation that draws runs although its result is not needed."""
         steps = self._record.steps
         later = [j for j in range(i + 1, len(steps)) if steps[j].draws]
         needed = [j for j in later if self._use({*steps[j].makes}, j)]
@@ -129,7 +131,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _forced(step: Step) -> str:
-    """Say why an operation runs whether or not its result is needed."""
+    """Say why an operation runs in every recompute."""
     tags = {tag.name for tag in getattr(step.op.func, "tags", ())}
     if tags & {"data_dependent_output", "dynamic_output_shape"}:
         return "Python reads its result"

@@ -1,8 +1,10 @@
-"""Reports as text, HTML and plots: tables of strings in, pictures out.
+"""Shows reports: tables of strings as text or HTML, and numbers as plots.
+
+Called by `reports`. rich draws tables, and matplotlib plots, where they are installed.
 
 Invariant: nothing is computed here, so that every form of a report says the same.
-Rejected: `rich` and `matplotlib` at the top. They are optional, and slow to import for
-who prints nothing.
+Rejected: importing rich and matplotlib at the top. They are optional, and slow to
+import for a user who prints nothing.
 """
 
 import importlib
@@ -18,8 +20,8 @@ from typing import Any
 import torch
 
 
-# Of what becomes of a value. From matplotlib's `tab10`, which the colour-blind can
-# tell apart, and the nearest of a terminal's.
+# Of each fate. Colours of matplotlib's `tab10`, which the colour-blind can tell apart,
+# and the nearest colours of a terminal.
 COLOURS = {
     "saved": ("#1f77b4", "blue"),
     "offloaded": ("#9467bd", "magenta"),
@@ -33,11 +35,11 @@ class Table:
     """A table to be shown.
 
     Attributes:
-        title: above it.
-        columns: their names. Those that start with "#" are of numbers.
-        rows: their cells.
+        title: the line above the table.
+        columns: names of the columns. A name starts with "#" if the cells are numbers.
+        rows: the cells of each row.
         kinds: of each row, one of `COLOURS` or "".
-        notes: lines below it.
+        notes: the lines below the table.
     """
 
     title: str
@@ -48,7 +50,7 @@ class Table:
 
     @property
     def headers(self) -> list[tuple[str, bool]]:
-        """The name of each column, and whether it is of numbers."""
+        """The name of each column, and whether its cells are numbers."""
         return [(c.removeprefix("#"), c.startswith("#")) for c in self.columns]
 
 
@@ -73,7 +75,7 @@ def text(table: Table) -> str:
 
 
 def plain(table: Table) -> str:
-    """Write a table in columns, without lines around them.
+    """Write a table in columns, without lines around the cells.
 
     Example:
         >>> columns, row = ("op", "#bytes"), ("sin", "12")
@@ -94,16 +96,23 @@ def plain(table: Table) -> str:
 
 def _rich(table: Table) -> str:
     width = max(100, shutil.get_terminal_size((120, 24)).columns)
-    file = io.StringIO()
+    lines = _console(table, width).export_text().splitlines()
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _console(table: Table, width: int) -> Any:
+    """Return a console of rich that has recorded the table, and shown it nowhere."""
     rich: Any = importlib.import_module("rich.console")
-    console = rich.Console(file=file, width=width, color_system=None)
+    # In a notebook rich would show the table there at once.
+    console = rich.Console(
+        file=io.StringIO(), width=width, record=True, force_jupyter=False
+    )
     console.print(rich_table(table))
-    lines = (line.rstrip() for line in file.getvalue().splitlines())
-    return "\n".join(lines)
+    return console
 
 
 def rich_table(table: Table) -> Any:
-    """Return a table as rich shows it, in colours where there are some."""
+    """Return a table of rich, with a colour for each kind of row."""
     rich: Any = importlib.import_module("rich.table")
     shown = rich.Table(
         title=_unmarked(table.title),
@@ -121,39 +130,23 @@ def rich_table(table: Table) -> Any:
 
 
 def _unmarked(string: str) -> Any:
-    """Return text that rich shows as it is: in it, [2,3] would be markup."""
+    """Return text that rich shows as it is: [2,3] could be markup."""
     return importlib.import_module("rich.text").Text(string)
 
 
 # --- HTML ---
 
 
+_WIDE = 400  # columns: in a notebook a wide table scrolls
+
+
 def html(table: Table) -> str:
-    """Write a table as HTML.
-
-    Example:
-        >>> html(Table("a < b", ("op",), (("sin",),), ("saved",)))[:40]
-        '<table><caption>a &lt; b</caption><thead'
-    """
-    headers = table.headers
-    head = "".join(f"<th>{escape(name)}</th>" for name, _ in headers)
-    sides = ["right" if number else "left" for _, number in headers]
-    rows = zip(table.rows, table.kinds, strict=True)
-    body = "".join(_html_row(row, sides, kind) for row, kind in rows)
-    notes = "".join(f"<p>{escape(note)}</p>" for note in table.notes)
-    return (
-        f"<table><caption>{escape(table.title)}</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
-    )
-
-
-def _html_row(row: Sequence[str], sides: Sequence[str], kind: str) -> str:
-    bar = f"border-left: 4px solid {COLOURS[kind][0]}" if kind else ""
-    cells = "".join(
-        f'<td style="text-align: {side}">{escape(cell)}</td>'
-        for cell, side in zip(row, sides, strict=True)
-    )
-    return f'<tr style="{bar}">{cells}</tr>'
+    """Write a table for a notebook: by rich where it is installed, plainly if not."""
+    if importlib.util.find_spec("rich") is None:
+        return f"<pre>{escape(plain(table))}</pre>"
+    form = '<pre style="overflow-x: auto; line-height: normal">{code}</pre>'
+    console = _console(table, _WIDE)
+    return console.export_html(inline_styles=True, code_format=form)
 
 
 # --- Plots ---
@@ -224,7 +217,7 @@ def tradeoff(
 def _is_near(
     one: Sequence[int], other: Sequence[int], points: Sequence[Sequence[int]]
 ) -> bool:
-    """Say whether the labels of two points would lie on each other."""
+    """Say whether the labels of two points would overlap."""
     axes = zip(zip(*points, strict=True), one, other, strict=True)
     return all(8 * abs(a - b) <= max(all_) - min(all_) for all_, a, b in axes)
 

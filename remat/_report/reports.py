@@ -1,8 +1,10 @@
-"""What reports on a call are: values that print as tables and draw themselves.
+"""The values that `explain` and `compare` return: numbers, which print as tables.
 
-Invariant: they hold neither tensors nor the user's function, so that they pickle,
-compare, and can be kept. Rejected: a report that is only text. Who wants a policy
-chosen by a program needs the numbers.
+Made by `explain` and `compare`, shown by `render`.
+
+Invariant: they hold neither tensors nor the user's function, so that they pickle and
+compare. Rejected: a report that is only text. A program that chooses a policy needs the
+numbers.
 """
 
 from abc import ABC, abstractmethod
@@ -23,12 +25,12 @@ class ExplainedInput:
     """What becomes of an input of the call.
 
     Attributes:
-        name: as the author of the function would write it, "params['w']" say.
+        name: as the author of the function would write it: "params['w']".
         dtype: its dtype.
         shape: its shape.
-        nbytes: the bytes of its storage; 0 if that is counted for an input before it.
+        nbytes: the bytes of its storage; 0 if an earlier input has the same storage.
         kept: whether it is kept for the backward.
-        why: why it is, or is not.
+        why: why it is kept, or is not.
     """
 
     name: str
@@ -44,18 +46,18 @@ class ExplainedOp:
     """What becomes of one operation of the call.
 
     Attributes:
-        name: of the operation, "mm" say.
-        source: the user's line, "file.py:12, in block".
+        name: the name of the operation: "mm".
+        source: the user's line: "file.py:12, in block".
         outputs: what it returned.
-        nbytes: the bytes of that; none of a view, which has no bytes of its own.
+        nbytes: the bytes of its outputs; 0 for a view.
         flops: its floating-point operations, as torch's `FlopCounterMode` counts them.
-        fate: what becomes of it: "saved", "offloaded", "recomputed" or "dead", which
-            is neither.
-        times: how often the backward runs it again: more than once if calls of `remat`
-            within this one do.
-        kept: the bytes kept of what it returned.
+        fate: what becomes of it: "saved", "offloaded", "recomputed", or "dead" if it is
+            neither saved nor recomputed.
+        times: how often the backward recomputes it: more than once if nested calls of
+            `remat` do.
+        kept: the bytes of its outputs that are saved.
         why: why it has that fate.
-        is_view: whether it only looks at a tensor in another way.
+        is_view: whether its outputs are views of its inputs.
     """
 
     name: str
@@ -71,11 +73,11 @@ class ExplainedOp:
 
 
 class _Shown(ABC):
-    """What a table says, in a terminal, in a notebook and by rich."""
+    """A report that prints as a table, in a terminal, in a notebook and by rich."""
 
     @abstractmethod
     def _table(self) -> _render.Table:
-        """Return what is shown."""
+        """Return the table that is shown."""
 
     def __str__(self) -> str:
         return _render.text(self._table())
@@ -92,17 +94,17 @@ class Explanation(_Shown):
     """What `explain` returns: a value that prints as a table.
 
     Attributes:
-        label: the function.
-        policy: which results may be kept; None for none.
-        inputs: of the call.
+        label: the name of the function.
+        policy: the policy of the call, or None.
+        inputs: the inputs of the call.
         ops: its operations, in order.
-        pruned: whether a recomputation leaves out what the backward does not need.
-        reason: why it does not, if it does not.
-        plain_bytes: the bytes that stay alive for the backward without remat. At most:
-            in-place operations on views do not tell what they save.
-        held_bytes: of those saved, the bytes that the graph holds itself, as without
+        pruned: whether a recompute leaves out what the backward does not need.
+        reason: why it does not; "" if it does.
+        plain_bytes: the bytes that stay alive for the backward without remat. An upper
+            bound: in-place operations on views do not tell what they save.
+        held_bytes: of the saved bytes, those that the graph holds as it would without
             remat: Python numbers, and what a Function keeps on its ctx.
-        streams: the random streams whose states are kept, outside of all totals.
+        streams: the random streams whose states are kept. They are in no total.
         advice: what to change, and why.
     """
 
@@ -119,13 +121,13 @@ class Explanation(_Shown):
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes that stay alive for the backward, where they were computed."""
+        """The bytes that stay alive for the backward and are not offloaded."""
         kept = self.held_bytes + sum(i.nbytes for i in self.inputs if i.kept)
         return kept + sum(op.kept for op in self.ops if op.fate == "saved")
 
     @property
     def offloaded_bytes(self) -> int:
-        """The bytes that are kept elsewhere."""
+        """The bytes that are offloaded."""
         return sum(op.kept for op in self.ops if op.fate == "offloaded")
 
     @property
@@ -135,12 +137,12 @@ class Explanation(_Shown):
 
     @property
     def recomputed_flops(self) -> int:
-        """The FLOPs that the backward spends on running operations again."""
+        """The FLOPs that the backward spends on recomputing."""
         return sum(op.flops * op.times for op in self.ops)
 
     @property
     def recomputed_share(self) -> float:
-        """Those, as a share of the forward's: 1.0 for all of it."""
+        """The recomputed FLOPs as a share of the forward's: 1.0 for all of them."""
         return self.recomputed_flops / self.flops if self.flops else 0.0
 
     def plot(self, ax: Any = None) -> Any:
@@ -211,12 +213,10 @@ class ComparedPolicy:
 
     Attributes:
         name: how the policy prints; "plain" for no remat at all.
-        saved_bytes: the bytes that stay alive for the backward, where they were
-            computed.
-        offloaded_bytes: those that are kept elsewhere.
-        recomputed_flops: the FLOPs that the backward spends on running operations
-            again.
-        recomputed_share: those, as a share of the forward's.
+        saved_bytes: the bytes that stay alive for the backward and are not offloaded.
+        offloaded_bytes: the bytes that are offloaded.
+        recomputed_flops: the FLOPs that the backward spends on recomputing.
+        recomputed_share: the same as a share of the forward's FLOPs.
     """
 
     name: str
@@ -231,8 +231,9 @@ class Comparison(_Shown):
     """What `compare` returns: a value that prints as a table.
 
     Attributes:
-        label: the function.
-        rows: plain, which recomputes nothing, remat without a policy, and with each.
+        label: the name of the function.
+        rows: first plain, which recomputes nothing, then remat without a policy, then
+            remat with each policy.
     """
 
     label: str

@@ -1,14 +1,14 @@
 """`saved_residuals`: what a function keeps alive between its forward and its backward.
 
-The function runs once under a mode that notes where each storage comes from. Then the
-graph is asked what its nodes saved, and dropped: what loses a reference was held by it,
-whoever held it and however.
+Called by users. The function runs once under a mode that notes where each storage comes
+from (`ledger`). Then the graph is asked what its nodes saved, and dropped: a storage
+that loses a reference was held by the graph, in whatever way.
 
 Invariant: a storage is listed once, with all its bytes, if and only if the graph of the
 outputs holds it. The report changes no tensor and moves no random stream.
-Rejected: saved-tensor hooks, which see every saved tensor but not what a Function keeps
-on its ctx, and which torch.func refuses to run under. And a trace of the function as
-JAX makes: it would report on the trace.
+Rejected: saved-tensor hooks. They do not see what a Function keeps on its ctx, and
+torch.func refuses to run under them. Rejected: a trace of the function, as in JAX. The
+report would be on the trace.
 """
 
 import gc
@@ -34,15 +34,15 @@ from remat._graph.graph import (
 from remat._graph.handles import Handle
 from remat._partial.naming import told_of_names
 from remat._partial.recomputation import Recomputation
-from remat._report.compare import has_values
+from remat._report.bitwise import has_values
 from remat._report.inputs import Inputs
-from remat._report.reporting import (
+from remat._report.labels import (
     call_of,
     reader_of,
     refuse_transforms,
     stream_name,
 )
-from remat._report.storages import (
+from remat._report.ledger import (
     CONSTANT,
     MADE,
     Entry,
@@ -71,26 +71,27 @@ if TYPE_CHECKING:
 def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
     """List what stays alive for the backward after the forward of a function.
 
-    The function, rematerialized or not, is called once, on the tensors given. If none
-    that it is passed or refers to requires grad, every floating argument is taken to,
-    as in JAX. Afterwards the tensors that were written to in place (the running
-    statistics of batch norm, say), the random streams and the `.grad` of inputs are as
-    they were before. What the function does to Python objects stays done, and so does a
-    write by an operator whose schema hides it.
+    The function, rematerialized or not, is called once, on the tensors given. If no
+    tensor that it is passed or refers to requires grad, every floating argument is
+    treated as if it did, as in JAX. Afterwards tensors that were written to in place
+    (such as the running statistics of batch norm), random streams and the `.grad` of
+    inputs are as they were. Changes that the function makes to Python objects stay, and
+    so does a write by an operator whose schema hides it.
 
-    Each storage is listed once, in the order: constants, arguments, captured tensors,
-    the rest as it was made. The bytes of all add up to what the graph of the outputs
-    holds; the outputs themselves are listed only if the backward reads them, and a leaf
-    that only receives a gradient is not. Of a call of `remat`, what its policy keeps is
-    listed, offloaded or not, and so are the states of the random streams to be set
-    back. A first call keeps all inputs; with pruning, those after the first backward
-    drop what it did not read, and the report, which is such a call, does as well.
+    Each storage is listed once, in this order: constants, arguments, captured tensors,
+    then the others as they were made. Their bytes add up to what the graph of the
+    outputs holds. An output is listed only if the backward reads it, and a leaf that
+    only receives a gradient is not listed. For a call of `remat`, what its policy saves
+    is listed, offloaded or not, and so are the states of random streams. A first call
+    keeps all inputs. With pruning, calls after the first backward drop the inputs that
+    it did not read, and so does the report, which is such a call.
 
-    Compiled functions run eagerly here, and what they save then is listed. So it is for
-    the few functions of torch that take another path under a dispatch mode, `ctc_loss`
-    for one. Two kinds of nodes do not tell what they saved, Functions written in C++
-    and in-place operations on views: what they hold is listed without its readers, if
-    it was passed or an operation made it; not so the 8 bytes of a Python number.
+    Compiled functions run eagerly here, and what they save then is listed. A few
+    functions of torch, such as `ctc_loss`, take another path under a dispatch mode, and
+    that path is reported. Two kinds of nodes do not tell what they saved: Functions
+    written in C++, and in-place operations on views. What they hold is listed without
+    readers if it was passed or an operation made it; the 8 bytes of a Python number
+    are not.
 
     Args:
         fn: the function.
@@ -136,7 +137,7 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
 
 
 def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
-    """Print what `saved_residuals` lists, one residual on a line, and the total.
+    """Print what `saved_residuals` lists, one residual per line, and the total.
 
     Args:
         fn: the function.
@@ -163,7 +164,7 @@ def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
 
 
 def _run(fn: Fn, inputs: Inputs, ledger: Ledger) -> tuple[list[Any], int]:
-    """Return the roots of the graph, and the number of its first node."""
+    """Run; return the roots of the graph, and the number of its first node."""
     torch.clear_autocast_cache()  # casts in it may be of another graph
     first = torch.zeros((), requires_grad=True).view(())
     with told_of_names(ledger), ledger:
@@ -177,7 +178,7 @@ def _run(fn: Fn, inputs: Inputs, ledger: Ledger) -> tuple[list[Any], int]:
 
 
 class _Notes:
-    """What the graph says of the storages that the ledger met."""
+    """What the graph says of the storages in the ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -195,7 +196,7 @@ class _Notes:
                 self._note_handle(handle, reader)
             for t in tensors_at(node):
                 self._note(t, reader, "from a constant")
-            # Of these not all are held: a hook may refer to a global.
+            # Not all of these are held by the graph: a hook may refer to a global.
             for t in foreign_tensors_at(node):
                 self._ledger.know(t, CONSTANT, "from a constant")
 
@@ -207,7 +208,7 @@ class _Notes:
         return entries
 
     def _note_call(self, node: Any, call: Primal, reader: str) -> None:
-        """Note what a call keeps that nobody passed it, and that no operation made."""
+        """Note what a call keeps besides its inputs: copies, residuals, states."""
         evaluation: Evaluation = node.evaluation
         leaves: Sequence[int] = range(len(evaluation.request.needs))
         recomputation = evaluation.recomputation
@@ -215,7 +216,7 @@ class _Notes:
             leaves = recomputation.kept(leaves)
         saved = _saved_by_call(node, len(leaves) + evaluation.residuals)
         if recomputation is not None:
-            self._note_offloaded(saved[len(leaves) :], recomputation, reader)
+            self._note_residuals(saved[len(leaves) :], recomputation, reader)
         for i, value in zip(leaves, saved, strict=False):
             if i in evaluation.updated:
                 origin = f"copy of `{call.name_of(i)}` as it was before the call"
@@ -226,10 +227,10 @@ class _Notes:
             self._note_state(stream, state, reader)
 
     def _note_handle(self, handle: Handle, reader: str) -> None:
-        """Note what a handle stands for, and what its call keeps to recompute it."""
-        kept = handle.residual
-        if kept is not None:
-            self._note_kept(kept.stored(), kept.op, kept.decision, reader)
+        """Note the residual of a handle, or what its call keeps to recompute it."""
+        found = handle.residual
+        if found is not None:
+            self._note_saved(found.stored(), found.op, found.decision, reader)
             return
         call: Saved = handle.call
         if id(call) in self._calls:
@@ -244,14 +245,14 @@ class _Notes:
                     entry.origin, entry.rank = origin, MADE
         following = call.following
         for residual in following.residuals_held() if following else ():
-            self._note_kept(residual.stored(), residual.op, residual.decision, reader)
+            self._note_saved(residual.stored(), residual.op, residual.decision, reader)
         for stream, state in call.ambient.moved:
             self._note_state(stream, state, reader)
 
-    def _note_kept(
+    def _note_saved(
         self, stored: Sequence[Tensor], op: Op, decision: Decision, reader: str
     ) -> None:
-        """Note what a policy keeps."""
+        """Note what a policy saves."""
         origin = origin_text(op.func, sorted(op.names))
         for t in stored:
             is_new = not self._ledger.has_met(t)
@@ -261,17 +262,16 @@ class _Notes:
                 if is_new or _would_move(t, decision):
                     entry.place = _PLACES.get(decision, "")
 
-    def _note_offloaded(
+    def _note_residuals(
         self, residuals: Sequence[Any], recomputation: Recomputation, reader: str
     ) -> None:
-        """Note what was made here and is kept elsewhere."""
-        for value, (op, decision) in zip(
-            residuals, _kept_by(recomputation), strict=True
-        ):
-            self._note_kept(tensors_in(value), op, decision, reader)
+        """Note the residuals of a call under torch.func."""
+        saved = zip(residuals, _saved_by_policy(recomputation), strict=True)
+        for value, (op, decision) in saved:
+            self._note_saved(tensors_in(value), op, decision, reader)
 
     def _note_state(self, stream: Any, state: Any, reader: str) -> None:
-        """Note the state of a stream to be set back."""
+        """Note the state of a stream, which a recompute sets back."""
         origin = f"state of the stream: {stream_name(stream)}"
         if isinstance(state, Tensor):
             self._note(state, reader, origin)
@@ -283,16 +283,16 @@ class _Notes:
         """Drop the graph, and list what it saved or was seen to hold.
 
         Args:
-            roots: of the graph, held by nobody else; emptied here.
-            inputs: may be held as they are, without a reference more to the storage.
+            roots: of the graph, which nothing else refers to. They are cleared here.
+            inputs: of the function. The graph may refer to an input tensor itself.
         """
         entries = self._ledger.entries.values()
         sizes = {e.ref.address: e.nbytes() for e in entries}
         made = [e for e in entries if e.rank == MADE]
         if not self._saved.issuperset(_alive(made)):
-            gc.collect()  # what only garbage holds is not kept for a backward
-        # Held meanwhile: the accumulators of leaves go with the graph, and would look
-        # as if it had saved the leaves.
+            gc.collect()  # what only garbage refers to is not kept for a backward
+        # Held until the end: the gradient accumulators of leaves go with the graph,
+        # which would look as if it had saved the leaves.
         leaves = [t for t in inputs.run_on if t.is_leaf and t.requires_grad]
         edges = [*map(graph.get_gradient_edge, leaves)]
         before = counts(entries), inputs.references()
@@ -304,7 +304,7 @@ class _Notes:
             if old > new:
                 held.update(map(storage_id, parts(t)))
         if _alive(made):
-            gc.collect()  # a Function may hold its own node
+            gc.collect()  # a Function may refer to its own node
             now = counts(made)
             held |= {a for a in now if before[0][a] > now[a]}
         found = sorted(
@@ -318,11 +318,11 @@ def _alive(entries: Iterable[Entry]) -> list[int]:
 
 
 def _nodes(roots: Sequence[Any], start: int) -> set[Any]:
-    """Return the nodes that a graph holds and that are not older than `start`."""
+    """Return the nodes of a graph that are not older than `start`."""
     todo, seen = [*roots], set(roots)
     while todo:
         here = todo.pop()
-        # What was saved has a graph, which is another once it was changed in place.
+        # The graph of a saved tensor is another one if it was changed in place.
         saved = [t.grad_fn for t in tensors_in(saved_by(here)) if t.requires_grad]
         for node in (*(node for node, _ in here.next_functions), *saved):
             if node is None or node in seen or type(node) is AccumulateGrad:
@@ -334,20 +334,20 @@ def _nodes(roots: Sequence[Any], start: int) -> set[Any]:
 
 
 def _saved_by_call(node: Any, count: int) -> list[Any]:
-    """Return what each tensor saved became; an older torch gives all as one tuple."""
+    """Return what each saved tensor became; an older torch gives all as one tuple."""
     saved = saved_by(node)
     return saved if len(saved) == count else [*saved[0]]
 
 
-def _kept_by(recomputation: Recomputation) -> Iterator[tuple[Op, Decision]]:
-    """Yield for each residual of a call what made it, and where it may be kept."""
+def _saved_by_policy(recomputation: Recomputation) -> Iterator[tuple[Op, Decision]]:
+    """Yield for each residual of a call what made it, and where it is saved."""
     plans = recomputation.plans
     for i, _ in plans.full.plan.residuals:
         yield plans.record.steps[i].op, plans.decisions[i]
 
 
 def _would_move(tensor: Tensor, decision: Decision) -> bool:
-    """Say whether a tensor stays only for having no values that could be moved."""
+    """Say whether a tensor would be offloaded if it had values."""
     there = tensor.device.type == "cpu" and decision is Decision.OFFLOAD
     return not (has_values(tensor) or there)
 

@@ -28,7 +28,7 @@ from remat._base.program import Evaluation, OutsideVmap, Program, Request, fresh
 from remat._base.types import Fn
 from remat._capture.snapshot import Snapshot
 from remat._partial.cache import cache_of
-from remat._partial.decide import Situation, warn_if_asked, why_as_it_is
+from remat._partial.decide import Situation, warn_if_asked, why_no_record
 from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import reference
 from remat._partial.recomputation import Recomputation, finish
@@ -164,12 +164,12 @@ def _plan(
         kind=next((type(t).__name__ for t in others), ""),
         elements=sum(map(Tensor.numel, inputs)),
     )
-    why = why_as_it_is(policy, prune, situation)
+    why = why_no_record(policy, prune, situation)
     warn_if_asked(policy, prune, situation, label, why)
     if why:
         return None
     options = reference(policy), prune, *request.needs, state.ambient.key
-    cache = cache_of((*program.signature, *options), inputs).of(call.owner)
+    cache = cache_of((*program.signature, *options), inputs).for_owner(call.owner)
     return ForwardPlan(cache, policy, prune, inputs, label, inner)
 
 
@@ -258,5 +258,5 @@ def _finish(
 ) -> tuple[Recomputation | None, list[Tensor]]:
     """Return how the call is recomputed, and the residuals."""
     if isinstance(plan.mode, Recorder):
-        plan.mode.ask(outs)
+        plan.mode.note_saved(outs)
     return finish(plan, outs, may_drop=not outside and not here().only_our_hooks)

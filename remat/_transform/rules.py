@@ -331,7 +331,7 @@ class Batch(Program):
             inner = [leaf_at(level, t, requires_grad=need) for t, need in pairs]
             outs = self.unbatched.run(*inner, mode=mode)
             if mode is not None:
-                mode.ask(outs)
+                mode.note_saved(outs)
             differentiable = [j for j, o in enumerate(outs) if requires_grad(o)]
             used, asks_grad_mode = reached_inputs(outs, inner)
             self._outside = (OutsideVmap(used, differentiable, asks_grad_mode),)

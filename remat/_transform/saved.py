@@ -28,7 +28,7 @@ from remat._base.types import Fn
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
 from remat._graph.handles import Handle, unpack
-from remat._partial.decide import warn_if_asked, why_as_it_is
+from remat._partial.decide import warn_if_asked, why_no_record
 from remat._partial.following import Following
 from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import Options
@@ -93,14 +93,14 @@ class Saved(SavedCall):
         if around is not None and around.again:
             decision = around.next()
             if decision is not None:
-                self.following = Following.again(decision, inputs, hooks)
+                self.following = Following.of_decision(decision, inputs, hooks)
             return
         self.index = None if around is None else around.reserve()
         situation = self.situation(inputs)
-        why = why_as_it_is(policy, prune, situation)
+        why = why_no_record(policy, prune, situation)
         warn_if_asked(policy, prune, situation, label, why)
         if not why:
-            cache = self.kind(inputs).cache(policy, prune).of(owner)
+            cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
             plan = ForwardPlan(cache, policy, prune, inputs, label)
             self.following = Following(plan, hooks, nested=setting.is_nested)
 

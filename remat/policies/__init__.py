@@ -1,27 +1,27 @@
 """Policies: which intermediates of a rematerialized function may be kept.
 
 A policy is asked about each operation that the function runs, `policy(op) -> Decision`.
-"Save" means *may be saved*: a result is kept only if the backward reads it. All are
-plain values, so they compare, hash, pickle and print, and combine:
+To save means that a result *may* be kept: it is kept only if the backward reads it.
+Policies are plain values, so they compare, hash, pickle, print and combine:
 
 >>> dots_saveable | save_only_these_names("attention")
 (dots_saveable | save_only_these_names('attention'))
 
-The names are JAX's, and so is what they do, with these differences:
+The names and their meanings are JAX's, with these differences:
 
-- `save_anything_except_these_names` does what it says. JAX's saves everything, since
-  the operation that makes a value and the one that names it are two; here naming a
-  value names the result of the operation that made it.
+- `save_anything_except_these_names` does what it says. In JAX it saves everything,
+  since one operation makes a value and another one names it. Here the name belongs to
+  the result of the operation that made the value.
 - `save_from_both_policies(p, q)` is `p | q`, and takes policies that offload.
-- Names that are no strings, strings that are no policies, and places that do not exist
-  are errors at once. In JAX such a policy is accepted, and keeps nothing.
-- Convolution and every kernel of attention are dots, and so is any operator given to
+- A name that is not a string, a string in place of a policy, and an unknown destination
+  are errors at once. JAX accepts such a policy, which then keeps nothing.
+- Convolution and every kernel of attention are dots, and so is any operator passed to
   `register_dot`.
 
-Dots "with no batch dims" are, as in JAX, those that sum once. `x @ w` with `w` a matrix
-is one whatever the dimensions of `x`, and so is its einsum: torch runs them as the
-product of two matrices. Under `vmap` over both operands a product of matrices becomes
-one with a batch, and is recomputed: use `dots_saveable` or names there.
+Dots "with no batch dims" are, as in JAX, products of two matrices or vectors. `x @ w`
+with a matrix `w` is one whatever the dimensions of `x`, and so is its einsum: torch
+runs both as the product of two matrices. Under `vmap` over both operands a product of
+matrices has a batch dimension, and is recomputed: use `dots_saveable` or names there.
 """
 
 from remat._base.op import Op as Op, Value as Value

@@ -1,9 +1,11 @@
 """What a policy may answer, and the order of the answers.
 
-Invariant: the answers are ordered by how near a kept result is, RECOMPUTE <
-OFFLOAD_TO_DISK < OFFLOAD < SAVE, so that any two have a nearer and a farther one.
-Rejected: OFFLOAD with a place in it, as in JAX. Two that differ have no order, and
-policies that offload to different places could not be combined.
+Policies return decisions, and `_graph/residual.py` carries them out.
+
+Invariant: the answers are ordered by how near a kept result is: RECOMPUTE <
+OFFLOAD_TO_DISK < OFFLOAD < SAVE. So one of any two is nearer.
+Rejected: OFFLOAD with a destination in it, as in JAX. Two of them would have no order,
+and policies that offload to different places could not be combined.
 """
 
 from enum import Enum
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 class Decision(Enum):
     """What may become of the result of an operation, from far to near.
 
-    True if it is kept anywhere. `a | b` is the nearer of two, `a & b` the farther.
+    It is true if the result is kept. `a | b` is the nearer of two, `a & b` the farther.
 
     Example:
         >>> Decision.SAVE & Decision.OFFLOAD
@@ -25,7 +27,7 @@ class Decision(Enum):
     """
 
     RECOMPUTE = 0
-    """It is computed again, if the backward reads it."""
+    """It is recomputed if the backward reads it."""
     OFFLOAD_TO_DISK = 1
     """It may be kept in a file."""
     OFFLOAD = 2
@@ -47,12 +49,12 @@ class Decision(Enum):
 
     @property
     def offloads(self) -> bool:
-        """Whether the result is kept, but elsewhere."""
-        return self in PLACES.values()
+        """Whether the result is offloaded."""
+        return self in DESTINATIONS.values()
 
 
 Answer: TypeAlias = bool | Decision | CheckpointPolicy
-PLACES = {"pinned_host": Decision.OFFLOAD, "disk": Decision.OFFLOAD_TO_DISK}
+DESTINATIONS = {"pinned_host": Decision.OFFLOAD, "disk": Decision.OFFLOAD_TO_DISK}
 _OF_TORCH = {
     "SAVE": Decision.SAVE,
     "RECOMPUTE": Decision.RECOMPUTE,
@@ -61,7 +63,7 @@ _OF_TORCH = {
 
 
 def decision_of(answer: object) -> Decision | None:
-    """Return what an answer means, or None if it means nothing."""
+    """Return the decision that an answer means; None if it is not an answer."""
     if isinstance(answer, Decision):
         return answer
     if isinstance(answer, bool):
@@ -71,25 +73,24 @@ def decision_of(answer: object) -> Decision | None:
     return None
 
 
-def place(to: object, taker: str) -> Decision:
-    """Return the decision to offload to a place.
+def destination(to: object, taker: str) -> Decision:
+    """Return the decision to offload to a destination.
 
     Raises:
-        ValueError: there is no such place.
+        ValueError: there is no such destination.
     """
-    if isinstance(to, str) and to in PLACES:
-        return PLACES[to]
-    raise ValueError(
-        f"remat: {taker} offloads to one of {', '.join(map(repr, PLACES))}; got {to!r}"
-    )
+    if isinstance(to, str) and to in DESTINATIONS:
+        return DESTINATIONS[to]
+    known = ", ".join(map(repr, DESTINATIONS))
+    raise ValueError(f"remat: {taker} offloads to one of {known}; got {to!r}")
 
 
-def check_places(src: object, dst: object, taker: str) -> None:
-    """Check where JAX's policies offload from and to.
+def check_offload(src: object, dst: object, taker: str) -> None:
+    """Check the `offload_src` and `offload_dst` of a policy of JAX.
 
     Raises:
-        ValueError: there is no such place.
+        ValueError: one of them is unknown.
     """
     if src != "device":
         raise ValueError(f"remat: {taker} offloads from 'device'; got {src!r}")
-    place(dst, taker)
+    destination(dst, taker)

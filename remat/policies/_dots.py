@@ -1,9 +1,9 @@
-"""Which operators are dots: contractions, whose results are expensive to compute again.
+"""Which operators are dots: contractions, whose results are expensive to compute.
 
-Invariant: a dot's cost per byte of its output grows with the size of a dimension that
-it sums over. So convolution and attention are dots, and outer products are not.
-Rejected: torch's FLOP registry, which knows no mv, dot or quantized product and counts
-a custom one only if its author registered a formula. (All that it knows are dots.)
+Invariant: a dot sums over a dimension, and its cost per byte of output grows with that
+dimension. So convolution and attention are dots, and outer products are not.
+Rejected: torch's FLOP registry. It lacks mv, dot and quantized products, and has a
+custom operator only if its author registered a formula. (All that it has are dots.)
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 from remat._base.op import Op
-from remat.policies._decision import check_places
+from remat.policies._decision import check_offload
 from remat.policies._operators import checked, family
 from remat.policies._policy import Policy
 
@@ -21,19 +21,22 @@ Batched: TypeAlias = Callable[[Op], bool]
 
 
 def _never(op: Op) -> bool:
-    """A product of matrices or vectors, whatever the operands."""
+    """Say that a product of matrices or vectors has no batch dimensions."""
     del op
     return False
 
 
 def _always(op: Op) -> bool:
-    """Convolution or attention: it sums for each element of a batch."""
+    """Say that a convolution or attention has batch dimensions."""
     del op
     return True
 
 
 def _from(first: int) -> Batched:
-    """One of many matrices only if both operands are: einsum makes bmm's of one."""
+    """Return how to tell whether a bmm has batch dimensions: if both operands do.
+
+    Einsum makes a bmm of a single pair of matrices, too.
+    """
 
     def batched(op: Op) -> bool:
         operands = [v.shape for v in op.inputs[first : first + 2]]
@@ -111,15 +114,15 @@ _PREFIX = "aten._scaled_dot_product_"
 
 
 def _batched(func: Any) -> Batched | None:
-    """Return how to tell whether a dot has batch dimensions; None if it is no dot."""
+    """Return how to tell whether a dot has batch dimensions; None if not a dot."""
     called = family(func)
-    if called.startswith(_PREFIX):  # every version of torch adds one
+    if called.startswith(_PREFIX):  # each version of torch adds some
         return _always
     return _DOTS.get(called) or _DOTS.get(called.removesuffix("_"))
 
 
 def register_dot(operator: Any, *, batched: bool = False) -> None:
-    """Make the policies about dots count an operator as one: a GEMM of your own.
+    """Have the policies about dots count an operator as a dot: a GEMM of your own.
 
     Nothing changes for functions that were recorded before, so register where the
     operator is defined. Registering again changes nothing. May be called from any
@@ -128,14 +131,14 @@ def register_dot(operator: Any, *, batched: bool = False) -> None:
     Args:
         operator: the operator, `torch.ops.mine.gemm` or the function that
             `torch.library.custom_op` made; all its overloads count.
-        batched: whether it has batch dimensions: then it is one of `dots_saveable`, and
-            not of `dots_with_no_batch_dims_saveable`.
+        batched: whether it has batch dimensions. Then `dots_saveable` keeps it, and
+            `dots_with_no_batch_dims_saveable` does not.
 
     Raises:
-        TypeError: it is no operator.
-        ValueError: it is a dot already, and registered or built in otherwise.
+        TypeError: `operator` is not an operator.
+        ValueError: it is a dot already, with another `batched`.
 
-    Source: JAX has no such thing, so libraries with their own GEMMs copy its policies.
+    Source: JAX has no such function; libraries with their own GEMMs copy its policies.
 
     Example:
         >>> import torch
@@ -148,7 +151,7 @@ def register_dot(operator: Any, *, batched: bool = False) -> None:
     """
     want = _always if batched else _never
     checked(operator, "register_dot")
-    # One atomic step, so threads that register need no lock.
+    # `setdefault` is atomic, so threads that register need no lock.
     have = _batched(operator) or _DOTS.setdefault(family(operator), want)
     if {have, want} == {_always, _never}:
         raise ValueError(
@@ -163,12 +166,12 @@ def register_dot(operator: Any, *, batched: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Dots(Policy):
-    """Keeps contractions, with or without those that have batch dimensions."""
+    """Keeps dots, with or without those that have batch dimensions."""
 
     batched: bool
 
     def decide(self, op: Op) -> bool:
-        """Say whether it is such a contraction."""
+        """Say whether it is such a dot."""
         batched = _batched(op.func)
         return batched is not None and (self.batched or not batched(op))
 
@@ -179,7 +182,7 @@ class Dots(Policy):
 dots_saveable = Dots(batched=True)
 """Keeps products of matrices and vectors, convolutions and attention."""
 dots_with_no_batch_dims_saveable = Dots(batched=False)
-"""Keeps products of matrices and vectors that are not done for each of a batch."""
+"""Keeps products of matrices and vectors without batch dimensions."""
 checkpoint_dots = dots_saveable
 checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
@@ -191,13 +194,13 @@ def offload_dot_with_no_batch_dims(
 
     Args:
         offload_src: "device".
-        offload_dst: "pinned_host", or "disk" which JAX does not have.
+        offload_dst: "pinned_host", or "disk", which JAX does not have.
 
     Returns:
         The policy.
 
     Raises:
-        ValueError: there is no such place.
+        ValueError: one of them is something else.
 
     Source: `jax.checkpoint_policies.offload_dot_with_no_batch_dims`.
 
@@ -205,5 +208,5 @@ def offload_dot_with_no_batch_dims(
         >>> offload_dot_with_no_batch_dims("device", "disk")
         dots_with_no_batch_dims_saveable.but_offload(to='disk')
     """
-    check_places(offload_src, offload_dst, "offload_dot_with_no_batch_dims")
+    check_offload(offload_src, offload_dst, "offload_dot_with_no_batch_dims")
     return dots_with_no_batch_dims_saveable.but_offload(to=offload_dst)

@@ -1,6 +1,8 @@
-"""Functions that decide: of which kind one is, and what was meant if it is none.
+"""Functions as policies: of which kind one is, and what the user may have meant.
 
-Invariant: what comes out can be hashed, and asked with one argument.
+Called by `as_policy`.
+
+Invariant: what is returned can be hashed, and called with one operation.
 Rejected: doing what was probably meant. `policy="dots"` would have to mean the same in
 every later version.
 """
@@ -22,7 +24,7 @@ Ask: TypeAlias = Callable[[Op], Answer]
 
 
 def asked(fn: object) -> Ask:
-    """Return how to ask `fn`, a function of ours or of torch's, about an operation.
+    """Return `fn`, a function of ours or of torch's kind, as one of an operation.
 
     Raises:
         TypeError: it cannot be called in either way, or cannot be hashed.
@@ -61,7 +63,7 @@ def _takes(fn: Callable[..., Any], count: int) -> bool:
 
 
 def printed(ask: Ask) -> str:
-    """Return the name of a function as its author knows it."""
+    """Return the name of a function as its author wrote it."""
     fn = ask.fn if isinstance(ask, Selective) else ask
     return getattr(fn, "__qualname__", repr(fn))
 
@@ -81,7 +83,7 @@ _CONSTANTS = "nothing_saveable", "everything_saveable"
 
 
 def advice(obj: object) -> str:
-    """Return what to do about a likely mistake, or nothing."""
+    """Return what to do about a likely mistake; "" for none."""
     if isinstance(obj, str):
         near = [p for p in PUBLIC if obj and obj.lower() in p]
         near = near or get_close_matches(obj.lower(), PUBLIC, 1, 0.5)

@@ -1,4 +1,4 @@
-"""Policies that look at the names that `checkpoint_name` gave a value.
+"""Policies by the names that `checkpoint_name` gives to values.
 
 Invariant: the names in a policy are strings, checked when it is made.
 Rejected: one class that holds a predicate, which would not print, pickle or compare.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from remat._base.op import Op
-from remat.policies._decision import check_places
+from remat.policies._decision import check_offload
 from remat.policies._policy import Policy
 
 
@@ -37,7 +37,7 @@ class OnlyNames(Policy):
 
 @dataclass(frozen=True)
 class AnyNamesBut(Policy):
-    """Keeps the values that have a name that is none of these."""
+    """Keeps the values that have a name other than these."""
 
     but: frozenset[str]
 
@@ -57,7 +57,7 @@ class AnyNamesBut(Policy):
 
 @dataclass(frozen=True)
 class NamesMatching(Policy):
-    """Keeps the values that have a name which a pattern matches as a whole."""
+    """Keeps the values with a name that a pattern matches as a whole."""
 
     pattern: re.Pattern[str]
 
@@ -75,13 +75,13 @@ def save_only_these_names(*names: str) -> Policy:
     """Keep the values that `checkpoint_name` calls by one of these names.
 
     Args:
-        *names: the names; with none, nothing is kept.
+        *names: the names; without any, nothing is kept.
 
     Returns:
         The policy.
 
     Raises:
-        TypeError: a name is no string: a list that was not unpacked, say.
+        TypeError: a name is not a string, but a list that was not unpacked, say.
 
     Source: `jax.checkpoint_policies.save_only_these_names`.
 
@@ -97,7 +97,9 @@ def save_only_these_names(*names: str) -> Policy:
 
 
 def save_any_names_but_these(*names: str) -> Policy:
-    """Keep every value that has a name other than these; a value without one is not.
+    """Keep every value that has a name other than these.
+
+    A value without a name is not kept.
 
     Args:
         *names: the names. A value that has one of them and another is kept.
@@ -106,7 +108,7 @@ def save_any_names_but_these(*names: str) -> Policy:
         The policy.
 
     Raises:
-        TypeError: a name is no string.
+        TypeError: a name is not a string.
 
     Source: `jax.checkpoint_policies.save_any_names_but_these`.
 
@@ -131,7 +133,7 @@ def save_anything_except_these_names(*names: str) -> Policy:
         The policy, `~save_only_these_names(*names)`.
 
     Raises:
-        TypeError: a name is no string.
+        TypeError: a name is not a string.
 
     Source: `jax.checkpoint_policies.save_anything_except_these_names`, whose
     documentation this follows: it ignores its names.
@@ -148,7 +150,7 @@ def save_anything_except_these_names(*names: str) -> Policy:
 
 
 def save_names_matching(pattern: str | re.Pattern[str]) -> Policy:
-    r"""Keep the values that have a name which a regular expression matches as a whole.
+    r"""Keep the values with a name that a regular expression matches as a whole.
 
     Args:
         pattern: the expression, or what `re.compile` made of it.
@@ -157,7 +159,7 @@ def save_names_matching(pattern: str | re.Pattern[str]) -> Policy:
         The policy.
 
     Raises:
-        TypeError: it is neither a string nor a pattern of strings.
+        TypeError: `pattern` is neither a string nor a pattern of strings.
         ValueError: it is not a regular expression.
 
     Example:
@@ -194,17 +196,18 @@ def save_and_offload_only_these_names(
     A value that has a name of both kinds is saved.
 
     Args:
-        names_which_can_be_saved: names of the values to keep where they are.
-        names_which_can_be_offloaded: names of the values to offload, none of the above.
+        names_which_can_be_saved: names of the values to save where they are.
+        names_which_can_be_offloaded: names of the values to offload. No name is in
+            both.
         offload_src: "device".
-        offload_dst: "pinned_host", or "disk" which JAX does not have.
+        offload_dst: "pinned_host", or "disk", which JAX does not have.
 
     Returns:
         The policy.
 
     Raises:
-        TypeError: a name is no string, or the names are one string.
-        ValueError: a name is in both, or there is no such place.
+        TypeError: a name is not a string, or the names are one string.
+        ValueError: a name is in both, or `offload_src` or `offload_dst` is unknown.
 
     Source: `jax.checkpoint_policies.save_and_offload_only_these_names`.
 
@@ -216,7 +219,7 @@ def save_and_offload_only_these_names(
          save_only_these_names('mlp').but_offload(to='pinned_host'))
     """
     taker = "save_and_offload_only_these_names"
-    check_places(offload_src, offload_dst, taker)
+    check_offload(offload_src, offload_dst, taker)
     saved = _checked_names(names_which_can_be_saved, taker)
     offloaded = _checked_names(names_which_can_be_offloaded, taker)
     if both := saved & offloaded:

@@ -1,9 +1,9 @@
-"""Torch's operators as names, which pickle and compare where the objects do not.
+"""torch's operators as names: unlike the objects, names pickle and compare.
 
-Invariant: `name` of an overload and of its packet never coincide, and `torch.ops.` in
-front of either is an expression for it.
-Rejected: names as users' input, `"aten::mm"` say. A slip of the pen would be a policy
-that does nothing, while a slip in `torch.ops.aten.nm` is an AttributeError.
+Invariant: `name` of an overload and of its packet differ, and `torch.ops.` in front of
+either is an expression for it.
+Rejected: names from users, such as `"aten::mm"`. A typo would make a policy that does
+nothing, while a typo in `torch.ops.aten.nm` is an AttributeError.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from remat._torch import HigherOrderOperator, is_operator, overload_of
 
 @cache
 def name(operator: Any) -> str:
-    """Return where `operator` is under `torch.ops`.
+    """Return the path of `operator` under `torch.ops`.
 
     Example:
         >>> name(torch.ops.aten.mm), name(torch.ops.aten.mm.default)
@@ -41,10 +41,10 @@ def family(operator: Any) -> str:
 
 
 def checked(operator: object, taker: str) -> Any:
-    """Return `operator`, which the function called `taker` was given.
+    """Return `operator`, which was passed to the function called `taker`.
 
     Raises:
-        TypeError: it is no operator.
+        TypeError: it is not an operator.
     """
     if is_operator(operator):
         return operator

@@ -1,25 +1,26 @@
 """What a policy is, how policies combine, and what else may stand for one.
 
-A policy answers for one operation at a time: may its result be kept for the backward,
-and where? Policies combine as their answers do, which are ordered from far to near:
+`_partial` asks a policy about each operation of a recorded forward: may its result be
+kept for the backward, and where? The answers (`Decision`) are ordered from far to near,
+and policies combine as their answers do:
 
-    p | q   kept if either keeps it, as near as the nearer one says
-    p & q   kept if both keep it, as far as the farther one says
+    p | q   kept if either keeps it, in the nearer of the two places
+    p & q   kept if both keep it, in the farther of the two places
     ~p      saved if p does not keep it, else recomputed
     p - q   what p keeps and q does not: p & ~q
 
 Both `|` and `&` are associative, commutative, idempotent and distributive, each absorbs
-the other, and De Morgan's laws hold. `p & ~p` keeps nothing, and `p | ~p` everything.
-`~~p` is p, except that it saves what p offloads.
+the other, and De Morgan's laws hold. `p & ~p` keeps nothing, and `p | ~p` keeps
+everything. `~~p` is p, except that it saves what p offloads.
 
 Invariant: a policy is a value. It compares by how it is made, hashes, pickles if the
 functions in it do, and prints as the expression that makes it.
 Rejected: where to offload as an attribute of the policy. Nested calls run under
-`inner | outer`, and two policies may offload to different places.
-Rejected: closures, which neither compare nor print: no cache would know that two are
+`inner | outer`, and the two may offload to different places.
+Rejected: closures. They neither compare nor print, so no cache would know that two are
 the same.
-Rejected: `~p` that leaves alone what p offloads, as the mirror of a chain would. Then
-`~~p == p` for all p, but `q & ~p`, "q without p", would keep what p keeps.
+Rejected: a `~p` that offloads what p offloads. Then `~~p == p` for all p, but `q & ~p`,
+"q without p", would keep what p keeps.
 """
 
 import weakref
@@ -30,7 +31,13 @@ from typing import Any
 from typing_extensions import override
 
 from remat._base.op import Op
-from remat.policies._decision import PLACES, Answer, Decision, decision_of, place
+from remat.policies._decision import (
+    DESTINATIONS,
+    Answer,
+    Decision,
+    decision_of,
+    destination,
+)
 from remat.policies._functions import Ask, asked, printed
 from remat.policies._operators import checked, family, name
 
@@ -38,9 +45,9 @@ from remat.policies._operators import checked, family, name
 class Policy(ABC):
     """Which results may be kept from forward to backward: a value that can be called.
 
-    "May": a result is kept only if the backward reads it. Anything else that can stand
-    for a policy may be combined with one, `dots_saveable | (lambda op: op.nbytes < 64)`
-    say; see `as_policy`.
+    A result that may be kept is kept only if the backward reads it. A policy combines
+    with policies and with whatever `as_policy` takes:
+    `dots_saveable | (lambda op: op.nbytes < 64)`.
 
     Example:
         >>> from remat.policies import dots_saveable, save_only_these_names
@@ -56,7 +63,7 @@ class Policy(ABC):
         """Return what may become of the result of `op`.
 
         Raises:
-            TypeError: a user's function gave something that is no decision.
+            TypeError: a function of the user returned something else.
         """
         answer = self.decide(op)
         decision = decision_of(answer)
@@ -72,29 +79,22 @@ class Policy(ABC):
 
     @property
     def names(self) -> frozenset[str]:
-        """The names that it mentions, of which `checkpoint_name` should give each."""
-        return frozenset().union(*(part.names for part in self._parts()))
-
-    @property
-    def offloads(self) -> bool:
-        """Whether it may offload; False is a promise."""
-        return any(part.offloads for part in self._parts())
+        """The names that it mentions. `checkpoint_name` should give each to a value."""
+        parts = vars(self).values()
+        return frozenset().union(*(p.names for p in parts if isinstance(p, Policy)))
 
     @property
     def is_data(self) -> bool:
         """Whether it holds no function of the user's, which may hold anything."""
-        for part in vars(self).values():  # on every call, so without `_parts`
+        for part in vars(self).values():
             if isinstance(part, Policy) and not part.is_data:
                 return False
         return True
 
     @property
     def cache_key(self) -> Any:
-        """What is equal for equal policies, and lets the user's functions in it go."""
+        """What is equal for equal policies, and does not hold the user's functions."""
         return self if self.is_data else weakref.ref(self)
-
-    def _parts(self) -> list["Policy"]:
-        return [value for value in vars(self).values() if isinstance(value, Policy)]
 
     def __or__(self, other: object) -> "Policy":
         return _union(self, as_policy(other))
@@ -118,33 +118,33 @@ class Policy(ABC):
         return _intersection(as_policy(other), ~self)
 
     def but_offload(self, which: object = None, *, to: str = "pinned_host") -> "Policy":
-        """Return a policy that keeps the same results, some of them elsewhere.
+        """Return a policy that keeps the same results, and offloads some of them.
 
         Args:
-            which: a policy: what both keep is offloaded, wherever either wants it. None
-                for all that this one keeps.
+            which: a policy. What both keep is offloaded to `to`, whatever either says.
+                None offloads all that this one keeps.
             to: "pinned_host" for the host's memory, or "disk" for a file.
 
         Returns:
             The policy.
 
         Raises:
-            TypeError: `which` is no policy.
-            ValueError: there is no such place.
+            TypeError: `which` is not a policy.
+            ValueError: `to` is something else.
 
         Example:
             >>> from remat.policies import dots_saveable, save_larger_than
             >>> dots_saveable.but_offload(save_larger_than(2**20), to="disk")
             dots_saveable.but_offload(save_larger_than(1048576), to='disk')
         """
-        place(to, "but_offload")
+        destination(to, "but_offload")
         chosen = everything_saveable if which is None else as_policy(which)
         return ButOffload(self, chosen, to)
 
 
 @dataclass(frozen=True)
 class Always(Policy):
-    """The same for every operation, which is what JAX's two constants are."""
+    """Says the same of every operation, as JAX's two constants do."""
 
     decision: Decision
 
@@ -152,12 +152,6 @@ class Always(Policy):
         """Return the one decision."""
         del op
         return self.decision
-
-    @property
-    @override
-    def offloads(self) -> bool:
-        """Whether the decision is to offload."""
-        return self.decision.offloads
 
     def __repr__(self) -> str:
         constants = {
@@ -168,14 +162,14 @@ class Always(Policy):
 
 
 nothing_saveable = Always(Decision.RECOMPUTE)
-"""Keeps nothing: every result is recomputed. What `policy=None` means."""
+"""Keeps nothing: every result is recomputed, as with `policy=None`."""
 everything_saveable = Always(Decision.SAVE)
-"""Keeps all that the backward reads, as without remat, but for what is dead."""
+"""Keeps all that the backward reads, as without remat."""
 
 
 @dataclass(frozen=True)
 class Pair(Policy):
-    """Two policies, asked in order."""
+    """Two policies, which are asked in this order."""
 
     left: Policy
     right: Policy
@@ -183,7 +177,7 @@ class Pair(Policy):
 
 @dataclass(frozen=True, repr=False)
 class Union(Pair):
-    """Kept if either keeps it, as near as the nearer one says."""
+    """Kept if either keeps it, in the nearer of the two places."""
 
     def decide(self, op: Op) -> Decision:
         """Return the nearer decision."""
@@ -192,7 +186,7 @@ class Union(Pair):
     @property
     @override
     def cache_key(self) -> Any:
-        """That of both: of nested calls it is made for each, and gone after it."""
+        """Those of both policies: a nested call makes a new union each time."""
         return self if self.is_data else (self.left.cache_key, self.right.cache_key)
 
     def __repr__(self) -> str:
@@ -201,7 +195,7 @@ class Union(Pair):
 
 @dataclass(frozen=True, repr=False)
 class Intersection(Pair):
-    """Kept if both keep it, as far as the farther one says."""
+    """Kept if both keep it, in the farther of the two places."""
 
     def decide(self, op: Op) -> Decision:
         """Return the farther decision."""
@@ -221,19 +215,13 @@ class Complement(Policy):
         """Return SAVE or RECOMPUTE."""
         return ~self.of(op)
 
-    @property
-    @override
-    def offloads(self) -> bool:
-        """False."""
-        return False
-
     def __repr__(self) -> str:
         return f"~{self.of}"
 
 
 @dataclass(frozen=True)
 class ButOffload(Policy):
-    """Kept as `policy` keeps it, but elsewhere if `which` would keep it too."""
+    """Kept as `policy` keeps it, but offloaded if `which` would keep it too."""
 
     policy: Policy
     which: Policy
@@ -241,18 +229,13 @@ class ButOffload(Policy):
 
     def decide(self, op: Op) -> Decision:
         """Return the decision of `policy`, or to offload."""
-        kept = self.policy(op)
-        return PLACES[self.to] if kept and self.which(op) else kept
-
-    @property
-    @override
-    def offloads(self) -> bool:
-        """True."""
-        return True
+        decision = self.policy(op)
+        offloaded = decision and self.which(op)
+        return DESTINATIONS[self.to] if offloaded else decision
 
     def __repr__(self) -> str:
         which = "" if self.which == everything_saveable else f"{self.which}, "
-        # A prefix binds less than the dot.
+        # `~` binds less tightly than the dot.
         policy = (
             f"({self.policy})" if isinstance(self.policy, Complement) else self.policy
         )
@@ -278,7 +261,7 @@ def _intersection(left: Policy, right: Policy) -> Policy:
 
 @dataclass(frozen=True)
 class Operators(Policy):
-    """Keeps the results of some operators, which it knows by name."""
+    """Keeps the results of some operators, which it holds by name."""
 
     operators: frozenset[str]
 
@@ -299,11 +282,11 @@ def save_ops(*operators: Any) -> Policy:
         *operators: each an overload (`torch.ops.aten.mm.default`), a packet for all
             overloads (`torch.ops.aten.mm`), a higher-order operator
             (`torch.ops.higher_order.flex_attention`) or a function that
-            `torch.library.custom_op` made. They are the operators that run below
-            autograd, so `aten.linear` may never be seen where `aten.addmm` is.
+            `torch.library.custom_op` made. Policies see the operators that run below
+            autograd: often `aten.addmm` and never `aten.linear`.
 
     Returns:
-        The policy. None of them makes it `nothing_saveable` in effect.
+        The policy. Without operators it keeps nothing.
 
     Raises:
         TypeError: one of them is something else: a string or `torch.mm`, say.
@@ -333,12 +316,6 @@ class Function(Policy):
 
     @property
     @override
-    def offloads(self) -> bool:
-        """True: it cannot be known before the function is asked."""
-        return True
-
-    @property
-    @override
     def is_data(self) -> bool:
         """False."""
         return False
@@ -354,19 +331,19 @@ def as_policy(obj: object) -> Policy:
     """Return the policy that `obj` stands for.
 
     Args:
-        obj: a policy; None for `nothing_saveable`; a decision of ours or of torch's, to
-            be taken for every operation; a list, tuple or set of operators, for
+        obj: a policy; None for `nothing_saveable`; a decision of ours or of torch's,
+            which then holds for every operation; a list, tuple or set of operators, for
             `save_ops`; a function `(op) -> bool | Decision`; or a policy function of
             torch's selective checkpointing, `(ctx, op, *args, **kwargs) -> bool |
-            CheckpointPolicy`. The two kinds of function are told apart by whether they
-            can be called with one argument. A function must be hashable and decide
-            alike for like operations: one decision may serve many calls.
+            CheckpointPolicy`. A function that can be called with one argument is taken
+            for the first kind. A function must be hashable, and must decide alike for
+            equal operations: one decision may serve many calls.
 
     Returns:
         The policy.
 
     Raises:
-        TypeError: it stands for none.
+        TypeError: `obj` stands for no policy.
 
     Example:
         >>> import torch
@@ -388,7 +365,7 @@ def as_policy(obj: object) -> Policy:
 
 
 def save_from_both_policies(policy_1: object, policy_2: object) -> Policy:
-    """Keep what either policy keeps, as near as the nearer one says: `p | q`.
+    """Keep what either policy keeps, in the nearer of the two places: `p | q`.
 
     Args:
         policy_1: a policy, or what `as_policy` takes.
@@ -398,7 +375,7 @@ def save_from_both_policies(policy_1: object, policy_2: object) -> Policy:
         The policy.
 
     Raises:
-        TypeError: one of them is no policy.
+        TypeError: one of them is not a policy.
 
     Source: `jax.checkpoint_policies.save_from_both_policies`, which refuses policies
     that offload.

@@ -1,8 +1,8 @@
 """Policy functions of torch's selective checkpointing, asked about an `Op`.
 
-Invariant: such a function is called as torch would have called it, but for the tensors,
-of which there is only the metadata.
-Rejected: tensors on the meta device. Functions that ask where a tensor is would decide
+Invariant: such a function is called as torch would call it, with stand-ins that have
+only the metadata of the tensors.
+Rejected: tensors on the meta device. A function that asks for the device would decide
 otherwise.
 """
 
@@ -21,11 +21,10 @@ from remat.policies._decision import Answer, Decision
 
 @dataclass(frozen=True)
 class Selective:
-    """A function of torch's selective checkpointing as a function of an operation.
+    """A policy function of torch's selective checkpointing, as one of an operation.
 
     As under torch it is not asked about detach and metadata, and `ctx.is_recompute` is
-    False. What MUST and PREFER tell a compiler apart means the same here: it may be
-    kept, or may not.
+    False. MUST and PREFER mean the same here; only a compiler tells them apart.
     """
 
     fn: Callable[..., Answer]
@@ -42,7 +41,7 @@ class Selective:
 
 
 class StandIn(Tensor):
-    """A tensor of which only the metadata exists, on whatever device it says."""
+    """A tensor that has only metadata, on any device."""
 
     @classmethod
     @override
@@ -88,7 +87,7 @@ def call_of(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
         >>> len(args[0]), args[1], kwargs
         (2, 0, {})
     """
-    # Operators take lists, and those of higher order whatever they were given.
+    # Operators take lists. Higher-order operators take what they were passed.
     kind = tuple if isinstance(op.func, HigherOrderOperator) else list
 
     def argument(arg: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Policies that look at the size of a result.
+"""Policies by the size of a result.
 
-Invariant: sizes are bytes, as those of memory are.
-Rejected: elements, of which a policy would keep twice the bytes in float32 as in half.
+Invariant: sizes are in bytes, as memory is.
+Rejected: sizes in elements. A policy would keep twice the bytes in float32 as in half.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from remat.policies._policy import Policy
 
 @dataclass(frozen=True)
 class Size(Policy):
-    """Keeps results by the bytes of all outputs together."""
+    """Keeps results by the bytes of all outputs of an operation together."""
 
     larger: bool
     than: float
@@ -35,7 +35,7 @@ def save_larger_than(nbytes: float) -> Policy:
         The policy.
 
     Raises:
-        TypeError: it is not a number.
+        TypeError: `nbytes` is not a number.
         ValueError: it is negative.
 
     Source: Keras' `RematScope(mode="larger_than")`, which counts elements.
@@ -60,7 +60,7 @@ def save_smaller_than(nbytes: float) -> Policy:
         The policy.
 
     Raises:
-        TypeError: it is not a number.
+        TypeError: `nbytes` is not a number.
         ValueError: it is negative.
 
     Example:

@@ -68,7 +68,7 @@ def test_twelve_blocks_share_one_trace():
         assert_same(of_backward(ours, (X,)), of_backward(model(lambda b: b), (X,)))
     assert len(CACHES) == 1
     assert last_trace().proven
-    assert last_trace().strikes == 0
+    assert last_trace().misfits == 0
 
 
 def test_a_block_records_once():
@@ -132,7 +132,7 @@ def test_calls_that_differ_do_not_share(name):
     for call, *args in DIFFERING[name]:
         for _ in range(2):
             scalar(call(*torch.utils._pytree.tree_map(_leaf, args))).backward()
-    assert [t.strikes for t in traces()] == [0, 0]
+    assert [t.misfits for t in traces()] == [0, 0]
 
 
 def _leaf(t):
@@ -151,7 +151,7 @@ def test_calls_in_another_mode_do_not_share(mode):
         with torch.autocast("cpu", torch.bfloat16, enabled=on and mode == "autocast"):
             loss = ours(x).float().square().sum()
         loss.backward()
-    assert [t.strikes for t in traces()] == [0, 0]
+    assert [t.misfits for t in traces()] == [0, 0]
 
 
 # --- Bounds ---
@@ -221,7 +221,7 @@ def test_an_inner_call_is_called_on_its_own_as_well(outer_first):
     pairs = [(outer, plain), (inner, inner.__wrapped__)]
     for ours, want in (pairs if outer_first else pairs[::-1]) * 3:
         assert_same(of_backward(ours, (X, W)), of_backward(want, (X, W)))
-    assert all(t.strikes == 0 for t in traces())
+    assert all(t.misfits == 0 for t in traces())
 
 
 # --- Nothing of the user's is held ---
@@ -364,10 +364,10 @@ def test_after_three_strikes_it_is_off_for_a_reason():
     for call in range(12):
         STATE["on"] = call % 2 == 0
         assert_same(of_backward(ours, (X,)), of_backward(fickle, (X,)))
-        strikes.append(last_trace().strikes)
+        strikes.append(last_trace().misfits)
     trace = last_trace()
     assert strikes == sorted(strikes)
-    assert trace.strikes == 4
+    assert trace.misfits == 4
     assert "did not fit" in trace.reason
     assert trace.plans is None
     STATE["on"] = True
@@ -405,7 +405,7 @@ def test_what_a_graph_saves_now_is_not_taken_for_what_it_saved(state):
     states = "all", "all", state, state, "all"
     # A call that does not fit recomputes all; the one after it is recorded.
     assert exponentials_of_calls(elsewhere, policy, states) == [1, 1, 2, 1, 2]
-    assert last_trace().strikes == 2
+    assert last_trace().misfits == 2
 
 
 def swapped(x):
@@ -493,7 +493,7 @@ def test_one_change_for_good_is_one_strike():
     for call in range(9):
         STATE["on"] = call < 3
         of_backward(ours, (X,))
-    assert (last_trace().strikes, last_trace().reason) == (1, "")
+    assert (last_trace().misfits, last_trace().reason) == (1, "")
     # One of them is in `dead_end`. What is dead there does not run again.
     with count_ops() as ops:
         of_backward(ours, (X,))
@@ -510,7 +510,7 @@ def test_learned_reads_are_no_strikes():
     for _ in range(4):
         assert_same(of_backward(ours, (X,)), of_backward(reads, (X,)))
     trace = last_trace()
-    assert (trace.strikes, trace.reason) == (0, "")
+    assert (trace.misfits, trace.reason) == (0, "")
 
 
 def test_a_read_is_learned_once():
@@ -534,7 +534,7 @@ def test_too_many_lessons_end_it():
     for _ in range(25):
         assert_same(of_backward(ours, (X,)), of_backward(hungry, (X,)))
     trace = last_trace()
-    assert trace.strikes == 0
+    assert trace.misfits == 0
     assert trace.reason == "" or "reads" in trace.reason
 
 
@@ -569,7 +569,7 @@ def test_threads_share_one_trace():
         for each in of_thread:
             assert_same(each, want)
     assert len(CACHES) == 1
-    assert last_trace().strikes == 0
+    assert last_trace().misfits == 0
 
 
 def test_threads_while_the_cache_is_cleared():
@@ -644,4 +644,4 @@ def test_an_error_of_the_recomputation_is_no_strike_of_another_call():
     changed.get()
     for _ in range(3):
         assert_same(of_backward(ours, (X,)), of_backward(changes, (X,)))
-    assert last_trace().strikes <= 1
+    assert last_trace().misfits <= 1

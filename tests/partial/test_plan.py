@@ -14,7 +14,12 @@ from remat._base.op import Op
 from remat._partial.plan import Fate, Plan, Record, Step, plan
 
 
-RUN, METADATA_ONLY, KEEP, DEAD = Fate.RUN, Fate.METADATA_ONLY, Fate.KEEP, Fate.DEAD
+RUN, METADATA_ONLY, KEEP, DEAD = (
+    Fate.RECOMPUTED,
+    Fate.METADATA_ONLY,
+    Fate.SAVED,
+    Fate.DEAD,
+)
 
 
 def pure(reads, *makes, **flags):
@@ -138,7 +143,7 @@ def test_of_several_outputs_those_needed_are_kept():
     several = record(pure([0], 1, 2, 3), pure([3], 4), roots=[[1, 3]])
     made = plan(several, saveable=[0])
     assert made.residuals == ((0, 0), (0, 2))
-    assert made.kept == {0}
+    assert made.saved == {0}
     assert made.fates == (KEEP, DEAD)
     assert made.needed == frozenset()
 
@@ -239,14 +244,14 @@ def test_what_is_made_after_a_shape_needs_no_values():
 
 def test_what_python_reads_runs_with_all_that_it_needs():
     item = record(
-        pure([0], 1), pure([1], runs=True), pure([0], 2), inputs=(0,), roots=[[]]
+        pure([0], 1), pure([1], always_runs=True), pure([0], 2), inputs=(0,), roots=[[]]
     )
     assert fates(item) == [RUN, RUN, DEAD]
     assert plan(item).needed == {0}
 
 
 def test_what_runs_in_any_case_is_not_kept():
-    shaped = record(pure([0], 1, runs=True), roots=[[1]])
+    shaped = record(pure([0], 1, always_runs=True), roots=[[1]])
     assert fates(shaped, [0]) == [RUN]
     assert plan(shaped, [0]).residuals == ()
 
@@ -311,8 +316,8 @@ def test_fewer_outputs_keep_fewer_residuals():
 
 
 def test_what_was_learned_is_needed_besides():
-    assert fates(TWO, outputs=[0], learned=[4]) == [RUN, DEAD, RUN, RUN]
-    assert plan(TWO, [3], [0], learned=[4]).residuals == ((3, 0),)
+    assert fates(TWO, outputs=[0], extra_roots=[4]) == [RUN, DEAD, RUN, RUN]
+    assert plan(TWO, [3], [0], extra_roots=[4]).residuals == ((3, 0),)
 
 
 def test_without_pruning_all_runs_but_what_is_kept():
@@ -386,7 +391,7 @@ class Machine:
         return new
 
 
-def misfit(record, made, outputs=None, learned=()):
+def misfit(record, made, outputs=None, extra_roots=()):
     """What is other than in the forward if the plan is followed; "" if nothing is."""
     machine = Machine(record)
     read, before, end = machine.forward()
@@ -400,7 +405,7 @@ def misfit(record, made, outputs=None, learned=()):
         if now[i] != read[i]:
             return f"step {i} read {now[i]}, not {read[i]}"
     chosen = range(len(record.roots)) if outputs is None else outputs
-    for s in {*learned}.union(*(record.roots[j] for j in chosen)):
+    for s in {*extra_roots}.union(*(record.roots[j] for j in chosen)):
         if s in end and after.get(s) != end[s]:
             return f"root {s} is {after.get(s)}, not {end[s]}"
     return ""
@@ -429,7 +434,7 @@ def step_of(kind, one, reads, new):
         case "zeros_like":
             return zeros_like(one, new)
         case _:
-            return pure(reads, new, runs=kind == "runs")
+            return pure(reads, new, always_runs=kind == "runs")
 
 
 @st.composite
@@ -460,10 +465,10 @@ def test_along_a_plan_everything_holds_what_it_held(rec, data):
     saveable = data.draw(subsets(range(len(rec.steps))))
     outputs = data.draw(st.none() | subsets(range(len(rec.roots))))
     storages = {*rec.inputs}.union(*(step.makes for step in rec.steps))
-    learned = data.draw(subsets(storages))
-    made = plan(rec, saveable, outputs, learned=learned)
-    assert not misfit(rec, made, outputs, learned)
-    assert made.kept <= saveable
+    extra_roots = data.draw(subsets(storages))
+    made = plan(rec, saveable, outputs, extra_roots=extra_roots)
+    assert not misfit(rec, made, outputs, extra_roots)
+    assert made.saved <= saveable
     kept = {rec.steps[i].makes[k] for i, k in made.residuals}
     assert kept.isdisjoint(rec.inputs), "what is an input already is not kept"
 
@@ -475,7 +480,7 @@ def test_nothing_in_a_plan_can_be_left_out(rec, data):
     made = plan(rec, data.draw(subsets(range(len(rec.steps)))))
     for i in steps_of(made, RUN) | steps_of(made, METADATA_ONLY):
         step = rec.steps[i]
-        if not (step.runs or step.draws or step.is_view or step.writes):
+        if not (step.always_runs or step.draws or step.is_view or step.writes):
             without = [*made.fates]
             without[i] = DEAD
             assert misfit(rec, replace(made, fates=(*without,))), i
@@ -499,7 +504,7 @@ def test_what_makes_or_changes_a_storage_that_is_there_runs_or_is_kept(rec, data
         if fate is DEAD:
             assert touched.isdisjoint(made.live), i
             assert not step.draws, i
-            assert not step.runs, i
+            assert not step.always_runs, i
         if fate is METADATA_ONLY:
             metadata_only = {step.makes[k] for k in step.metadata_only}
             assert made.live.intersection(touched) <= metadata_only, i
@@ -528,7 +533,7 @@ def test_with_fewer_outputs_a_plan_keeps_and_needs_no_more(rec, data):
         assert {*one.residuals} <= {*other.residuals}
         assert steps_of(one, RUN) <= steps_of(other, RUN)
     # For a backward without some cotangents, among what was kept.
-    assert plan(rec, whole.kept, fewer) == small
+    assert plan(rec, whole.saved, fewer) == small
 
 
 @settings(max_examples=100)

@@ -70,7 +70,7 @@ def test_after_an_exception_it_works(policy, place, at):
             got = torch.autograd.grad(scalar(ours(x, w)), (x, w))
         assert_same(got, torch.autograd.grad(scalar(fn(x, w)), (x, w)))
     trace = last_trace()
-    assert (trace.strikes, trace.reason) == (0, "")
+    assert (trace.misfits, trace.reason) == (0, "")
     assert ops["sin"] == 2, "of the forward, and of the loss"
 
 
@@ -165,7 +165,7 @@ def test_the_backward_runs_in_another_thread():
                 job = pool.submit(torch.autograd.grad, loss, (x, w))
                 results.append(job.result())
         assert_same(results[1], results[0])
-    assert [t.strikes for t in traces()] == [0]
+    assert [t.misfits for t in traces()] == [0]
 
 
 def test_an_input_changed_between_forward_and_backward_is_refused():

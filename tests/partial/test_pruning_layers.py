@@ -216,7 +216,7 @@ def test_foreach_and_many_outputs():
         return [checkpoint_name(dead_end(p.exp()), "p") for p in sines]
 
     got = assert_exact(fn, X, policy=policies.save_only_these_names("p"), pruned=None)
-    assert not got.strikes
+    assert not got.misfits
 
 
 def test_a_deep_recursion():
@@ -233,7 +233,7 @@ def test_two_thousand_operations():
         return dead_end(x)
 
     assert_exact(long, X, pruned=True, calls=3)
-    assert last_trace().strikes == 0
+    assert last_trace().misfits == 0
 
 
 def test_leaves_and_losses_of_the_tests_are_curved():

@@ -224,7 +224,7 @@ def test_results_used_in_different_combinations(policy, order):
     with count_ops() as full:
         gradients(remat(several, prune=False), subsets[-1])
     assert total(ops) < total(full)
-    assert last_trace().strikes == 0
+    assert last_trace().misfits == 0
 
 
 def _named(grads):

@@ -167,4 +167,4 @@ def test_meta_tensors():
         (got,) = torch.autograd.grad(ours(x).sum(), x)
         assert (got.shape, got.device.type) == ((3, 5), "meta")
         assert_same(of_backward(ours, (BIG,)), of_backward(fn, (BIG,)))
-    assert [t.strikes for t in traces()] == [0, 0]
+    assert [t.misfits for t in traces()] == [0, 0]

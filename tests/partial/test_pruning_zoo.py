@@ -97,4 +97,4 @@ def test_the_zoo_under_all_transforms_in_turn(case, policy):
             want = apply(lambda w, x: scalar(call(fn, w, x)))
             got = apply(lambda w, x: scalar(call(ours, w, x)))
             assert_same(got, want)
-    assert [t.strikes for t in traces()] == [0] * len(CACHES)
+    assert [t.misfits for t in traces()] == [0] * len(CACHES)

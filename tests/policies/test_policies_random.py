@@ -249,7 +249,7 @@ def _given(operations, hows):
 def test_programs_of_pure_operations(program, inner, outside, inside, prune, hows):
     assert_equals_plain(program, inner, outside, inside, prune, hows)
     if inner is None:
-        assert all(trace.strikes == 0 for trace in CACHES._caches.values())
+        assert all(trace.misfits == 0 for trace in CACHES._caches.values())
 
 
 @settings(max_examples=40)

@@ -339,7 +339,7 @@ def test_one_record_serves_all_transforms_in_any_order(policy):
                 expected[how],
                 reassociated=how in SECOND_ORDER and how not in AT_BASE,
             )
-    assert all(trace.strikes == 0 for trace in CACHES._caches.values())
+    assert all(trace.misfits == 0 for trace in CACHES._caches.values())
 
 
 @pytest.mark.parametrize("outer", ["None", "dots", "everything", "names"])
@@ -393,7 +393,7 @@ def test_a_change_through_a_view_of_what_nobody_needs(policy):
 
     for transform in FIRST_ORDER.values():
         assert_same_thrice(transform, fn, POLICIES[policy], reassociated=False)
-    assert all(trace.strikes == 0 for trace in CACHES._caches.values())
+    assert all(trace.misfits == 0 for trace in CACHES._caches.values())
 
 
 def mixed_grad(loss, w, x):

@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 from collections import Counter
+from html import escape
 
 import pytest
 import torch
@@ -974,13 +975,32 @@ def test_rich_shows_it_in_colours():
 
 
 def test_as_html():
+    pytest.importorskip("rich")
     found, compared = reports()
     html = found._repr_html_()
-    assert "<caption>remat of `blk` under dots_saveable</caption>" in html
-    assert html.count("<tr") == 1 + 2 + 4
+    assert html.startswith("<pre")
+    assert "remat of `blk` under dots_saveable" in html
+    assert html.count("color: #000080") >= 7, "saved rows are blue"
+    assert html.count("│") == 8 * (2 + 4), "each row is one line"
     other = explain(lambda x: x.sin(), *example((64, 64)))._repr_html_()
-    assert "&lt;lambda&gt;`</caption>" in other
-    assert compared._repr_html_().count("<tr") == 1 + len(compared.rows)
+    assert "&lt;lambda&gt;`" in other
+    assert compared._repr_html_().count("│") == 6 * len(compared.rows)
+
+
+def test_as_html_without_rich(monkeypatch):
+    found, compared = reports()
+    without(monkeypatch, "rich")
+    for report in (found, compared):
+        assert report._repr_html_() == f"<pre>{escape(str(report))}</pre>"
+
+
+def test_as_text_in_a_notebook(monkeypatch):
+    console = pytest.importorskip("rich.console")
+    found, _ = reports()
+    text = str(found)
+    monkeypatch.setattr(console, "_is_jupyter", lambda: True)
+    assert str(found) == text
+    assert "operation" in text
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from torch.func import grad, jacrev, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat import CaptureError, RecomputeError, explain, policies, remat
-from remat._partial.match import constants_of
+from remat._partial.match import statics_of
 from remat.testing import assert_same, count_ops
 
 
@@ -94,8 +94,8 @@ def test_an_argument_may_be_given_that_was_left_to_its_default(policy):
 
 
 def test_constants_are_told_apart_by_name():
-    assert constants_of((A,), {"alpha": 2}) != constants_of((A,), {"beta": 2})
-    assert constants_of((A, [A, None]), None) == []
+    assert statics_of((A,), {"alpha": 2}) != statics_of((A,), {"beta": 2})
+    assert statics_of((A, [A, None]), None) == []
 
 
 # --- A result that is None is a place among the results ---

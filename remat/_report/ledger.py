@@ -1,8 +1,11 @@
-"""Storages: where each that an operation met comes from, and how many hold it.
+"""Lists the storages that a run met: where each comes from, and how many refer to it.
 
-Invariant: noting a storage does not keep it alive, and what was there before is in the
-end as it was. Rejected: tensors in place of storages. A view keeps all that it is a
-view of, and the same bytes are kept once, by however many tensors.
+Called by `residuals`, which counts bytes by it, and by `examine`, which has it put back
+what the run wrote to.
+
+Invariant: the list does not keep a storage alive, and what was there before the run is
+unchanged afterwards. Rejected: to list tensors. A view keeps all bytes of its storage
+alive, and many tensors may keep the same bytes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,17 +44,17 @@ class Residual:
     """One storage that stays alive for the backward.
 
     Attributes:
-        dtype: of the tensor; None for the state of a random stream, which is none.
+        dtype: of the tensor; None for the state of a random stream.
         shape: of the tensor that the storage was made for, or that was passed.
         device: where it is.
-        nbytes: the bytes of the whole storage, also where a view of it was saved.
+        nbytes: the bytes of the whole storage, even if only a view of it was saved.
         origin: where it comes from: "from the argument x['w'][0]", "from the captured
-            `self.up.weight`", "output of sin", "named 'y'" if `checkpoint_name` called
-            it so, or "from a constant" if nobody knows.
+            `self.up.weight`", "output of sin", "named 'y'" if `checkpoint_name` gave it
+            that name, or "from a constant" if its origin is unknown.
         source: the user's line that made or named it, "file.py:12, in block", or "".
-        readers: what reads it in the backward, in the order of the forward; empty where
+        readers: what reads it in the backward, in the order of the forward; empty if
             torch does not tell, as for a Function written in C++.
-        place: "pinned host" or "disk", if it was offloaded there.
+        place: "pinned host" or "disk" if it was offloaded there, else "".
     """
 
     dtype: torch.dtype | None
@@ -74,7 +77,7 @@ class Residual:
 
 @dataclass(slots=True)
 class Entry:
-    """A storage, not kept alive."""
+    """What is known of a storage, without keeping it alive."""
 
     ref: StorageRef
     dtype: torch.dtype
@@ -93,17 +96,17 @@ class Entry:
         return 0 if storage is None else storage.nbytes()
 
     def residual(self, nbytes: int) -> Residual:
-        """Return what is reported of it, which was of that size."""
+        """Return what is reported of it, given the size that it had."""
         meta = self.dtype, self.shape, self.device, nbytes
         readers = tuple(self.readers)
         return Residual(*meta, self.origin, self.source, readers, self.place)
 
 
 class Ledger(TorchDispatchMode):
-    """Notes each storage met, and what puts back those that are written to.
+    """Notes each storage that a run meets, and how to undo what is written to it.
 
     Args:
-        stack: takes on what is to be undone.
+        stack: gets the callbacks that undo it.
 
     Attributes:
         entries: the storages by address, in the order in which they were met.
@@ -120,7 +123,7 @@ class Ledger(TorchDispatchMode):
     def know(
         self, tensor: Tensor, rank: int, origin: str, source: str = ""
     ) -> list[Entry]:
-        """Return the entries of a tensor's storages, made now if they are new."""
+        """Return the entries of a tensor's storages, new ones if there are none."""
         found = []
         for part in parts(tensor):
             entry = self.entries.get(storage_id(part))
@@ -155,7 +158,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def name(self, tensor: Tensor, name: str) -> None:
-        """Have what an operation made called by a name."""
+        """Give a name to what an operation made."""
         for part in parts(base_tensor(tensor)):
             # A recorder around would take `untyped_storage` for the user's reading it.
             entry = self.entries.get(storage_id(part))
@@ -170,7 +173,7 @@ class Ledger(TorchDispatchMode):
         return all(storage_id(part) in self.entries for part in parts(tensor))
 
     def _preserve(self, tensor: Tensor) -> None:
-        """Have what is older than the run put back as it is now."""
+        """Have a tensor that is older than the run put back as it is now."""
         for part in parts(tensor):
             number = storage_id(part)
             if self.entries[number].rank == MADE or number in self._preserved:
@@ -198,7 +201,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with a storage that make up a tensor."""
+    """Yield the tensors that a tensor consists of, each with one storage."""
     if type(tensor) is Absent:
         return
     if is_traceable_wrapper_subclass(tensor):
@@ -233,7 +236,7 @@ _SPARSE = {
 
 
 def origin_text(func: Any, names: Sequence[str] = ()) -> str:
-    """Write, as JAX does, where what an operation made comes from."""
+    """Return, in JAX's words, the origin of what an operation made."""
     if names:
         return f"named {', '.join(map(repr, names))}"
     packet = getattr(func, "overloadpacket", func)

@@ -1,7 +1,9 @@
-"""What the reports share: where they can be made, and what they call things.
+"""Names of functions, random streams and graph nodes; and where a report can be made.
+
+Called by all reports.
 
 Invariant: a thing has the same name in every report. Rejected: a report under a
-transform. A function has several graphs there, and which is meant nobody says.
+transform. A function has several graphs there, and no argument says which is meant.
 """
 
 import re
@@ -22,7 +24,7 @@ def refuse_transforms(report: str, instead: str) -> None:
 
     Args:
         report: what the user called.
-        instead: what to call it on, outside.
+        instead: what to call it on, outside the transform.
 
     Raises:
         RuntimeError: under a transform of torch.func, forward-mode AD or torch.compile.
@@ -44,7 +46,7 @@ _COMPILED = (
 
 
 def label_of(fn: Any) -> Label:
-    """Return what to call a function that is not rematerialized."""
+    """Return the label of a function that is not rematerialized."""
     return Label(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
@@ -54,7 +56,7 @@ def stream_name(stream: Any) -> str:
 
 
 def reader_of(node: Any) -> str:
-    """Name the operation that a node of a graph is the backward of."""
+    """Return the name of the operation that a graph node is the backward of."""
     program = getattr(node, "program", None)
     if isinstance(program, Program):
         call = call_of(program)
@@ -66,7 +68,7 @@ def reader_of(node: Any) -> str:
 
 
 def call_of(program: Any) -> Primal | None:
-    """Return the call that a program is, or is a batch of."""
+    """Return the call that a program is, or is a batch of; None if it is neither."""
     while isinstance(program, Batch):
         program = program.unbatched
     return program if isinstance(program, Primal) else None

@@ -1,0 +1,152 @@
+"""Asks the policy about each operation, and holds the tensors that it may save.
+
+Called by `recorder`; `cache` takes the residuals of the recorded call from here.
+
+Invariant: what is held goes with the recording, but for what the plan saves.
+Rejected: to save what the policy says at once. Only the plan knows what is read, and a
+name may be given to a value long after the operation that made it.
+"""
+
+import weakref
+from collections.abc import Collection, Container, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from remat._base.absent import Absent
+from remat._base.op import Op, Value
+from remat._partial.plan import Record, Step
+from remat._partial.storages import is_strided, sees_operations
+from remat._partial.values import value_of
+from remat._torch import is_lazy, viewed
+from remat.policies import Decision, Policy
+
+
+class Candidates:
+    """What may be saved of a forward that is recorded.
+
+    Args:
+        policy: of the call; None if it has none.
+
+    Attributes:
+        statics: of each operation, the arguments that are no tensors, if there is a
+            policy.
+    """
+
+    def __init__(self, policy: Policy | None) -> None:
+        self._policy = policy
+        self._decisions: list[Decision] = []
+        self._outputs: list[Sequence[weakref.ref[Tensor] | Tensor]] = []
+        self._held: dict[int, Tensor] = {}
+        self._error: Exception | None = None
+        self.statics: list[list[Any]] = []
+
+    def ask(
+        self,
+        op: Op | None,
+        statics: list[Any],
+        outputs: list[Tensor],
+        makes: Sequence[int],
+    ) -> None:
+        """Note what the policy says of an operation, and hold what it would save.
+
+        Args:
+            op: the operation; None if its outputs cannot be saved.
+            statics: its arguments that are no tensors.
+            outputs: its outputs.
+            makes: the storages of those.
+        """
+        self.statics.append(statics)
+        # `hold_named` asks for them. Of several outputs one may be named and another
+        # be needed, which nobody else may hold by then.
+        several = len(outputs) > 1
+        self._outputs.append(outputs if several else [*map(weakref.ref, outputs)])
+        self._decisions.append(Decision.RECOMPUTE if op is None else self._decide(op))
+        if self._decisions[-1]:
+            for t, s in zip(outputs, makes, strict=True):
+                self._hold(t, s)
+
+    def _decide(self, op: Op) -> Decision:
+        assert self._policy is not None
+        try:
+            return self._policy(op)
+        except Exception as error:  # noqa: BLE001 - raised at the end
+            # Raised here, a TypeError would make `a + b` say that it takes no tensors.
+            self._error = self._error or error
+            return Decision.RECOMPUTE
+
+    def _hold(self, tensor: Tensor, number: int) -> None:
+        can_be = is_strided(tensor) or sees_operations(tensor)
+        if number not in self._held and can_be and not is_lazy(tensor):
+            self._held[number] = tensor
+
+    def hold_named(self, number: int, tensor: Tensor, steps: Sequence[Step]) -> None:
+        """Hold a value that got a name: the policy is asked again by that.
+
+        Args:
+            number: of its storage.
+            tensor: the value, or a view of it.
+            steps: the operations so far.
+        """
+        for outputs, step in zip(self._outputs, steps, strict=False):
+            if number in step.makes and number not in step.reads:
+                for ref, s in zip(outputs, step.makes, strict=True):
+                    t = ref() if isinstance(ref, weakref.ref) else ref
+                    if t is not None:
+                        self._hold(t, s)
+                # The output itself may be gone, and only a view of it be left.
+                self._hold(tensor, number)
+                return
+
+    def raise_error(self) -> None:
+        """Raise what the policy raised, if it did."""
+        if self._error is not None:
+            raise self._error
+
+    def decisions(self, record: Record, exposed: Collection[int]) -> list[Decision]:
+        """Return what the policy says of each operation, by its names too.
+
+        Args:
+            record: of the forward.
+            exposed: the storages whose memory Python read or wrote.
+        """
+        if self._policy is None:
+            return [Decision.RECOMPUTE] * len(record.steps)
+        found = [
+            self._policy(step.op) if step.op.names else decision
+            for step, decision in zip(record.steps, self._decisions, strict=True)
+        ]
+        return _recomputing(exposed, record.steps, found) if exposed else found
+
+    def residual(self, value: Value, number: int) -> Tensor:
+        """Return the output that was made with a storage, of which a view was held."""
+        held = self._held[number].detach()
+        if value_of(held) == value or type(held) is Absent:
+            return held
+        return viewed(held, value.shape, value.stride, value.offset)
+
+    def has(self, numbers: Iterable[int]) -> bool:
+        """Say whether all these storages were held."""
+        return self._held.keys() >= {*numbers}
+
+
+def decisions_of(
+    policy: Policy | None, steps: Sequence[Step], exposed: Container[int]
+) -> list[Decision]:
+    """Return what a policy says of each operation of a record."""
+    if policy is None:
+        return [Decision.RECOMPUTE] * len(steps)
+    return _recomputing(exposed, steps, [policy(step.op) for step in steps])
+
+
+def _recomputing(
+    exposed: Container[int], steps: Sequence[Step], decisions: Iterable[Decision]
+) -> list[Decision]:
+    """Return the decisions, but recompute what made an exposed storage.
+
+    Python may have written to its memory, where no version counts it.
+    """
+    return [
+        Decision.RECOMPUTE if any(s in exposed for s in step.makes) else decision
+        for step, decision in zip(steps, decisions, strict=True)
+    ]
