@@ -197,7 +197,6 @@ CONTAINERS: dict[str, Hold] = {
     "frozenset": reading(lambda v: frozenset([v]), lambda t: next(iter(t))),
     "deque": reading(lambda v: deque([v]), lambda t: t[0]),
     "key of a dict": reading(lambda v: (v, {v: 1}), lambda t: next(iter(t[1]))),
-    "proxy": reading(lambda v: types.MappingProxyType({"v": v}), lambda t: t["v"]),
     "namespace": reading(lambda v: types.SimpleNamespace(value=v), value_of),
     "arguments of a program": reading(lambda v: argparse.Namespace(value=v), value_of),
     "list of functions": reading(lambda v: [lambda: v, len], lambda t: t[0]()),
@@ -282,7 +281,45 @@ OBJECTS: dict[str, Hold] = {
 }
 
 
-# --- The code of methods ---
+# --- Globals ---
+
+VALUE = None
+TABLE = {}
+MODULE = types.ModuleType("settings_of_the_user")
+HELPERS = [lambda: VALUE]
+
+
+def reads(x):
+    return use(x, VALUE)
+
+
+def in_global(make: Callable[[], Any]) -> Hold:
+    """A way to hold: what is made reads a global."""
+
+    def hold(value):
+        global VALUE
+        VALUE = MODULE.value = OfClass.value = value
+        TABLE["value"] = [value]
+        return make()
+
+    return hold
+
+
+GLOBALS: dict[str, Hold] = {
+    "global": in_global(lambda: reads),
+    "global of a function that is called": in_global(lambda: lambda x: reads(x)),
+    "global container": in_global(lambda: lambda x: use(x, TABLE["value"][0])),
+    "global list of functions": in_global(lambda: lambda x: use(x, HELPERS[0]())),
+    "global in a comprehension": in_global(
+        lambda: lambda x: torch.stack([use(x, VALUE) for _ in "a"]).sum(0)
+    ),
+    "global in a lambda": in_global(lambda: lambda x: (lambda: use(x, VALUE))()),
+}
+
+HOLDERS = FUNCTIONS | CONTAINERS | OBJECTS | GLOBALS
+
+
+# --- Where only streams are looked for: the code of methods, and more ---
 
 
 def method(forward):
@@ -317,18 +354,6 @@ METHODS: dict[str, Hold] = {
 }
 
 
-# --- Globals ---
-
-VALUE = None
-TABLE = {}
-MODULE = types.ModuleType("settings_of_the_user")
-HELPERS = [lambda: VALUE]
-
-
-def reads(x):
-    return use(x, VALUE)
-
-
 class OfGlobal(nn.Module):
     def forward(self, x):
         return use(x, VALUE)
@@ -351,39 +376,6 @@ class OfProperty(nn.Module):
 
     def forward(self, x):
         return use(x, self.value)
-
-
-def in_global(make: Callable[[], Any]) -> Hold:
-    """A way to hold: what is made reads a global."""
-
-    def hold(value):
-        global VALUE
-        VALUE = MODULE.value = OfClass.value = value
-        TABLE["value"] = [value]
-        return make()
-
-    return hold
-
-
-GLOBALS: dict[str, Hold] = {
-    "global": in_global(lambda: reads),
-    "global of a function that is called": in_global(lambda: lambda x: reads(x)),
-    "global container": in_global(lambda: lambda x: use(x, TABLE["value"][0])),
-    "global list of functions": in_global(lambda: lambda x: use(x, HELPERS[0]())),
-    "global in a comprehension": in_global(
-        lambda: lambda x: torch.stack([use(x, VALUE) for _ in "a"]).sum(0)
-    ),
-    "global in a lambda": in_global(lambda: lambda x: (lambda: use(x, VALUE))()),
-    "global of a forward": in_global(OfGlobal),
-    "attribute of a Python module": in_global(OfPythonModule),
-    "global of a function that forward calls": in_global(OfHelper),
-    "global of a property": in_global(OfProperty),
-}
-
-HOLDERS = FUNCTIONS | CONTAINERS | OBJECTS | METHODS | GLOBALS
-
-
-# --- Where only streams are looked for ---
 
 
 class OfClass(nn.Module):
@@ -454,6 +446,12 @@ def unregistered(value):
 
 
 HOLDERS_OF_STREAMS: dict[str, Hold] = {
+    **METHODS,
+    "global of a forward": in_global(OfGlobal),
+    "attribute of a Python module": in_global(OfPythonModule),
+    "global of a function that forward calls": in_global(OfHelper),
+    "global of a property": in_global(OfProperty),
+    "proxy": reading(lambda v: types.MappingProxyType({"v": v}), lambda t: t["v"]),
     "iterator": reading(itertools.repeat, next),
     "map": reading(lambda v: map(lambda _: v, itertools.count()), next),  # noqa: C417
     "generator": reading(endless, next),
