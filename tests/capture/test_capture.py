@@ -76,8 +76,12 @@ def by_vmap(f, w, x):
 TRANSFORMS = {
     "grad": (lambda f, w, x: derivative(f)(w, x), 2, 3),
     "vmap(grad)": (lambda f, w, x: by_vmap(derivative(f), w, x), 2, 3),
-    "jvp": (by_jvp, 1, 1),
-    "jvp(grad)": (lambda f, w, x: by_jvp(derivative(f), w, x), 5, 8),
+    # A jvp alone recomputes nothing.
+    "jvp and jvp(grad)": (
+        lambda f, w, x: (by_jvp(f, w, x), by_jvp(derivative(f), w, x)),
+        1 + 5,
+        1 + 8,
+    ),
     "vmap(grad) in the argument": (
         lambda f, w, x: by_vmap(lambda w, x: derivative(lambda x: f(w, x))(x), w, x),
         2,
