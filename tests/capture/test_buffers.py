@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.changes import Wrapped
 from support.runs import assert_replayed, leaf
 from torch import distributed, nn
 from torch.func import functional_call, grad, vmap
@@ -180,15 +181,6 @@ def test_a_captured_tensor_that_is_no_buffer_is_updated_once():
 
     x = leaf(4, 3)
     assert_replayed(program, sin=(2, 3))
-
-
-class Wrapped(nn.Module):
-    def __init__(self, module, wrap):
-        super().__init__()
-        self.module, self.wrap = module, wrap
-
-    def forward(self, x):
-        return self.wrap(self.module)(x)
 
 
 def test_functional_call_updates_the_buffers_it_was_given():

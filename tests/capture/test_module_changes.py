@@ -52,8 +52,10 @@ def test_a_change_is_seen_by_later_calls_and_not_by_a_recomputation(change, styl
         def run():
             return call(x.to(model.weight.dtype)).sum()
 
+        state = state_of(model)
         for _ in range(2):
             run().backward()
+        assert state_of(model) == state
         assert wrap is plainly or is_remembered(model) or not _trees.IS_ON
         y = run()
         if change in OF_VALUES:

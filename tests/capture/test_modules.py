@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.changes import Wrapped
 from support.runs import assert_replayed, leaf
 from support.transforms import TRANSFORMS
 from torch import nn
@@ -18,17 +19,6 @@ class Sin(nn.Module):
 
 def mlp():
     return nn.Sequential(nn.Linear(4, 8), Sin(), nn.Linear(8, 4))
-
-
-class Wrapped(nn.Module):
-    """Calls a module through `wrap`; its parameters keep their names."""
-
-    def __init__(self, module, wrap):
-        super().__init__()
-        self.module, self.wrap = module, wrap
-
-    def forward(self, *args, **kwargs):
-        return self.wrap(self.module)(*args, **kwargs)
 
 
 def grads(module):
@@ -253,31 +243,6 @@ def test_functional_call_with_one_batched_parameter():
 # --- What modules do in forward --------------------------------------------------
 
 
-class Remembers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = mlp()
-        self.calls, self.norms, self.shape = 0, [], None
-
-    def forward(self, x):
-        self.calls += 1
-        self.shape = x.shape
-        y = self.layer(x)
-        self.activation = y.detach()
-        return y
-
-
-def test_attributes_assigned_in_forward_are_assigned_once():
-    def program(wrap):
-        module, x = Remembers(), torch.randn(2, 4)
-        for _ in range(2):
-            wrap(module)(x).sum().backward()
-        assert (module.calls, module.shape) == (2, (2, 4))
-        return module.activation, grads(module)
-
-    assert_replayed(program, sin=2 * 2)
-
-
 class KeepsIntermediate(nn.Module):
     def __init__(self):
         super().__init__()
@@ -299,16 +264,6 @@ def test_an_attribute_may_hold_an_intermediate_of_the_last_call():
     assert_replayed(program, sin=(3 * 2, 3 * 3))
 
 
-def test_submodules_are_those_of_the_module_again_after_a_call():
-    module = mlp()
-    before = [*module.modules(), *module.parameters(), *module._modules.values()]
-    with count_ops() as ops:
-        remat(module)(torch.randn(2, 4)).sum().backward()
-    after = [*module.modules(), *module.parameters(), *module._modules.values()]
-    assert all(a is b for a, b in zip(before, after, strict=True))
-    assert ops["sin"] == 2
-
-
 # --- Hooks -------------------------------------------------------------------------
 
 
@@ -327,38 +282,38 @@ def test_forward_hooks_run_in_the_forward_and_in_the_recomputation():
     assert calls == ["pre", "post"] * 3
 
 
-def test_backward_hooks_run_once():
+def hook_modules(module, note):
+    for m in module:
+        m.register_full_backward_hook(
+            lambda m, given, computed: note((type(m), given, computed))
+        )
+
+
+def hook_parameters(module, note):
+    for p in module.parameters():
+        p.register_hook(lambda g: note("gradient"))
+        p.register_post_accumulate_grad_hook(lambda p: note(p.grad.clone()))
+
+
+def change_a_gradient(module, note):
+    module[0].weight.register_hook(lambda g: note("changed") or 2 * g)
+
+
+# What is hooked, and how often a hook runs in one backward.
+HOOKS = {
+    "modules": (hook_modules, 3),
+    "parameters": (hook_parameters, 2 * 4),
+    "a gradient that is changed": (change_a_gradient, 1),
+}
+
+
+@pytest.mark.parametrize(("hook", "times"), HOOKS.values(), ids=HOOKS.keys())
+def test_hooks_of_the_backward_run_once(hook, times):
     def program(wrap):
         module, calls = mlp(), []
-        for m in module:
-            m.register_full_backward_hook(
-                lambda m, given, computed: calls.append((type(m), given, computed))
-            )
+        hook(module, calls.append)
         wrap(module)(leaf(2, 4)).sum().backward()
-        assert len(calls) == 3
-        return calls
-
-    assert_replayed(program, sin=2)
-
-
-def test_gradient_hooks_of_parameters_run_once():
-    def program(wrap):
-        module, calls = mlp(), []
-        for p in module.parameters():
-            p.register_hook(lambda g: calls.append("grad"))
-            p.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
-        wrap(module)(torch.randn(2, 4)).sum().backward()
-        assert sorted(calls) == ["accumulated"] * 4 + ["grad"] * 4
-        return grads(module)
-
-    assert_replayed(program, sin=2)
-
-
-def test_a_gradient_hook_changes_the_gradient_once():
-    def program(wrap):
-        module = mlp()
-        module[0].weight.register_hook(lambda g: 2 * g)
-        wrap(module)(torch.randn(2, 4)).sum().backward()
-        return grads(module)
+        assert len(calls) == times
+        return calls, grads(module)
 
     assert_replayed(program, sin=2)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.changes import ODD, Block, Inner, is_remembered
+from support.changes import ODD, Block, Inner, Wrapped, is_remembered
 from support.runs import assert_replayed
 from support.zoo import make
 from torch import nn
@@ -74,7 +74,8 @@ class Counting(Block):
         self.count += 1
         self.first.factor = 0.1 * self.count
         self.first._buffers["scale"] = self.first.scale + 1
-        self.last = super().forward(x)
+        self.shape, self.last = x.shape, super().forward(x)
+        self.activation = self.last.detach()
         return self.last * 2
 
 
@@ -91,7 +92,8 @@ def test_what_is_assigned_in_a_tree_is_assigned_once():
         for _ in range(4):
             y = wrap(model)(leaf()).sum()
             y.backward()
-            states += [model.count, model.first.factor, model.first.scale, model.last]
+            states += [model.count, model.first.factor, model.first.scale]
+            states += [model.shape, model.last, model.activation]
         return states, [p.grad for p in model.parameters()]
 
     assert_replayed(program, exp=2 * 4)
@@ -206,25 +208,16 @@ def test_copies_and_pickles_hold_nothing_of_a_call():
 # --- Other modules and threads -----------------------------------------------------
 
 
-class Holder(nn.Module):
-    def __init__(self, inner, wrap):
-        super().__init__()
-        self.inner, self.wrap = inner, wrap
-
-    def forward(self, x):
-        return self.wrap(self.inner)(x)
-
-
 def test_functional_call_puts_other_tensors_in_a_module_that_is_remembered():
     model, x = Block().double(), leaf()
     call_and_backward(model, times=2)
     params = {
-        f"inner.{name}": (p.detach() + 1).requires_grad_()
+        f"module.{name}": (p.detach() + 1).requires_grad_()
         for name, p in model.named_parameters()
     }
 
     def program(wrap):
-        y = functional_call(Holder(model, wrap), params, (x,)).sum()
+        y = functional_call(Wrapped(model, wrap), params, (x,)).sum()
         return y, torch.autograd.grad(y, [*params.values()])
 
     assert_replayed(program, exp=2)

@@ -15,6 +15,17 @@ def is_remembered(model: nn.Module) -> bool:
     return known is not None and known.tree is not None
 
 
+class Wrapped(nn.Module):
+    """Calls a module through `wrap`; its parameters keep their names."""
+
+    def __init__(self, module, wrap):
+        super().__init__()
+        self.module, self.wrap = module, wrap
+
+    def forward(self, *args, **kwargs):
+        return self.wrap(self.module)(*args, **kwargs)
+
+
 class Part:
     """An object without tensors."""
 
