@@ -45,20 +45,6 @@ def noise_of(x, value):
 # --- Variables of functions ---
 
 
-def by_default(value):
-    def fn(x, value=value):
-        return use(x, value)
-
-    return fn
-
-
-def by_keyword_default(value):
-    def fn(x, *, value=value):
-        return use(x, value)
-
-    return fn
-
-
 def by_wrapper(value):
     def passing(fn):
         @functools.wraps(fn)
@@ -103,9 +89,9 @@ def called(fn):
 FUNCTIONS: dict[str, Hold] = {
     "closure": lambda v: lambda x: use(x, v),
     "closure of a closure": lambda v: lambda x: (lambda: use(x, v))(),
-    "function in a closure": lambda v: called(by_default(v)),
-    "default": by_default,
-    "keyword default": by_keyword_default,
+    "function in a closure": lambda v: called(lambda x, value=v: use(x, value)),
+    "default": lambda v: lambda x, value=v: use(x, value),
+    "keyword default": lambda v: lambda x, *, value=v: use(x, value),
     "partial": lambda v: functools.partial(lambda v, x: use(x, v), v),
     "partial keyword": lambda v: functools.partial(use, value=v),
     "partial of a closure": lambda v: functools.partial(lambda _, x: use(x, v), 1),
@@ -327,17 +313,6 @@ def method(forward):
     return type("Local", (nn.Module,), {"forward": forward})()
 
 
-def of_default(value):
-    return lambda self, x, value=value: use(x, value)
-
-
-def of_keyword(value):
-    def forward(self, x, *, value=value):
-        return use(x, value)
-
-    return forward
-
-
 def decorated(value):
     @functools.wraps(use)
     def forward(self, x):
@@ -346,40 +321,17 @@ def decorated(value):
     return forward
 
 
-METHODS: dict[str, Hold] = {
-    "closure of a method": lambda v: method(lambda self, x: use(x, v)),
-    "default of a method": lambda v: method(of_default(v)),
-    "keyword default of a method": lambda v: method(of_keyword(v)),
-    "wrapper of a method": lambda v: method(decorated(v)),
-}
+class OfClass(nn.Module):
+    value = None
 
-
-class OfGlobal(nn.Module):
     def forward(self, x):
-        return use(x, VALUE)
-
-
-class OfPythonModule(nn.Module):
-    def forward(self, x):
-        return use(x, MODULE.value)
-
-
-class OfHelper(nn.Module):
-    def forward(self, x):
-        return reads(x)
+        return use(x, self.value)
 
 
 class OfProperty(nn.Module):
     @property
     def value(self):
         return VALUE
-
-    def forward(self, x):
-        return use(x, self.value)
-
-
-class OfClass(nn.Module):
-    value = None
 
     def forward(self, x):
         return use(x, self.value)
@@ -446,10 +398,19 @@ def unregistered(value):
 
 
 HOLDERS_OF_STREAMS: dict[str, Hold] = {
-    **METHODS,
-    "global of a forward": in_global(OfGlobal),
-    "attribute of a Python module": in_global(OfPythonModule),
-    "global of a function that forward calls": in_global(OfHelper),
+    "closure of a method": lambda v: method(lambda self, x: use(x, v)),
+    "default of a method": lambda v: method(lambda self, x, value=v: use(x, value)),
+    "keyword default of a method": lambda v: method(
+        lambda self, x, *, value=v: use(x, value)
+    ),
+    "wrapper of a method": lambda v: method(decorated(v)),
+    "global of a forward": in_global(lambda: method(lambda self, x: use(x, VALUE))),
+    "attribute of a Python module": in_global(
+        lambda: method(lambda self, x: use(x, MODULE.value))
+    ),
+    "global of a function that forward calls": in_global(
+        lambda: method(lambda self, x: reads(x))
+    ),
     "global of a property": in_global(OfProperty),
     "proxy": reading(lambda v: types.MappingProxyType({"v": v}), lambda t: t["v"]),
     "iterator": reading(itertools.repeat, next),
