@@ -31,7 +31,7 @@ def failing(evaluation):
     return breaks
 
 
-def assert_works():
+def check_that_calls_work():
     with autocast(), count_ops() as ops:
         remat(lambda x: (x @ x).sin().exp())(leaf(8, 8)).sum().backward()
     assert ops["sin"] == 2
@@ -53,7 +53,7 @@ def test_what_was_cast_is_freed_when_a_call_fails(evaluation):
 
     failed()
     assert live_bytes(failed) == 0
-    assert_works()
+    check_that_calls_work()
 
 
 def test_an_exception_carries_a_note_of_the_function_and_where_it_was_decorated():
@@ -96,7 +96,7 @@ def test_a_recomputation_that_fails_leaves_the_state_alone(surroundings, path):
         with pytest.raises(FailureError, match="boo"):
             run()
         assert state_of_now() == before
-    assert_works()
+    check_that_calls_work()
 
 
 @pytest.mark.parametrize("case", STATES)
@@ -122,7 +122,7 @@ def test_a_forward_that_fails_leaves_the_state_alone_and_gets_no_note(transform)
         transform(remat(breaks))(x)
     assert not hasattr(caught.value, "__notes__")
     assert state_of_now() == before
-    assert_works()
+    check_that_calls_work()
 
 
 @pytest.mark.parametrize("higher_order", [False, True])
