@@ -122,9 +122,6 @@ def add_tensor_to_list_and_hook(m):
 
 def reorder_parameters(m):
     parameters = m.second.linear._parameters
-    for name in "weight", "bias":
-        parameters[name] = parameters.pop(name)
-    assert [*parameters] == ["weight", "bias"]
     parameters["weight"] = parameters.pop("weight")
 
 
@@ -155,7 +152,10 @@ CHANGES = {
     "weight added, with a hook": add_weight_and_hook,
     "buffer replaced": lambda m: setattr(m, "shift", twos()),
     "buffer registered again": lambda m: m.second.register_buffer("scale", twos()),
-    "attribute added": lambda m: setattr(m.part, "extra", 1),
+    "attribute added": lambda m: (
+        setattr(m.part, "extra", 1),
+        setattr(m, "factor", 3000),
+    ),
     "attribute set to a tensor": lambda m: setattr(
         m, "other", m.second.linear.weight[0]
     ),
