@@ -1,11 +1,13 @@
 """Arguments of every layout, in calls one after the other."""
 
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.runs import assert_replayed
 from support.zoo import leaves_of, make
+from torch.utils._pytree import tree_leaves
 
 from remat import remat
 from remat.testing import assert_same, count_ops
@@ -31,15 +33,6 @@ def weigh(*args, **kwargs):
             elif part is not None:
                 total = total + (part * factor).sin().sum()
     return total
-
-
-def gradients(fn, *args, **kwargs):
-    leaves = [
-        t
-        for t in torch.utils._pytree.tree_leaves((args, kwargs))
-        if isinstance(t, torch.Tensor) and t.requires_grad
-    ]
-    return torch.autograd.grad(fn(*args, **kwargs), leaves)
 
 
 def calls():
@@ -80,16 +73,30 @@ def calls():
     ]
 
 
+def counted_gradients(fn, args, kwargs):
+    """The gradients of the leaves among the arguments, and how many products ran."""
+    leaves = [t for t in tree_leaves((args, kwargs)) if is_leaf(t)]
+    with count_ops() as ops:
+        found = torch.autograd.grad(fn(*args, **kwargs), leaves)
+    return found, ops["mul"]
+
+
+def is_leaf(value):
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def assert_recomputed(fn, *args, **kwargs):
+    expected, once = counted_gradients(weigh, args, kwargs)
+    found, twice = counted_gradients(fn, args, kwargs)
+    assert_same(found, expected)
+    assert twice > once, f"{twice} products, and {once} plain"
+
+
 @pytest.mark.parametrize("prune", [False, True])
 def test_calls_in_a_row_that_are_built_otherwise(prune):
     fn = remat(weigh, prune=prune)
     for args, kwargs in calls() + calls()[::-1]:
-        with count_ops() as once:
-            expected = gradients(weigh, *args, **kwargs)
-        with count_ops() as twice:
-            found = gradients(fn, *args, **kwargs)
-        assert twice["mul"] > once["mul"]
-        assert_same(found, expected)
+        assert_recomputed(fn, *args, **kwargs)
 
 
 def test_containers_of_containers_in_another_order():
@@ -97,13 +104,7 @@ def test_containers_of_containers_in_another_order():
     for order in "ab", "ba", "ab":
         w, x = leaves_of(W, X)
         named = {"a": w, "b": x}
-        nested = {"first": {k: named[k] for k in order}, "second": w}
-        with count_ops() as once:
-            expected = gradients(weigh, nested)
-        with count_ops() as twice:
-            found = gradients(fn, nested)
-        assert twice["mul"] > once["mul"]
-        assert_same(found, expected)
+        assert_recomputed(fn, {"first": {k: named[k] for k in order}, "second": w})
 
 
 def grow(params):
@@ -112,53 +113,43 @@ def grow(params):
 
 
 def test_a_container_is_changed_once_and_another_one_is_passed_next():
-    fn = remat(grow)
-    for _ in range(2):
-        (w,) = leaves_of(W)
-        params = {"a": w}
-        with count_ops() as ops:
+    def program(wrap):
+        fn, found = wrap(grow), []
+        for _ in range(2):
+            (w,) = leaves_of(W)
+            params = {"a": w}
             loss = fn(params) + params["c"].square().sum()
-            (found,) = torch.autograd.grad(loss, w)
-        assert [*params] == ["a", "c"]
-        params = {"a": w}
-        loss = grow(params) + params["c"].square().sum()
-        assert_same(found, torch.autograd.grad(loss, w)[0])
-        assert ops["exp"] == 2
+            found += torch.autograd.grad(loss, w)
+            assert [*params] == ["a", "c"]
+        return found
+
+    assert_replayed(program, exp=2 * 2)
 
 
 def test_threads_that_call_one_function_on_other_layouts():
-    fn, failures = remat(weigh), []
+    fn = remat(weigh)
 
     def repeat(call):
         args, kwargs = call
-        with count_ops() as once:
-            expected = gradients(weigh, *args, **kwargs)
         for _ in range(50):
-            with count_ops() as twice:
-                found = gradients(fn, *args, **kwargs)
-            same = all(map(torch.equal, found, expected))
-            if not same or twice["mul"] <= once["mul"]:
-                failures.append(call)
+            assert_recomputed(fn, *args, **kwargs)
 
-    threads = [threading.Thread(target=repeat, args=(call,)) for call in calls()[:6]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(6) as pool:
+        assert [*pool.map(repeat, calls()[:6])] == [None] * 6
+
+
+class Key:
+    pass
 
 
 def test_keys_that_are_no_names_are_not_held():
-    class Key:
-        pass
-
     key = Key()
     alive = weakref.ref(key)
-    (w,) = leaves_of(W)
-    with count_ops() as once:
-        gradients(weigh, {key: w})
-    with count_ops() as twice:
-        gradients(remat(weigh), {key: w})
-    assert twice["mul"] > once["mul"]
+    assert_recomputed(remat(weigh), {key: leaves_of(W)[0]})
     del key
     assert alive() is None
+
+
+def test_the_comparison_fails_on_an_identity():
+    with pytest.raises(AssertionError, match="3 products, and 3 plain"):
+        assert_recomputed(weigh, *leaves_of(W))

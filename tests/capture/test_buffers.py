@@ -1,9 +1,9 @@
 """Buffers that a function updates in place are updated once, as in plain."""
 
-import copy
-
 import pytest
 import torch
+from support.changes import Wrapped
+from support.runs import assert_replayed, leaf
 from torch import distributed, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, spectral_norm
@@ -61,114 +61,89 @@ MODULES = {
         nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3)
     ),
 }
-modules = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES.keys())
 
 
-def twins(make):
-    plain = nn.Sequential(make(), Sines())
-    return plain, copy.deepcopy(plain)
+def with_sines(make):
+    return nn.Sequential(make(), Sines())
 
 
 def buffers(module):
     return {name: b.clone() for name, b in module.named_buffers()}
 
 
-def gradients(module, x):
-    return x.grad, {n: p.grad for n, p in module.named_parameters()}
+# --- Steps, after each of which the buffers are as in plain ------------------------
 
 
-def check_updates(plain, module, step):
-    """Assert that three steps leave the same buffers and gradients, and recompute."""
-    x = torch.randn(4, 3)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    sines = []
-    for _ in range(3):
-        with count_ops() as ops:
-            step(plain, a)
-        with count_ops() as more:
-            step(remat(module), b)
-        assert_same(buffers(module), buffers(plain))
-        assert_same(gradients(module, b), gradients(plain, a))
-        sines.append(more["sin"] - ops["sin"])
-    assert min(sines) > 0
-    return a.grad
+def one_backward(call, x):
+    call(x).pow(3).sum().backward()
 
 
-@modules
-def test_buffers_are_updated_once(make):
-    def step(call, x):
-        call(x).pow(3).sum().backward()
-
-    g = check_updates(*twins(make), step)
-    assert g.abs().max() > 0
+def two_backwards(call, x):
+    y = call(x).pow(3).sum()
+    y.backward(retain_graph=True)
+    y.backward()
 
 
-@modules
-def test_buffers_are_updated_when_the_forward_has_run(make):
-    plain, module = twins(make)
-    x = torch.randn(4, 3, requires_grad=True)
-    plain(x)
-    with count_ops() as ops:
-        y = remat(module)(x)
-        assert_same(buffers(module), buffers(plain))
-        y.sum().backward()
-    assert_same(buffers(module), buffers(plain))
-    assert ops["sin"] == 2 + 1
+def two_calls(call, x):
+    y, z = call(x), call(x)
+    (2 * y.pow(3).sum() + z.pow(2).sum()).backward()
 
 
-@modules
-def test_two_backwards_of_one_call(make):
-    def step(call, x):
-        y = call(x).pow(3).sum()
-        y.backward(retain_graph=True)
-        y.backward()
-
-    check_updates(*twins(make), step)
+def second_derivative(call, x):
+    (g,) = torch.autograd.grad(call(x).pow(3).sum(), x, create_graph=True)
+    g.pow(2).sum().backward()
 
 
-@modules
-def test_two_calls_before_either_backward(make):
-    def step(call, x):
-        y, z = call(x), call(x)
-        (2 * y.pow(3).sum() + z.pow(2).sum()).backward()
+# A step, and how many sines it takes, plain and rematerialized.
+STEPS = {
+    "one backward": (one_backward, 2, 3),
+    "two backwards": (two_backwards, 2, 4),
+    "two calls before a backward": (two_calls, 4, 6),
+    "second derivative": (second_derivative, 4, 6),
+}
 
-    check_updates(*twins(make), step)
+
+@pytest.mark.parametrize(("step", "plain", "sines"), STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES.keys())
+def test_buffers_are_updated_once_when_the_forward_runs(make, step, plain, sines):
+    def program(wrap):
+        module, states = with_sines(make), []
+
+        def call(x):
+            y = wrap(module)(x)
+            states.append(buffers(module))
+            return y
+
+        for _ in range(3):
+            step(call, x)
+            states.append(buffers(module))
+        found = {name: p.grad for name, p in module.named_parameters()}
+        of_x, x.grad = x.grad, None
+        assert of_x.abs().max() > 0
+        return states, found, of_x
+
+    x = leaf(4, 3)
+    assert_replayed(program, sin=(3 * plain, 3 * sines))
 
 
-@modules
-def test_a_second_derivative(make):
-    def step(call, x):
-        (g,) = torch.autograd.grad(call(x).pow(3).sum(), x, create_graph=True)
-        g.pow(2).sum().backward()
-
-    plain, module = twins(make)
-    x = torch.randn(4, 3)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    with count_ops() as ops:
-        step(plain, a)
-    with count_ops() as more:
-        step(remat(module), b)
-    assert more["sin"] > ops["sin"]
-    assert_same(buffers(module), buffers(plain))
-    assert_same(gradients(module, b), gradients(plain, a))
+# --- The counter -------------------------------------------------------------------
 
 
 def test_a_recomputation_starts_from_the_buffers_of_its_forward():
-    plain, module = twins(Counter)
-    x = torch.randn(4, 3, requires_grad=True)
-    (want,) = torch.autograd.grad(plain(x).sum(), x)
-    y = remat(module)(x)
-    remat(module)(2 * x.detach())
-    with count_ops() as ops:
-        (got,) = torch.autograd.grad(y.sum(), x)
-    assert ops["sin"] == 1
-    assert_same(got, want)
+    def program(wrap):
+        module = with_sines(Counter)
+        y = wrap(module)(x).sum()
+        wrap(module)(2 * x.detach())
+        return torch.autograd.grad(y, x), buffers(module)
+
+    x = leaf(4, 3)
+    assert_replayed(program, sin=(4, 5))
 
 
 def test_a_backward_leaves_the_buffers_alone():
     counter = Counter()
     with count_ops() as ops:
-        y = remat(counter)(torch.randn(4, 3, requires_grad=True)).sum()
+        y = remat(counter)(leaf(4, 3)).sum()
         before = {n: (b, b._version) for n, b in counter.named_buffers()}
         y.backward(retain_graph=True)
         y.backward()
@@ -180,76 +155,62 @@ def test_a_backward_leaves_the_buffers_alone():
         assert after[name][1] == version, name
 
 
-def test_a_captured_tensor_that_is_no_buffer_is_updated_once():
-    module = nn.BatchNorm1d(3)
-    mean, var = torch.zeros(3), torch.ones(3)
-
-    def fn(x):
-        return nn.functional.batch_norm(x, mean, var, training=True).sin().sin()
-
-    x = torch.randn(4, 3, requires_grad=True)
-    module(x)
-    with count_ops() as ops:
-        remat(fn)(x).sum().backward()
-    assert ops["sin"] == 2 + 1
-    assert_same([mean, var], [module.running_mean, module.running_var])
-
-
 def test_nothing_is_recomputed_and_buffers_are_updated_in_no_grad():
-    plain, module = twins(Counter)
-    x = torch.randn(4, 3, requires_grad=True)
-    with torch.no_grad():
-        assert_same(remat(module)(x), plain(x))
-    assert_same(buffers(module), buffers(plain))
-    with count_ops() as ops:
-        remat(module)(x).sum().backward()
-    assert ops["sin"] == 2 + 1
+    def program(wrap):
+        module = with_sines(Counter)
+        with torch.no_grad():
+            y = wrap(module)(x)
+        states = buffers(module)
+        return y, states, torch.autograd.grad(wrap(module)(x).sum(), x)
+
+    x = leaf(4, 3)
+    assert_replayed(program, sin=(2 + 2, 2 + 3))
+
+
+# --- Other ways to hold buffers ----------------------------------------------------
+
+
+def test_a_captured_tensor_that_is_no_buffer_is_updated_once():
+    def program(wrap):
+        mean, var = torch.zeros(3), torch.ones(3)
+
+        def fn(x):
+            return nn.functional.batch_norm(x, mean, var, training=True).sin().sin()
+
+        return torch.autograd.grad(wrap(fn)(x).pow(2).sum(), x), mean, var
+
+    x = leaf(4, 3)
+    assert_replayed(program, sin=(2, 3))
 
 
 def test_functional_call_updates_the_buffers_it_was_given():
-    plain, module = twins(lambda: nn.BatchNorm1d(3))
-    wrapped = Wrapped(module)
-    x = torch.randn(4, 3)
-
-    def run(module):
+    def program(wrap):
+        module = Wrapped(with_sines(lambda: nn.BatchNorm1d(3)), wrap)
         params = {k: p.detach() for k, p in module.named_parameters()}
         given = buffers(module)
 
         def loss(params, given):
             return functional_call(module, {**params, **given}, (x,)).pow(3).sum()
 
-        return list(grad(loss)(params, given).values()), list(given.values())
+        found = grad(loss)(params, given)
+        assert given["module.0.num_batches_tracked"] == 1
+        assert module.module[0].num_batches_tracked == 0
+        return found, given
 
-    want = run(plain)
-    with count_ops() as ops:
-        got = run(wrapped)
-    assert ops["sin"] == 2 * 2
-    assert_same(got, want)
-    assert got[1][-1] == 1
-    assert module[0].num_batches_tracked == 0
-
-
-class Wrapped(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        return remat(self.module)(x)
+    x = torch.randn(4, 3)
+    assert_replayed(program, sin=2 * 2)
 
 
 def test_batched_statistics_are_used_and_not_updated_in_eval():
-    bn = nn.BatchNorm1d(3).eval()
-    xs = torch.randn(2, 4, 3)
-    want = vmap(grad(lambda x: bn(x).sin().sum()))(xs)
-    with count_ops() as ops:
-        got = vmap(grad(remat(lambda x: bn(x).sin().sum())))(xs)
-    assert_same(got, want)
-    assert ops["sin"] == 2
+    def program(wrap):
+        return vmap(grad(wrap(lambda x: norm(x).sin().sum())))(xs), buffers(norm)
+
+    norm, xs = nn.BatchNorm1d(3).eval(), torch.randn(2, 4, 3)
+    assert_replayed(program, sin=2)
 
 
 def test_synchronized_batch_norm_is_refused_where_torch_refuses_it():
-    x, norm = torch.randn(4, 3, requires_grad=True), nn.SyncBatchNorm(3)
+    x, norm = leaf(4, 3), nn.SyncBatchNorm(3)
     before = buffers(norm)
     distributed.init_process_group(
         "gloo", store=distributed.HashStore(), rank=0, world_size=1

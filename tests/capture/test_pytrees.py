@@ -1,34 +1,19 @@
 """Arguments and results are pytrees; what is no tensor passes through."""
 
 import dataclasses
-from collections import OrderedDict, defaultdict
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from support.holders import PYTREES, attributes
+from support.runs import assert_replayed, leaf
 from support.zoo import Evaluations
 from torch.utils import _pytree
 
 from remat import MutationError, remat
 from remat.testing import assert_same, assert_same_gradients, count_ops
-
-
-class Point(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclasses.dataclass
-class Pair:
-    left: Any
-    right: Any
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FrozenPair:
-    left: Any
-    right: Any
 
 
 @dataclasses.dataclass
@@ -58,28 +43,10 @@ _pytree.register_pytree_node(
 )
 
 
-def attributes(tree):
-    return tree.left, tree.right
-
-
 # How to put two tensors in, and how to get them out.
-CONTAINERS = {
-    "dict": (lambda a, b: {"a": a, "b": b}, lambda t: (t["a"], t["b"])),
-    "dict in unsorted order": (lambda a, b: {"z": a, "b": b}, lambda t: t.values()),
-    "dict with mixed keys": (lambda a, b: {1: a, "b": b}, lambda t: (t[1], t["b"])),
-    "list": (lambda a, b: [a, b], tuple),
-    "tuple": (lambda a, b: (a, b), tuple),
-    "namedtuple": (Point, tuple),
-    "OrderedDict": (lambda a, b: OrderedDict(z=a, b=b), lambda t: t.values()),
-    "defaultdict": (lambda a, b: defaultdict(list, z=a, b=b), lambda t: t.values()),
-    "dataclass": (Pair, attributes),
-    "frozen dataclass": (FrozenPair, attributes),
+CONTAINERS = PYTREES | {
     "dataclass with its own init": (lambda a, b: Checked((a, b)), attributes),
     "known to torch only": (lambda a, b: KnownToTorch(a, b, "hi"), attributes),
-    "nested": (
-        lambda a, b: {"p": [Point((a,), None), ()], "q": Pair({"r": b}, "text")},
-        lambda t: (t["p"][0].x[0], t["q"].left["r"]),
-    ),
 }
 containers = pytest.mark.parametrize(
     ("put", "get"), CONTAINERS.values(), ids=CONTAINERS.keys()
@@ -96,11 +63,7 @@ def check(fn, *args, **kwargs):
     assert ops["sin"] == 1 + 2
 
 
-def leaf(*shape, **options):
-    return torch.randn(*shape, requires_grad=True, **options)
-
-
-# --- Arguments -------------------------------------------------------------------
+# --- Containers --------------------------------------------------------------------
 
 
 @containers
@@ -124,10 +87,9 @@ def test_a_container_is_a_keyword_argument(put, get):
 @containers
 def test_the_function_sees_containers_of_the_same_type(put, get):
     seen = Evaluations()
-    note = seen.note
 
     def fn(tree):
-        note(type(tree))
+        seen.note(type(tree))
         return get(tree).__class__, sum(get(tree)).sin().exp()
 
     tree = put(leaf(3), leaf(3))
@@ -135,24 +97,115 @@ def test_the_function_sees_containers_of_the_same_type(put, get):
     assert [*seen] == [type(tree)] * 2
 
 
+@containers
+def test_a_container_is_the_result(put, get):
+    check(lambda x: put(x.sin().exp(), x * 2), leaf(3))
+    assert type(remat(lambda x: put(x.sin().exp(), x))(leaf(3))) is type(
+        put(leaf(1), leaf(1))
+    )
+
+
 def test_the_order_of_a_dict_is_kept():
     orders = Evaluations()
-    note = orders.note
 
     def fn(tree):
-        note(list(tree))
+        orders.note(list(tree))
         return (tree["z"] * tree["a"]).sin().exp()
 
     check(fn, {"z": leaf(3), "a": leaf(3)})
     assert [*orders] == [["z", "a"]] * 3
 
 
+# --- Tensors of every kind ---------------------------------------------------------
+
+
+def of_dtype(dtype):
+    return leaf(3).detach().to(dtype).requires_grad_()
+
+
+def integers(dtype):
+    return torch.tensor([2, 0, 0, 1], dtype=dtype)
+
+
+def wave(x):
+    return x.sin().exp() * x
+
+
+def weighted(x, w):
+    return x.sin().exp() * w
+
+
+def indexed(x, i):
+    return x.sin().exp()[i.long()] * i
+
+
+def masked(x, mask):
+    return torch.where(mask, x.sin().exp(), x)
+
+
+def branching(x, square):
+    return x.sin().exp() ** 2 if square else x.sin().exp()
+
+
+def of_complex(z, w):
+    return z.sin().exp() * z.conj() * w, (z * w).abs()
+
+
+def of_three_views(x):
+    y = x.sin().exp()
+    return y[0], y[1:], y.view(-1)
+
+
+SHARED = leaf(3)
+CALLS = {
+    "a flag that is on": partial(check, branching, leaf(3), True),
+    "a flag that is off": partial(check, branching, leaf(3), False),
+    "no grad": partial(check, weighted, leaf(3), torch.randn(3)),
+    "grad of a keyword only": partial(
+        check, lambda c, *, x: weighted(x, c), torch.randn(3), x=leaf(3)
+    ),
+    "int64": partial(check, indexed, leaf(3), integers(torch.int64)),
+    "int32": partial(check, indexed, leaf(3), integers(torch.int32)),
+    "uint8": partial(check, indexed, leaf(3), integers(torch.uint8)),
+    "bool": partial(check, masked, leaf(3), torch.tensor([True, False, True])),
+    "complex": partial(
+        check, of_complex, of_dtype(torch.cfloat), of_dtype(torch.cfloat)
+    ),
+    "float64": partial(check, wave, of_dtype(torch.float64)),
+    "bfloat16": partial(check, wave, of_dtype(torch.bfloat16)),
+    "float16": partial(check, wave, of_dtype(torch.float16)),
+    "no dimension": partial(check, wave, torch.tensor(0.5, requires_grad=True)),
+    "size zero": partial(
+        check, lambda x, y: (x.sin().exp(), y * 2), leaf(0, 3), leaf(3)
+    ),
+    "passed twice": partial(check, weighted, SHARED, SHARED),
+    "passed twice, nested": partial(
+        check, lambda a, *, b: weighted(a, b["k"][0]), SHARED, b={"k": [SHARED]}
+    ),
+    "result of size zero": partial(
+        check, lambda x: (x.sin().exp(), x[:0] * 2, x.detach()[:0]), leaf(3)
+    ),
+    "result that is a Python number": partial(
+        check, lambda x: (x.sin().exp(), x.detach().sum().item(), x.shape[0]), leaf(3)
+    ),
+    "result that is an input": partial(check, lambda x: (x, x.sin().exp()), leaf(3)),
+    "results that are views of one value": partial(check, of_three_views, leaf(2, 3)),
+}
+
+
+@pytest.mark.parametrize("check_call", CALLS.values(), ids=CALLS.keys())
+def test_arguments_and_results_of_every_kind(check_call):
+    check_call()
+
+
+# --- Arguments -------------------------------------------------------------------
+
+
 def test_what_is_no_tensor_passes_through_in_both_runs():
     seen = Evaluations()
-    note = seen.note
 
     def fn(x, none, text, number, flag, dtype, *rest, axis, **options):
-        note((none, text, number, flag, dtype, rest, axis, options))
+        seen.note((none, text, number, flag, dtype, rest, axis, options))
         return (x.to(dtype) ** number).sin().exp().sum(axis)
 
     check(fn, leaf(2, 3), None, "mean", 2, True, torch.float64, (), [1j], axis=1, k=...)
@@ -162,95 +215,35 @@ def test_what_is_no_tensor_passes_through_in_both_runs():
     assert all(s[3] is True for s in seen)
 
 
-@pytest.mark.parametrize("flag", [True, False], ids=["on", "off"])
-def test_a_flag_decides_the_branch(flag):
-    check(
-        lambda x, square: x.sin().exp() ** 2 if square else x.sin().exp(), leaf(3), flag
-    )
-
-
 def test_an_object_that_is_no_pytree_is_passed_as_it_is():
     class Opaque: ...
 
-    token = Opaque()
-    seen = Evaluations()
-    note = seen.note
+    token, seen = Opaque(), Evaluations()
 
     def fn(x, token):
-        note(token)
+        seen.note(token)
         return x.sin().exp()
 
     check(fn, leaf(3), token)
     assert [*seen] == [token] * 3
 
 
-def test_a_tensor_that_needs_no_grad_gets_none():
-    check(lambda x, c: x.sin().exp() * c, leaf(3), torch.randn(3))
-
-
-def test_only_a_keyword_needs_grad():
-    check(lambda c, *, x: x.sin().exp() * c, torch.randn(3), x=leaf(3))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
-def test_integer_tensors_are_arguments(dtype):
-    index = torch.tensor([2, 0, 0, 1], dtype=dtype)
-    check(lambda x, i: x.sin().exp()[i.long()] * i, leaf(3), index)
-
-
-def test_boolean_tensors_are_arguments():
-    mask = torch.tensor([True, False, True])
-    check(lambda x, mask: torch.where(mask, x.sin().exp(), x), leaf(3), mask)
-
-
-def test_complex_tensors_are_differentiated():
-    def fn(z, w):
-        return z.sin().exp() * z.conj() * w, (z * w).abs()
-
-    check(fn, leaf(3, dtype=torch.complex64), leaf(3, dtype=torch.complex64))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_float_dtypes_are_differentiated(dtype):
-    check(lambda x: x.sin().exp() * x, leaf(3, dtype=dtype))
-
-
-def test_zero_size_tensors_are_differentiated():
-    check(lambda x, y: (x.sin().exp(), y * 2), leaf(0, 3), leaf(3))
-
-
-def test_a_scalar_tensor_is_an_argument():
-    check(lambda x: x.sin().exp() * 3, leaf(()))
-
-
-def test_one_tensor_passed_twice_gets_the_sum():
-    x = leaf(3)
-    check(lambda a, b: a.sin().exp() * b, x, x)
-    check(lambda a, *, b: a.sin().exp() * b["k"][0], x, b={"k": [x]})
-
-
 def test_the_graph_of_an_argument_continues_beyond_the_call():
     x, w = leaf(3), leaf(3)
 
-    def outer(call):
-        return call({"h": (x * w).exp()}).cos() * x
+    def program(wrap):
+        call = wrap(lambda tree: tree["h"].sin().exp())
+        y = call({"h": (x * w).exp()}).cos() * x
+        return torch.autograd.grad(y.sum(), (x, w))
 
-    def fn(tree):
-        return tree["h"].sin().exp()
-
-    want = torch.autograd.grad(outer(fn).sum(), (x, w))
-    with count_ops() as ops:
-        got = torch.autograd.grad(outer(remat(fn)).sum(), (x, w))
-    assert_same(got, want)
-    assert ops["sin"] == 2 + 1  # and the derivative of the cosine
+    assert_replayed(program, sin=(2, 3))  # one is the derivative of the cosine
 
 
 def test_arguments_are_the_same_objects_in_the_forward_and_leaves_in_both_runs():
     calls = Evaluations()
-    note = calls.note
 
     def fn(t):
-        note([id(x) for x in t["a"]])
+        calls.note([id(x) for x in t["a"]])
         return (t["a"][0] * t["a"][1]).sin().exp()
 
     constant, differentiated = torch.randn(3), leaf(3)
@@ -265,58 +258,41 @@ def test_arguments_are_the_same_objects_in_the_forward_and_leaves_in_both_runs()
 # --- Results ---------------------------------------------------------------------
 
 
-@containers
-def test_a_container_is_the_result(put, get):
-    check(lambda x: put(x.sin().exp(), x * 2), leaf(3))
-    assert type(remat(lambda x: put(x.sin().exp(), x))(leaf(3))) is type(
-        put(leaf(1), leaf(1))
-    )
-
-
 def test_leaves_that_are_no_tensors_are_returned():
+    static = {"n": None, "s": "text", "k": [1, True, 2.5, 1j, ...]}
+
     def fn(x):
-        return {
-            "y": x.sin().exp(),
-            "n": None,
-            "s": "text",
-            "k": [1, True, 2.5, 1j, ...],
-        }
+        return {"y": x.sin().exp()} | static
 
     check(fn, leaf(3))
     out = remat(fn)(leaf(3))
-    assert (out["n"], out["s"], out["k"]) == (None, "text", [1, True, 2.5, 1j, ...])
+    assert {k: out[k] for k in static} == static
     assert out["k"][1] is True
 
 
 def test_an_object_that_is_no_pytree_is_returned_as_it_is():
     token = MappingProxyType({})
-    x = leaf(3)
-    y, out = remat(lambda x: (x.sin().exp(), token))(x)
+    y, out = remat(lambda x: (x.sin().exp(), token))(leaf(3))
     assert out is token
     with count_ops() as ops:
         y.sum().backward()
     assert ops["sin"] == 1
 
 
-def test_a_python_scalar_computed_inside_is_returned():
-    check(lambda x: (x.sin().exp(), x.detach().sum().item(), x.shape[0]), leaf(3))
+def test_what_a_function_without_a_result_keeps_has_its_graph():
+    def program(wrap):
+        kept = []
 
+        def fn(x):
+            kept.append(x.sin().exp())
 
-def test_a_result_of_none_is_none():
-    calls = Evaluations()
-    note, x = calls.note, leaf(3)
-    kept = []
+        assert wrap(fn)(x) is None
+        found = torch.autograd.grad(kept[0].sum(), x)
+        assert len(kept) == 1
+        return found
 
-    def fn(x):
-        note(None)
-        kept.append(x.sin().exp())
-
-    assert remat(fn)(x) is None
-    assert len(calls) == 1
-    kept[0].sum().backward()  # what the function kept has its graph
-    assert len(calls) == 2
-    assert_same(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
-    assert len(kept) == 1
+    x = leaf(3)
+    assert_replayed(program, evaluations=2, sin=2)
 
 
 @pytest.mark.parametrize(
@@ -351,10 +327,6 @@ def test_no_output_needs_grad():
     assert ops["sin"] == 2  # and none is taken again, for there is no graph
 
 
-def test_zero_size_outputs_need_grad_as_in_plain():
-    check(lambda x: (x.sin().exp(), x[:0] * 2, x.detach()[:0]), leaf(3))
-
-
 def test_an_input_returned_as_it_is_is_that_tensor():
     x, tree = leaf(3), {"w": torch.randn(3), "h": leaf(3) * 2}
 
@@ -365,17 +337,19 @@ def test_an_input_returned_as_it_is_is_that_tensor():
     assert a is x
     assert b is tree["w"]
     assert rest["h"] is tree["h"]
-    check(lambda x: (x, x.sin().exp()), x)
+    with count_ops() as ops:
+        rest["y"].sum().backward()
+    assert ops["sin"] == 1
 
 
 def test_a_captured_tensor_returned_as_it_is_is_that_tensor():
+    def program(wrap):
+        out, y = wrap(lambda x: (w, (x * w).sin().exp()))(x)
+        assert out is w
+        return torch.autograd.grad(y.sum(), w)
+
     w, x = leaf(3), leaf(3)
-    out, y = remat(lambda x: (w, (x * w).sin().exp()))(x)
-    assert out is w
-    with count_ops() as ops:
-        y.sum().backward()
-    assert ops["sin"] == 1
-    assert_same(w.grad, torch.autograd.grad((x * w).sin().exp().sum(), w)[0])
+    assert_replayed(program, sin=2)
 
 
 def test_the_same_tensor_twice_stays_the_same_twice():
@@ -395,10 +369,9 @@ VIEWS = {
     "expand": lambda x: x[:, :1].expand(2, 5),
     "view of a view": lambda x: x[1].view(1, -1)[:, :2],
 }
-views = pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 
 
-@views
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_a_view_of_an_input_keeps_values_gradients_and_memory(view):
     check(lambda x: (x.sin().exp(), view(x)), leaf(2, 4))
     x = leaf(2, 4)
@@ -411,8 +384,8 @@ def test_a_view_of_an_input_keeps_values_gradients_and_memory(view):
     assert torch.equal(out, torch.full_like(want, 7))
 
 
-@pytest.mark.parametrize("view", [VIEWS[k] for k in VIEWS if k != "expand"])
-def test_a_view_of_an_input_may_be_changed_in_place(view):
+@pytest.mark.parametrize("name", [name for name in VIEWS if name != "expand"])
+def test_a_view_of_an_input_may_be_changed_in_place(name):
     """Unless the input is to be recomputed from: plain code would not notice."""
 
     def changed(fn, alone):
@@ -424,7 +397,7 @@ def test_a_view_of_an_input_may_be_changed_in_place(view):
         return torch.autograd.grad(loss, x)
 
     def fn(x):
-        return view(x), x.exp().sin().exp()
+        return VIEWS[name](x), x.exp().sin().exp()
 
     assert_same(changed(remat(fn), alone=True), changed(fn, alone=True))
     with pytest.raises(MutationError, match="`x` was changed in place"):
@@ -438,11 +411,3 @@ def test_a_detached_view_of_an_input_shares_its_memory():
     with count_ops() as ops:
         y.sum().backward()
     assert ops["sin"] == 1
-
-
-def test_two_views_of_one_intermediate_are_two_outputs():
-    def fn(x):
-        y = x.sin().exp()
-        return y[0], y[1:], y.view(-1)
-
-    check(fn, leaf(2, 3))

@@ -1,0 +1,172 @@
+"""A recomputation happens under the TorchFunctionModes of its forward."""
+
+import pytest
+import torch
+from support.runs import assert_replayed, leaf
+from support.zoo import Evaluations
+from torch.func import grad, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat import remat
+from remat.testing import count_ops
+
+
+class CosForSin(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        func = {torch.Tensor.sin: torch.Tensor.cos}.get(func, func)
+        return func(*args, **(kwargs or {}))
+
+
+class Scaled(TorchFunctionMode):
+    """Multiplies sines by a tensor of its own, and counts them."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.sin:
+            self.count += 1
+            return out * (self.scale * self.count)
+        return out
+
+
+def two_sines(x):
+    return x.sin().exp().sin().exp()
+
+
+def in_the_forward(fn, x):
+    with CosForSin():
+        y = fn(x).sum()
+    return torch.autograd.grad(y, x)
+
+
+def in_the_backward(fn, x):
+    y = fn(x).sum()
+    with CosForSin():
+        return torch.autograd.grad(y, x)
+
+
+def in_both(fn, x):
+    with CosForSin():
+        return torch.autograd.grad(fn(x).sum(), x)
+
+
+# Two in the forward, two in the recomputation; the derivative uses the other.
+PLACES = {
+    "forward": (in_the_forward, {"cos": 4, "sin": 2}),
+    "backward": (in_the_backward, {"cos": 2, "sin": 4}),
+    "both": (in_both, {"cos": 4, "sin": 2}),
+}
+
+
+@pytest.mark.parametrize(("step", "counts"), PLACES.values(), ids=PLACES.keys())
+def test_a_function_mode_is_that_of_the_forward(step, counts):
+    x = leaf()
+    assert_replayed(lambda wrap: step(wrap(two_sines), x), **counts)
+
+
+def test_modes_are_restored_in_their_order():
+    x, seen = leaf(), Evaluations()
+
+    class Named(TorchFunctionMode):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.sin:
+                seen.note(self.name)
+            return func(*args, **(kwargs or {}))
+
+    with Named("outer"), torch.device("cpu"), Named("inner"):
+        y = remat(lambda x: x.sin().exp())(x)
+    with Named("other"):
+        y.sum().backward()
+        x.sin()
+    assert [*seen] == ["inner", "outer", "inner", "outer", "other"]
+
+
+def test_a_mode_entered_inside_the_function_is_entered_again():
+    def fn(x):
+        with CosForSin():
+            return two_sines(x)
+
+    x = leaf()
+    assert_replayed(lambda wrap: in_both(wrap(fn), x), cos=4)
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["backward outside", "inside"])
+def test_a_tensor_of_a_mode_is_an_input(outside):
+    def program(wrap):
+        scale = torch.tensor(3.0, requires_grad=True)
+        with Scaled(scale) as mode:
+            y = wrap(two_sines)(x).sum()
+            inside = None if outside else torch.autograd.grad(y, (x, scale))
+        return inside or torch.autograd.grad(y, (x, scale)), mode.count
+
+    x = leaf()
+    assert_replayed(program, sin=4)
+
+
+def test_the_state_of_a_mode_is_that_of_its_call():
+    def program(wrap):
+        with Scaled(torch.tensor(3.0)) as mode:
+            first, second = wrap(two_sines)(x), wrap(two_sines)(x)
+        assert mode.count == 4
+        return [torch.autograd.grad(y.sum(), x) for y in (second, first)]
+
+    x = leaf()
+    assert_replayed(program, sin=8)
+
+
+def test_a_tensor_of_a_mode_may_be_batched_and_differentiated():
+    def program(wrap):
+        def loss(x, scale):
+            with Scaled(scale):
+                return wrap(two_sines)(x).sum()
+
+        return vmap(grad(loss, argnums=(0, 1)))(xs, scales)
+
+    xs, scales = torch.randn(3, 64), torch.tensor([1.0, 2.0, 3.0])
+    assert_replayed(program, sin=4)
+
+
+def test_a_device_does_not_reach_the_surroundings_of_a_recomputation():
+    x, devices = leaf(3), []
+
+    def note_device(_):
+        devices.append(torch.empty(()).device.type)
+
+    with torch.device("meta"):
+        y = remat(lambda x: x.sin().sin())(x * 1)
+    y.register_hook(note_device)
+    x.register_hook(note_device)
+    with count_ops() as ops:
+        y.sum().backward()
+    assert devices == ["cpu", "cpu"]
+    assert ops["sin"] == 1
+
+
+def test_a_dispatch_mode_is_that_of_the_backward():
+    """Such a mode observes what runs, and it is now that it runs."""
+    x, seen = leaf(), []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    fn = remat(lambda x: x.sin().exp())
+    with Log():
+        y = fn(x)
+    forward = seen.count("aten.sin.default")
+    y.sum().backward()
+    assert (forward, seen.count("aten.sin.default")) == (1, 1)
+    y = fn(x)
+    with Log():
+        y.sum().backward()
+    assert seen.count("aten.sin.default") == 2

@@ -1,0 +1,407 @@
+"""Draws from the global streams of torch, Python and NumPy are replayed."""
+
+import gc
+import itertools
+import random
+import sys
+import types
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.runs import assert_replayed, gradients, leaf, seed_streams, states
+from torch import nn
+from torch.func import grad, grad_and_value, vjp, vmap
+
+from remat import RandomnessError, remat
+from remat._ambient import streams as _streams
+from remat._torch import process as _process
+from remat._transform.saved import Saved
+from remat.testing import assert_same, count_ops, live_bytes
+
+
+def noisy(x):
+    return nn.functional.dropout(x, 0.5).sin().square().sum()
+
+
+def draw_python(x):
+    return ((x * random.random()).sin() * random.gauss(0, 1)).exp()
+
+
+def draw_numpy(x):
+    return ((x * torch.from_numpy(np.random.rand(64))).sin() * np.random.randn()).exp()
+
+
+def draw_all(x):
+    return draw_python(x) * np.random.randn() * torch.randn(())
+
+
+OF_TORCH = {
+    "noisy": noisy,
+    "dropout": lambda x: nn.functional.dropout(x, 0.5).sin(),
+    "rand": lambda x: (x * torch.rand(64)).sin(),
+    "randn_like": lambda x: (x * torch.randn_like(x)).sin(),
+    "bernoulli": lambda x: (x * torch.full((64,), 0.5).bernoulli()).sin(),
+    "in place": lambda x: (x * torch.empty(64).normal_()).sin(),
+    "permutation": lambda x: x.sin() * torch.arange(64.0)[torch.randperm(64)],
+    "several": lambda x: (x * torch.rand(64) + torch.randn(64)).sin() * torch.rand(1),
+}
+OF_THE_HOST = {
+    "random": draw_python,
+    "shuffle": lambda x: x.sin() * torch.tensor(random.sample(range(64), 64)),
+    "numpy": draw_numpy,
+    "numpy permutation": lambda x: x.sin() * torch.tensor(np.random.permutation(64)),
+    "second normal of a pair": lambda x: (x.sin() * np.random.randn()).exp(),
+    "second gauss of a pair": lambda x: (x.sin() * random.gauss(0, 1)).exp(),
+    "all": draw_all,
+}
+DRAWS = OF_TORCH | OF_THE_HOST
+
+
+# --- They are replayed, however the function is differentiated -------------------
+
+
+def by_backward(call, x):
+    y = call(x).sum()
+    return torch.autograd.grad(y, x), states()
+
+
+def after_other_draws(call, x):
+    y = call(x).sum()
+    seed_streams()
+    torch.rand(5), random.random(), np.random.rand()
+    return torch.autograd.grad(y, x)
+
+
+def by_two_backwards(call, x):
+    y = call(x).sum()
+    return [torch.autograd.grad(y, x, retain_graph=True) for _ in "ab"]
+
+
+def by_calls_in_a_row(call, x):
+    return torch.autograd.grad((call(x) + 2 * call(x) + 3 * call(x)).sum(), x)
+
+
+def by_a_second_derivative(call, x):
+    (g,) = torch.autograd.grad(call(x).sin().sum(), x, create_graph=True)
+    return g.detach(), torch.autograd.grad(g.square().sum(), x)
+
+
+def by_grad(call, x):
+    return grad(lambda x: call(x).sum())(x.detach())
+
+
+# What is computed, and how often it evaluates the function, plain and rematerialized.
+WAYS = {
+    "backward": (by_backward, (1, 2)),
+    "other draws before the backward": (after_other_draws, (1, 2)),
+    "two backwards": (by_two_backwards, (1, 3)),
+    "calls in a row": (by_calls_in_a_row, (3, 6)),
+    "second derivative": (by_a_second_derivative, (1, 3)),
+    "grad": (by_grad, (1, 2)),
+}
+
+
+@pytest.mark.parametrize(("way", "evaluations"), WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("fn", DRAWS.values(), ids=DRAWS.keys())
+def test_draws_from_global_streams_are_replayed(fn, way, evaluations):
+    x = leaf()
+    assert_replayed(lambda wrap: way(wrap(fn), x), evaluations=evaluations)
+
+
+BATCHED = {
+    "vmap(grad), same": lambda f: vmap(grad(f), randomness="same"),
+    "vmap(grad), different": lambda f: vmap(grad(f), randomness="different"),
+    "grad(vmap)": lambda f: grad(lambda x: vmap(f, randomness="different")(x).sum()),
+}
+
+
+@pytest.mark.parametrize("transform", BATCHED.values(), ids=BATCHED.keys())
+def test_draws_are_replayed_under_vmap(transform):
+    x = torch.randn(4, 64)
+    assert_replayed(lambda wrap: transform(wrap(noisy))(x), sin=2)
+
+
+def test_randomness_is_refused_by_vmap_as_in_plain():
+    x = torch.randn(4, 64)
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(grad(remat(noisy)))(x)
+    with count_ops() as ops:
+        vmap(grad(remat(noisy)), randomness="same")(x)
+    assert ops["sin"] == 2
+
+
+def test_draws_are_replayed_through_a_nested_remat():
+    def program(wrap):
+        inner = wrap(noisy)
+        fn = wrap(lambda x: inner(x) + torch.rand(()) * inner(2 * x))
+        return torch.autograd.grad(fn(x), x)
+
+    x = leaf()
+    assert_replayed(program, evaluations=(3, 8))
+
+
+def test_a_function_that_draws_only_later_is_replayed_then():
+    def program(wrap):
+        training, x = [False], torch.linspace(0, 1, 64).requires_grad_()
+        call = wrap(lambda x: (x.sin() * (random.random() if training[0] else 1)).exp())
+        for _ in range(3):
+            call(x).sum().backward()
+        training[0] = True
+        return torch.autograd.grad(call(x).sum(), x)
+
+    assert_replayed(program, evaluations=(4, 8))
+
+
+# --- Euler: x . grad f(x) = 2 f(x), whatever the mask, unless it changed ----------
+
+GENERATOR = torch.Generator()
+
+
+def masked(x):
+    return nn.functional.dropout(x.exp().log(), 0.5).square().sum()
+
+
+def by_generator(x):
+    mask = torch.rand(x.shape, generator=GENERATOR) > 0.5
+    return (x.exp().log() * mask).square().sum()
+
+
+def backward(f):
+    def gradient(x):
+        x = x.detach().requires_grad_()
+        y = f(x)
+        torch.rand(3)
+        return torch.autograd.grad(y, x)[0], y
+
+    return gradient
+
+
+def pullback(f):
+    def gradient(x):
+        y, pull = vjp(f, x)
+        torch.rand(3)
+        return pull(torch.ones(()))[0], y
+
+    return gradient
+
+
+PATHS = {
+    "backward": backward,
+    "grad": grad_and_value,
+    "vjp": pullback,
+    "nested": lambda f: backward(remat(lambda x: f(2 * x))),
+}
+
+
+@pytest.mark.parametrize("gradient", PATHS.values(), ids=PATHS.keys())
+@pytest.mark.parametrize("fn", [masked, by_generator], ids=["global", "generator"])
+def test_eulers_theorem_holds_with_the_mask_of_the_forward(fn, gradient):
+    x = torch.rand(64) + 0.5
+    with count_ops() as ops:
+        g, y = gradient(remat(fn))(x)
+    assert ops["log"] >= 2
+    torch.testing.assert_close((x * g).sum(), 2 * y.detach())
+    assert (g == 0).any()
+    assert (g != 0).any()
+
+
+def test_eulers_theorem_holds_for_each_example_of_a_batch():
+    x = torch.rand(8, 64) + 0.5
+    with count_ops() as ops:
+        g, y = vmap(grad_and_value(remat(masked)), randomness="different")(x)
+    assert ops["log"] == 2
+    torch.testing.assert_close((x * g).sum(1), 2 * y)
+    assert len({tuple(row.tolist()) for row in g == 0}) == 8
+
+
+# --- What is stashed -------------------------------------------------------------
+
+
+def saved_calls():
+    """The calls whose graphs are alive."""
+    gc.collect()
+    return [call for call in gc.get_objects() if type(call) is Saved]
+
+
+STASHED = {
+    "nothing drawn": (lambda x: x.sin().sin(), 0),
+    "a draw": (lambda x: nn.functional.dropout(x.sin(), 0.5).sin(), 1),
+}
+
+
+@pytest.mark.parametrize(("fn", "streams"), STASHED.values(), ids=STASHED.keys())
+def test_only_the_states_of_streams_that_moved_are_stashed(fn, streams):
+    x, fn = leaf(1024), remat(fn)
+    assert live_bytes(lambda: fn(x)) == 4096  # a state, five kilobytes, is no tensor
+    before = {*map(id, saved_calls())}
+    y = fn(x)
+    (call,) = (call for call in saved_calls() if id(call) not in before)
+    sizes = [len(state) for _, state in call.ambient.moved]
+    assert sizes == [torch.get_rng_state().numel()] * streams
+    with count_ops() as ops:
+        y.sum().backward()
+    assert ops["sin"] == 1  # what the second sine makes is not needed
+
+
+# --- rng="error" -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fn", OF_TORCH.values(), ids=OF_TORCH.keys())
+def test_a_draw_from_torchs_stream_is_refused_on_demand(fn):
+    x, state = leaf(), torch.get_rng_state()
+    with pytest.raises(
+        RandomnessError, match=r"random stream in aten\..*test_global_streams"
+    ):
+        remat(fn, rng="error")(x)
+    assert_same(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"),
+    [(draw_python, "Python's random"), (draw_numpy, "numpy.random")],
+)
+def test_a_draw_from_a_stream_of_the_host_is_refused_on_demand(fn, name):
+    with pytest.raises(RandomnessError, match=f"random stream of: {name}"):
+        remat(fn, rng="error")(leaf())
+
+
+def test_a_draw_from_a_generator_is_not_refused():
+    def fn(x, generator):
+        return (x * torch.rand(64, generator=generator)).sin().exp()
+
+    with count_ops() as ops:
+        remat(fn, rng="error")(leaf(), torch.Generator()).sum().backward()
+    assert ops["sin"] == 2
+
+
+# --- The state of a stream of the host, read out of memory ------------------------
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["python", "numpy"])
+def test_a_reading_is_the_state_and_cheap(index):
+    stream = _streams.global_streams().streams[1 + index]
+    assert isinstance(stream.read()[0], bytes), "read out of memory"
+    state, want = stream.read(), states()[index]
+    draws = [
+        (random.random, random.gauss),
+        (np.random.rand, np.random.randn, np.random.randn),
+    ]
+    for draw in draws[index]:
+        before = stream.read()
+        assert stream.read() == before
+        draw()
+        assert stream.read() != before
+    stream.write(state)
+    assert states()[index] == want
+
+
+def without_memory(monkeypatch):
+    for name in "_python_memory", "_numpy_memory":
+        monkeypatch.setattr(_streams, name, lambda _: None)
+
+
+def without_numpy(monkeypatch, numpy=None):
+    monkeypatch.setitem(sys.modules, "numpy", numpy)
+    monkeypatch.setitem(sys.modules, "numpy.random", numpy)
+
+
+# What is odd about the process, and the function that draws nevertheless.
+ODD = {
+    "memory not as expected": (without_memory, draw_all),
+    "numpy blocked": (without_numpy, draw_python),
+    "numpy mocked": (lambda mp: without_numpy(mp, SimpleNamespace()), draw_python),
+    "random.random patched": (
+        lambda mp: mp.setattr("random.random", lambda: 0.5),
+        draw_all,
+    ),
+    "numpy.random.random_sample patched": (
+        lambda mp: mp.setattr("numpy.random.random_sample", lambda: 0.5),
+        draw_all,
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "fn"), ODD.values(), ids=ODD.keys())
+def test_draws_are_replayed_in_an_odd_process(monkeypatch, change, fn):
+    monkeypatch.setattr(_streams, "_global", None)
+    change(monkeypatch)
+    assert_replayed(gradients(fn, leaf()), sin=2)
+    before = _streams.global_streams()
+    assert _streams.global_streams() is before
+
+
+def test_another_layout_in_memory_is_noticed(monkeypatch):
+    zeros = types.SimpleNamespace(raw=bytes(4 * 625))
+    monkeypatch.setattr(_streams, "_memory", lambda _address, _size: zeros)
+    assert _streams._python_memory(random.Random(0)) is None
+    assert _streams._numpy_memory(np.random.MT19937(0)) is None
+    assert _streams._gauss_offset(np.random) is None
+
+
+# --- Other global streams --------------------------------------------------------
+
+
+@pytest.fixture
+def bit_generator():
+    """A setter of NumPy's global generator."""
+    before = np.random.get_bit_generator()
+    yield np.random.set_bit_generator
+    np.random.set_bit_generator(before)
+
+
+def test_another_bit_generator_may_be_the_global_one(bit_generator):
+    def program(wrap):
+        bit_generator(np.random.PCG64(7))
+        return torch.autograd.grad(wrap(draw_numpy)(x).sum(), x)
+
+    x = leaf()
+    assert_replayed(program, sin=2)
+
+
+KINDS = np.random.PCG64, np.random.MT19937
+
+
+@pytest.mark.parametrize(("first", "then"), [*itertools.product(KINDS, KINDS)])
+def test_numpys_generator_may_be_exchanged_before_the_backward(
+    bit_generator, first, then
+):
+    def program(wrap):
+        old, other = first(7), then(3)
+        bit_generator(old)
+        y = wrap(draw_numpy)(x).sum()
+        state = repr(old.state)
+        bit_generator(other)
+        gradients = torch.autograd.grad(y, x)
+        assert np.random.get_bit_generator() is other
+        assert repr(other.state) == repr(then(3).state)
+        assert repr(old.state) == state
+        return gradients
+
+    x = leaf()
+    assert_replayed(program, sin=2)
+
+
+@pytest.mark.parametrize("initialized", ["before", "in the forward"])
+def test_the_stream_of_every_initialized_device_is_replayed(monkeypatch, initialized):
+    """A generator stands in for the global stream of a device."""
+    found = []
+    monkeypatch.setattr(_process, "_STREAMS", [lambda: found])
+    # The search is not to find it: only the registry knows of it.
+    monkeypatch.setattr("remat._capture.sources.is_stream", lambda _: False)
+    monkeypatch.setattr("remat._capture.search.is_stream", lambda _: False)
+
+    def program(wrap):
+        device = [torch.Generator().manual_seed(5)]
+        found[:] = device if initialized == "before" else []
+
+        def fn(x):
+            found[:] = device
+            return (x * torch.rand(64, generator=device[0])).sin().exp()
+
+        gradients = torch.autograd.grad(wrap(fn)(x).sum(), x)
+        return gradients, device[0].get_state()
+
+    x = leaf()
+    assert_replayed(program, sin=2)

@@ -1,0 +1,170 @@
+"""Odd objects that a call reaches are no obstacle, and long ones are not walked."""
+
+import collections
+import threading
+
+import pytest
+import torch
+from support.runs import assert_replayed, gradients, leaf
+from torch import nn
+
+from remat import RecomputeError, remat
+from remat._capture.search import Search
+from remat.testing import count_ops
+
+
+class Proxy:
+    """As web frameworks have them: outside of a request everything raises."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of a request")
+
+    def __getattr__(self, name):
+        raise RuntimeError("outside of a request")
+
+
+class Slotted:
+    __slots__ = ("set", "unset")
+
+    def __init__(self):
+        self.set = 1
+
+    def __getattr__(self, name):
+        return getattr(self.unset, name)
+
+
+class Permissive(type):
+    def __getattr__(cls, name):
+        return 3
+
+
+class HasPermissiveClass(metaclass=Permissive):
+    pass
+
+
+class PretendsNoDict:
+    @property
+    def __dict__(self):
+        raise RuntimeError("outside of a request")
+
+
+class FromNowhere:
+    __module__ = None
+
+
+ODD = {
+    "namespace of operators": lambda: torch.ops.aten,
+    "all operators": lambda: torch.ops,
+    "operator": lambda: torch.ops.aten.sin,
+    "overload": lambda: torch.ops.aten.sin.default,
+    "proxy": lambda: Proxy(),
+    "slots": lambda: Slotted(),
+    "metaclass": lambda: HasPermissiveClass(),
+    "no dict": lambda: PretendsNoDict(),
+    "no module": lambda: FromNowhere(),
+    "lock": lambda: threading.Lock(),
+    "class": lambda: Slotted,
+}
+
+
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD.keys())
+def test_an_odd_object_is_no_obstacle(make):
+    odd = make()
+
+    def fn(x):
+        assert odd is not None
+        return torch.ops.aten.exp(x)
+
+    assert_replayed(gradients(fn, leaf(3)), exp=2)
+
+
+def test_torch_size_as_an_argument_and_as_a_result():
+    def program(wrap):
+        y, size = wrap(lambda x, size: (x.sin().exp().reshape(size), x.shape))(
+            x, torch.Size((2, 8))
+        )
+        assert type(size) is torch.Size
+        return y, torch.autograd.grad(y.sum(), x)
+
+    x = leaf(4, 4)
+    assert_replayed(program, sin=2)
+
+
+# --- What is long ---
+
+
+LONG = {
+    "list": list(range(10**5)),
+    "dict": dict.fromkeys(range(10**5), "word"),
+    "deque": collections.deque(range(10**5)),
+    "counter": collections.Counter(range(10**5)),
+}
+
+
+@pytest.mark.parametrize("words", LONG.values(), ids=LONG.keys())
+def test_a_long_list_of_words_is_not_walked_one_by_one(words, monkeypatch):
+    visited, visit = [], Search.visit
+    monkeypatch.setattr(
+        Search, "visit", lambda *args: visited.append(args[1]) or visit(*args)
+    )
+    assert_replayed(gradients(lambda x: x.exp() * len(words), leaf(3)), exp=2)
+    assert any(value is words for value in visited)
+    assert len(visited) < 10
+
+
+def test_hooks_are_not_walked():
+    """The hook leads to fifty layers, and the call is about one."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50))).double()
+    model[0].register_forward_hook(lambda *_: model and None)
+    search = Search()
+    search.visit(model[0], None)
+    assert len(search.tensors) == 2
+    with count_ops() as ops:
+        remat(model[0])(torch.randn(3, 4).double()).tanh().sum().backward()
+    assert ops["addmm"] == 1  # its graph saves inputs only
+
+
+def test_a_container_of_very_many_entries_that_changes_is_an_error_that_names_it():
+    table = {n: n for n in range(5000)}
+
+    def fn(x):
+        return (x * table[1]).sin().exp()
+
+    x = leaf(3)
+    with count_ops() as ops:
+        remat(fn)(x).sum().backward()
+    assert ops["sin"] == 2
+    y = remat(fn)(x)
+    table[1] = 2
+    with pytest.raises(RecomputeError, match=r"`table` changed since the call"):
+        y.sum().backward()
+
+
+def test_entries_of_a_large_container_that_use_the_memory_of_others_are_told_apart():
+    table = [float(n) + 0.5 for n in range(2000)]
+
+    def fn(x):
+        return (x * table[5]).sin().exp()
+
+    y = remat(fn)(leaf(3))
+    before = id(table[5])
+    for n in range(100):
+        table[5] = n + 0.25
+        if id(table[5]) == before:
+            break
+    with pytest.raises(RecomputeError, match=r"`table` changed since the call"):
+        y.sum().backward()
+
+
+def test_parameters_in_a_large_container_get_their_gradients():
+    def program(wrap):
+        held, x = [leaf(4) for _ in range(1001)], leaf(4)
+
+        def fn(x):
+            return (x * held[1000]).sin().exp()
+
+        wrap(fn)(x).sum().backward()
+        return x.grad, held[1000].grad
+
+    assert_replayed(program, sin=2)

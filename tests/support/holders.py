@@ -1,0 +1,453 @@
+"""Ways to hold a value, a tensor or a stream, for a function that is not passed it.
+
+Each takes the value and returns a function of `x` that calls `use(x, value)`.
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import random
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from remat import remat
+
+
+Hold = Callable[[Any], Callable[..., Any]]
+
+
+def use(x, value):
+    """The exponential of the sine of `x` times a tensor, or what a stream draws."""
+    return (x * noise_of(x, value)).sin().exp()
+
+
+def noise_of(x, value):
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, torch.Generator):
+        mask = torch.rand(x.shape, generator=value) > 0.5
+        return mask * torch.randn(x.shape, generator=value)
+    if isinstance(value, random.Random):
+        return torch.tensor([value.random() for _ in range(len(x))])
+    return torch.from_numpy(value.uniform(size=len(x)))
+
+
+# --- Variables of functions ---
+
+
+def by_wrapper(value):
+    def passing(fn):
+        @functools.wraps(fn)
+        def wrapper(x):
+            return fn(x, value)
+
+        return wrapper
+
+    return passing(use)
+
+
+def by_recursion(value):
+    def fn(x, depth=3):
+        return use(x, value) if depth == 0 else fn(x, depth - 1)
+
+    return fn
+
+
+def by_mutual_recursion(value):
+    def even(x, n=4):
+        return use(x, value) if n == 0 else odd(x, n - 1)
+
+    def odd(x, n):
+        return even(x, n - 1) if n else use(x, value)
+
+    return even
+
+
+def by_attribute_of_a_function(value):
+    def fn(x):
+        return use(x, fn.value)
+
+    fn.value = value
+    return fn
+
+
+def called(fn):
+    """A function that calls `fn`, which holds the value."""
+    return lambda x: fn(x)
+
+
+FUNCTIONS: dict[str, Hold] = {
+    "closure": lambda v: lambda x: use(x, v),
+    "closure of a closure": lambda v: lambda x: (lambda: use(x, v))(),
+    "function in a closure": lambda v: called(lambda x, value=v: use(x, value)),
+    "default": lambda v: lambda x, value=v: use(x, value),
+    "keyword default": lambda v: lambda x, *, value=v: use(x, value),
+    "partial": lambda v: functools.partial(lambda v, x: use(x, v), v),
+    "partial keyword": lambda v: functools.partial(use, value=v),
+    "partial of a closure": lambda v: functools.partial(lambda _, x: use(x, v), 1),
+    "decorator": by_wrapper,
+    "recursion": by_recursion,
+    "mutual recursion": by_mutual_recursion,
+    "attribute of a function": by_attribute_of_a_function,
+    "attribute of a helper": lambda v: called(by_attribute_of_a_function(v)),
+}
+
+
+# --- Containers ---
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass
+class Pair:
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenPair:
+    left: Any
+    right: Any
+
+
+def attributes(pair):
+    return pair.left, pair.right
+
+
+# Pytrees: how to put two values in, and how to get them out.
+PYTREES = {
+    "dict": (lambda a, b: {"a": a, "b": b}, lambda t: (t["a"], t["b"])),
+    "dict in unsorted order": (lambda a, b: {"z": a, "b": b}, lambda t: t.values()),
+    "dict with mixed keys": (lambda a, b: {1: a, "b": b}, lambda t: (t[1], t["b"])),
+    "list": (lambda a, b: [a, b], tuple),
+    "tuple": (lambda a, b: (a, b), tuple),
+    "namedtuple": (Point, tuple),
+    "OrderedDict": (lambda a, b: OrderedDict(z=a, b=b), lambda t: t.values()),
+    "defaultdict": (lambda a, b: defaultdict(list, z=a, b=b), lambda t: t.values()),
+    "dataclass": (Pair, attributes),
+    "frozen dataclass": (FrozenPair, attributes),
+    "nested": (
+        lambda a, b: {"p": [Point((a,), None), ()], "q": Pair({"r": b}, "text")},
+        lambda t: (t["p"][0].x[0], t["q"].left["r"]),
+    ),
+}
+
+
+def reading(put: Callable[[Any], Any], get: Callable[[Any], Any]) -> Hold:
+    """A way to hold: a function that gets the value from what it was put in."""
+
+    def hold(value):
+        container = put(value)
+        return lambda x: use(x, get(container))
+
+    return hold
+
+
+def of_pytree(put, get):
+    return reading(lambda v: put(0, v), lambda t: [*get(t)][1])
+
+
+class Words(dict):
+    pass
+
+
+class Names(tuple):
+    pass
+
+
+def with_attribute(container, value):
+    container.value = value
+    return container
+
+
+def value_of(holder):
+    return holder.value
+
+
+CONTAINERS: dict[str, Hold] = {
+    **{name: of_pytree(*both) for name, both in PYTREES.items()},
+    "set": reading(lambda v: {v}, lambda t: next(iter(t))),
+    "frozenset": reading(lambda v: frozenset([v]), lambda t: next(iter(t))),
+    "deque": reading(lambda v: deque([v]), lambda t: t[0]),
+    "key of a dict": reading(lambda v: (v, {v: 1}), lambda t: next(iter(t[1]))),
+    "namespace": reading(lambda v: types.SimpleNamespace(value=v), value_of),
+    "arguments of a program": reading(lambda v: argparse.Namespace(value=v), value_of),
+    "list of functions": reading(lambda v: [lambda: v, len], lambda t: t[0]()),
+    "default factory": reading(lambda v: defaultdict(lambda: v), lambda t: t["new"]),
+    "attribute of a dict": reading(lambda v: with_attribute(Words(a=1), v), value_of),
+    "dict with an attribute": reading(
+        lambda v: with_attribute(Words(a=v), None), lambda t: t["a"]
+    ),
+    "attribute of a tuple": reading(lambda v: with_attribute(Names("a"), v), value_of),
+}
+
+
+# --- Objects and modules ---
+
+
+class Object:
+    def __init__(self, value):
+        self.value = value
+
+    def method(self, x):
+        return use(x, self.value)
+
+    @property
+    def computed(self):
+        return self.value
+
+    def __call__(self, x):
+        return use(x, self.value)
+
+
+class Slots:
+    __slots__ = ("other", "value")
+
+    def __init__(self, value):
+        self.value = value
+
+
+class SubSlots(Slots):
+    __slots__ = ("more",)
+
+
+class Frozen:
+    def __init__(self, value):
+        self.__dict__["value"] = value
+
+    def __setattr__(self, name, value):
+        raise AttributeError("frozen")
+
+
+class Module(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.value = value  # an attribute, no parameter
+
+    def forward(self, x):
+        return use(x, self.value)
+
+
+def holding_itself(value):
+    o = Object(value)
+    o.me = [o]
+    return o
+
+
+OBJECTS: dict[str, Hold] = {
+    "object": reading(Object, value_of),
+    "object in a list": reading(lambda v: [Object(v)], lambda t: t[0].value),
+    "property": reading(Object, lambda o: o.computed),
+    "object that refuses assignment": reading(Frozen, value_of),
+    "slots": reading(Slots, value_of),
+    "inherited slots": reading(SubSlots, value_of),
+    "object that holds itself": reading(holding_itself, lambda o: o.me[0].me[0].value),
+    "bound self": lambda v: Object(v).method,
+    "bound self that is a list": lambda v: types.MethodType(
+        lambda values, x: use(x, values[0]), [v]
+    ),
+    "callable object": Object,
+    "method in a closure": lambda v: called(Object(v).method),
+    "module attribute": Module,
+    "module in a list": reading(lambda v: [Module(v)], lambda t: t[0].value),
+    "submodule": lambda v: nn.Sequential(nn.Identity(), Module(v)),
+}
+
+
+# --- Globals ---
+
+VALUE = None
+TABLE = {}
+MODULE = types.ModuleType("settings_of_the_user")
+HELPERS = [lambda: VALUE]
+
+
+def reads(x):
+    return use(x, VALUE)
+
+
+def in_global(make: Callable[[], Any]) -> Hold:
+    """A way to hold: what is made reads a global."""
+
+    def hold(value):
+        global VALUE
+        VALUE = MODULE.value = OfClass.value = value
+        TABLE["value"] = [value]
+        return make()
+
+    return hold
+
+
+GLOBALS: dict[str, Hold] = {
+    "global": in_global(lambda: reads),
+    "global of a function that is called": in_global(lambda: lambda x: reads(x)),
+    "global container": in_global(lambda: lambda x: use(x, TABLE["value"][0])),
+    "global list of functions": in_global(lambda: lambda x: use(x, HELPERS[0]())),
+    "global in a comprehension": in_global(
+        lambda: lambda x: torch.stack([use(x, VALUE) for _ in "a"]).sum(0)
+    ),
+    "global in a lambda": in_global(lambda: lambda x: (lambda: use(x, VALUE))()),
+}
+
+HOLDERS = FUNCTIONS | CONTAINERS | OBJECTS | GLOBALS
+
+
+# --- Where only streams are looked for: the code of methods, and more ---
+
+
+def method(forward):
+    """A module with this forward."""
+    return type("Local", (nn.Module,), {"forward": forward})()
+
+
+def decorated(value):
+    @functools.wraps(use)
+    def forward(self, x):
+        return use(x, value)
+
+    return forward
+
+
+class OfClass(nn.Module):
+    value = None
+
+    def forward(self, x):
+        return use(x, self.value)
+
+
+class OfProperty(nn.Module):
+    @property
+    def value(self):
+        return VALUE
+
+    def forward(self, x):
+        return use(x, self.value)
+
+
+def endless(value):
+    while True:
+        yield value
+
+
+def weak(value):
+    """Refer weakly to a torch.Generator; other streams do not allow it."""
+    return weakref.ref(value) if isinstance(value, torch.Generator) else [value]
+
+
+CONTEXT = ContextVar("context")
+
+
+def in_context(value):
+    CONTEXT.set(value)
+    return CONTEXT
+
+
+class Later(nn.Module):
+    def forward(self, x):
+        return use(x, self.value)
+
+
+def added_later(value):
+    """Add an attribute to a class that was walked before."""
+    if hasattr(Later, "value"):
+        del Later.value
+    later, x = Later(), torch.ones(64, requires_grad=True)
+    with contextlib.suppress(AttributeError):
+        remat(later)(x)
+    Later.value = value
+    return later
+
+
+SOURCE = np.random
+
+
+class Rebound(nn.Module):
+    def forward(self, x):
+        return x.cos() if SOURCE is np.random else use(x, SOURCE)
+
+
+def rebound(value):
+    """Name a value what was a module of a package in a first call."""
+    global SOURCE
+    SOURCE, module = np.random, Rebound()
+    remat(module)(torch.ones(64, requires_grad=True))
+    SOURCE = value
+    return module
+
+
+def unregistered(value):
+    """Make a class in a module that is not in sys.modules."""
+    module = types.ModuleType("not_registered")
+    module.__dict__.update(use=use, nn=nn, VALUE=value)
+    source = "class M(nn.Module):\n    forward = lambda self, x: use(x, VALUE)"
+    exec(source, module.__dict__)
+    return module.M()
+
+
+HOLDERS_OF_STREAMS: dict[str, Hold] = {
+    "closure of a method": lambda v: method(lambda self, x: use(x, v)),
+    "default of a method": lambda v: method(lambda self, x, value=v: use(x, value)),
+    "keyword default of a method": lambda v: method(
+        lambda self, x, *, value=v: use(x, value)
+    ),
+    "wrapper of a method": lambda v: method(decorated(v)),
+    "global of a forward": in_global(lambda: method(lambda self, x: use(x, VALUE))),
+    "attribute of a Python module": in_global(
+        lambda: method(lambda self, x: use(x, MODULE.value))
+    ),
+    "global of a function that forward calls": in_global(
+        lambda: method(lambda self, x: reads(x))
+    ),
+    "global of a property": in_global(OfProperty),
+    "proxy": reading(lambda v: types.MappingProxyType({"v": v}), lambda t: t["v"]),
+    "iterator": reading(itertools.repeat, next),
+    "map": reading(lambda v: map(lambda _: v, itertools.count()), next),  # noqa: C417
+    "generator": reading(endless, next),
+    "closure and iterator": reading(
+        lambda v: (v, itertools.cycle([v])), lambda t: (next(t[1]), t[0])[0]
+    ),
+    "weak reference": reading(weak, lambda r: r[0] if type(r) is list else r()),
+    "weak dictionary": reading(
+        lambda v: (weakref.WeakValueDictionary(a=(held := Object(v))), held)[0:2],
+        lambda pair: pair[0]["a"].value,
+    ),
+    "class": in_global(OfClass),
+    "class, later than a first call": added_later,
+    "context variable": reading(in_context, lambda c: c.get()),
+    "global that was a package's": rebound,
+    "module that is not registered": unregistered,
+}
+
+
+# --- What is passed to the function ---
+
+Way = Callable[[Callable[..., Any], Any], Callable[..., Any]]
+
+
+def wrapping(hold: Hold) -> Way:
+    return lambda wrap, value: wrap(hold(value))
+
+
+# Each takes `wrap` and the value, and returns a function of `x`.
+PASSED: dict[str, Way] = {
+    "argument": lambda wrap, v: lambda x: wrap(use)(x, v),
+    "keyword": lambda wrap, v: lambda x: wrap(use)(x, value=v),
+    "argument, nested": lambda wrap, v: (
+        lambda x: wrap(lambda x, t: use(x, t["v"][0]))(x, {"v": [v]})
+    ),
+}
+WAYS: dict[str, Way] = PASSED | {name: wrapping(h) for name, h in HOLDERS.items()}
+WAYS_OF_STREAMS = WAYS | {name: wrapping(h) for name, h in HOLDERS_OF_STREAMS.items()}
