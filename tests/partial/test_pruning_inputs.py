@@ -152,6 +152,19 @@ def test_a_call_keeps_an_input_that_it_does_not_need(options, x, kept):
         assert ops["exp"] == 1
 
 
+def test_inputs_are_let_go_once_all_results_were_recomputed():
+    ours = remat(lambda x, w: (x * 2, w.sin().exp()), prune=True)
+
+    def kept(used):
+        outs, held = called(ours, X, W)
+        count = sum(map(bool, held))
+        scalar(outs[used]).backward()
+        return count
+
+    assert [kept(slice(1)) for _ in range(3)] == [2, 2, 2]
+    assert [kept(slice(2)) for _ in range(2)] == [2, 1]
+
+
 def test_a_call_keeps_bytes_of_its_result_and_of_what_it_needs():
     fn = lambda x, w: x.sin().exp() + w
     big = BIG[1 << 12 :]
@@ -371,9 +384,11 @@ def test_a_read_by_python_now_and_then_is_an_error_once():
 def test_a_read_by_python_of_a_leaf_is_no_error():
     """A leaf is never let go."""
     flag = {"on": False}
-    fn = lambda x, w: (
-        (w * (float(x.detach().numpy()[0, 0]) if flag["on"] else 1.5)).sin() + x
-    )
+
+    def fn(x, w):
+        factor = float(x.detach().numpy()[0, 0]) if flag["on"] else 1.5
+        return (w * factor).sin() + x
+
     ours = warmed(fn, X, W)
     flag["on"] = True
     for _ in range(2):

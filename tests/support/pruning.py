@@ -157,7 +157,7 @@ def assert_exact(
 def assert_not_zero(tree: Any) -> None:
     """Where all gradients are zero, equality proves nothing."""
     tensors = [t.detach() for t in tree_leaves(tree) if isinstance(t, Tensor)]
-    assert any(t.count_nonzero() for t in tensors)
+    assert any(t.count_nonzero() for t in tensors), "all is zero"
 
 
 def assert_like_plain(
@@ -228,7 +228,10 @@ def strikes() -> list[int]:
     return [cache.strikes for cache in call_caches()]
 
 
-def forget_calls(which: slice = slice(None)) -> None:
-    """Make the next call of a signature a first one: of some, the oldest first."""
+def forget_calls(which: slice | None = None) -> None:
+    """Make the next call of a signature a first one; of some, the oldest first."""
+    if which is None:
+        CACHES.clear()
+        return
     for key in [*CACHES._caches][which]:
         del CACHES._caches[key]
