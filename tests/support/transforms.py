@@ -109,6 +109,11 @@ def batched_cotangents(loss: Loss, *xs: Tensor) -> Any:
 
 def by_vjp(loss: Loss, *xs: Tensor) -> Any:
     value, pull = vjp(loss, *xs)
+    return value, pull(value)
+
+
+def two_pulls(loss: Loss, *xs: Tensor) -> Any:
+    value, pull = vjp(loss, *xs)
     return value, pull(value), pull(2 * value)
 
 
@@ -199,6 +204,7 @@ TRANSFORMS = {
     "grad": Transform(every_of(grad)),
     "grad_and_value": Transform(every_of(grad_and_value)),
     "vjp": Transform(by_vjp),
+    "two_pulls": Transform(two_pulls),
     "jvp": Transform(by_jvp, forward=True),
     "duals": Transform(duals, forward=True),
     "linearize": Transform(by_linearize, forward=True),
