@@ -141,6 +141,22 @@ def vmap_grad(loss: Loss, *xs: Tensor) -> Any:
     return vmap(grad(loss, every(xs)))(*batches(xs))
 
 
+def last_alone(xs: tuple[Tensor, ...]) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """A batch of the last tensor, and the dimensions that `vmap` is over."""
+    *shared, last = xs
+    return [*shared, *batches((last,))], (None,) * len(shared) + (0,)
+
+
+def vmap_grad_of_last(loss: Loss, *xs: Tensor) -> Any:
+    args, in_dims = last_alone(xs)
+    return vmap(grad(loss, every(xs)), in_dims)(*args)
+
+
+def grad_vmap_of_last(loss: Loss, *xs: Tensor) -> Any:
+    args, in_dims = last_alone(xs)
+    return grad(lambda *xs: vmap(loss, in_dims)(*xs).sum(), every(xs))(*args)
+
+
 def grad_vmap(loss: Loss, *xs: Tensor) -> Any:
     return grad(lambda *xs: vmap(loss)(*xs).sum(), every(xs))(*batches(xs))
 
@@ -212,6 +228,8 @@ TRANSFORMS = {
     "jacfwd": Transform(every_of(jacfwd), forward=True),
     "vmap_grad": Transform(vmap_grad, batched=True),
     "grad_vmap": Transform(grad_vmap, batched=True),
+    "vmap_grad_of_last": Transform(vmap_grad_of_last, batched=True),
+    "grad_vmap_of_last": Transform(grad_vmap_of_last, batched=True),
     "vmap_jvp": Transform(vmap_jvp, batched=True, forward=True),
     "grad_grad": Transform(grad_grad, order=2),
     "twice_grad": Transform(twice_grad, order=2),
