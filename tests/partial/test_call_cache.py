@@ -5,7 +5,6 @@ record; what does not fit is given up after three times, with a reason.
 """
 
 import gc
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
@@ -306,19 +305,6 @@ def in_threads(work, count=3):
     """What each of some threads gives."""
     with ThreadPoolExecutor(count) as pool:
         return [*pool.map(work, range(count))]
-
-
-def test_threads_share_one_call_cache():
-    ours = remat(fn, prune=True)
-    barrier = threading.Barrier(3)
-
-    def work(_):
-        barrier.wait()
-        return [of_backward(ours, (X, W)) for _ in range(5)]
-
-    want = of_backward(fn, (X, W))
-    assert_same(in_threads(work), [[want] * 5] * 3)
-    assert strikes() == [0]
 
 
 def test_a_thread_clears_the_cache_while_others_call():

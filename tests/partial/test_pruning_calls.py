@@ -34,45 +34,73 @@ HIDDEN: dict = {}
 # --- Functions of the user's ---
 
 
-class Stash(torch.autograd.Function):
-    """Keeps what it reads as attributes, not as saved tensors."""
+def differentiated(backward):
+    """Calls an autograd Function of that backward, and of the forward that follows."""
 
-    @staticmethod
-    def forward(ctx, x):
+    def of_forward(forward):
+        rules = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        function = type("Custom", (torch.autograd.Function,), rules)
+        return lambda x: dead_end(function.apply(x.sin() * 3).exp())
+
+    return of_forward
+
+
+def recomputed(ctx, cotangent):
+    with torch.enable_grad():
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        return torch.autograd.grad(x.sin().tanh(), x, cotangent)[0]
+
+
+BUFFER = torch.zeros(4, 4, dtype=torch.double)
+
+
+class Functions(Cases, pruned=True):
+    """Forwards that hide what the backward reads, and one that hides nothing."""
+
+    @differentiated(lambda ctx, g: g * ctx.x.cos() * ctx.nested["y"][0])
+    def attributes(ctx, x):
         ctx.x, ctx.nested = x.detach(), {"y": [x.detach() * 3]}
         return x * 2
 
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * ctx.x.cos() * ctx.nested["y"][0]
-
-
-class InAClosure(torch.autograd.Function):
-    """Keeps what it reads in a function."""
-
-    @staticmethod
-    def forward(ctx, x):
+    @differentiated(lambda ctx, g: ctx.pull(g))
+    def closure(ctx, x):
         y = x.detach().exp()
         ctx.pull = lambda g: g * y
         return x * 2
 
-    @staticmethod
-    def backward(ctx, cotangent):
-        return ctx.pull(cotangent)
-
-
-class InAGlobal(torch.autograd.Function):
-    """Keeps what it reads where nobody looks."""
-
-    @staticmethod
-    def forward(ctx, x):
+    @differentiated(lambda ctx, g: g * HIDDEN.pop(ctx.key))
+    def in_a_global(ctx, x):
         ctx.key = len(HIDDEN)
         HIDDEN[ctx.key] = x.detach().exp()
         return x * 2
 
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * HIDDEN.pop(ctx.key)
+    @differentiated(lambda ctx, g: g * ctx.saved_tensors[0].sin())
+    def dirty(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @differentiated(lambda ctx, g: g * 3)
+    def silent(ctx, x):
+        BUFFER.copy_(x.detach())
+        ctx.save_for_backward(x.detach().exp())
+        return x * BUFFER.sum()
+
+    @differentiated(lambda ctx, g: g * (ctx.saved_tensors[0] if ctx.positive else 2))
+    def branching(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.positive = bool(x.sum() > 0)
+        return x * 2
+
+    @differentiated(recomputed)
+    def recomputes(ctx, x):
+        ctx.save_for_backward(x)
+        return x.detach().sin().tanh()
+
+    def saved_tensors(x):
+        y, z = Inputs.apply(x.sin(), x * 2)
+        return dead_end(y * z)
 
 
 class Inputs(torch.autograd.Function):
@@ -91,93 +119,8 @@ class Inputs(torch.autograd.Function):
         return (cotangent * y.cos()) @ w.t(), x.t() @ cotangent
 
 
-class Dirty(torch.autograd.Function):
-    """Changes its argument in place."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x.mul_(2)
-        ctx.mark_dirty(x)
-        ctx.save_for_backward(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * ctx.saved_tensors[0].sin()
-
-
-class Silent(torch.autograd.Function):
-    """Saves what it does not read, and changes a buffer of its own."""
-
-    buffer = torch.zeros(4, 4, dtype=torch.double)
-
-    @staticmethod
-    def forward(ctx, x):
-        Silent.buffer.copy_(x.detach())
-        ctx.save_for_backward(x.detach().exp())
-        return x * Silent.buffer.sum()
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * 3
-
-
-class Branching(torch.autograd.Function):
-    """Decides in the backward, by a value."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        ctx.positive = bool(x.sum() > 0)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        (x,) = ctx.saved_tensors
-        return cotangent * x if ctx.positive else cotangent * 2
-
-
-class Recomputes(torch.autograd.Function):
-    """Runs autograd inside its backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.detach().sin().tanh()
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        with torch.enable_grad():
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            return torch.autograd.grad(x.sin().tanh(), x, cotangent)[0]
-
-
-def inputs_of_two(x):
-    y, z = Inputs.apply(x.sin(), x * 2)
-    return dead_end(y * z)
-
-
-def applied(function):
-    def fn(x):
-        return dead_end(function.apply(x.sin() * 3).exp())
-
-    return fn
-
-
-FUNCTIONS = {
-    "attributes": applied(Stash),
-    "a closure": applied(InAClosure),
-    "a global": applied(InAGlobal),
-    "saved tensors": inputs_of_two,
-    "dirty": applied(Dirty),
-    "silent": applied(Silent),
-    "branching": applied(Branching),
-    "recomputes": applied(Recomputes),
-}
-
-
 @each_policy
-@each_case(cases_of(FUNCTIONS, pruned=True))
+@each_case(Functions)
 def test_a_function_of_the_users_is_pruned(case, policy):
     case.check(policy)
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import dropout
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from remat import RecomputeError, remat
 from remat._partial import decide as _decide
@@ -62,35 +62,6 @@ class Doubled(Tensor):
         return out * 2.0 if func is torch.Tensor.sin else out
 
 
-class Wrapped(Tensor):
-    """Holds its values in another tensor."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return Tensor._make_wrapper_subclass(
-            cls, inner.shape, dtype=inner.dtype, strides=inner.stride()
-        )
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __tensor_flatten__(self):
-        return ["inner"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner, meta, size, stride):
-        return cls(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        def unwrapped(t):
-            return t.inner if isinstance(t, cls) else t
-
-        out = func(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs or {}))
-        wrap = lambda t: cls(t) if isinstance(t, Tensor) else t
-        return tree_map(wrap, out)
-
-
 # A wrapper does not tell what shares its memory, which is said.
 wraps = pytest.mark.filterwarnings("ignore:.* is not pruned")
 
@@ -99,8 +70,8 @@ wraps = pytest.mark.filterwarnings("ignore:.* is not pruned")
 @wraps
 def test_a_wrapper_subclass_is_inside(policy):
     def fn(x):
-        h = Wrapped(x.detach().sin())
-        return dead_end((x * (h * 2).exp().inner).exp())
+        h = TwoTensor(x.detach().sin(), x.detach().cos())
+        return dead_end((x * (h * 2).exp().a).exp())
 
     assert_exact(fn, X, policy=policy)
 
@@ -140,10 +111,10 @@ def test_inputs_are_wrappers_in_some_calls(policy):
 
     def gradients(fn, wrapped):
         (w,) = leaves_of(W)
-        x = Wrapped(X.clone()).requires_grad_() if wrapped else leaves_of(X)[0]
-        out = fn(x, w)
+        x = TwoTensor(X.clone(), X.clone()) if wrapped else X.clone()
+        out = fn(x.requires_grad_(), w)
         grads = torch.autograd.grad(out, (x, w), torch.ones_like(out))
-        return [g.inner if type(g) is Wrapped else g for g in grads]
+        return [g.a if type(g) is TwoTensor else g for g in grads]
 
     for wrapped in [False, True, True, False, True]:
         assert_same(gradients(ours, wrapped), gradients(fn, wrapped))

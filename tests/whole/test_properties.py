@@ -199,7 +199,8 @@ def last_saving(spec):
     """
     (x,) = leaves_of(INPUTS[0])
     for names, _ in spec:
-        given, saved = {id(x), id(CAPTURED)}, []
+        held = [x, CAPTURED]  # or another tensor may get its id
+        given, saved = {*map(id, held)}, []
         with saved_tensors_hooks(lambda t, s=saved: s[-1].add(id(t)) or t, lambda t: t):
             for name in names:
                 saved.append(set())
