@@ -139,7 +139,7 @@ def steps_of(made, fate):
 
 @settings(max_examples=100)
 @given(records(), st.data())
-def test_along_a_plan_everything_holds_what_it_held(rec, data):
+def test_everything_holds_what_it_held_along_a_plan(rec, data):
     saveable = data.draw(subsets(range(len(rec.steps))))
     outputs = data.draw(st.none() | subsets(range(len(rec.roots))))
     storages = {*rec.inputs}.union(*(step.makes for step in rec.steps))
@@ -174,7 +174,7 @@ def test_nothing_in_a_plan_can_be_left_out(rec, data):
 
 @settings(max_examples=100)
 @given(records(), st.data())
-def test_what_makes_or_changes_a_storage_that_is_there_runs_or_is_kept(rec, data):
+def test_an_operation_on_a_live_storage_runs_or_is_kept(rec, data):
     made = plan(rec, data.draw(subsets(range(len(rec.steps)))))
     for i, step in enumerate(rec.steps):
         fate = made.fates[i]
@@ -199,7 +199,7 @@ def test_what_makes_or_changes_a_storage_that_is_there_runs_or_is_kept(rec, data
 
 @settings(max_examples=100)
 @given(records(), st.data())
-def test_with_fewer_outputs_a_plan_keeps_and_needs_no_more(rec, data):
+def test_a_plan_for_fewer_outputs_keeps_and_needs_no_more(rec, data):
     saveable = data.draw(subsets(range(len(rec.steps))))
     more = data.draw(subsets(range(len(rec.roots))))
     fewer = data.draw(subsets(more))
@@ -226,7 +226,7 @@ def test_a_policy_that_keeps_more_runs_and_needs_no_more(rec, data):
 
 @settings(max_examples=100)
 @given(records(), st.data())
-def test_without_pruning_everything_holds_what_it_held_too(rec, data):
+def test_everything_holds_what_it_held_without_pruning(rec, data):
     made = plan(rec, data.draw(subsets(range(len(rec.steps)))), prune=False)
     assert {*made.fates} <= {RUN, KEEP}
     assert made.needed == {*range(len(rec.inputs))}

@@ -7,7 +7,15 @@ held in test_call_cache.py.
 
 import pytest
 import torch
-from support.pruning import W, X, call_caches, dead_end, of_backward, of_func_grad, work
+from support.pruning import (
+    W,
+    X,
+    dead_end,
+    nothing_is_recorded,
+    of_backward,
+    of_func_grad,
+    work,
+)
 from support.zoo import Evaluations, leaves_of, scalar
 from torch import Tensor
 
@@ -36,10 +44,6 @@ def test_a_draw_that_nothing_needs_is_drawn_all_the_same():
 
 class OfTheUser(Tensor):
     """A tensor class of the user's."""
-
-
-def nothing_is_recorded():
-    return not any(cache.plans for cache in call_caches())
 
 
 def test_calls_that_reach_compiled_code_are_recomputed_in_full():

@@ -14,10 +14,10 @@ from support.pruning import (
     W,
     X,
     assert_exact,
-    call_caches,
     dead_end,
     each_case,
     each_policy,
+    nothing_is_recorded,
     nothing_or_everything,
     of_backward,
 )
@@ -297,10 +297,6 @@ def assert_equal(fn, policy, told=None):
             torch.manual_seed(call)
             results.append(of_backward(f, (X,)))
         assert_same(results[1], results[0])
-
-
-def nothing_is_recorded():
-    return not any(cache.plans for cache in call_caches())
 
 
 @pytest.mark.parametrize("hidden", [False, True])

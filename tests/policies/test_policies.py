@@ -131,7 +131,7 @@ def test_a_policy_that_promises_not_to_offload_does_not(text):
     assert policy.offloads or not any(policy(o).offloads for o in OPS)
 
 
-def test_whether_a_policy_offloads():
+def test_a_policy_says_whether_it_offloads():
     away = dots_saveable.but_offload()
     assert away.offloads
     assert (away | nothing_saveable).offloads

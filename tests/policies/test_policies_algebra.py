@@ -133,7 +133,7 @@ def test_combinations_on_operations():
     assert save_from_both_policies(away, away.but_offload(to="disk"))(both) is OFFLOAD
 
 
-def test_what_stands_for_a_policy_combines_with_one():
+def test_a_policy_combines_with_a_stand_in():
     p = dots_saveable
     assert (p | saves) == (p | as_policy(saves))
     assert (saves | p) == (as_policy(saves) | p)

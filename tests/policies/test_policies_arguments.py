@@ -60,7 +60,7 @@ def without_address(value):
     ],
     ids=without_address,
 )
-def test_what_stands_for_a_policy(obj, policy):
+def test_a_stand_in_for_a_policy_is_accepted(obj, policy):
     assert as_policy(obj) == policy
 
 
@@ -140,7 +140,7 @@ def test_functions_that_are_equal_are_equal_policies():
     ],
     ids=without_address,
 )
-def test_what_is_no_policy_is_refused_with_advice(obj, advice):
+def test_another_object_is_refused_with_advice(obj, advice):
     with pytest.raises(TypeError, match=rf"^remat: (not a )?policy.*{advice}"):
         as_policy(obj)
 

@@ -223,6 +223,11 @@ def last_call_cache() -> CallCache:
     return call_caches()[-1]
 
 
+def nothing_is_recorded() -> bool:
+    """Whether no call has plans."""
+    return not any(cache.plans for cache in call_caches())
+
+
 def strikes() -> list[int]:
     """How many records of each signature did not fit."""
     return [cache.strikes for cache in call_caches()]
