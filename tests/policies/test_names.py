@@ -223,7 +223,7 @@ NAMED = {
     a_product_that_was_split_and_moved: ([(2, 2)], {"mm": 0, "exp": 1}),
     a_copy: ([(2, 2)], {"mm": 0, "clone": 0}),
     a_view_of_a_copy_that_nobody_else_holds: ([(3, 2, 2)], {"add": 0, "clone": 0}),
-    several_values: ([(2, 6)] * 2, {"exp": 0}),
+    several_values: ([(2, 6)] * 2, {"exp": 1}),
     an_input: ([], {"sin": 1}),
     a_value_that_is_changed_afterwards: ([], {"neg": 1, "mul_": 1}),
     a_value_that_was_changed_before: ([], {"neg": 1, "mul_": 1}),
