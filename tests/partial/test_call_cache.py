@@ -179,6 +179,7 @@ def test_an_inner_call_is_a_first_one_and_the_outer_one_is_not(which, policy):
     ours = remat(outer(remat(inner, prune=True)), prune=True, policy=policy)
     for call in range(6):
         assert_like_plain(ours, outer(inner), X, W)
+        assert len(call_caches()) == 2
         if call % 2 == 0:
             forget_calls(which)
 
