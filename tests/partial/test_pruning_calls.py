@@ -7,12 +7,14 @@ of the user's in the backward, or is another function in another mode.
 import pytest
 import torch
 from support.pruning import (
-    POLICIES,
-    TRANSFORMS,
-    W,
+    Cases,
     X,
-    assert_exact,
+    assert_like_plain,
+    cases_of,
     dead_end,
+    each_case,
+    each_policy,
+    each_way,
     of_backward,
 )
 from torch import nn
@@ -24,7 +26,6 @@ from torch.autograd.graph import (
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from remat import remat
-from remat.testing import assert_same
 
 
 HIDDEN: dict = {}
@@ -33,45 +34,73 @@ HIDDEN: dict = {}
 # --- Functions of the user's ---
 
 
-class Stash(torch.autograd.Function):
-    """Keeps what it reads as attributes, not as saved tensors."""
+def differentiated(backward):
+    """Calls an autograd Function of that backward, and of the forward that follows."""
 
-    @staticmethod
-    def forward(ctx, x):
+    def of_forward(forward):
+        rules = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        function = type("Custom", (torch.autograd.Function,), rules)
+        return lambda x: dead_end(function.apply(x.sin() * 3).exp())
+
+    return of_forward
+
+
+def recomputed(ctx, cotangent):
+    with torch.enable_grad():
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        return torch.autograd.grad(x.sin().tanh(), x, cotangent)[0]
+
+
+BUFFER = torch.zeros(4, 4, dtype=torch.double)
+
+
+class Functions(Cases, pruned=True):
+    """Forwards that hide what the backward reads, and one that hides nothing."""
+
+    @differentiated(lambda ctx, g: g * ctx.x.cos() * ctx.nested["y"][0])
+    def attributes(ctx, x):
         ctx.x, ctx.nested = x.detach(), {"y": [x.detach() * 3]}
         return x * 2
 
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * ctx.x.cos() * ctx.nested["y"][0]
-
-
-class InAClosure(torch.autograd.Function):
-    """Keeps what it reads in a function."""
-
-    @staticmethod
-    def forward(ctx, x):
+    @differentiated(lambda ctx, g: ctx.pull(g))
+    def closure(ctx, x):
         y = x.detach().exp()
         ctx.pull = lambda g: g * y
         return x * 2
 
-    @staticmethod
-    def backward(ctx, cotangent):
-        return ctx.pull(cotangent)
-
-
-class InAGlobal(torch.autograd.Function):
-    """Keeps what it reads where nobody looks."""
-
-    @staticmethod
-    def forward(ctx, x):
+    @differentiated(lambda ctx, g: g * HIDDEN.pop(ctx.key))
+    def in_a_global(ctx, x):
         ctx.key = len(HIDDEN)
         HIDDEN[ctx.key] = x.detach().exp()
         return x * 2
 
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * HIDDEN.pop(ctx.key)
+    @differentiated(lambda ctx, g: g * ctx.saved_tensors[0].sin())
+    def dirty(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @differentiated(lambda ctx, g: g * 3)
+    def silent(ctx, x):
+        BUFFER.copy_(x.detach())
+        ctx.save_for_backward(x.detach().exp())
+        return x * BUFFER.sum()
+
+    @differentiated(lambda ctx, g: g * (ctx.saved_tensors[0] if ctx.positive else 2))
+    def branching(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.positive = bool(x.sum() > 0)
+        return x * 2
+
+    @differentiated(recomputed)
+    def recomputes(ctx, x):
+        ctx.save_for_backward(x)
+        return x.detach().sin().tanh()
+
+    def saved_tensors(x):
+        y, z = Inputs.apply(x.sin(), x * 2)
+        return dead_end(y * z)
 
 
 class Inputs(torch.autograd.Function):
@@ -90,187 +119,79 @@ class Inputs(torch.autograd.Function):
         return (cotangent * y.cos()) @ w.t(), x.t() @ cotangent
 
 
-class Dirty(torch.autograd.Function):
-    """Changes its argument in place."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x.mul_(2)
-        ctx.mark_dirty(x)
-        ctx.save_for_backward(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * ctx.saved_tensors[0].sin()
-
-
-class Silent(torch.autograd.Function):
-    """Saves what it does not read, and changes a buffer of its own."""
-
-    buffer = torch.zeros(4, 4, dtype=torch.double)
-
-    @staticmethod
-    def forward(ctx, x):
-        Silent.buffer.copy_(x.detach())
-        ctx.save_for_backward(x.detach().exp())
-        return x * Silent.buffer.sum()
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * 3
-
-
-class Branching(torch.autograd.Function):
-    """Decides in the backward, by a value."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        ctx.positive = bool(x.sum() > 0)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        (x,) = ctx.saved_tensors
-        return cotangent * x if ctx.positive else cotangent * 2
-
-
-class Recomputes(torch.autograd.Function):
-    """Runs autograd inside its backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.detach().sin().tanh()
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        with torch.enable_grad():
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            return torch.autograd.grad(x.sin().tanh(), x, cotangent)[0]
-
-
-def inputs_of_two(x):
-    y, z = Inputs.apply(x.sin(), x * 2)
-    return dead_end(y * z)
-
-
-def applied(function):
-    def fn(x):
-        return dead_end(function.apply(x.sin() * 3).exp())
-
-    return fn
-
-
-FUNCTIONS = {
-    "attributes": applied(Stash),
-    "a closure": applied(InAClosure),
-    "a global": applied(InAGlobal),
-    "saved tensors": inputs_of_two,
-    "dirty": applied(Dirty),
-    "silent": applied(Silent),
-    "branching": applied(Branching),
-    "recomputes": applied(Recomputes),
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_of_the_users(name, policy):
-    assert_exact(FUNCTIONS[name], X, policy=POLICIES[policy], pruned=True)
+@each_policy
+@each_case(Functions)
+def test_a_function_of_the_users_is_pruned(case, policy):
+    case.check(policy)
 
 
 # --- Hooks ---
 
 
-def hook_reads_another(x):
-    h, other = x.sin(), x.exp() * 2
-    h.register_hook(lambda g: g * other)
-    return dead_end(h * 3)
+class Hooks(Cases):
+    def hook_reads_another(x):
+        h, other = x.sin(), x.exp() * 2
+        h.register_hook(lambda g: g * other)
+        return dead_end(h * 3)
+
+    def hook_on_a_dead_value(x):
+        h = x * 2
+        y = h + 1
+        y.register_hook(lambda g: g * h)
+        return y * 3
+
+    def hooks_in_a_row(x):
+        a, b, c = x.sin() * 1, x.cos() * 2, x.exp() + 3
+        a.register_hook(lambda g: g * b.detach())
+        b.register_hook(lambda g: g + c.detach())
+        return dead_end(a + b)
+
+    def multi_grad_hook(x):
+        a, b, c = x.sin() * 1, x.cos() * 2, (x.exp() + 3).detach()
+        seen = []
+
+        def both(grads):
+            seen.append(float((grads[0] * c).sum()))
+
+        register_multi_grad_hook([a, b], both)
+        a.register_hook(lambda g: g * 2)
+        return dead_end(a * b)
+
+    def prehook_of_a_node(x):
+        h, other = x.sin() * 2, x.detach().exp() + 1
+        h.grad_fn.register_prehook(lambda grads: (grads[0] * other,))
+        return dead_end(h * 3)
+
+    def hook_of_a_node(x):
+        h, other = x.sin() * 2, x.detach().exp() + 1
+        h.grad_fn.register_hook(lambda grads, _: (grads[0] * other, *grads[1:]))
+        return dead_end(h * 3)
+
+    def hook_on_the_input(x):
+        other = x.detach().exp() + 1
+        x.register_hook(lambda g: g * other)
+        return dead_end(x * 3)
+
+    def hook_that_draws(x):
+        h, other = x.sin() * 1, x * 3
+        h.register_hook(lambda g: g + torch.randn_like(g))
+        (y := x * 1.0).register_hook(lambda g: g * other.detach())
+        return h.exp() + y
+
+    def retained(x):
+        h = x.sin() * 2
+        h.retain_grad()
+        return dead_end(h.exp())
 
 
-def hook_on_a_dead_value(x):
-    h = x * 2
-    y = h + 1
-    y.register_hook(lambda g: g * h)
-    return y * 3
+@each_policy
+@each_case(Hooks)
+def test_a_hook_closes_over_values(case, policy):
+    case.check(policy)
 
 
-def hooks_in_a_row(x):
-    a, b, c = x.sin() * 1, x.cos() * 2, x.exp() + 3
-    a.register_hook(lambda g: g * b.detach())
-    b.register_hook(lambda g: g + c.detach())
-    return dead_end(a + b)
-
-
-def multi_grad_hook(x):
-    a, b, c = x.sin() * 1, x.cos() * 2, (x.exp() + 3).detach()
-    seen = []
-
-    def both(grads):
-        seen.append(float((grads[0] * c).sum()))
-
-    register_multi_grad_hook([a, b], both)
-    a.register_hook(lambda g: g * 2)
-    return dead_end(a * b)
-
-
-def prehook_of_a_node(x):
-    h, other = x.sin() * 2, x.detach().exp() + 1
-    h.grad_fn.register_prehook(lambda grads: (grads[0] * other,))
-    return dead_end(h * 3)
-
-
-def hook_of_a_node(x):
-    h, other = x.sin() * 2, x.detach().exp() + 1
-    h.grad_fn.register_hook(lambda grads, _: (grads[0] * other, *grads[1:]))
-    return dead_end(h * 3)
-
-
-def hook_on_the_input(x):
-    other = x.detach().exp() + 1
-    x.register_hook(lambda g: g * other)
-    return dead_end(x * 3)
-
-
-def hook_that_draws(x):
-    h, other = x.sin() * 1, x * 3
-    h.register_hook(lambda g: g + torch.randn_like(g))
-    (y := x * 1.0).register_hook(lambda g: g * other.detach())
-    return h.exp() + y
-
-
-def module_hooks(x):
-    module = nn.Linear(4, 4).double()
-    with torch.no_grad():
-        module.weight.fill_(0.3), module.bias.fill_(0.1)
-    module.register_forward_pre_hook(lambda _, args: (args[0].sin(),))
-    module.register_full_backward_hook(lambda _, grads, outs: (grads[0] * 2,))
-    return dead_end(module(x).exp())
-
-
-def retained(x):
-    h = x.sin() * 2
-    h.retain_grad()
-    return dead_end(h.exp())
-
-
-HOOKS = [
-    *(hook_reads_another, hook_on_a_dead_value, hooks_in_a_row, multi_grad_hook),
-    *(prehook_of_a_node, hook_of_a_node, hook_on_the_input, hook_that_draws),
-    *(retained,),
-]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fn", HOOKS, ids=lambda fn: fn.__name__)
-def test_hooks_that_close_over_values(fn, policy):
-    assert_exact(fn, X, policy=POLICIES[policy], pruned=None)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_hook_runs_once_in_each_backward_once_it_is_known(policy):
+@each_policy
+def test_a_known_hook_runs_once_in_each_backward(policy):
     seen = []
 
     def fn(x):
@@ -279,7 +200,7 @@ def test_a_hook_runs_once_in_each_backward_once_it_is_known(policy):
         (h * 1).register_hook(lambda g: g * other)
         return dead_end(h * 3)
 
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
+    ours = remat(fn, policy=policy, prune=True)
     for _ in range(4):
         of_backward(ours, (X,))
     seen.clear()
@@ -290,80 +211,71 @@ def test_a_hook_runs_once_in_each_backward_once_it_is_known(policy):
 # --- Saved-tensor hooks inside ---
 
 
-def checkpoint_inside(x, w):
-    h = checkpoint(lambda h: torch.tanh(h @ w).exp(), x.sin(), use_reentrant=False)
-    return dead_end(h * w)
+def selective():
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
 
 
-def checkpoint_selective(x, w):
-    def contexts():
-        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+def checkpointed(**options):
+    def fn(x, w):
+        layer = lambda h: torch.tanh(h @ w).exp()
+        return dead_end(checkpoint(layer, x.sin(), use_reentrant=False, **options) * w)
 
-    h = checkpoint(
-        lambda h: torch.tanh(h @ w).exp(),
-        x.sin(),
-        use_reentrant=False,
-        context_fn=contexts,
-    )
-    return dead_end(h * w)
+    return fn
 
 
-def saved_on_cpu(x, w):
-    with save_on_cpu():
-        h = torch.tanh(x.sin() @ w).exp()
-    return dead_end(h * w)
+def packed(context):
+    def fn(x, w):
+        with context():
+            h = torch.tanh(x.sin() @ w).exp()
+        return dead_end(h * w)
+
+    return fn
 
 
-def packed_in_a_list(x, w):
+def in_a_list():
     box = []
 
     def pack(t):
         box.append(t)
         return len(box) - 1
 
-    with saved_tensors_hooks(pack, lambda k: box[k]):
-        h = torch.tanh(x.sin() @ w).exp()
-    return dead_end(h * w)
+    return saved_tensors_hooks(pack, lambda k: box[k])
 
 
-def packed_as_numpy(x, w):
-    with saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
-        h = torch.tanh(x.sin() @ w).exp()
-    return dead_end(h * w)
+def as_numpy():
+    return saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy)
 
 
-def packed_halved(x, w):
-    with saved_tensors_hooks(lambda t: t.detach() * 0.5, lambda t: t * 2):
-        h = torch.tanh(x.sin() @ w).exp()
-    return dead_end(h * w)
+def halved():
+    return saved_tensors_hooks(lambda t: t.detach() * 0.5, lambda t: t * 2)
 
 
-def packed_lossily(x, w):
-    with saved_tensors_hooks(lambda t: t.detach().bfloat16(), lambda t: t.double()):
-        h = torch.tanh(x.sin() @ w).exp()
-    return dead_end(h * w)
+def lossily():
+    return saved_tensors_hooks(lambda t: t.detach().bfloat16(), lambda t: t.double())
 
 
-SAVED = [
-    *(checkpoint_inside, checkpoint_selective, saved_on_cpu, packed_in_a_list),
-    *(packed_as_numpy, packed_halved, packed_lossily),
-]
+SAVED = {
+    "checkpoint_inside": checkpointed(),
+    "checkpoint_selective": checkpointed(context_fn=selective),
+    "saved_on_cpu": packed(save_on_cpu),
+    "packed_in_a_list": packed(in_a_list),
+    "packed_as_numpy": packed(as_numpy),
+    "packed_halved": packed(halved),
+    "packed_lossily": packed(lossily),
+}
 
 
 # torch 2.14 warns that values of a selective checkpoint pass hooks by, ours too.
 @pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fn", SAVED, ids=lambda fn: fn.__name__)
-def test_saved_tensor_hooks_inside(fn, policy):
-    assert_exact(fn, X, W, policy=POLICIES[policy], pruned=None)
+@each_policy
+@each_case(cases_of(SAVED))
+def test_saved_tensor_hooks_run_inside(case, policy):
+    case.check(policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@each_policy
 @pytest.mark.parametrize("around", ["save_on_cpu", "checkpoint"])
-def test_saved_tensor_hooks_around(around, policy):
-    fn = lambda x: dead_end((x * 2).exp())
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
-
+def test_saved_tensor_hooks_run_around(around, policy):
     def outside(f):
         def run(x):
             if around == "checkpoint":
@@ -373,114 +285,94 @@ def test_saved_tensor_hooks_around(around, policy):
 
         return run
 
+    fn = lambda x: dead_end((x * 2).exp())
+    ours = remat(fn, policy=policy, prune=True)
     for _ in range(4):
-        assert_same(of_backward(outside(ours), (X,)), of_backward(outside(fn), (X,)))
+        assert_like_plain(outside(ours), outside(fn), X)
 
 
 # --- Modes of grad, and derivatives inside ---
 
 
-def no_grad_island(x, w):
-    with torch.no_grad():
-        mean = (x @ w).tanh().mean(0)
-        scale = x.exp().std()
-    return dead_end((x - mean) * scale * w)
-
-
-def enable_grad_in_no_grad(x, w):
-    with torch.no_grad():
-        h = x.sin()
-        with torch.enable_grad():
-            y = (w * 2).exp()
-    return dead_end(h * y)
-
-
-def inference_island(x, w):
-    with torch.inference_mode():
-        scale = float((x @ w).tanh().sum())
-    return dead_end((x * scale * w).sin().exp())
-
-
-def grad_inside(x, w):
-    u = torch.tanh(x @ w)
-    (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-    return dead_end(g * u)
-
-
-def grad_inside_of_a_leaf(x, w):
-    leaf = x.detach().requires_grad_()
-    (g,) = torch.autograd.grad(torch.tanh(leaf @ w.detach()).sum(), leaf)
-    return dead_end(x * g * w)
-
-
-def grad_inside_accumulates(x, w):
-    h = x * 1
-    u = torch.tanh(h @ w) * h + h.sin() + h.exp()
-    (g,) = torch.autograd.grad(u.sum(), h, retain_graph=True)
-    return dead_end((g * w).exp() * u)
-
-
-def func_grad_inside(x, w):
-    return dead_end(torch.func.grad(lambda x: (torch.tanh(x @ w) * x).sum())(x) * x)
-
-
-def vmap_inside(x, w):
-    return dead_end(torch.func.vmap(lambda row: torch.tanh(row @ w).exp())(x))
-
-
-def jacobians_inside(x, w):
-    f = lambda v: torch.tanh(v @ w)
-    return dead_end(torch.func.jacrev(f)(x[0]) @ torch.func.jacfwd(f)(x[1]))
-
-
-def hessian_inside(x, w):
-    return dead_end(torch.func.hessian(lambda v: (v @ w).sin().sum())(x[0]) * x)
-
-
-def jvp_inside(x, w):
-    out, tangent = torch.func.jvp(lambda v: (v @ w).tanh(), (x,), (w,))
-    return dead_end(out * tangent)
-
-
 LINEAR = nn.Linear(4, 4, bias=False).double()
 
 
-def functional_call_inside(x, w):
-    return dead_end(torch.func.functional_call(LINEAR, {"weight": w}, (x.sin(),)).exp())
+class Modes(Cases, pruned=True):
+    def no_grad_island(x, w):
+        with torch.no_grad():
+            mean = (x @ w).tanh().mean(0)
+            scale = x.exp().std()
+        return dead_end((x - mean) * scale * w)
+
+    def enable_grad_in_no_grad(x, w):
+        with torch.no_grad():
+            h = x.sin()
+            with torch.enable_grad():
+                y = (w * 2).exp()
+        return dead_end(h * y)
+
+    def func_grad_inside(x, w):
+        return dead_end(torch.func.grad(lambda x: (torch.tanh(x @ w) * x).sum())(x) * x)
+
+    def vmap_inside(x, w):
+        return dead_end(torch.func.vmap(lambda row: torch.tanh(row @ w).exp())(x))
+
+    def jvp_inside(x, w):
+        out, tangent = torch.func.jvp(lambda v: (v @ w).tanh(), (x,), (w,))
+        return dead_end(out * tangent)
 
 
-MODES = {
-    no_grad_island: True,
-    enable_grad_in_no_grad: True,
-    inference_island: True,
-    grad_inside: None,
-    grad_inside_of_a_leaf: None,
-    grad_inside_accumulates: None,
-    func_grad_inside: True,
-    vmap_inside: True,
-    jacobians_inside: None,
-    hessian_inside: None,
-    jvp_inside: True,
-    functional_call_inside: None,
-}
+class Derivatives(Cases):
+    def jacobians_inside(x, w):
+        f = lambda v: torch.tanh(v @ w)
+        return dead_end(torch.func.jacrev(f)(x[0]) @ torch.func.jacfwd(f)(x[1]))
+
+    def hessian_inside(x, w):
+        return dead_end(torch.func.hessian(lambda v: (v @ w).sin().sum())(x[0]) * x)
+
+    def functional_call_inside(x, w):
+        return dead_end(
+            torch.func.functional_call(LINEAR, {"weight": w}, (x.sin(),)).exp()
+        )
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fn", MODES, ids=lambda fn: fn.__name__)
-def test_modes_and_derivatives_inside(fn, policy, transform):
-    if transform == "func.grad" and fn in (
-        grad_inside_of_a_leaf,
-        inference_island,
-        grad_inside_accumulates,
-        grad_inside,
-    ):
-        pytest.skip("plain torch refuses it under torch.func")
-    assert_exact(
-        fn,
-        X,
-        W,
-        policy=POLICIES[policy],
-        transform=TRANSFORMS[transform],
-        pruned=MODES[fn],
-    )
+class InferenceMode(Cases, pruned=True):
+    """Which torch.func refuses in plain code."""
+
+    def inference_island(x, w):
+        with torch.inference_mode():
+            scale = float((x @ w).tanh().sum())
+        return dead_end((x * scale * w).sin().exp())
+
+
+class OfBaseAutograd(Cases):
+    """As torch.func refuses it in plain code."""
+
+    def grad_inside(x, w):
+        u = torch.tanh(x @ w)
+        (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return dead_end(g * u)
+
+    def grad_inside_of_a_leaf(x, w):
+        leaf = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(torch.tanh(leaf @ w.detach()).sum(), leaf)
+        return dead_end(x * g * w)
+
+    def grad_inside_accumulates(x, w):
+        h = x * 1
+        u = torch.tanh(h @ w) * h + h.sin() + h.exp()
+        (g,) = torch.autograd.grad(u.sum(), h, retain_graph=True)
+        return dead_end((g * w).exp() * u)
+
+
+@each_way
+@each_policy
+@each_case(Modes, Derivatives)
+def test_a_mode_or_a_derivative_inside(case, policy, way):
+    case.check(policy, way)
+
+
+@each_policy
+@each_case(InferenceMode, OfBaseAutograd)
+def test_a_mode_or_a_derivative_inside_that_torch_func_refuses(case, policy):
+    case.check(policy)

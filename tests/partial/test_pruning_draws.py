@@ -10,8 +10,18 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.pruning import POLICIES, TRANSFORMS, W, X, assert_exact, dead_end
-from torch import nn
+from support.pruning import (
+    Cases,
+    W,
+    X,
+    assert_exact,
+    dead_end,
+    each_case,
+    each_policy,
+    each_way,
+    given_up,
+)
+from torch import Tensor, nn
 from torch.nn.functional import alpha_dropout, dropout, feature_alpha_dropout, rrelu
 from torch.utils.checkpoint import checkpoint
 
@@ -19,187 +29,133 @@ import remat.random as keyed
 from remat import remat
 
 
-# What depends on the values drawn is in no record, and a policy is given up.
-pytestmark = pytest.mark.filterwarnings("ignore:.* is not followed any more")
+pytestmark = given_up  # what depends on the values drawn is in no record
 
 
-def only_the_first(x, w):
-    h = dropout(x.sin()) * w
-    dropout(h)
-    return dead_end(h.exp())
+class Draws(Cases, pruned=True):
+    def only_the_first(x, w):
+        h = dropout(x.sin()) * w
+        dropout(h)
+        return dead_end(h.exp())
+
+    def only_the_last(x, w):
+        dropout(x)
+        dropout(w, 0.2)
+        return dead_end(dropout(x.sin()).exp() * w)
+
+    def only_the_second(x, w):
+        a = dropout(x, 0.3)
+        b = dropout(x.sin(), 0.4)
+        c = dropout(w, 0.5)
+        del a, c
+        return dead_end(b.exp() * w)
+
+    def none_needed(x, w):
+        return dropout(x).detach() * 2 + dropout(w) + x.sin()
+
+    def of_other_shapes(x):
+        torch.rand(7), torch.randn(3, 5), torch.randperm(9)
+        torch.randint(5, (2,))
+        mask = torch.rand_like(x) < 0.5
+        torch.randn_like(x)
+        return dead_end((x * mask).exp())
+
+    def bernoulli(x):
+        torch.bernoulli(torch.full((3,), 0.5))
+        p = x.detach().sigmoid()
+        mask = torch.bernoulli(p)
+        p.bernoulli_(0.3)
+        return dead_end((x * mask).exp())
+
+    def in_place_draws(x):
+        noise = torch.empty(4, 4, dtype=x.dtype)
+        noise.uniform_().normal_()
+        torch.empty(5).exponential_().cauchy_().log_normal_().geometric_(0.3)
+        noise.add_(torch.empty_like(noise).random_(5))
+        return dead_end((x * noise).exp())
+
+    def samplers(x):
+        p = x.detach().abs() + 0.1
+        torch.multinomial(p, 2)
+        torch.poisson(p)
+        torch._standard_gamma(p)
+        torch._sample_dirichlet(p)
+        torch.binomial(torch.full((4, 4), 9.0), torch.full((4, 4), 0.4))
+        torch.normal(0.0, p)
+        return dead_end((x * torch.normal(x.detach(), 1.0)).exp())
+
+    def layers(x):
+        alpha_dropout(x, 0.4, training=True)
+        feature_alpha_dropout(x, 0.4, training=True)
+        rrelu(x, training=True)
+        h = rrelu(x, training=True)
+        nn.functional.gumbel_softmax(x)
+        return dead_end((alpha_dropout(h, 0.5, training=True) * x).exp())
+
+    def attention(x, w):
+        q = torch.stack([x, w])
+        nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        h = nn.functional.scaled_dot_product_attention(q.sin(), q, q, dropout_p=0.5)
+        return dead_end(h.exp())
+
+    def python_and_numpy(x):
+        dropout(x)
+        random.random(), np.random.rand(3)
+        h = (x * random.random()).sin() * np.random.rand()
+        return dead_end(dropout(h).exp())
 
 
-def only_the_last(x, w):
-    dropout(x)
-    dropout(w, 0.2)
-    return dead_end(dropout(x.sin()).exp() * w)
+class DataDependent(Cases, calls=16):
+    def conditional(x):
+        h = dropout(x)
+        if torch.rand(()) < 0.5:
+            h = dropout(h.sin())
+        return dead_end((dropout(h) * x).exp())
 
 
-def only_the_second(x, w):
-    a = dropout(x, 0.3)
-    b = dropout(x.sin(), 0.4)
-    c = dropout(w, 0.5)
-    del a, c
-    return dead_end(b.exp() * w)
+@each_way
+@each_policy
+@each_case(Draws, DataDependent)
+def test_the_draws_that_are_needed_are_those_of_the_forward(case, policy, way):
+    case.check(policy, way)
 
 
-def none_needed(x, w):
-    return dropout(x).detach() * 2 + dropout(w) + x.sin()
+# --- Generators and keys ---
 
 
-def of_other_shapes(x):
-    torch.rand(7), torch.randn(3, 5), torch.randperm(9)
-    torch.randint(5, (2,))
-    mask = torch.rand_like(x) < 0.5
-    torch.randn_like(x)
-    return dead_end((x * mask).exp())
+class Generators(Cases):
+    def dead_draws_of_a_generator(x, g):
+        torch.rand(3, generator=g)
+        dropout(x)
+        mask = torch.rand(x.shape, generator=g, dtype=x.dtype)
+        torch.randperm(5, generator=g)
+        return dead_end((x * mask).exp())
+
+    def state_of_a_generator(x, g):
+        torch.rand(3, generator=g)
+        again = torch.Generator()
+        again.set_state(g.get_state())
+        return dead_end((x * torch.rand(4, 4, generator=again, dtype=x.dtype)).exp())
+
+    def state_of_a_clone(x, g):
+        torch.rand(3, generator=g)
+        return dead_end(
+            (x * torch.rand(4, 4, generator=g.clone_state(), dtype=x.dtype)).exp()
+        )
+
+    def seeded_by_a_draw(x, g):
+        torch.rand(3, generator=g)
+        seed = int(torch.randint(1 << 30, (), generator=g))
+        own = torch.Generator().manual_seed(seed)
+        return dead_end((x * torch.rand(4, 4, generator=own, dtype=x.dtype)).exp())
 
 
-def bernoulli(x):
-    torch.bernoulli(torch.full((3,), 0.5))
-    p = x.detach().sigmoid()
-    mask = torch.bernoulli(p)
-    p.bernoulli_(0.3)
-    return dead_end((x * mask).exp())
-
-
-def in_place_draws(x):
-    noise = torch.empty(4, 4, dtype=x.dtype)
-    noise.uniform_().normal_()
-    torch.empty(5).exponential_().cauchy_().log_normal_().geometric_(0.3)
-    noise.add_(torch.empty_like(noise).random_(5))
-    return dead_end((x * noise).exp())
-
-
-def samplers(x):
-    p = x.detach().abs() + 0.1
-    torch.multinomial(p, 2)
-    torch.poisson(p)
-    torch._standard_gamma(p)
-    torch._sample_dirichlet(p)
-    torch.binomial(torch.full((4, 4), 9.0), torch.full((4, 4), 0.4))
-    torch.normal(0.0, p)
-    return dead_end((x * torch.normal(x.detach(), 1.0)).exp())
-
-
-def layers(x):
-    alpha_dropout(x, 0.4, training=True)
-    feature_alpha_dropout(x, 0.4, training=True)
-    rrelu(x, training=True)
-    h = rrelu(x, training=True)
-    nn.functional.gumbel_softmax(x)
-    return dead_end((alpha_dropout(h, 0.5, training=True) * x).exp())
-
-
-def attention(x, w):
-    q = torch.stack([x, w])
-    nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-    h = nn.functional.scaled_dot_product_attention(q.sin(), q, q, dropout_p=0.5)
-    return dead_end(h.exp())
-
-
-def python_and_numpy(x):
-    dropout(x)
-    random.random(), np.random.rand(3)
-    h = (x * random.random()).sin() * np.random.rand()
-    return dead_end(dropout(h).exp())
-
-
-def conditional(x):
-    h = dropout(x)
-    if torch.rand(()) < 0.5:
-        h = dropout(h.sin())
-    return dead_end((dropout(h) * x).exp())
-
-
-DRAWS = [
-    *(only_the_first, only_the_last, only_the_second, none_needed, of_other_shapes),
-    *(bernoulli, in_place_draws, samplers, layers, attention, python_and_numpy),
-    conditional,
-]
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fn", DRAWS, ids=lambda fn: fn.__name__)
-def test_the_draws_that_are_needed_are_those_of_the_forward(fn, policy, transform):
-    args = (X, W)[: fn.__code__.co_argcount]
-    pruned = None if fn is conditional else True
-    assert_exact(
-        fn,
-        *args,
-        policy=POLICIES[policy],
-        transform=TRANSFORMS[transform],
-        pruned=pruned,
-        calls=16 if fn is conditional else 5,
-    )
-
-
-# --- Generators that are arguments, or the function's own ---
-
-
-def with_generator(draw):
-    """A function of a generator that stands anew in each call."""
-
-    def fn(x, generator):
-        return draw(x, generator)
-
-    def seeded(x):
-        return fn(x, torch.Generator().manual_seed(5))
-
-    return seeded
-
-
-def dead_draws_of_a_generator(x, g):
-    torch.rand(3, generator=g)
-    dropout(x)
-    mask = torch.rand(x.shape, generator=g, dtype=x.dtype)
-    torch.randperm(5, generator=g)
-    return dead_end((x * mask).exp())
-
-
-def state_of_a_generator(x, g):
-    torch.rand(3, generator=g)
-    again = torch.Generator()
-    again.set_state(g.get_state())
-    return dead_end((x * torch.rand(4, 4, generator=again, dtype=x.dtype)).exp())
-
-
-def state_of_a_clone(x, g):
-    torch.rand(3, generator=g)
-    return dead_end(
-        (x * torch.rand(4, 4, generator=g.clone_state(), dtype=x.dtype)).exp()
-    )
-
-
-def seeded_by_a_draw(x, g):
-    torch.rand(3, generator=g)
-    seed = int(torch.randint(1 << 30, (), generator=g))
-    own = torch.Generator().manual_seed(seed)
-    return dead_end((x * torch.rand(4, 4, generator=own, dtype=x.dtype)).exp())
-
-
-GENERATORS = [
-    *(dead_draws_of_a_generator, state_of_a_generator, state_of_a_clone),
-    seeded_by_a_draw,
-]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fn", GENERATORS, ids=lambda fn: fn.__name__)
-def test_generators(fn, policy):
+@each_policy
+@each_case(Generators)
+def test_a_generator_is_an_argument(case, policy):
     generator = torch.Generator()
-
-    def start(call):
-        generator.manual_seed(call)
-
-    assert_exact(
-        lambda x: fn(x, generator),
-        X,
-        policy=POLICIES[policy],
-        before=start,
-        pruned=True,
-    )
+    fn = lambda x: case.fn(x, generator)
+    assert_exact(fn, X, policy=policy, before=generator.manual_seed, pruned=True)
 
 
 def test_a_key_is_data():
@@ -238,79 +194,63 @@ def dropped(h):
     return dropout(h).sin().exp()
 
 
-def own_checkpoint(x):
-    dropout(x)
-    return Checkpoint.apply(dropped, x * 2) * 3
-
-
-def torch_checkpoint(x):
-    dropout(x)
-    return checkpoint(dropped, x * 2, use_reentrant=False) * 3
-
-
-def state_read(x):
-    torch.rand(3)
-    state = torch.get_rng_state()
-    torch.rand(3)
-    # NumPy's copy of the state, in the last bytes of which is the position.
-    moved = float(state.double().sum())
-    return dead_end((x * moved).sin().exp())
-
-
-def state_forked(x):
-    torch.rand(3)
-    with torch.random.fork_rng(devices=[]):
+class Lookers(Cases, calls=7):
+    def own_checkpoint(x):
         dropout(x)
-        mask = torch.rand(4, 4, dtype=x.dtype)
-    torch.rand(2)
-    return dead_end((x * mask).exp())
+        return Checkpoint.apply(dropped, x * 2) * 3
+
+    def torch_checkpoint(x):
+        dropout(x)
+        return checkpoint(dropped, x * 2, use_reentrant=False) * 3
+
+    def state_read(x):
+        torch.rand(3)
+        state = torch.get_rng_state()
+        torch.rand(3)
+        # NumPy's copy of the state, in the last bytes of which is the position.
+        moved = float(state.double().sum())
+        return dead_end((x * moved).sin().exp())
+
+    def state_forked(x):
+        torch.rand(3)
+        with torch.random.fork_rng(devices=[]):
+            dropout(x)
+            mask = torch.rand(4, 4, dtype=x.dtype)
+        torch.rand(2)
+        return dead_end((x * mask).exp())
+
+    def state_put_back(x):
+        torch.rand(5)
+        before = torch.get_rng_state()
+        a = torch.rand(4, 4, dtype=x.dtype)
+        torch.set_rng_state(before)
+        torch.rand(4, 4, dtype=x.dtype)
+        return dead_end((x * a * torch.rand(4, 4, dtype=x.dtype)).exp())
 
 
-def state_put_back(x):
-    torch.rand(5)
-    before = torch.get_rng_state()
-    a = torch.rand(4, 4, dtype=x.dtype)
-    torch.set_rng_state(before)
-    torch.rand(4, 4, dtype=x.dtype)
-    return dead_end((x * a * torch.rand(4, 4, dtype=x.dtype)).exp())
+@each_policy
+@each_case(Lookers)
+def test_a_function_looks_where_the_stream_stands(case, policy):
+    case.check(policy)
 
 
-LOOKERS = [own_checkpoint, torch_checkpoint, state_read, state_forked, state_put_back]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fn", LOOKERS, ids=lambda fn: fn.__name__)
-def test_what_looks_where_the_stream_stands(fn, policy):
-    assert_exact(fn, X, policy=POLICIES[policy], pruned=None, calls=7)
-
-
-def nested(inner_prune, outer_draws):
-    inner = remat(dropped, prune=inner_prune)
+@each_way
+@each_policy
+@pytest.mark.parametrize("outer_draws", [0, 1, 2])
+@pytest.mark.parametrize("prune", ["auto", True, False])
+def test_a_nested_call_draws_after_dead_draws(prune, outer_draws, policy, way):
+    inner = remat(dropped, prune=prune)
 
     def fn(x):
         for _ in range(outer_draws):
             dropout(x)
         return inner(x * 2) * 3
 
-    return fn
+    assert_exact(fn, X, policy=policy, way=way)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("outer_draws", [0, 1, 2])
-@pytest.mark.parametrize("prune", ["auto", True, False])
-def test_a_nested_call_draws_after_dead_draws(prune, outer_draws, policy, transform):
-    assert_exact(
-        nested(prune, outer_draws),
-        X,
-        policy=POLICIES[policy],
-        transform=TRANSFORMS[transform],
-        pruned=None,
-    )
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_two_nested_calls_that_draw_and_one_that_is_not_needed(policy):
+@each_policy
+def test_a_nested_call_that_is_not_needed_draws(policy):
     first, second = remat(dropped, prune=True), remat(dropped, prune=True)
 
     def fn(x, w):
@@ -319,10 +259,10 @@ def test_two_nested_calls_that_draw_and_one_that_is_not_needed(policy):
         first(h)
         return dead_end(second(h * w))
 
-    assert_exact(fn, X, W, policy=POLICIES[policy], pruned=None)
+    assert_exact(fn, X, W, policy=policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@each_policy
 def test_a_nested_call_draws_from_a_generator(policy):
     generator = torch.Generator()
 
@@ -334,13 +274,7 @@ def test_a_nested_call_draws_from_a_generator(policy):
         torch.rand(3, generator=generator)
         return inner(x * 2) * 3
 
-    assert_exact(
-        fn,
-        X,
-        policy=POLICIES[policy],
-        before=lambda call: generator.manual_seed(call),
-        pruned=None,
-    )
+    assert_exact(fn, X, policy=policy, before=generator.manual_seed)
 
 
 # --- Operations of the user's ---
@@ -350,22 +284,22 @@ STREAM = torch.Generator()
 
 
 @torch.library.custom_op("pruning::untagged_noise", mutates_args=())
-def untagged_noise(x: torch.Tensor) -> torch.Tensor:
+def untagged_noise(x: Tensor) -> Tensor:
     return x + torch.rand(x.shape, dtype=x.dtype)
 
 
 @torch.library.custom_op("pruning::generator_noise", mutates_args=())
-def generator_noise(x: torch.Tensor) -> torch.Tensor:
+def generator_noise(x: Tensor) -> Tensor:
     return x + torch.rand(x.shape, dtype=x.dtype, generator=STREAM)
 
 
 @torch.library.custom_op("pruning::numpy_noise", mutates_args=())
-def numpy_noise(x: torch.Tensor) -> torch.Tensor:
+def numpy_noise(x: Tensor) -> Tensor:
     return x + torch.from_numpy(np.random.rand(*x.shape))
 
 
 @torch.library.custom_op("pruning::python_noise", mutates_args=())
-def python_noise(x: torch.Tensor) -> torch.Tensor:
+def python_noise(x: Tensor) -> Tensor:
     return x + random.random()
 
 
@@ -378,43 +312,44 @@ def draw_of(op, x):
     return torch.rand((), dtype=x.dtype) if op is untagged_noise else random.random()
 
 
-NOISES = [untagged_noise, generator_noise, numpy_noise, python_noise]
-NAMES = ["torch", "generator", "numpy", "python"]
+NOISES = {
+    "torch": untagged_noise,
+    "generator": generator_noise,
+    "numpy": numpy_noise,
+    "python": python_noise,
+}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("op", NOISES, ids=NAMES)
-def test_a_dead_operation_of_the_users_that_draws(op, policy):
+def dead_operation(op):
     def fn(x):
         op(x.detach())
         return dead_end((x * draw_of(op, x)).sin().exp())
 
-    def start(call):
-        STREAM.manual_seed(call)
-
-    assert_exact(fn, X, policy=POLICIES[policy], before=start, pruned=None)
+    return fn
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("op", NOISES, ids=NAMES)
-def test_an_operation_of_the_users_that_draws_after_a_dead_draw(op, policy):
+def after_a_dead_draw(op):
     def fn(x):
         draw_of(op, x)
         return dead_end((x * op(x.detach())).exp())
 
-    def start(call):
-        STREAM.manual_seed(call)
+    return fn
 
-    assert_exact(fn, X, policy=POLICIES[policy], before=start, pruned=None)
+
+@each_policy
+@pytest.mark.parametrize("op", NOISES.values(), ids=NOISES)
+@pytest.mark.parametrize("made", [dead_operation, after_a_dead_draw])
+def test_an_operation_of_the_users_draws(made, op, policy):
+    assert_exact(made(op), X, policy=policy, before=STREAM.manual_seed)
 
 
 @torch.library.custom_op("pruning::sometimes_noise", mutates_args=())
-def sometimes_noise(x: torch.Tensor) -> torch.Tensor:
+def sometimes_noise(x: Tensor) -> Tensor:
     return torch.rand(x.shape, dtype=x.dtype) if x.sum() > 0 else x * 2
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_an_operation_of_the_users_that_draws_in_some_calls_only(policy):
+@each_policy
+def test_an_operation_of_the_users_draws_in_some_calls(policy):
     sign = torch.ones(3)
 
     def fn(x):
@@ -424,4 +359,4 @@ def test_an_operation_of_the_users_that_draws_in_some_calls_only(policy):
     def start(call):
         sign.fill_(1.0 if call % 3 == 2 else -1.0)
 
-    assert_exact(fn, X, policy=POLICIES[policy], before=start, pruned=None, calls=7)
+    assert_exact(fn, X, policy=policy, before=start, calls=7)

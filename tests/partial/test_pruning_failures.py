@@ -9,16 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.pruning import POLICIES, W, X, dead_end, last_trace, traces
+from support.pruning import (
+    W,
+    X,
+    assert_like_plain,
+    dead_end,
+    each_policy,
+    last_call_cache,
+    of_backward,
+    strikes,
+)
 from support.zoo import Evaluations, leaves_of, make, scalar
 from torch.nn.functional import dropout
 
 from remat import MutationError, policies, remat
-from remat._partial.cache import CACHES
 from remat.testing import assert_same, count_ops
-
-
-everything = policies.everything_saveable
 
 
 # --- Exceptions half-way ---
@@ -28,13 +33,10 @@ class BrokenError(Exception):
     """What the user's code raises."""
 
 
-PLACES = ["forward", "backward", "recomputation"]
-
-
 @pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_after_an_exception_it_works(policy, place, at):
+@pytest.mark.parametrize("place", ["forward", "backward", "recomputation"])
+@each_policy
+def test_a_call_works_after_an_exception(policy, place, at):
     broken, runs = [False], Evaluations()
 
     class Raises(torch.autograd.Function):
@@ -56,26 +58,25 @@ def test_after_an_exception_it_works(policy, place, at):
         # No policy keeps a constant: it is made again, for which the function runs.
         return dead_end(h.exp() * torch.full((4, 4), 0.5, dtype=h.dtype))
 
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
+    ours = remat(fn, policy=policy, prune=True)
     for call in range(6):
-        x, w = leaves_of(X, W)
         runs.clear()
         if call == at:
             broken[0] = True
             with pytest.raises(BrokenError):
-                torch.autograd.grad(scalar(ours(x, w)), (x, w))
+                of_backward(ours, (X, W))
             broken[0] = False
             continue
         with count_ops() as ops:
-            got = torch.autograd.grad(scalar(ours(x, w)), (x, w))
-        assert_same(got, torch.autograd.grad(scalar(fn(x, w)), (x, w)))
-    trace = last_trace()
-    assert (trace.misfits, trace.reason) == (0, "")
+            got = of_backward(ours, (X, W))
+        assert_same(got, of_backward(fn, (X, W)))
+    cache = last_call_cache()
+    assert (cache.strikes, cache.reason) == (0, "")
     assert ops["sin"] == 2, "of the forward, and of the loss"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_an_exception_of_a_hook_is_raised_and_the_hook_runs_once(policy):
+@each_policy
+def test_an_exception_of_a_hook_is_raised_after_one_run(policy):
     calls = []
 
     def fn(x):
@@ -89,7 +90,7 @@ def test_an_exception_of_a_hook_is_raised_and_the_hook_runs_once(policy):
         h.register_hook(hook)
         return dead_end(h.exp())
 
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
+    ours = remat(fn, policy=policy, prune=True)
     x = leaves_of(X)[0]
     loss = scalar(ours(x))
     with pytest.raises(BrokenError):
@@ -100,75 +101,70 @@ def test_an_exception_of_a_hook_is_raised_and_the_hook_runs_once(policy):
 # --- Threads ---
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_threads_that_call_first_at_the_same_time(policy):
+def in_threads(work, seeds=range(4)):
+    """What each of some threads gives that start at the same time."""
+    barrier = threading.Barrier(len(seeds))
+
+    def run(seed):
+        barrier.wait()
+        return work(seed)
+
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        return [*pool.map(run, seeds)]
+
+
+@each_policy
+def test_threads_call_first_at_the_same_time(policy):
     def fn(x, w):
         return dead_end(torch.tanh(x @ w).exp() @ w)
 
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
-    barrier = threading.Barrier(4)
+    ours = remat(fn, policy=policy, prune=True)
 
-    def work(seed):
-        barrier.wait()
-        got = []
-        for call in range(6):
-            x, w = leaves_of(make(4, 4, seed=seed), make(4, 4, seed=seed + call))
-            got.append(torch.autograd.grad(scalar(ours(x, w)), (x, w)))
-        return got
+    def gradients(fn, seed):
+        args = [(make(4, 4, seed=seed), make(4, 4, seed=seed + k)) for k in range(6)]
+        return [of_backward(fn, each) for each in args]
 
-    with ThreadPoolExecutor(4) as pool:
-        results = [*pool.map(work, range(4))]
-    for seed, got in enumerate(results):
-        for call, grads in enumerate(got):
-            x, w = leaves_of(make(4, 4, seed=seed), make(4, 4, seed=seed + call))
-            assert_same(grads, torch.autograd.grad(scalar(fn(x, w)), (x, w)))
-    assert len(CACHES) == 1
-    assert not last_trace().reason
+    results = in_threads(lambda seed: gradients(ours, seed))
+    assert_same(results, [gradients(fn, seed) for seed in range(4)])
+    assert strikes() == [0]
+    assert not last_call_cache().reason
 
 
-def test_threads_that_learn_and_strike_at_the_same_time():
+def test_threads_learn_and_strike_at_the_same_time():
     def fn(x, flag):
         h = x.sin()
         value = h.detach().numpy().sum() if flag[0] else 2.0
         return (x * float(value)).exp()
 
-    ours = remat(fn, prune=True, policy=everything)
-    barrier = threading.Barrier(4)
+    ours = remat(fn, prune=True, policy=policies.everything_saveable)
 
     def work(seed):
-        barrier.wait()
-        got = []
+        x = make(4, 4, seed=seed)
         for call in range(12):
-            flag = [(call + seed) % 3 == 0]
-            x = leaves_of(make(4, 4, seed=seed))[0]
-            (grad,) = torch.autograd.grad(scalar(ours(x, flag)), x)
-            (want,) = torch.autograd.grad(scalar(fn(x, flag)), x)
-            got.append(torch.equal(grad, want))
-        return got
+            assert_like_plain(ours, fn, x, [(call + seed) % 3 == 0])
 
-    with ThreadPoolExecutor(4) as pool:
-        assert all(map(all, pool.map(work, range(4))))
+    in_threads(work)
 
 
-def test_the_backward_runs_in_another_thread():
+def test_a_backward_runs_in_another_thread():
     def fn(x, w):
         return dead_end(dropout(torch.tanh(x @ w)) @ w)
 
     ours = remat(fn, prune=True)
+
+    def gradients(fn, seed):
+        x, w = leaves_of(X, W)
+        torch.manual_seed(seed)
+        loss = scalar(fn(x, w))
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.autograd.grad, loss, (x, w)).result()
+
     for call in range(4):
-        results = []
-        for f in (fn, ours):
-            x, w = leaves_of(X, W)
-            torch.manual_seed(call)
-            loss = scalar(f(x, w))
-            with ThreadPoolExecutor(1) as pool:
-                job = pool.submit(torch.autograd.grad, loss, (x, w))
-                results.append(job.result())
-        assert_same(results[1], results[0])
-    assert [t.misfits for t in traces()] == [0]
+        assert_same(gradients(ours, call), gradients(fn, call))
+    assert strikes() == [0]
 
 
-def test_an_input_changed_between_forward_and_backward_is_refused():
+def test_an_input_that_changes_before_the_backward_is_refused():
     ours = remat(lambda x: dead_end(x.exp()), prune=True)
     for _ in range(4):
         leaf = leaves_of(X)[0]

@@ -7,157 +7,125 @@ that are inputs, views, nested or none, used in any combination and changed in p
 import pytest
 import torch
 from support.pruning import (
-    POLICIES,
-    TRANSFORMS,
+    Cases,
     W,
     X,
     assert_exact,
     dead_end,
-    last_trace,
+    each_case,
+    each_policy,
+    each_way,
+    strikes,
     total,
 )
 from support.zoo import leaves_of, make, scalar
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from remat import policies, remat
 from remat.testing import assert_same, count_ops
 
 
-@pytest.fixture(autouse=True)
-def _dynamo_starts_anew():
-    torch._dynamo.reset()
-
-
-everything = policies.everything_saveable
-
-
 # --- Tensors that are no strided floating-point numbers ---
 
 
-def sparse_inside(x):
-    s = torch.eye(4, dtype=x.dtype).to_sparse()
-    h = torch.sparse.mm(s, x.sin())
-    return dead_end((h * x).exp())
+class Kinds(Cases, pruned=True):
+    def complex_views(x):
+        z = torch.view_as_complex(x.view(4, 2, 2) * 1)
+        z.mul_(2j)
+        return dead_end(torch.view_as_real(z.exp()))
+
+    def integers(x):
+        index = (x.detach() * 10).long()
+        order = index.flatten().argsort()
+        return dead_end(x.flatten()[order].exp() * torch.arange(16)), order, index > 0
+
+    def no_dimensions(x):
+        h = x.sum().sin() * 2
+        return dead_end(x * h), dead_end(h.exp())
+
+    def low_precision(x):
+        h = x.to(torch.bfloat16)
+        return dead_end((h.float() @ h.half().float()).exp().double() * x)
+
+    def linear_algebra(x):
+        a = x @ x.mT + 3 * torch.eye(4, dtype=x.dtype)
+        return dead_end(torch.linalg.cholesky(a).exp() @ torch.linalg.inv(a))
+
+    def sorts(x):
+        values, order = x.sin().sort(1)
+        best, where = values.topk(2)
+        return dead_end(values.exp() + order) * best.sum(), where, x.max(0)
 
 
-def sparse_of_the_input(x):
-    s = (x * 2).to_sparse()
-    return dead_end(torch.sparse.sum(s, 1).to_dense().exp() * x)
+class KindsPerhapsNotPruned(Cases):
+    def sparse_inside(x):
+        s = torch.eye(4, dtype=x.dtype).to_sparse()
+        h = torch.sparse.mm(s, x.sin())
+        return dead_end((h * x).exp())
 
+    def sparse_of_the_input(x):
+        s = (x * 2).to_sparse()
+        return dead_end(torch.sparse.sum(s, 1).to_dense().exp() * x)
 
-def sparse_csr(x):
-    s = torch.eye(4, dtype=x.dtype).to_sparse_csr()
-    return dead_end(((s @ x.sin()) * x).exp())
+    def sparse_csr(x):
+        s = torch.eye(4, dtype=x.dtype).to_sparse_csr()
+        return dead_end(((s @ x.sin()) * x).exp())
 
+    def complex_with_lazy_conj(x):
+        z = torch.complex(x, x.sin())
+        h = z.conj() * z.exp() + (z @ z.mH)
+        return dead_end(h.real.exp() + h.imag + h.abs())
 
-def complex_with_lazy_conj(x):
-    z = torch.complex(x, x.sin())
-    h = z.conj() * z.exp() + (z @ z.mH)
-    return dead_end(h.real.exp() + h.imag + h.abs())
+    def lazy_negative(x):
+        z = torch.complex(x, x.cos()).conj()
+        return dead_end((z.imag * x).exp() + z.imag)
 
+    def quantized(x):
+        q = torch.quantize_per_tensor(x.detach().float(), 0.1, 0, torch.qint8)
+        return dead_end((x * q.dequantize()).exp())
 
-def lazy_negative(x):
-    z = torch.complex(x, x.cos()).conj()
-    return dead_end((z.imag * x).exp() + z.imag)
-
-
-def complex_views(x):
-    z = torch.view_as_complex(x.view(4, 2, 2) * 1)
-    z.mul_(2j)
-    return dead_end(torch.view_as_real(z.exp()))
-
-
-def integers(x):
-    index = (x.detach() * 10).long()
-    order = index.flatten().argsort()
-    return dead_end(x.flatten()[order].exp() * torch.arange(16)), order, index > 0
-
-
-def quantized(x):
-    q = torch.quantize_per_tensor(x.detach().float(), 0.1, 0, torch.qint8)
-    return dead_end((x * q.dequantize()).exp())
-
-
-def empty(x):
-    nothing = x[:0].sin() * 2
-    return dead_end(torch.cat([nothing, x]).exp()), nothing.sum(), nothing
-
-
-def no_dimensions(x):
-    h = x.sum().sin() * 2
-    return dead_end(x * h), dead_end(h.exp())
-
-
-def low_precision(x):
-    h = x.to(torch.bfloat16)
-    return dead_end((h.float() @ h.half().float()).exp().double() * x)
-
-
-def linear_algebra(x):
-    a = x @ x.mT + 3 * torch.eye(4, dtype=x.dtype)
-    return dead_end(torch.linalg.cholesky(a).exp() @ torch.linalg.inv(a))
-
-
-def sorts(x):
-    values, order = x.sin().sort(1)
-    best, where = values.topk(2)
-    return dead_end(values.exp() + order) * best.sum(), where, x.max(0)
-
-
-KINDS = {
-    sparse_inside: None,
-    sparse_of_the_input: None,
-    sparse_csr: None,
-    complex_with_lazy_conj: None,
-    lazy_negative: None,
-    complex_views: True,
-    integers: True,
-    quantized: None,
-    empty: None,
-    no_dimensions: True,
-    low_precision: True,
-    linear_algebra: True,
-    sorts: True,
-}
+    def empty(x):
+        nothing = x[:0].sin() * 2
+        return dead_end(torch.cat([nothing, x]).exp()), nothing.sum(), nothing
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fn", KINDS, ids=lambda fn: fn.__name__)
-def test_tensors_that_are_no_strided_numbers(fn, policy):
-    assert_exact(fn, X, policy=POLICIES[policy], pruned=KINDS[fn])
+@each_policy
+@each_case(Kinds, KindsPerhapsNotPruned)
+def test_tensors_are_no_strided_numbers(case, policy):
+    case.check(policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_sparse_inputs(policy):
+@each_policy
+def test_an_input_is_sparse(policy):
     fn = lambda s, x: dead_end((torch.sparse.mm(s, x) * x).exp())
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
+    ours = remat(fn, policy=policy, prune=True)
+
+    def gradients(fn, call):
+        s = make(4, 4, seed=call).relu().to_sparse().requires_grad_(call % 2 == 0)
+        (x,) = leaves_of(X)
+        wanted = (s, x) if s.requires_grad else (x,)
+        return [g.to_dense() for g in torch.autograd.grad(fn(s, x).sum(), wanted)]
+
     for call in range(5):
-        results = []
-        for f in (fn, ours):
-            s = make(4, 4, seed=call).relu().to_sparse().requires_grad_(call % 2 == 0)
-            (x,) = leaves_of(X)
-            wanted = (s, x) if s.requires_grad else (x,)
-            grads = torch.autograd.grad(f(s, x).sum(), wanted)
-            results.append([g.to_dense() for g in grads])
-        assert_same(results[1], results[0])
+        assert_same(gradients(ours, call), gradients(fn, call))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_complex_inputs(policy):
+@each_policy
+def test_an_input_is_complex(policy):
     fn = lambda z: dead_end((z.conj() * z.exp()).abs() + z.imag)
+
+    def gradient(fn, z):
+        leaf = z.detach().clone().requires_grad_()
+        view = leaf.conj() if z.is_conj() else leaf
+        return torch.autograd.grad(scalar(fn(view)), leaf)
+
     z = torch.complex(X, W)
     for at in (z, z.conj(), z.mH):
-        ours = remat(fn, policy=POLICIES[policy], prune=True)
+        ours = remat(fn, policy=policy, prune=True)
         for _ in range(4):
-            results = []
-            for f in (fn, ours):
-                leaf = at.detach().clone().requires_grad_()
-                view = leaf.conj() if at.is_conj() else leaf
-                results.append(torch.autograd.grad(scalar(f(view)), leaf))
-            assert_same(results[1], results[0])
+            assert_same(gradient(ours, at), gradient(fn, at))
 
 
 # --- Results ---
@@ -179,17 +147,10 @@ def results(x, w):
     }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_results_of_every_kind(policy, transform):
-    assert_exact(
-        results,
-        X,
-        W,
-        policy=POLICIES[policy],
-        transform=TRANSFORMS[transform],
-        pruned=None,
-    )
+@each_way
+@each_policy
+def test_results_are_of_every_kind(policy, way):
+    assert_exact(results, X, W, policy=policy, way=way)
 
 
 def several(x, w):
@@ -199,17 +160,17 @@ def several(x, w):
 
 
 SUBSETS = [(0,), (1,), (2,), (3,), (4,), (0, 3), (1, 2), (2, 4), (0, 1, 2, 3, 4)]
+ORDERS = {
+    "as listed": SUBSETS,
+    "reversed": SUBSETS[::-1],
+    "rotated": SUBSETS[4:] + SUBSETS[:4],
+}
 
 
-@pytest.mark.parametrize("order", ["as listed", "reversed", "rotated"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_results_used_in_different_combinations(policy, order):
-    subsets = {
-        "as listed": SUBSETS,
-        "reversed": SUBSETS[::-1],
-        "rotated": SUBSETS[4:] + SUBSETS[:4],
-    }[order]
-    ours = remat(several, policy=POLICIES[policy], prune=True)
+@pytest.mark.parametrize("subsets", ORDERS.values(), ids=ORDERS)
+@each_policy
+def test_results_are_used_in_different_combinations(policy, subsets):
+    ours = remat(several, policy=policy, prune=True)
 
     def gradients(fn, used):
         x, w = leaves_of(X, W)
@@ -220,40 +181,34 @@ def test_results_used_in_different_combinations(policy, order):
     for used in subsets * 3:
         with count_ops() as ops:
             got = gradients(ours, used)
-        assert_same(_named(got), _named(gradients(several, used)))
+        assert_same(got, gradients(several, used))
     with count_ops() as full:
         gradients(remat(several, prune=False), subsets[-1])
     assert total(ops) < total(full)
-    assert last_trace().misfits == 0
+    assert strikes() == [0]
 
 
-def _named(grads):
-    return ["none" if g is None else g for g in grads]
+@each_policy
+def test_two_backwards_run_over_one_call(policy):
+    ours = remat(several, policy=policy, prune=True)
 
+    def gradients(fn):
+        x, w = leaves_of(X, W)
+        how = {"retain_graph": True, "allow_unused": True}
+        losses = [out.sin().sum() for out in fn(x, w)]
+        return [
+            torch.autograd.grad(losses[j], (x, w), **how) for j in (0, 1, 2, 3, 4, 0)
+        ]
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_two_backwards_over_one_call(policy):
-    ours = remat(several, policy=POLICIES[policy], prune=True)
     for _ in range(4):
-        grads = []
-        for f in (several, ours):
-            x, w = leaves_of(X, W)
-            outs = f(x, w)
-            found = [
-                torch.autograd.grad(
-                    outs[j].sin().sum(), (x, w), retain_graph=True, allow_unused=True
-                )
-                for j in (0, 1, 2, 3, 4, 0)
-            ]
-            grads.append([_named(g) for g in found])
-        assert_same(grads[1], grads[0])
+        assert_same(gradients(ours), gradients(several))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_result_changed_in_place_before_the_backward(policy):
+@each_policy
+def test_a_result_is_changed_in_place_before_the_backward(policy):
     """What plain autograd refuses, or right: never another number."""
     fn = lambda x: (x.sin().tanh(), (x * 2).exp())
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
+    ours = remat(fn, policy=policy, prune=True)
     for _ in range(4):
         (x,) = leaves_of(X)
         a, b = ours(x)
@@ -269,25 +224,26 @@ def test_a_result_changed_in_place_before_the_backward(policy):
         assert_same([got], [*want])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_returned_twice_and_what_is_kept_is_not_shared(policy):
+@each_policy
+def test_a_value_that_is_returned_twice_and_kept_is_not_shared(policy):
     def fn(x):
         h = x.exp()
         return h, h.view(-1), h.detach()
 
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
-    for _ in range(3):
+    ours = remat(fn, policy=policy, prune=True)
+
+    def gradient(fn, touch):
         (x,) = leaves_of(X)
-        h, flat, kept = ours(x)
+        h, flat, kept = fn(x)
         with torch.no_grad():
-            kept.data.add_(0)
-        (got,) = torch.autograd.grad(scalar((h, flat)), x)
-        (y,) = leaves_of(X)
-        assert_same(got, torch.autograd.grad(scalar(fn(y)[:2]), y)[0])
-    assert all(isinstance(t, Tensor) for t in tree_leaves([h, flat, kept]))
+            kept.data.add_(touch)
+        return torch.autograd.grad(scalar((h, flat)), x)
+
+    for _ in range(3):
+        assert_same(gradient(ours, 0), gradient(fn, 0))
 
 
-def test_a_module_with_every_layer():
+def test_a_module_has_every_layer():
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.Conv2d(1, 3, 3),
@@ -304,9 +260,10 @@ def test_a_module_with_every_layer():
     x = make(2, 1, 6, 6, seed=1)
     state = {k: v.clone() for k, v in module.state_dict().items()}
 
-    def restore(call):
-        module.load_state_dict(state)
-
     assert_exact(
-        lambda x: dead_end(module(x)), x, policy=everything, before=restore, pruned=True
+        lambda x: dead_end(module(x)),
+        x,
+        policy=policies.everything_saveable,
+        before=lambda call: module.load_state_dict(state),
+        pruned=True,
     )

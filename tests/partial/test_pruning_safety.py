@@ -1,9 +1,7 @@
 """Each way in which a record could be wrong: what is computed is right all the same.
 
-A table of functions, by what is dangerous in them. Each is run under `prune=True`, on
-the first call and on later ones, with and without policies, under `.backward()` and
-`func.grad`, and compared with the function as it is, bit for bit; the second column
-says whether it is pruned in the end (True), or recomputed in full (False).
+Tables of functions, by what is dangerous in them. The runner calls each on the first
+call and on later ones, and compares it with the function as it is, bit for bit.
 """
 
 import copy
@@ -12,213 +10,163 @@ import io
 import pickle
 
 import numpy as np
-import pytest
 import torch
-from support.pruning import POLICIES, TRANSFORMS, W, X, assert_exact, dead_end
+from support.pruning import (
+    Cases,
+    cases_of,
+    dead_end,
+    each_case,
+    each_policy,
+    each_way,
+    given_up,
+)
 from torch import Tensor
 
 
-# Some of these read in another way each time, so that no record fits.
-pytestmark = pytest.mark.filterwarnings("ignore:.* is not followed any more")
+pytestmark = given_up  # some read in another way each time, so that no record fits
 
 
 # --- In place, and aliases ---
 
 
-def in_place_on_a_view(x):
-    h = x.sin()
-    h[:, 0].mul_(3)
-    return dead_end(h.exp())
+class InPlace(Cases, pruned=True):
+    def in_place_on_a_view(x):
+        h = x.sin()
+        h[:, 0].mul_(3)
+        return dead_end(h.exp())
+
+    def assigned_slice(x, w):
+        h = x.sin()
+        h[:, 0] = w[0]
+        h[1] = 2.0
+        return dead_end(h * w)
+
+    def assigned_by_mask(x):
+        h = x * 2
+        h[h > 0] = 0.5
+        return dead_end(h * h)
+
+    def relu_in_place(x, w):
+        return dead_end(torch.relu_(x @ w) @ w)
+
+    def in_place_after_saved_elsewhere(x):
+        h = x.sin()
+        y = h.detach().clone()
+        h.add_(1)
+        y.mul_(h.detach())
+        return dead_end((h * y).exp())
+
+    def out_argument(x):
+        into = torch.empty(4, 4, dtype=x.dtype)
+        torch.sin(x.detach(), out=into)
+        return dead_end((x * into).exp())
+
+    def out_argument_overwritten(x):
+        into = torch.ones(4, 4, dtype=x.dtype)
+        torch.mul(into, x.detach(), out=into)
+        torch.add(into, 1, out=into)
+        return dead_end(x * into)
+
+    def chunks_in_place(x, w):
+        h = x @ w
+        for k, part in enumerate(h.detach().chunk(2)):
+            part.mul_(k + 1)
+        return dead_end(h.exp() * w)
+
+    def split_views(x, w):
+        a, b = (x @ w).split(2)
+        return dead_end((a * b.sin()).exp())
+
+    def unsafe_chunks_in_place(x, w):
+        a, b = (x @ w).unsafe_chunk(2)
+        a.mul_(2)
+        b.tanh_()
+        return dead_end((a * b).exp())
+
+    def strided(x):
+        h = x.sin()
+        diagonal = h.as_strided((4,), (5,))
+        return dead_end(diagonal.exp() * h.as_strided((2, 4), (1, 2), 3).sum())
+
+    def strided_in_place(x):
+        h = x.sin() * 1
+        h.as_strided((4,), (5,)).mul_(3)
+        return dead_end(h.exp())
+
+    def detached_alias(x):
+        h = x.sin()
+        alias = h.detach()
+        alias.mul_(2)
+        return dead_end((h * 3).exp())
+
+    def views_of_dead_values(x):
+        h = x.sin() * 2
+        u, v = h.t(), h.view(2, 8)[:, ::2]
+        return (v.reshape(4, 2).t() + u[:2]) * 3 + x.tanh()[:2]
+
+    def in_place_on_dead_values(x):
+        h = x.sin() * 2
+        h.add_(1)
+        h.t()[0].mul_(2)
+        h.view(-1)[3:9] += 5
+        h[1] = 0.0
+        return h + x.tanh()
+
+    def expanded_in_place(x):
+        h = x.sin().sum(0)
+        table = h.expand(4, 4).clone()
+        table.fill_diagonal_(0.5)
+        return dead_end(table.exp() * x)
+
+    def swapped_by_copies(x, w):
+        a, b = x.sin(), w.cos()
+        saved = a.detach().clone()
+        a.copy_(b)
+        b.detach().copy_(saved)
+        return dead_end(a.exp() + b * 2)
+
+    def scattered(x, w):
+        index = torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]])
+        h = torch.zeros(4, 4, dtype=x.dtype).scatter_add_(0, index, x[:2].sin())
+        h.index_add_(1, torch.tensor([1, 2]), w[:, :2])
+        return dead_end(h.exp())
+
+    def split_in_a_hundred(x):
+        parts = torch.split(x.flatten().repeat(25)[:400].sin(), 4)
+        assert len(parts) == 100
+        return dead_end(sum(p.exp().sum() for p in parts[3::7]) + parts[0] * 2)
 
 
-def assigned_slice(x, w):
-    h = x.sin()
-    h[:, 0] = w[0]
-    h[1] = 2.0
-    return dead_end(h * w)
+class InPlaceUnknown(Cases):
+    """Whose nodes, if it has any, do not tell what they saved."""
+
+    def set_to_another(x):
+        h = x.detach().sin()
+        other = torch.empty(0, dtype=x.dtype)
+        other.set_(h)
+        h.add_(1)
+        return dead_end((x * other).exp())
+
+    def resized(x):
+        into = torch.zeros(2, dtype=x.dtype)
+        into.resize_(4, 4).copy_(x.detach())
+        return dead_end((x * into).exp())
+
+    def foreach_in_place(x, w):
+        parts = [*torch.split(x.sin(), 1), *torch.split((w * 2).exp(), 1)]
+        parts = torch._foreach_mul(parts, 2)
+        torch._foreach_add_(parts, 1)
+        return dead_end(torch.cat([*parts]).exp())
 
 
-def assigned_by_mask(x):
-    h = x * 2
-    h[h > 0] = 0.5
-    return dead_end(h * h)
+@each_way
+@each_policy
+@each_case(InPlace, InPlaceUnknown)
+def test_an_operation_in_place_or_an_alias(case, policy, way):
+    case.check(policy, way)
 
 
-def relu_in_place(x, w):
-    return dead_end(torch.relu_(x @ w) @ w)
-
-
-def in_place_after_saved_elsewhere(x):
-    h = x.sin()
-    y = h.detach().clone()
-    h.add_(1)
-    y.mul_(h.detach())
-    return dead_end((h * y).exp())
-
-
-def out_argument(x):
-    into = torch.empty(4, 4, dtype=x.dtype)
-    torch.sin(x.detach(), out=into)
-    return dead_end((x * into).exp())
-
-
-def out_argument_overwritten(x):
-    into = torch.ones(4, 4, dtype=x.dtype)
-    torch.mul(into, x.detach(), out=into)
-    torch.add(into, 1, out=into)
-    return dead_end(x * into)
-
-
-def chunks_in_place(x, w):
-    h = x @ w
-    for k, part in enumerate(h.detach().chunk(2)):
-        part.mul_(k + 1)
-    return dead_end(h.exp() * w)
-
-
-def split_views(x, w):
-    a, b = (x @ w).split(2)
-    return dead_end((a * b.sin()).exp())
-
-
-def unsafe_chunks_in_place(x, w):
-    a, b = (x @ w).unsafe_chunk(2)
-    a.mul_(2)
-    b.tanh_()
-    return dead_end((a * b).exp())
-
-
-def strided(x):
-    h = x.sin()
-    diagonal = h.as_strided((4,), (5,))
-    return dead_end(diagonal.exp() * h.as_strided((2, 4), (1, 2), 3).sum())
-
-
-def strided_in_place(x):
-    h = x.sin() * 1
-    h.as_strided((4,), (5,)).mul_(3)
-    return dead_end(h.exp())
-
-
-def detached_alias(x):
-    h = x.sin()
-    alias = h.detach()
-    alias.mul_(2)
-    return dead_end((h * 3).exp())
-
-
-def data_alias(x):
-    h = x.sin() * 1
-    h.data.mul_(2)
-    return dead_end((h * x).exp())
-
-
-def set_to_another(x):
-    h = x.detach().sin()
-    other = torch.empty(0, dtype=x.dtype)
-    other.set_(h)
-    h.add_(1)
-    return dead_end((x * other).exp())
-
-
-def set_to_a_storage(x):
-    h = x.detach().sin()
-    other = torch.empty(0, dtype=x.dtype)
-    other.set_(h.untyped_storage(), 0, (4, 4))
-    other.mul_(2)
-    return dead_end((x * h).exp())
-
-
-def data_exchanged(x):
-    h, other = x.detach().sin(), torch.zeros(4, 4, dtype=x.dtype)
-    other.data = h
-    other.add_(1)
-    return dead_end((x * h).exp())
-
-
-def resized(x):
-    into = torch.zeros(2, dtype=x.dtype)
-    into.resize_(4, 4).copy_(x.detach())
-    return dead_end((x * into).exp())
-
-
-def views_of_dead_values(x):
-    h = x.sin() * 2
-    u, v = h.t(), h.view(2, 8)[:, ::2]
-    return (v.reshape(4, 2).t() + u[:2]) * 3 + x.tanh()[:2]
-
-
-def in_place_on_dead_values(x):
-    h = x.sin() * 2
-    h.add_(1)
-    h.t()[0].mul_(2)
-    h.view(-1)[3:9] += 5
-    h[1] = 0.0
-    return h + x.tanh()
-
-
-def expanded_in_place(x):
-    h = x.sin().sum(0)
-    table = h.expand(4, 4).clone()
-    table.fill_diagonal_(0.5)
-    return dead_end(table.exp() * x)
-
-
-def swapped_by_copies(x, w):
-    a, b = x.sin(), w.cos()
-    saved = a.detach().clone()
-    a.copy_(b)
-    b.detach().copy_(saved)
-    return dead_end(a.exp() + b * 2)
-
-
-def scattered(x, w):
-    index = torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]])
-    h = torch.zeros(4, 4, dtype=x.dtype).scatter_add_(0, index, x[:2].sin())
-    h.index_add_(1, torch.tensor([1, 2]), w[:, :2])
-    return dead_end(h.exp())
-
-
-def foreach_in_place(x, w):
-    parts = [*torch.split(x.sin(), 1), *torch.split((w * 2).exp(), 1)]
-    parts = torch._foreach_mul(parts, 2)
-    torch._foreach_add_(parts, 1)
-    return dead_end(torch.cat([*parts]).exp())
-
-
-def split_in_a_hundred(x):
-    parts = torch.split(x.flatten().repeat(25)[:400].sin(), 4)
-    assert len(parts) == 100
-    return dead_end(sum(p.exp().sum() for p in parts[3::7]) + parts[0] * 2)
-
-
-IN_PLACE = {
-    in_place_on_a_view: True,
-    assigned_slice: True,
-    assigned_by_mask: True,
-    relu_in_place: True,
-    in_place_after_saved_elsewhere: True,
-    out_argument: True,
-    out_argument_overwritten: True,
-    chunks_in_place: True,
-    split_views: True,
-    unsafe_chunks_in_place: True,
-    strided: True,
-    strided_in_place: True,
-    detached_alias: True,
-    set_to_another: None,
-    resized: None,
-    views_of_dead_values: True,
-    in_place_on_dead_values: True,
-    expanded_in_place: True,
-    swapped_by_copies: True,
-    scattered: True,
-    foreach_in_place: None,  # its nodes do not tell what they saved
-    split_in_a_hundred: True,
-}
-
-
-# --- Values that Python reads ---
+# --- Memory past operations ---
 
 
 def kernel(source: int, target: int, count: int) -> None:
@@ -231,28 +179,57 @@ def kernel(source: int, target: int, count: int) -> None:
         write[k] = 2 * read[k]
 
 
-def raw_kernel(x):
-    h, y = x.detach().sin(), torch.empty(4, 4, dtype=x.dtype)
-    kernel(h.data_ptr(), y.data_ptr(), h.numel())
-    return (x * y).exp()
+class DataAlias(Cases, pruned=True):
+    """Under torch.func torch refuses these, or gives no address."""
+
+    def data_alias(x):
+        h = x.sin() * 1
+        h.data.mul_(2)
+        return dead_end((h * x).exp())
 
 
-def raw_kernel_in_place(x):
-    y = x.detach().sin()
-    kernel(y.data_ptr(), y.data_ptr(), y.numel())
-    return (x * y).exp()
+class Raw(Cases):
+    def set_to_a_storage(x):
+        h = x.detach().sin()
+        other = torch.empty(0, dtype=x.dtype)
+        other.set_(h.untyped_storage(), 0, (4, 4))
+        other.mul_(2)
+        return dead_end((x * h).exp())
+
+    def data_exchanged(x):
+        h, other = x.detach().sin(), torch.zeros(4, 4, dtype=x.dtype)
+        other.data = h
+        other.add_(1)
+        return dead_end((x * h).exp())
+
+    def raw_kernel(x):
+        h, y = x.detach().sin(), torch.empty(4, 4, dtype=x.dtype)
+        kernel(h.data_ptr(), y.data_ptr(), h.numel())
+        return (x * y).exp()
+
+    def raw_kernel_in_place(x):
+        y = x.detach().sin()
+        kernel(y.data_ptr(), y.data_ptr(), y.numel())
+        return (x * y).exp()
+
+    def raw_kernel_past_the_method(x):
+        h, y = x.detach().sin(), torch.empty(4, 4, dtype=x.dtype)
+        kernel(Tensor.data_ptr(h), Tensor.data_ptr(y), h.numel())
+        return (x * y).exp()
+
+    def numpy_accumulates(x):
+        y = torch.zeros(4, 4, dtype=x.dtype)
+        y.numpy()[:] += 5
+        return (x.sin() * y).exp()
 
 
-def raw_kernel_past_the_method(x):
-    h, y = x.detach().sin(), torch.empty(4, 4, dtype=x.dtype)
-    kernel(Tensor.data_ptr(h), Tensor.data_ptr(y), h.numel())
-    return (x * y).exp()
+@each_policy
+@each_case(DataAlias, Raw)
+def test_memory_is_read_and_written_past_operations(case, policy):
+    case.check(policy)
 
 
-def numpy_accumulates(x):
-    y = torch.zeros(4, 4, dtype=x.dtype)
-    y.numpy()[:] += 5
-    return (x.sin() * y).exp()
+# --- Values that Python reads ---
 
 
 def read(take):
@@ -328,42 +305,13 @@ READ = {
     ],
     "an exception is swallowed": swallowed,
 }
+FICKLE = "storage", "deepcopy"  # are given up, which takes some calls
 
 
-# Under torch.func torch refuses these, or gives no address.
-RAW = {
-    data_alias: True,
-    set_to_a_storage: None,
-    data_exchanged: None,
-    raw_kernel: None,
-    raw_kernel_in_place: None,
-    raw_kernel_past_the_method: None,
-    numpy_accumulates: None,
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fn", IN_PLACE, ids=lambda fn: fn.__name__)
-def test_in_place_operations_and_aliases(fn, policy, transform):
-    args = (X, W)[: fn.__code__.co_argcount]
-    assert_exact(
-        fn,
-        *args,
-        policy=POLICIES[policy],
-        transform=TRANSFORMS[transform],
-        pruned=IN_PLACE[fn],
-    )
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fn", RAW, ids=lambda fn: fn.__name__)
-def test_memory_read_and_written_past_operations(fn, policy):
-    assert_exact(fn, X, policy=POLICIES[policy], pruned=RAW[fn])
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("take", READ)
-def test_values_that_python_reads(take, policy):
-    calls = 20 if take in ("storage", "deepcopy") else 5  # until it is given up
-    assert_exact(read(READ[take]), X, policy=POLICIES[policy], pruned=None, calls=calls)
+@each_policy
+@each_case(
+    cases_of({name: read(READ[name]) for name in READ if name not in FICKLE}),
+    cases_of({name: read(READ[name]) for name in FICKLE}, calls=20),
+)
+def test_python_reads_a_value(case, policy):
+    case.check(policy)

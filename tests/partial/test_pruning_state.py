@@ -9,11 +9,19 @@ import pytest
 import torch
 from support.pruning import (
     POLICIES,
-    TRANSFORMS,
+    Cases,
     W,
     X,
     assert_exact,
+    assert_like_plain,
+    call_caches,
+    cases_of,
     dead_end,
+    each_case,
+    each_policy,
+    each_way,
+    forget_calls,
+    given_up,
     of_backward,
     total,
 )
@@ -21,15 +29,10 @@ from support.zoo import Evaluations, leaves_of, scalar
 from torch import nn
 
 from remat import RecomputeError, policies, remat
-from remat._partial.cache import CACHES
 from remat.testing import assert_same, count_ops
 
 
-# Functions that change that often are given up, which is said.
-pytestmark = pytest.mark.filterwarnings("ignore:.* is not followed any more")
-
-
-everything = policies.everything_saveable
+pytestmark = given_up
 
 
 # --- State that changes between calls ---
@@ -62,81 +65,67 @@ def set_state(value):
 SOURCES = {"dict": of_a_dict, "class": of_a_class, "default": lambda: of_a_default(0)}
 
 
-def another_operation(x, w, value):
-    h = x.sin() * w
-    return dead_end(h.exp() if value else h.cos())
+class Changes(Cases):
+    """Functions of a value that changes."""
+
+    def another_operation(x, w, value):
+        h = x.sin() * w
+        return dead_end(h.exp() if value else h.cos())
+
+    def more_operations(x, w, value):
+        h = x.sin() * w
+        for _ in range(value):
+            h = h.tanh() * w
+        return dead_end(h.exp())
+
+    def fewer_operations(x, w, value):
+        h = (x.sin() * w).exp()
+        return h if value else dead_end(dead_end(h))
+
+    def wired_otherwise(x, w, value):
+        u, v = x * 2, w * 3
+        return dead_end((u if value else v) * w)
+
+    def wired_to_another_input(x, w, value):
+        h = (x if value else w) * 2
+        return h.sin() + (w if value else x)
+
+    def an_input_not_needed_before(x, w, value):
+        return w.sin() + (x.exp() if value else x * 2)
+
+    def an_input_no_longer_needed(x, w, value):
+        return w.sin() + (x * 2 if value else x.exp())
+
+    def another_constant(x, w, value):
+        return x * (2.5 + value) + (w * (value + 1)).sin()
+
+    def another_dimension(x, w, value):
+        return dead_end((x * 2).sum(value).exp()) + (x @ w).mean(value).sin()
+
+    def another_shape(x, w, value):
+        n = 2 if value else 8
+        return (x.view(n, -1).mean(0) * 3).sum() + (x * w).view(-1, n).sum(
+            0
+        ).exp().sum()
+
+    def another_dtype(x, w, value):
+        dtype = torch.float32 if value else torch.bfloat16
+        h = x.to(dtype).sin() * 2
+        return h.to(x.dtype) * 3 + w.to(dtype).exp().double()
+
+    def another_count(x, w, value):
+        parts = x.split(1 if value else 2)
+        return dead_end(torch.cat([p.sin() for p in parts]) * w)
+
+    def saved_for_another_reason(x, w, value):
+        h = x * w
+        return dead_end(h * (h if value else 3.0))
+
+    def detached_now_and_then(x, w, value):
+        h = x.sin() * w
+        return dead_end((h.detach() if value else h) * w)
 
 
-def more_operations(x, w, value):
-    h = x.sin() * w
-    for _ in range(value):
-        h = h.tanh() * w
-    return dead_end(h.exp())
-
-
-def fewer_operations(x, w, value):
-    h = (x.sin() * w).exp()
-    return h if value else dead_end(dead_end(h))
-
-
-def wired_otherwise(x, w, value):
-    u, v = x * 2, w * 3
-    return dead_end((u if value else v) * w)
-
-
-def wired_to_another_input(x, w, value):
-    h = (x if value else w) * 2
-    return h.sin() + (w if value else x)
-
-
-def an_input_not_needed_before(x, w, value):
-    return w.sin() + (x.exp() if value else x * 2)
-
-
-def an_input_no_longer_needed(x, w, value):
-    return w.sin() + (x * 2 if value else x.exp())
-
-
-def another_constant(x, w, value):
-    return x * (2.5 + value) + (w * (value + 1)).sin()
-
-
-def another_dimension(x, w, value):
-    return dead_end((x * 2).sum(value).exp()) + (x @ w).mean(value).sin()
-
-
-def another_shape(x, w, value):
-    n = 2 if value else 8
-    return (x.view(n, -1).mean(0) * 3).sum() + (x * w).view(-1, n).sum(0).exp().sum()
-
-
-def another_dtype(x, w, value):
-    dtype = torch.float32 if value else torch.bfloat16
-    h = x.to(dtype).sin() * 2
-    return h.to(x.dtype) * 3 + w.to(dtype).exp().double()
-
-
-def another_count(x, w, value):
-    parts = x.split(1 if value else 2)
-    return dead_end(torch.cat([p.sin() for p in parts]) * w)
-
-
-def saved_for_another_reason(x, w, value):
-    h = x * w
-    return dead_end(h * (h if value else 3.0))
-
-
-def detached_now_and_then(x, w, value):
-    h = x.sin() * w
-    return dead_end((h.detach() if value else h) * w)
-
-
-CHANGES = [
-    *(another_operation, more_operations, fewer_operations, wired_otherwise),
-    *(wired_to_another_input, an_input_not_needed_before, an_input_no_longer_needed),
-    *(another_constant, another_dimension, another_shape, another_dtype),
-    *(another_count, saved_for_another_reason, detached_now_and_then),
-]
 SEQUENCES = {
     "after the first call": [0, 1, 1, 1],
     "after inputs were dropped": [0, 0, 0, 1, 1],
@@ -145,61 +134,52 @@ SEQUENCES = {
 }
 
 
+def of_state(case, get=of_a_dict):
+    return lambda x, w: case.fn(x, w, get())
+
+
 @pytest.mark.parametrize("sequence", SEQUENCES)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda fn: fn.__name__)
-def test_state_that_changes_between_calls(change, policy, sequence):
+@each_policy
+@each_case(Changes)
+def test_state_changes_between_calls(case, policy, sequence):
     values = SEQUENCES[sequence]
-
-    def fn(x, w):
-        return change(x, w, STATE["value"])
-
     assert_exact(
-        fn,
+        of_state(case),
         X,
         W,
-        policy=POLICIES[policy],
+        policy=policy,
         before=lambda call: set_state(values[call]),
         calls=len(values),
-        pruned=None,
     )
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@each_way
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("change", CHANGES[:8], ids=lambda fn: fn.__name__)
-def test_wherever_the_state_is_kept(change, source, transform):
-    values, get = [0, 0, 0, 1, 1, 0], SOURCES[source]
+@each_case(dict([*cases_of(vars(Changes)).items()][:8]))
+def test_state_changes_wherever_it_is_kept(case, source, way):
+    values = [0, 0, 0, 1, 1, 0]
     assert_exact(
-        lambda x, w: change(x, w, get()),
+        of_state(case, SOURCES[source]),
         X,
         W,
-        policy=everything,
-        transform=TRANSFORMS[transform],
+        policy=policies.everything_saveable,
+        way=way,
         before=lambda call: set_state(values[call]),
         calls=len(values),
-        pruned=None,
     )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_number_that_is_annealed(policy):
+@each_policy
+def test_a_number_is_annealed(policy):
     def step(call):
         globals()["FACTOR"] = 0.9**call
 
-    assert_exact(
-        lambda x, w: x * FACTOR + (w * FACTOR).sin(),
-        X,
-        W,
-        policy=POLICIES[policy],
-        before=step,
-        calls=8,
-        pruned=None,
-    )
+    fn = lambda x, w: x * FACTOR + (w * FACTOR).sin()
+    assert_exact(fn, X, W, policy=policy, before=step, calls=8)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_closures_that_are_made_anew_in_each_call(policy):
+@each_policy
+def test_a_closure_is_made_anew_in_each_call(policy):
     def made(call):
         scale, flag, shift = 1.0 + call, call % 2, torch.full((4,), float(call))
 
@@ -208,20 +188,14 @@ def test_closures_that_are_made_anew_in_each_call(policy):
 
         return lambda x: dead_end(inner(x * scale))
 
-    full = []
     for call in range(8):
-        want = of_backward(made(call), (X,))
-        with count_ops() as ops:
-            got = of_backward(
-                remat(made(call), policy=POLICIES[policy], prune=True), (X,)
-            )
-        full.append(ops)
-        assert_same(got, want)
-    assert len(CACHES) <= 2
+        ours = remat(made(call), policy=policy, prune=True)
+        assert_like_plain(ours, made(call), X)
+    assert len(call_caches()) <= 2
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_list_that_grows(policy):
+@each_policy
+def test_a_list_grows(policy):
     """A recomputation sees it as long as the forward did, and leaves it as it is."""
     seen = []
 
@@ -232,7 +206,7 @@ def test_a_list_that_grows(policy):
             h = h.exp().tanh()
         return dead_end(h)
 
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
+    ours = remat(fn, policy=policy, prune=True)
     for length in [0, 1, 2, 3, 4, 5, 13, 14, 2]:
         results, counts = [], []
         for f in (fn, remat(fn, prune=False), ours):
@@ -241,13 +215,14 @@ def test_a_list_that_grows(policy):
                 results.append(of_backward(f, (X,)))
             counts.append(total(ops))
             assert len(seen) == length + 1
-        assert_same(results[2], results[0])
-        assert_same(results[1], results[0])
+        plain, full, pruned = results
+        assert_same(pruned, plain)
+        assert_same(full, plain)
         assert counts[0] < counts[1]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_number_that_grows_and_is_in_no_snapshot(policy):
+@each_policy
+def test_a_number_grows_that_is_in_no_snapshot(policy):
     """Each run sees a larger one, that of a first recomputation as well.
 
     It is of the same function, or an error. In later calls it need not be: nobody saw
@@ -271,12 +246,12 @@ def test_a_number_that_grows_and_is_in_no_snapshot(policy):
         except RecomputeError:
             return "an error"
 
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
+    ours = remat(fn, policy=policy, prune=True)
     for length in [0, 1, 2, 3, 4, 5, 13, 14]:
-        CACHES.clear()
+        forget_calls()
         got = gradient(ours, length)
         same = (length + 1) // 3 == (length + 2) // 3 or length > 12
-        if same or policy == "everything":  # of which nothing is recomputed
+        if same or policy is POLICIES["everything"]:  # of which nothing is recomputed
             assert_same(got, gradient(fn, length))
         else:
             assert isinstance(got, str)
@@ -293,52 +268,49 @@ class Scaled(nn.Module):
         return dead_end(h.exp() if self.flag else h * self.factor)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_attributes_of_a_module(policy):
+@each_policy
+def test_attributes_of_a_module_change(policy):
     module = Scaled()
 
     def before(call):
         module.flag, module.factor = call % 3 != 2, 1.0 + call
 
-    assert_exact(
-        module, X, policy=POLICIES[policy], before=before, calls=8, pruned=None
-    )
+    assert_exact(module, X, policy=policy, before=before, calls=8)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@each_policy
 @pytest.mark.parametrize("when", ["between calls", "between forward and backward"])
 def test_attributes_of_a_module_are_those_of_the_call(policy, when):
     module = Scaled()
-    ours = remat(module, policy=POLICIES[policy], prune=True)
-    between = when == "between forward and backward"
+    ours = remat(module, policy=policy, prune=True)
+
+    def gradients(fn, call):
+        (x,) = leaves_of(X)
+        module.flag = call % 2 == 0 or when != "between calls"
+        loss = scalar(fn(x))
+        module.flag = when == "between calls"
+        return torch.autograd.grad(loss, [x, *module.parameters()])
+
     for call in range(6):
-        results = []
-        for fn in (module, ours):
-            x = leaves_of(X)[0]
-            module.flag = call % 2 == 0 if not between else True
-            loss = scalar(fn(x))
-            module.flag = not between
-            results.append(torch.autograd.grad(loss, [x, *module.parameters()]))
-        assert_same(results[1], results[0])
+        assert_same(gradients(ours, call), gradients(module, call))
 
 
-# --- State that changes between forward and backward: a documented limit ---
+# --- State that changes between forward and backward, a documented limit ---
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda fn: fn.__name__)
-def test_state_that_changes_before_the_backward_gives_no_mixture(change, policy):
+@each_policy
+@each_case(Changes)
+def test_state_that_changes_before_the_backward_gives_no_mixture(case, policy):
     """The gradient of the forward's function, of the other one, or an error."""
-
-    def fn(x, w):
-        return change(x, w, STATE["value"])
-
-    ours = remat(fn, policy=POLICIES[policy], prune=True)
+    fn = of_state(case)
+    ours = remat(fn, policy=policy, prune=True)
     full = remat(fn, prune=False)
     for then, now in [(0, 0), (0, 1), (0, 0), (0, 0), (0, 1), (1, 0)]:
         got = gradients(ours, then, now)
-        right = [gradients(fn, then, then), gradients(full, then, now), "an error"]
-        assert any(_equal(got, want) for want in right[: 1 if then == now else 3])
+        right = [gradients(fn, then, then)]
+        if then != now:
+            right += [gradients(full, then, now), "an error"]
+        assert any(is_same(got, want) for want in right)
 
 
 def gradients(fn, then, now):
@@ -354,12 +326,9 @@ def gradients(fn, then, now):
         return "an error"
 
 
-def _equal(got, want):
-    if isinstance(got, str) or isinstance(want, str):
-        return got is want
-    pairs = zip(got, want, strict=True)
-    return all(a is b or _both_equal(a, b) for a, b in pairs)
-
-
-def _both_equal(a, b):
-    return a is not None and b is not None and torch.equal(a, b)
+def is_same(got, want):
+    try:
+        assert_same(got, want)
+    except AssertionError:
+        return False
+    return True

@@ -8,33 +8,22 @@ from functools import partial
 
 import pytest
 import torch
+from support.pruning import call_caches, forget_calls, strikes
+from support.transforms import TRANSFORMS, some
 from support.zoo import (
     ZOO,
-    V,
     W,
     X,
     assert_not_vanishing,
     leaves_of,
     make,
+    plainly,
     scalar,
 )
-from torch.autograd import forward_ad
-from torch.func import (
-    functional_call,
-    grad,
-    grad_and_value,
-    hessian,
-    jacfwd,
-    jacrev,
-    jvp,
-    linearize,
-    vjp,
-    vmap,
-)
+from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import checkpoint_name, remat
-from remat._partial.cache import CACHES
 from remat.policies import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
@@ -118,6 +107,13 @@ def normalized(w, x):
     return checkpoint_name(torch.nn.functional.gelu(h), "b").softmax(-1) @ x
 
 
+def changed_view(w, x):
+    unused = w.clone()
+    unused[:2].mul_(2)
+    unused[1] = x[1].sin()
+    return (x * w).exp(), unused.detach()
+
+
 FUNCTIONS = {
     "layers": layers,
     "attention": attention,
@@ -127,6 +123,7 @@ FUNCTIONS = {
     "custom": ZOO["custom"][0],
     "reductions": ZOO["reductions"][0],
     "linear": ZOO["linear"][0],
+    "changed_view": changed_view,
 }
 
 # They are given in this program, if not in each function.
@@ -134,98 +131,16 @@ for _name in "abc":
     checkpoint_name(X, _name)
 
 
-# --- Transforms ---
+FIRST = some("backward", "retained", "of_one", "batched_cotangents", "grad", "jacrev")
+FIRST |= some("grad_and_value", "two_pulls", "vmap_grad", "grad_vmap")
+SECOND = some("twice", "grad_grad", "hessian", "jacrev_jacrev", "jacrev_jacfwd")
+SECOND |= some("jvp_grad", "vmap_hessian")
+FORWARD = some("jvp", "jacfwd", "duals", "vmap_jvp")
 
 
-def backward(loss, w, x):
-    w, x = leaves_of(w, x)
-    out = loss(w, x)
-    out.backward()
-    return out, w.grad, x.grad
-
-
-def retained(loss, w, x):
-    w, x = leaves_of(w, x)
-    out = loss(w, x)
-    out.backward(retain_graph=True)
-    out.backward()
-    return w.grad, x.grad
-
-
-def double_backward(loss, w, x):
-    w, x = leaves_of(w, x)
-    first = torch.autograd.grad(loss(w, x), (w, x), create_graph=True)
-    again = torch.autograd.grad(scalar(first), (w, x))
-    return [g.detach() for g in first], again
-
-
-def only_of_one(loss, w, x):
-    w, x = leaves_of(w, x)
-    return torch.autograd.grad(loss(w, x), x)
-
-
-def batched_cotangents(loss, w, x):
-    w, x = leaves_of(w, x)
-    out = loss(w, x)[None]
-    cts = torch.tensor([[1.0], [2.0]], dtype=out.dtype)
-    return torch.autograd.grad(out, (w, x), cts, is_grads_batched=True)
-
-
-def two_pulls(loss, w, x):
-    out, pull = vjp(loss, w, x)
-    return out, pull(torch.ones_like(out)), pull(2 * torch.ones_like(out))
-
-
-def duals(loss, w, x):
-    with forward_ad.dual_level():
-        out = loss(forward_ad.make_dual(w, V), x)
-        return forward_ad.unpack_dual(out)
-
-
-def in_batches(fn):
-    return lambda w, x: vmap(fn)(torch.stack([w, 2 * w, -w]), torch.stack([x, -x, V]))
-
-
-FIRST_ORDER = {
-    "backward": backward,
-    "retained": retained,
-    "only_of_one": only_of_one,
-    "batched_cotangents": batched_cotangents,
-    "grad": lambda loss, w, x: grad(loss, (0, 1))(w, x),
-    "grad_and_value": lambda loss, w, x: grad_and_value(loss)(w, x),
-    "two_pulls": two_pulls,
-    "jacrev": lambda loss, w, x: jacrev(lambda w: loss(w, x)[None])(w),
-    "vmap_grad": lambda loss, w, x: in_batches(grad(loss, (0, 1)))(w, x),
-    "grad_vmap": lambda loss, w, x: grad(lambda *a: in_batches(loss)(*a).sum(), (0, 1))(
-        w, x
-    ),
-}
-SECOND_ORDER = {
-    "double_backward": double_backward,
-    "grad_grad": lambda loss, w, x: grad(lambda w: scalar(grad(loss)(w, x)))(w),
-    "hessian": lambda loss, w, x: hessian(loss)(w, x),
-    "jacrev_jacrev": lambda loss, w, x: jacrev(jacrev(loss, 1), 1)(w, x),
-    "jacrev_jacfwd": lambda loss, w, x: jacrev(jacfwd(loss, 1), 1)(w, x),
-    "jvp_of_grad": lambda loss, w, x: jvp(grad(loss), (w, x), (V, V)),
-    "vmap_hessian": lambda loss, w, x: in_batches(hessian(loss))(w, x),
-}
-FORWARD_MODE = {
-    "jvp": lambda loss, w, x: jvp(loss, (w, x), (V, V)),
-    "jacfwd": lambda loss, w, x: jacfwd(loss)(w, x),
-    "duals": duals,
-    "vmap_jvp": lambda loss, w, x: in_batches(lambda w, x: jvp(loss, (w, x), (V, V)))(
-        w, x
-    ),
-}
-
-
-# Differentiated by base autograd alone, whose graph is plain's: bit for bit.
-AT_BASE = {"backward", "retained", "only_of_one", "batched_cotangents"}
-AT_BASE |= {"double_backward", "twice_through_vmap"}
-
-
-def loss_of(fn):
-    return lambda w, x: scalar(fn(w, x))
+def is_reassociated(transform):
+    """Not of first order: no input is used both in the call and beside it."""
+    return transform.order > 1 and not transform.at_base
 
 
 # Every policy meets every transform on one function, and every function meets every
@@ -243,108 +158,87 @@ FREE |= {"unsqueeze", "squeeze", "permute", "select", "slice", "as_strided"}
 
 def measured(transform, fn):
     """The result, and how many kernels ran."""
+    loss = lambda w, x=X: scalar(fn(w, x))
     with count_ops() as ops:
-        result = transform(loss_of(fn), W, X)
+        result = transform(loss, *((W,) if is_reassociated(transform) else (W, X)))
     return result, sum(count for name, count in ops.items() if name not in FREE)
 
 
-def assert_same_thrice(transform, fn, policy, *, reassociated, prune=True):
+def assert_same_thrice(transform, case, policy, prune=True):
     """Return how many kernels plain code runs, and each of the three calls."""
+    fn = FUNCTIONS[case]
     expected, plain = measured(transform, fn)
-    rematerialized = remat(fn, policy=policy, prune=prune)
+    rematerialized = remat(fn, policy=POLICIES[policy], prune=prune)
     work = []
     for _ in range(3):
         actual, kernels = measured(transform, rematerialized)
-        assert_same(actual, expected, reassociated=reassociated)
+        assert_same(actual, expected, reassociated=is_reassociated(transform))
         work.append(kernels)
     assert_not_vanishing(expected)
     return plain, work
 
 
 @each_case
-@pytest.mark.parametrize("how", FIRST_ORDER)
-def test_first_order(how, policy, case):
-    """Bit for bit: no input is used both in the call and beside it."""
-    plain, work = assert_same_thrice(
-        FIRST_ORDER[how], FUNCTIONS[case], POLICIES[policy], reassociated=False
-    )
+@pytest.mark.parametrize("how", FIRST)
+def test_a_first_derivative(how, policy, case):
+    plain, work = assert_same_thrice(FIRST[how], case, policy)
     assert work[1] == work[2]
     if policy in ("None", "nothing") and case != "linear":
         assert work[2] > plain, "it recomputes"
 
 
 @each_case
-@pytest.mark.parametrize("how", SECOND_ORDER)
-def test_second_order(how, policy, case):
-    assert_same_thrice(
-        SECOND_ORDER[how],
-        FUNCTIONS[case],
-        POLICIES[policy],
-        reassociated=how not in AT_BASE,
-    )
+@pytest.mark.parametrize("how", SECOND)
+def test_a_second_derivative(how, policy, case):
+    assert_same_thrice(SECOND[how], case, policy)
 
 
 @each_case
-@pytest.mark.parametrize("how", FORWARD_MODE)
+@pytest.mark.parametrize("how", FORWARD)
 def test_forward_mode_runs_what_plain_code_runs(how, policy, case):
     """There is no backward to save for: nothing is recorded, kept or recomputed."""
-    assert_same_thrice(
-        FORWARD_MODE[how], FUNCTIONS[case], POLICIES[policy], reassociated=False
-    )
-    assert len(CACHES) == 0
+    assert_same_thrice(FORWARD[how], case, policy)
+    assert not call_caches()
 
 
 @pytest.mark.parametrize("case", FUNCTIONS)
-@pytest.mark.parametrize("how", FIRST_ORDER)
-def test_who_saves_more_recomputes_less(how, case):
+@pytest.mark.parametrize("how", FIRST)
+def test_a_policy_that_saves_more_recomputes_less(how, case):
     """Down to what plain code runs, for the policy that saves all."""
 
     def work(policy):
-        CACHES.clear()
-        run = partial(assert_same_thrice, FIRST_ORDER[how], FUNCTIONS[case])
-        return run(POLICIES[policy], reassociated=False)
+        forget_calls()
+        return assert_same_thrice(FIRST[how], case, policy)[1]
 
-    _, everything = work("everything")
-    _, dots = work("dots")
-    _, union = work("union")
-    _, nothing = work("None")
-    for call in range(3):
-        assert everything[call] <= union[call] <= dots[call] <= nothing[call]
+    of_policies = map(work, ("everything", "union", "dots", "None"))
+    for of_a_call in zip(*of_policies, strict=True):
+        assert [*of_a_call] == sorted(of_a_call)
 
 
 @each_case
-def test_without_pruning_the_same_values(policy, case):
-    for how in ("backward", "vmap_grad", "double_backward"):
-        transform = {**FIRST_ORDER, **SECOND_ORDER}[how]
-        assert_same_thrice(
-            transform,
-            FUNCTIONS[case],
-            POLICIES[policy],
-            reassociated=False,
-            prune=False,
-        )
+@pytest.mark.parametrize("how", ["backward", "vmap_grad", "twice"])
+def test_values_without_pruning(how, policy, case):
+    assert_same_thrice(TRANSFORMS[how], case, policy, prune=False)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_record_serves_all_transforms_in_any_order(policy):
     """A record is of a function and of what it is called on, whoever calls."""
     fn = remat(layers, policy=POLICIES[policy], prune=True)
-    everything = {**FIRST_ORDER, **SECOND_ORDER, **FORWARD_MODE}
+    everything = FIRST | SECOND | FORWARD
     expected = {how: measured(f, layers)[0] for how, f in everything.items()}
     for order in (everything, [*everything][::-1], sorted(everything)):
         for how in order:
-            actual, _ = measured(everything[how], fn)
-            assert_same(
-                actual,
-                expected[how],
-                reassociated=how in SECOND_ORDER and how not in AT_BASE,
-            )
-    assert all(trace.misfits == 0 for trace in CACHES._caches.values())
+            transform = everything[how]
+            actual, _ = measured(transform, fn)
+            reassociated = is_reassociated(transform)
+            assert_same(actual, expected[how], reassociated=reassociated)
+    assert not any(strikes())
 
 
 @pytest.mark.parametrize("outer", ["None", "dots", "everything", "names"])
 @pytest.mark.parametrize("inner", ["None", "dots", "everything", "names"])
-def test_nested_under_two_policies(inner, outer):
+def test_calls_are_nested_under_two_policies(inner, outer):
     def nested(wrap_inner, wrap_outer):
         one = wrap_inner(layers)
         return wrap_outer(lambda w, x: one(w, one(w, x)).exp())
@@ -352,76 +246,47 @@ def test_nested_under_two_policies(inner, outer):
     def wrap(policy):
         return partial(remat, policy=POLICIES[policy], prune=True)
 
-    plain = nested(lambda fn: fn, lambda fn: fn)
-    fn = nested(wrap(inner), wrap(outer))
-    for how, transform in {**FIRST_ORDER, **SECOND_ORDER}.items():
+    plain, fn = nested(plainly, plainly), nested(wrap(inner), wrap(outer))
+    for how, transform in (FIRST | SECOND).items():
         if how == "vmap_hessian":
             continue
         expected, _ = measured(transform, plain)
         for _ in range(2):
             actual, _ = measured(transform, fn)
-            assert_same(actual, expected, reassociated=how not in AT_BASE)
+            assert_same(actual, expected, reassociated=not transform.at_base)
 
 
 HELPERS = {"mm": lambda a, b: a @ b}
 
 
-def test_nested_calls_whose_helpers_are_in_a_container():
+def test_helpers_of_nested_calls_are_in_a_container():
     """What they leave behind is looked for after the forward; records hold nothing."""
     inner = remat(lambda w, x: HELPERS["mm"](w, x).sin(), prune=True)
 
     def fn(w, x):
         return w.cos() + inner(w, x.sin())
 
-    for how, transform in FIRST_ORDER.items():
+    for transform in FIRST.values():
         expected, _ = measured(transform, fn)
         for policy in ("dots", "everything", "None"):
             wrapped = remat(fn, policy=POLICIES[policy], prune=True)
             actual, _ = measured(transform, wrapped)
-            assert_same(actual, expected, reassociated=how not in AT_BASE)
+            assert_same(actual, expected, reassociated=not transform.at_base)
 
 
 @pytest.mark.parametrize("policy", ["None", "everything"])
-def test_a_change_through_a_view_of_what_nobody_needs(policy):
+@pytest.mark.parametrize("how", FIRST)
+def test_a_value_that_nobody_needs_is_changed_through_a_view(how, policy):
     """Autograd makes such a view again, by an operation that the forward has not."""
-
-    def fn(w, x):
-        unused = w.clone()
-        unused[:2].mul_(2)
-        unused[1] = x[1].sin()
-        return (x * w).exp(), unused.detach()
-
-    for transform in FIRST_ORDER.values():
-        assert_same_thrice(transform, fn, POLICIES[policy], reassociated=False)
-    assert all(trace.misfits == 0 for trace in CACHES._caches.values())
-
-
-def mixed_grad(loss, w, x):
-    (w,) = leaves_of(w)
-    first = grad(loss)(w, x)
-    return torch.autograd.grad(scalar(first), w)
-
-
-def twice_through_vmap(loss, w, x):
-    w, x = leaves_of(w, x)
-    out = in_batches(loss)(w, x).sum()
-    first = torch.autograd.grad(out, w, create_graph=True)
-    return torch.autograd.grad(scalar(first), (w, x))
+    assert_same_thrice(FIRST[how], "changed_view", policy)
+    assert not any(strikes())
 
 
 @pytest.mark.parametrize("policy", ["None", "everything", "dots", "ops", "complement"])
-@pytest.mark.parametrize(
-    "how",
-    {
-        **SECOND_ORDER,
-        "mixed_grad": mixed_grad,
-        "twice_through_vmap": twice_through_vmap,
-    },
-)
+@pytest.mark.parametrize("how", SECOND | some("twice_grad", "twice_vmap"))
 def test_a_kept_value_is_differentiated_to_inputs_that_are_not_read(how, policy):
     """Intermediate values go in, and a kept product is all that depends on them."""
-    added = {"mixed_grad": mixed_grad, "twice_through_vmap": twice_through_vmap}
-    transform = {**SECOND_ORDER, **added}[how]
+    transform = TRANSFORMS[how]
 
     def product(w, x):
         return (w * x).exp()
@@ -430,24 +295,22 @@ def test_a_kept_value_is_differentiated_to_inputs_that_are_not_read(how, policy)
     expected, _ = measured(transform, lambda w, x: product(w.cos(), x.sin()))
     for _ in range(4):
         actual, _ = measured(transform, lambda w, x: wrapped(w.cos(), x.sin()))
-        assert_same(actual, expected, reassociated=how not in AT_BASE)
+        assert_same(actual, expected, reassociated=not transform.at_base)
 
 
 @pytest.mark.filterwarnings(
     "ignore:Attempted to insert a get_attr Node:UserWarning"  # torch's, of any function
 )
 @pytest.mark.parametrize("policy", POLICIES)
-def test_linearize(policy):
-    loss = loss_of(layers)
-    expected, plain_push = linearize(loss, W, X)
-    fn = loss_of(remat(layers, policy=POLICIES[policy], prune=True))
+def test_linearize_pushes_a_tangent(policy):
+    fn = remat(layers, policy=POLICIES[policy], prune=True)
+    expected, _ = measured(TRANSFORMS["linearize"], layers)
     for _ in range(2):
-        actual, push = linearize(fn, W, X)
-        assert_same((actual, push(V, V)), (expected, plain_push(V, V)))
+        assert_same(measured(TRANSFORMS["linearize"], fn)[0], expected)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_functional_call_with_the_backward_outside(policy):
+def test_functional_call_has_its_backward_outside(policy):
     module = torch.nn.Sequential(
         torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)
     ).double()
@@ -468,4 +331,4 @@ def test_functional_call_with_the_backward_outside(policy):
 
     wrap = partial(remat, policy=POLICIES[policy], prune=True)
     for _ in range(3):
-        assert_same(run(wrap), run(lambda fn: fn))
+        assert_same(run(wrap), run(plainly))

@@ -1,18 +1,21 @@
-"""What the tests of pruning share: one comparison, of three ways to run a function.
+"""What the tests of pruning share: tables of cases, and one runner.
 
-The function is run as it is, with `remat(prune=False)` and with `remat(prune=True)`,
-several times each: results and gradients have to be the same bit for bit, and the
-random streams have to stand where they would. The operations that run, forward and
-backward, tell whether pruning was right (fewer than a full recomputation needs) or off
-(as many).
+The runner calls a function as it is, with `remat(prune=False)` and with
+`remat(prune=True)`, several times each: results and gradients have to be the same bit
+for bit, and the random streams have to stand where they would. The operations that run,
+forward and backward, tell whether pruning was right (fewer than a full recomputation
+needs) or off (as many).
 """
 
 import random
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import isfunction
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 from support.zoo import leaves_of, make, scalar
 from torch import Tensor
@@ -23,14 +26,21 @@ from remat._partial.cache import CACHES, CallCache
 from remat.testing import assert_same, count_ops
 
 
-W, X, Y = make(4, 4, seed=11), make(4, 4, seed=12), make(4, 4, seed=13)
+W, X = make(4, 4, seed=11), make(4, 4, seed=12)
 
-# Policies by name: what keeps nothing, something, all.
+# What keeps nothing, something, all.
 POLICIES = {
     "nothing": None,
     "dots": policies.dots_saveable,
     "everything": policies.everything_saveable,
 }
+each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+nothing_or_everything = pytest.mark.parametrize(
+    "policy", [None, policies.everything_saveable], ids=["nothing", "everything"]
+)
+
+# Functions that change in each call are given up, which is said.
+given_up = pytest.mark.filterwarnings("ignore:.* is not followed any more")
 
 
 def dead_end(h: Tensor) -> Tensor:
@@ -42,9 +52,15 @@ def dead_end(h: Tensor) -> Tensor:
     return dead + h.tanh()
 
 
+# --- Ways to differentiate, with the results beside the gradients ---
+
+
+Way = Callable[[Callable[..., Any], tuple[Any, ...]], list[Any]]
+
+
 def of_backward(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     """The result and the gradients of all floating-point arguments."""
-    args = tuple(_leaf(a) for a in args)
+    args = tuple(leaves_of(a)[0] if _is_differentiable(a) else a for a in args)
     result = fn(*args)
     loss = scalar(result)
     # What happens between forward and backward is not to be seen in it.
@@ -59,26 +75,26 @@ def of_func_grad(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     return [torch.func.grad(lambda *a: scalar(fn(*a)), argnums=which)(*args)]
 
 
-TRANSFORMS = {"backward": of_backward, "func.grad": of_func_grad}
-
-
 def _is_differentiable(arg: Any) -> bool:
     return isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex())
 
 
-def _leaf(arg: Any) -> Any:
-    return leaves_of(arg)[0] if _is_differentiable(arg) else arg
+WAYS = {"backward": of_backward, "func.grad": of_func_grad}
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+# --- The runner ---
 
 
 def run_seeded(
-    transform: Callable[..., list[Any]], fn: Callable[..., Any], args: Any, seed: int
+    way: Way, fn: Callable[..., Any], args: Any, seed: int
 ) -> tuple[list[Any], tuple[Any, ...], Counter[str]]:
-    """What `transform` gives, where the streams stand then, and what ran."""
+    """What `way` gives, where the streams stand then, and what ran."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     with count_ops() as ops:
-        got = transform(fn, args)
+        got = way(fn, args)
     return got, (torch.rand(2), random.random(), np.random.rand()), ops
 
 
@@ -88,16 +104,23 @@ def total(ops: Counter[str]) -> int:
     return sum(n for name, n in ops.items() if name not in free)
 
 
+def work(fn: Callable[..., Any], *args: Any) -> int:
+    """How many operations run in a forward and its backward."""
+    with count_ops() as ops:
+        of_backward(fn, args)
+    return total(ops)
+
+
 def assert_exact(
     fn: Callable[..., Any],
     *args: Any,
-    pruned: bool | None,
+    pruned: bool | None = None,
     policy: Any = None,
-    transform: Callable[..., list[Any]] = of_backward,
+    way: Way = of_backward,
     before: Callable[[int], object] = lambda call: None,
     calls: int = 5,
     wrap: Callable[..., Any] = remat,
-) -> CallCache | None:
+) -> None:
     """`remat(fn, prune=True)` is `fn`, bit for bit, on every call.
 
     Args:
@@ -106,22 +129,19 @@ def assert_exact(
         pruned: whether fewer operations run in the last call than in a full
             recomputation; None for as many or fewer.
         policy: what may be kept.
-        transform: gives values and gradients of it.
+        way: how it is differentiated.
         before: is called before each run, with the number of the call.
         calls: how often, with different seeds.
         wrap: the transform under test.
-
-    Returns:
-        The trace last used, if there is one.
     """
     full, ours = remat(fn, prune=False), wrap(fn, policy=policy, prune=True)
     for call in range(calls):
         before(call)
-        want, streams, _ = run_seeded(transform, fn, args, call)
+        want, streams, _ = run_seeded(way, fn, args, call)
         before(call)
-        recomputed, _, all_ops = run_seeded(transform, full, args, call)
+        recomputed, _, all_ops = run_seeded(way, full, args, call)
         before(call)
-        got, ours_stand, ops = run_seeded(transform, ours, args, call)
+        got, ours_stand, ops = run_seeded(way, ours, args, call)
         assert_same(recomputed, want)
         assert_same(got, want)
         assert_same(ours_stand, streams)
@@ -132,20 +152,91 @@ def assert_exact(
         assert total(ops) <= total(all_ops), f"more than a full recomputation: {ops}"
     else:
         assert ops == all_ops, f"not off: {ops - all_ops} and {all_ops - ops}"
-    return last_trace()
 
 
 def assert_not_zero(tree: Any) -> None:
     """Where all gradients are zero, equality proves nothing."""
     tensors = [t.detach() for t in tree_leaves(tree) if isinstance(t, Tensor)]
-    assert any(t.count_nonzero() for t in tensors)
+    assert any(t.count_nonzero() for t in tensors), "all is zero"
 
 
-def traces() -> list[CallCache]:
-    """All traces, the one last used at the end."""
+def assert_like_plain(
+    ours: Callable[..., Any], fn: Callable[..., Any], *args: Any
+) -> None:
+    """The result and the gradients of `ours` are those of `fn`."""
+    assert_same(of_backward(ours, args), of_backward(fn, args))
+
+
+# --- Tables of cases ---
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of one or two matrices, and how the runner is to call it."""
+
+    fn: Callable[..., Any]
+    options: dict[str, Any]
+
+    def check(self, policy: Any = None, way: Way = of_backward) -> None:
+        """Run it."""
+        args = (X, W)[: self.fn.__code__.co_argcount]
+        assert_exact(self.fn, *args, policy=policy, way=way, **self.options)
+
+
+class Cases:
+    """A table of cases: each function in the body of the class is one.
+
+    Keywords of the class are options of the runner.
+    """
+
+    options: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        cls.options = options
+
+
+def cases_of(functions: Mapping[str, Any], **options: Any) -> dict[str, Case]:
+    """A table of functions that were made, with the options of the runner."""
+    return {name: Case(fn, options) for name, fn in functions.items() if isfunction(fn)}
+
+
+def each_case(*tables: type[Cases] | dict[str, Case]) -> pytest.MarkDecorator:
+    """Parametrizes a test over all the cases of some tables."""
+    cases: dict[str, Case] = {}
+    for table in tables:
+        if not isinstance(table, dict):
+            table = cases_of(vars(table), **table.options)
+        cases |= table
+    return pytest.mark.parametrize("case", cases.values(), ids=cases)
+
+
+# --- What calls share ---
+
+
+def call_caches() -> list[CallCache]:
+    """What the calls so far share, by signature, the one last used at the end."""
     return [*CACHES._caches.values()]
 
 
-def last_trace() -> CallCache | None:
-    """The trace last used, if there is one."""
-    return traces()[-1] if len(CACHES) else None
+def last_call_cache() -> CallCache:
+    """What is shared by the calls of the signature last used."""
+    return call_caches()[-1]
+
+
+def nothing_is_recorded() -> bool:
+    """Whether no call has plans."""
+    return not any(cache.plans for cache in call_caches())
+
+
+def strikes() -> list[int]:
+    """How many records of each signature did not fit."""
+    return [cache.strikes for cache in call_caches()]
+
+
+def forget_calls(which: slice | None = None) -> None:
+    """Make the next call of a signature a first one; of some, the oldest first."""
+    if which is None:
+        CACHES.clear()
+        return
+    for key in [*CACHES._caches][which]:
+        del CACHES._caches[key]

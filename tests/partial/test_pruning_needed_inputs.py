@@ -1,0 +1,148 @@
+"""Inputs that were let go, or changed, and are read after all.
+
+What is let go is checked by weak references to storages.
+"""
+
+import pytest
+import torch
+from support.letting_go import called, gradients, warmed
+from support.pruning import (
+    W,
+    X,
+    assert_like_plain,
+    given_up,
+    last_call_cache,
+    nothing_or_everything,
+    of_backward,
+)
+from support.zoo import leaves_of, scalar
+
+from remat import MutationError, RecomputeError, remat
+from remat.testing import assert_same, count_ops
+
+
+# --- Mutation between forward and backward ---
+
+
+def sum_and(x, w):
+    return x.sin().exp() + w
+
+
+@pytest.mark.parametrize("calls", [3, 0], ids=["later", "first"])
+def test_an_input_that_is_not_read_may_change(calls):
+    ours = remat(sum_and, prune=True)
+    for _ in range(calls):
+        of_backward(ours, (X, W))
+    x, w = leaves_of(X, W)
+    h = w * 1
+    out = ours(x, h)
+    with torch.no_grad():
+        h.zero_()
+    with count_ops() as ops:
+        got = torch.autograd.grad(scalar(out), (x, w))
+    assert ops["exp"] == 1
+    assert_same(got, gradients(sum_and, X, W))
+
+
+def test_an_input_that_is_needed_may_not_change():
+    ours = warmed(sum_and, X, W)
+    x, w = leaves_of(X, W)
+    h = x * 1
+    out = ours(h, w)
+    with torch.no_grad():
+        h.zero_()
+    with pytest.raises(MutationError, match="`x`"):
+        torch.autograd.grad(scalar(out), (x, w))
+
+
+# --- Needed after all ---
+
+
+def branching(x, w, flag):
+    return (x.exp() if flag["on"] else x * 2) + w.sin().exp()
+
+
+class Hidden:
+    """A flag that no snapshot has: of a class, and read by a name that is computed."""
+
+    on = False
+
+    def __getitem__(self, name):
+        return getattr(Hidden, name)
+
+
+@nothing_or_everything
+def test_an_input_let_go_is_needed_on_another_branch(policy):
+    flag = {"on": False}
+    fn = lambda x, w: branching(x, w, flag)
+    ours = remat(fn, prune=True, policy=policy)
+    for on in [False, False, False, True, True, False, True, False, False]:
+        flag["on"] = on
+        assert_same(gradients(ours, X, W), gradients(fn, X, W))
+
+
+def test_a_branch_is_taken_as_the_flag_was():
+    flag = {"on": False}
+    fn = lambda x, w: branching(x, w, flag)
+    ours = warmed(fn, X, W)
+    want = gradients(fn, X, W)
+    x, w = leaves_of(X, W)
+    loss = scalar(ours(x * 1, w * 1))
+    flag["on"] = True
+    with count_ops() as ops:
+        got = torch.autograd.grad(loss, (x, w))
+    assert_same(got, want)
+    assert ops["exp"] == 1
+
+
+def test_a_branch_taken_in_the_recomputation_only_is_an_error(monkeypatch):
+    ours = warmed(lambda x, w: branching(x, w, Hidden()), X, W)
+    x, w = leaves_of(X, W)
+    loss = scalar(ours(x * 1, w * 1))
+    monkeypatch.setattr(Hidden, "on", True)
+    with pytest.raises(RecomputeError, match="prune=False"):
+        torch.autograd.grad(loss, (x, w))
+
+
+def test_a_read_by_python_now_and_then_is_an_error_once():
+    """No operation shows it. The input is kept ever after."""
+    flag = {"on": False}
+
+    def fn(x, w):
+        factor = float(x.detach().numpy()[0, 0]) if flag["on"] else 1.5
+        return (w * factor).sin() + x
+
+    ours = warmed(fn, X, W)
+    flag["on"] = True
+    with pytest.raises(RecomputeError, match=r"(?s)inputs were not kept.*prune=False"):
+        gradients(ours, X, W)
+    for _ in range(3):
+        assert_same(gradients(ours, X, W), gradients(fn, X, W))
+    assert not last_call_cache().reason
+
+
+def test_a_read_by_python_of_a_leaf_is_no_error():
+    """A leaf is never let go."""
+    flag = {"on": False}
+
+    def fn(x, w):
+        factor = float(x.detach().numpy()[0, 0]) if flag["on"] else 1.5
+        return (w * factor).sin() + x
+
+    ours = warmed(fn, X, W)
+    flag["on"] = True
+    for _ in range(2):
+        assert_like_plain(ours, fn, X, W)
+
+
+@given_up
+def test_nothing_is_let_go_until_a_recomputation_went_well():
+    """A function whose record never fits keeps its inputs."""
+    flag = {"on": False}
+    ours = remat(lambda x, w: branching(x, w, flag), prune=True)
+    for call in range(10):
+        flag["on"] = call % 2 == 0
+        out, (held, _) = called(ours, X, W)
+        assert held
+        scalar(out).backward()
+    assert last_call_cache().reason
