@@ -11,13 +11,16 @@ from support.binding import (
     FUNCTIONS,
     LAYERS,
     ONES,
+    REFUSED,
     XS,
-    Unmoved,
     X,
     bound,
     first,
     make,
+    uniform,
+    unmoved,
 )
+from support.tables import rows
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn import functional as F, init  # noqa: N812
@@ -58,7 +61,7 @@ def test_a_call_that_draws_nothing_is_not_counted():
             torch.rand(9)
         drawn = torch.rand(3)
     # The LSTM's 8 parameters were drawn.
-    assert torch.equal(drawn, random.uniform(fold_in(key(7), 8), (3,)))
+    assert torch.equal(drawn, uniform(7, 8))
 
 
 def test_a_block_a_decorator_and_a_wrapped_function_draw_the_same():
@@ -83,9 +86,9 @@ def test_a_block_may_be_entered_again_and_within_itself():
             with block:
                 inner = torch.rand(3)
             b = torch.rand(3)
-        assert torch.equal(a, random.uniform(fold_in(key(3), 0), (3,)))
+        assert torch.equal(a, uniform(3, 0))
         assert torch.equal(inner, a)
-        assert torch.equal(b, random.uniform(fold_in(key(3), 1), (3,)))
+        assert torch.equal(b, uniform(3, 1))
 
 
 async def coroutine():
@@ -117,15 +120,13 @@ def test_of_two_blocks_the_inner_counts_and_the_outer_goes_on_where_it_was():
         with bind(key(2)):
             inner = torch.rand(3)
         b = torch.rand(3)
-    assert torch.equal(a, random.uniform(fold_in(key(1), 0), (3,)))
-    assert torch.equal(inner, random.uniform(fold_in(key(2), 0), (3,)))
-    assert torch.equal(b, random.uniform(fold_in(key(1), 1), (3,)))
+    assert torch.equal(a, uniform(1, 0))
+    assert torch.equal(inner, uniform(2, 0))
+    assert torch.equal(b, uniform(1, 1))
 
 
 def test_a_raw_key_binds_as_a_typed_one():
-    assert torch.equal(
-        bind(key(3).data)(torch.rand)(4), random.uniform(fold_in(key(3), 0), (4,))
-    )
+    assert torch.equal(bind(key(3).data)(torch.rand)(4), uniform(3, 0, 4))
 
 
 def test_an_array_of_keys_is_refused():
@@ -155,7 +156,7 @@ def test_a_generator_is_drawn_from_as_without_bind():
         ]
 
     want = draws(torch.Generator().manual_seed(5))
-    with Unmoved():
+    with unmoved():
         got = bound(1, draws, torch.Generator().manual_seed(5))
     assert all(map(torch.equal, got, want))
 
@@ -173,7 +174,7 @@ def test_seeding_and_forking_inside_change_nothing():
 
 
 def check_function_of_the_key(fn):
-    with Unmoved():
+    with unmoved():
         a, b, c = (first(bound(seed, fn)) for seed in (1, 1, 2))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
@@ -182,12 +183,12 @@ def check_function_of_the_key(fn):
         assert getattr(a, kind) == getattr(plain, kind)
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+@rows("fn", FUNCTIONS)
 def test_a_draw_is_a_function_of_the_key_alone(fn):
     check_function_of_the_key(fn)
 
 
-@pytest.mark.parametrize(("x", "fn"), LAYERS.values(), ids=LAYERS.keys())
+@rows("x, fn", LAYERS)
 def test_a_layer_is_a_function_of_the_key_and_gradients_flow(x, fn):
     x = x.clone().requires_grad_()
     check_function_of_the_key(lambda: fn(x))
@@ -306,7 +307,7 @@ def test_workers_forked_in_a_block_draw_numbers_of_their_own():
     def two_epochs():
         return torch.cat([*loader, *loader]).squeeze(1)
 
-    with Unmoved():
+    with unmoved():
         a, b, c = (bound(seed, two_epochs) for seed in (1, 1, 2))
     assert torch.equal(a, b)
     assert len({*a.tolist(), *c.tolist()}) == 32
@@ -321,7 +322,7 @@ def test_a_thread_that_is_started_in_a_block_is_not_in_it():
     want = torch.rand(3)
     torch.manual_seed(3)
     assert torch.equal(bound(1, threaded, lambda: torch.rand(3)), want)
-    with Unmoved():
+    with unmoved():
         drawn = bound(1, threaded, bind(key(2))(lambda: torch.rand(3)))
     assert torch.equal(drawn, bound(2, torch.rand, 3))
 
@@ -338,12 +339,7 @@ def test_threads_have_blocks_of_their_own():
 LIBRARY = torch.library.Library("remat_test_bind", "DEF")
 LIBRARY.define("noisy(Tensor x) -> Tensor")
 LIBRARY.impl("noisy", lambda x: x + torch.rand(3), "CompositeExplicitAutograd")
-REFUSED = {
-    "poisson": lambda: torch.poisson(ONES),
-    "binomial": lambda: torch.binomial(ONES, ONES / 2),
-    "_standard_gamma": lambda: torch.distributions.Gamma(ONES, ONES).sample(),
-    "_sample_dirichlet": lambda: torch.distributions.Dirichlet(ONES).sample(),
-    "rand": lambda: torch.ops.aten.rand([3]),
+UNKEYED = REFUSED | {
     "normal_functional": lambda: torch.ops.aten.normal_functional(ONES),
     "uniform": lambda: torch.ops.aten.uniform(ONES),
     "exponential": lambda: torch.ops.aten.exponential(ONES),
@@ -354,20 +350,20 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNKEYED)
 def test_another_draw_is_refused_and_the_stream_is_as_before(name):
-    refusal = pytest.raises(
-        RandomnessError, match=rf"{name}[.\w]* drew from.*\n.*{__file__}"
-    )
-    with Unmoved(), refusal:
-        bound(0, REFUSED[name])
+    draw = UNKEYED[name]
+    where = draw.__code__.co_filename
+    match = rf"{name}[.\w]* drew from.*\n.*{where}"
+    with unmoved(), pytest.raises(RandomnessError, match=match):
+        bound(0, draw)
 
 
 def test_a_scripted_function_that_draws_is_refused():
     with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
         scripted = torch.jit.script(_scripted)
     # TorchScript raises an error of its own, without ours.
-    with Unmoved(), pytest.raises(RuntimeError, match="failed in the TorchScript"):
+    with unmoved(), pytest.raises(RuntimeError, match="failed in the TorchScript"):
         bound(0, scripted, ONES)
 
 
@@ -401,7 +397,7 @@ def test_a_draw_in_a_checkpoint_that_decorates_is_refused():
 
 
 # Operations that torch tags as random, have no rule, and are the guard's.
-UNKEYED = set(
+GUARDED = set(
     """
     poisson binomial rrelu_with_noise rrelu_with_noise_ miopen_rnn _standard_gamma
     _sample_dirichlet _fused_dropout _fill_mem_eff_dropout_mask_ _cudnn_rnn
@@ -435,7 +431,7 @@ def tagged_ops():
 
 
 def test_each_operation_that_torch_calls_random_is_keyed_or_known_to_be_refused():
-    unknown = {*tagged_ops()} - KEYED - UNKEYED
+    unknown = {*tagged_ops()} - KEYED - GUARDED
     assert not unknown
 
 

@@ -11,31 +11,24 @@ from support.binding import (
     ONES,
     SEQUENCE,
     XS,
-    Unmoved,
     bound,
     first,
     flat,
     loss,
     make,
     per_example,
+    unmoved,
 )
+from support.tables import rows
+from support.transforms import TRANSFORMS
+from support.zoo import assert_not_vanishing
 from torch import nn
-from torch.func import (
-    functional_call,
-    grad,
-    hessian,
-    jacfwd,
-    jacrev,
-    jvp,
-    linearize,
-    vjp,
-    vmap,
-)
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F  # noqa: N812
 
 from remat import RandomnessError, random, remat
 from remat.random import bind, fold_in, key, split
-from remat.testing import count_ops, live_bytes
+from remat.testing import assert_same, count_ops, live_bytes
 
 
 # --- Per example: vmap over keys --------------------------------------------------
@@ -59,17 +52,15 @@ BATCHED = {
 }
 
 
-@pytest.mark.parametrize("fn", BATCHED.values(), ids=BATCHED.keys())
-def test_under_vmap_each_key_draws_what_it_draws_alone(fn):
+@pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0)])
+@rows("fn", BATCHED)
+def test_under_vmap_each_key_draws_what_it_draws_alone(fn, in_dims):
     one = per_example(fn)
-    for in_dims in ((0, 0), (0, None), (None, 0)):
-        args = [a if d == 0 else a[0] for a, d in zip((KEYS, XS), in_dims, strict=True)]
-        got = vmap(one, in_dims)(*args)
-        rows = [
-            one(*(a[i] if d == 0 else a for a, d in zip(args, in_dims, strict=True)))
-            for i in range(3)
-        ]
-        torch.testing.assert_close(got.expand(3, *rows[0].shape), torch.stack(rows))
+    k, x = (a if d == 0 else a[0] for a, d in zip((KEYS, XS), in_dims, strict=True))
+    ks = [*k] if k.ndim else [k] * 3
+    xs = [*x] if x.ndim == XS.ndim else [x] * 3
+    each = torch.stack([one(k, x) for k, x in zip(ks, xs, strict=True)])
+    torch.testing.assert_close(vmap(one, in_dims)(k, x).expand_as(each), each)
 
 
 def test_under_vmap_a_batched_tensor_is_written_in_place_and_another_refused():
@@ -84,7 +75,7 @@ def test_under_vmap_numbers_that_are_to_differ_are_not_drawn_of_a_shared_key():
         return vmap(F.dropout, randomness="different")(x)
 
     refused = pytest.raises(RandomnessError, match="examples share")
-    with Unmoved(), refused:
+    with unmoved(), refused:
         bound(0, drop, XS)
     with refused:
         vmap(per_example(F.dropout), (None, 0), randomness="different")(KEYS[0], XS)
@@ -125,27 +116,21 @@ def written_out(w, k, x=XS[0]):
     return (y * random.uniform(fold_in(k, 1), (8,))).square().sum()
 
 
-TRANSFORMS = {
-    "grad": grad,
-    "grad of grad": lambda f: grad(lambda w, k: grad(f)(w, k).square().sum()),
-    "jacrev": jacrev,
-    "jacfwd": jacfwd,
-    "hessian": lambda f: hessian(lambda v, k: f(v.diag(), k)),
-    "jvp": lambda f: lambda w, k: jvp(lambda w: f(w, k), (w,), (w,))[1],
-    "vjp": lambda f: lambda w, k: vjp(lambda w: f(w, k), w)[1](ONES[0])[0],
-    "linearize": lambda f: lambda w, k: linearize(lambda w: f(w, k), w)[1](w),
-    "vmap of grad": lambda f: lambda w, k: vmap(grad(f), (None, 0))(w, split(k, 3)),
-}
-
-
 # torch.func.linearize's own.
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@rows("transform", TRANSFORMS)
 def test_derivatives_are_those_of_the_draws_written_out(transform):
-    w = make(8, 8) if transform is not TRANSFORMS["hessian"] else make(8)
-    got, want = (transform(f)(w, key(4)) for f in (loss, written_out))
+    w = make(8, 8)
+    got, want = (transform(lambda w, f=f: f(w, key(4)), w) for f in (loss, written_out))
+    assert_same(got, want, reassociated=True)
+    assert_not_vanishing(got)
+
+
+def test_per_key_derivatives_are_those_of_the_draws_written_out():
+    per_key = (vmap(grad(f), (None, 0)) for f in (loss, written_out))
+    got, want = (g(make(8, 8), split(key(4), 3)) for g in per_key)
     torch.testing.assert_close(got, want)
-    assert got.norm() > 0
+    assert_not_vanishing(got)
 
 
 def test_backward_outside_of_the_block_is_of_the_same_mask():
@@ -195,12 +180,12 @@ def grads_of(y, parameters):
     return torch.autograd.grad(y.square().sum(), parameters, retain_graph=True)
 
 
-@pytest.mark.parametrize(("model", "x"), MODELS.values(), ids=MODELS.keys())
-@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+@rows("model, x", MODELS)
+@rows("use", USES)
 def test_recomputed_draws_are_those_of_the_forward(use, model, x):
     parameters = [*model.parameters()]
     want = use(lambda f: f, model, x)
-    with Unmoved():
+    with unmoved():
         got = use(remat, model, x)
         with count_ops() as ops:
             grads = [grads_of(got, parameters) for _ in range(2)]
@@ -286,7 +271,7 @@ def test_under_torch_func_recomputed_draws_are_those_of_the_forward(outside, mod
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("model", "x"), MODELS.values(), ids=MODELS.keys())
+@rows("model, x", MODELS)
 def test_no_key_is_consumed_twice_and_no_global_stream_missed(model, x):
     with random.check_key_reuse(), bind(key(1)):
         with count_ops() as forward:

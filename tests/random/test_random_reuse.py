@@ -17,6 +17,7 @@ from remat.random import _reuse, check_key_reuse
 from remat.testing import count_ops
 
 
+X = torch.ones(3)
 CONSUMERS = {
     **{name: draw for name, (_, draw) in SAMPLERS.items()},
     "split": random.split,
@@ -56,78 +57,120 @@ def test_the_error_names_the_key_and_both_lines():
     assert "remat.random.clone(key)" in message
 
 
-def test_distinct_keys_are_no_reuse():
-    with check_key_reuse():
-        a, b = random.split(K)
-        random.normal(a)
-        for i in range(5):
-            random.normal(random.fold_in(b, i))
-        random.uniform(random.split(random.fold_in(b, 7), 4))
+def use(*keys):
+    for k in keys:
+        random.uniform(k)
 
 
-def test_fold_in_consumes_nothing_but_gives_equal_keys_for_equal_numbers():
+def fold(number):
+    return random.fold_in(K, number)
+
+
+# What may be done, and what is a reuse after it.
+REUSED = {
+    "a key made anew": (lambda: use(random.key(42)), lambda: use(random.key(42))),
+    "a number folded in again": (
+        lambda: use(K, fold(3), fold(4)),
+        lambda: use(fold(3)),
+    ),
+    "a key and the keys it is among": (
+        lambda: use(KEYS[0, 0], KEYS[0, 1:], *KEYS[1]),
+        lambda: use(KEYS[:, 1]),
+    ),
+    "an array that holds a key twice": (lambda: None, lambda: use(KEYS[[0, 0]])),
+    "a key of a vmap": (
+        lambda: vmap(vmap(random.uniform, in_dims=0), in_dims=1)(KEYS),
+        lambda: use(KEYS[1, 2]),
+    ),
+    "a vmap over a key": (
+        lambda: use(KEYS[1, 2]),
+        lambda: vmap(random.uniform)(KEYS),
+    ),
+    "a key of a vmap over the last dimension of raw keys": (
+        lambda: vmap(random.uniform, in_dims=1)(KEYS[0].data.mT.contiguous()),
+        lambda: use(KEYS[0, 2]),
+    ),
+    "a key for a whole batch": (
+        lambda: vmap(lambda x: x * random.uniform(K))(X),
+        lambda: use(K),
+    ),
+}
+
+
+@rows("first, again", REUSED)
+def test_a_key_that_was_consumed_is_not_consumed_again(first, again):
     with check_key_reuse():
-        random.fold_in(K, 3)
-        random.uniform(random.fold_in(K, 3))
-        random.uniform(random.fold_in(K, 4))
-        random.uniform(K)
+        first()
         with is_reuse():
-            random.uniform(random.fold_in(K, 3))
+            again()
 
 
-def test_an_equal_key_made_anew_is_a_reuse():
+def by_splits_and_numbers():
+    a, b = random.split(K)
+    use(a, *[random.fold_in(b, i) for i in range(5)])
+    use(random.split(random.fold_in(b, 7), 4))
+
+
+def after_looking_at_it():
+    assert next(iter(KEYS))[1] == KEYS[0, 1]
+    assert random.wrap_key_data(random.key_data(K)).to("cpu") == K
+    use(KEYS)
+
+
+def after_dropping_nothing():
+    for p, training in ((0.0, True), (0.5, False), (0.5, True)):
+        random.dropout(K, X, p, training)
+
+
+def after_traces():
+    for _ in range(2):
+        traced = make_fx(lambda k: random.uniform(k) + random.uniform(k))(K)
+    torch.compile(traced, backend="eager", fullgraph=True)(K)
+    use(K)
+
+
+def without_values():
+    meta = K.to("meta")
+    use(meta, random.clone(meta), meta)
+
+
+def in_another_thread():
+    use(K)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(use, K, K).result()
+
+
+ONCE = [
+    *(by_splits_and_numbers, after_looking_at_it, after_dropping_nothing),
+    *(after_traces, without_values, in_another_thread),
+]
+
+
+@pytest.mark.parametrize("consume", ONCE)
+def test_a_key_may_be_consumed_once(consume):
     with check_key_reuse():
-        random.uniform(random.key(42))
-        with is_reuse():
-            random.uniform(random.key(42))
+        consume()
 
 
 def test_each_clone_may_be_consumed_besides_the_original():
     with check_key_reuse():
         twin = random.clone(K)
-        random.uniform(K)
-        random.uniform(twin)
+        use(K, twin)
         with is_reuse():
-            random.uniform(twin)
-        random.uniform(random.clone(K))
+            use(twin)
+        use(random.clone(K))
         with is_reuse():
-            random.uniform(K)
+            use(K)
 
 
-def test_each_key_of_an_array_counts_by_itself():
-    with check_key_reuse():
-        random.uniform(KEYS[0, 0])
-        random.uniform(KEYS[0, 1:])
-        for key in KEYS[1]:
-            random.uniform(key)
-        with is_reuse():
-            random.uniform(KEYS[:, 1])
-
-
-def test_an_array_that_holds_a_key_twice_is_a_reuse():
-    twice = KEYS[[0, 0]]
-    with check_key_reuse(), is_reuse():
-        random.uniform(twice)
-
-
-def test_indexing_comparing_and_copying_consume_nothing():
-    with check_key_reuse():
-        assert next(iter(KEYS))[1] == KEYS[0, 1]
-        assert random.wrap_key_data(random.key_data(K)).to("cpu") == K
-        random.uniform(KEYS)
-
-
-def test_dropout_that_drops_nothing_consumes_nothing():
-    with check_key_reuse():
-        for p, training in ((0.0, True), (0.5, False), (0.5, True)):
-            random.dropout(K, torch.ones(3), p, training)
+# --- Blocks ------------------------------------------------------------------------
 
 
 def test_what_was_consumed_before_the_block_does_not_count():
     random.uniform(K)
     for _ in range(2):
         with check_key_reuse():
-            random.uniform(K)
+            use(K)
     random.uniform(K)
     assert not _reuse._open
 
@@ -151,7 +194,7 @@ def test_the_block_is_left_by_an_exception():
     assert not _reuse._open
 
 
-WIDE, X = torch.zeros(7), torch.ones(3)
+WIDE = torch.zeros(7)
 REFUSED = {
     "uniform": lambda: random.uniform(K, 3, minval=WIDE),
     "normal": lambda: random.normal(K, 3, std=WIDE),
@@ -175,7 +218,7 @@ def test_a_draw_that_is_refused_consumes_nothing(draw):
     with check_key_reuse():
         with pytest.raises(ValueError, match=r"^remat: "):
             draw()
-        random.uniform(K)
+        use(K)
 
 
 def steps():
@@ -200,9 +243,9 @@ def test_one_block_may_be_entered_again_and_inside_itself():
     block = check_key_reuse()
     for _ in range(2):
         with block:
-            random.uniform(K)
+            use(K)
             with block, is_reuse():
-                random.uniform(K)
+                use(K)
     random.uniform(K)
     assert not _reuse._open
 
@@ -217,13 +260,6 @@ def test_it_is_a_decorator_and_starts_anew_on_each_call():
         draw(2)
 
 
-def test_another_thread_is_not_checked():
-    with check_key_reuse(), ThreadPoolExecutor(1) as pool:
-        random.uniform(K)
-        for _ in range(2):
-            pool.submit(random.uniform, K).result()
-
-
 def test_outside_the_block_a_draw_only_looks_at_a_list(monkeypatch):
     monkeypatch.setattr(_reuse, "_consume", None)
     monkeypatch.setattr(_reuse, "_rows", None)
@@ -232,32 +268,6 @@ def test_outside_the_block_a_draw_only_looks_at_a_list(monkeypatch):
 
 
 # --- Transforms --------------------------------------------------------------------
-
-
-def test_under_vmap_each_key_counts():
-    with check_key_reuse():
-        vmap(vmap(random.uniform, in_dims=0), in_dims=1)(KEYS)
-        with is_reuse():
-            random.uniform(KEYS[1, 2])
-    with check_key_reuse():
-        random.uniform(KEYS[1, 2])
-        with is_reuse():
-            vmap(random.uniform)(KEYS)
-
-
-def test_a_batch_over_the_last_dimension_of_raw_keys_is_taken_apart():
-    data = KEYS[0].data.mT.contiguous()
-    with check_key_reuse():
-        vmap(random.uniform, in_dims=1)(data)
-        with is_reuse():
-            random.uniform(KEYS[0, 2])
-
-
-def test_one_key_for_a_whole_batch_is_consumed_once():
-    with check_key_reuse():
-        vmap(lambda x: x * random.uniform(K))(torch.ones(3))
-        with is_reuse():
-            random.uniform(K)
 
 
 def loss(x, key):
@@ -281,11 +291,12 @@ def test_no_derivative_and_no_recomputation_is_a_reuse(transform, wrap):
 
 
 def test_each_key_of_a_batch_of_gradients_counts_once():
+    per_key = lambda fn: vmap(grad(remat(fn)), in_dims=(None, 0))
     with check_key_reuse(), count_ops() as ops:
-        vmap(grad(remat(loss)), in_dims=(None, 0))(X, KEYS[0])
+        per_key(loss)(X, KEYS[0])
     assert ops["remat::uniform"] >= 1
     with check_key_reuse(), is_reuse():
-        vmap(grad(remat(lambda x, k: loss(x, k) + loss(x, k))), (None, 0))(X, KEYS[0])
+        per_key(lambda x, k: loss(x, k) + loss(x, k))(X, KEYS[0])
 
 
 def test_a_recomputation_after_the_block_or_before_it_is_no_reuse():
@@ -294,7 +305,7 @@ def test_a_recomputation_after_the_block_or_before_it_is_no_reuse():
     with check_key_reuse():
         torch.autograd.grad(y, x, retain_graph=True)
         torch.autograd.grad(y, x)
-        random.uniform(K)
+        use(K)
 
 
 def test_a_recomputed_clone_allows_no_draw_more():
@@ -325,20 +336,3 @@ def test_a_function_compiled_in_the_block_is_not_checked(fullgraph):
         random.normal(K, 3)
         with is_reuse():
             random.normal(K, 3)
-
-
-def test_traces_are_not_checked():
-    with check_key_reuse():
-        for _ in range(2):
-            traced = make_fx(lambda k: random.uniform(k) + random.uniform(k))(K)
-        fn = torch.compile(traced, backend="eager", fullgraph=True)
-        fn(K)
-        random.uniform(K)
-
-
-def test_keys_without_values_are_not_checked():
-    meta = K.to("meta")
-    with check_key_reuse():
-        random.uniform(meta)
-        random.uniform(random.clone(meta))
-        random.uniform(meta)
