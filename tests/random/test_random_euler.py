@@ -13,6 +13,8 @@ import random as python_random
 import numpy as np
 import pytest
 import torch
+from support.tables import rows
+from support.zoo import leaves_of, plainly
 from torch import nn
 from torch.func import grad, grad_and_value, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -30,10 +32,13 @@ KEYS = random.split(random.key(7), 4)
 K = KEYS[0]
 
 
+def dropped(x, drop):
+    """Homogeneous of degree 2: a layer between two masks, squared."""
+    return drop(torch.relu(drop(x) @ W)).square().sum()
+
+
 def masked(x, draw):
-    """Homogeneous of degree 2: a masked layer between two masks, squared."""
-    h = torch.relu((x * draw()) @ W)
-    return (h * draw()).square().sum()
+    return dropped(x, lambda t: t * draw())
 
 
 # --- Sources: given how to wrap, functions of x and of a key that most leave alone ---
@@ -46,8 +51,7 @@ def from_key(x, key):
 
 def from_dropout(x, key):
     keys = iter(random.split(key))
-    drop = lambda t: random.dropout(next(keys), t, 0.5)
-    return drop(torch.relu(drop(x) @ W)).square().sum()
+    return dropped(x, lambda t: random.dropout(next(keys), t, 0.5))
 
 
 def from_generator(x, generator):
@@ -55,8 +59,7 @@ def from_generator(x, generator):
 
 
 def from_global(x):
-    drop = nn.functional.dropout
-    return drop(torch.relu(drop(x) @ W)).square().sum()
+    return dropped(x, nn.functional.dropout)
 
 
 def from_python(x):
@@ -143,7 +146,7 @@ def differentiated(y, x, **options):
 
 
 def by_backward(f):
-    x = X.clone().requires_grad_()
+    (x,) = leaves_of(X)
     y = f(x, K)
     disturb()
     y.backward()
@@ -151,7 +154,7 @@ def by_backward(f):
 
 
 def by_two_backwards(f):
-    x = X.clone().requires_grad_()
+    (x,) = leaves_of(X)
     y = f(x, K)
     for retain in (True, False):
         yield x, differentiated(y, x, retain_graph=retain), y
@@ -159,7 +162,7 @@ def by_two_backwards(f):
 
 def by_two_calls(f):
     """The one called first is differentiated last."""
-    x = X.clone().requires_grad_()
+    (x,) = leaves_of(X)
     y, z = f(x, K), f(x, KEYS[1])
     for value in (z, y):
         yield x, differentiated(value, x), value
@@ -197,7 +200,7 @@ def by_hvp(f):
 
 
 def by_double_backward(f):
-    x = X.clone().requires_grad_()
+    (x,) = leaves_of(X)
     y = f(x, K)
     g = differentiated(y, x, create_graph=True)
     yield x, g.detach(), y
@@ -215,10 +218,6 @@ BATCHED = {"vmap of grad": by_vmap, "grad of vmap": by_grad_of_vmap}
 
 
 # --- Eager -------------------------------------------------------------------------
-
-
-def plain(fn):
-    return fn
 
 
 def nested(fn):
@@ -243,44 +242,40 @@ def evaluations(path, f):
     return ops["relu"]
 
 
-def cross(*tables):
-    """Parametrize by a member of each table, in every combination."""
-    rows = itertools.product(*(t.items() for t in tables))
-    return [
-        pytest.param(*vs, id="-".join(ns))
-        for ns, vs in (zip(*r, strict=True) for r in rows)
-    ]
+def cross(paths, sources):
+    """Every path with every source."""
+    return {f"{p}-{s}": (paths[p], sources[s]) for p in paths for s in sources}
 
 
-wraps = pytest.mark.parametrize("wrap", [remat, nested])
+wraps = rows("wrap", {"remat": remat, "nested": nested})
 
 
 @wraps
-@pytest.mark.parametrize(("path", "source"), cross(TAPE | LEVELS, SOURCES))
+@rows("path, source", cross(TAPE | LEVELS, SOURCES))
 def test_a_recomputation_draws_the_masks_of_its_forward(path, source, wrap):
-    once = evaluations(path, source(plain))
+    once = evaluations(path, source(plainly))
     assert evaluations(path, source(wrap)) > once
 
 
 @wraps
-@pytest.mark.parametrize(("path", "source"), cross(BATCHED, KEYED))
+@rows("path, source", cross(BATCHED, KEYED))
 def test_each_example_has_the_masks_of_its_key(path, source, wrap):
     assert evaluations(path, source(wrap)) == 1 + (1 if wrap is remat else 2)
     assert differ(g == 0 for _, g, _ in path(source(wrap)))
 
 
 @wraps
-@pytest.mark.parametrize(("path", "source"), cross(BATCHED, GENERATORS | GLOBAL))
+@rows("path, source", cross(BATCHED, GENERATORS | GLOBAL))
 def test_each_example_has_the_masks_that_torch_draws_for_it(path, source, wrap):
     path = functools.partial(path, randomness="different")
-    assert evaluations(path, source(wrap)) > evaluations(path, source(plain))
+    assert evaluations(path, source(wrap)) > evaluations(path, source(plainly))
     assert differ(g == 0 for _, g, _ in path(source(wrap)))
 
 
 @wraps
-@pytest.mark.parametrize(("path", "source"), cross(BATCHED, HOST))
+@rows("path, source", cross(BATCHED, HOST))
 def test_all_examples_have_the_mask_that_the_host_draws(path, source, wrap):
-    assert evaluations(path, source(wrap)) > evaluations(path, source(plain))
+    assert evaluations(path, source(wrap)) > evaluations(path, source(plainly))
     assert not differ(g == 0 for _, g, _ in path(source(wrap)))
 
 
@@ -296,7 +291,7 @@ UNBOUND = {name: s for name, s in SOURCES.items() if s is not bound_outside}
 REPLAYED_BY_TORCH = {n: s for n, s in UNBOUND.items() if n in KEYED | GLOBAL}
 
 
-@pytest.mark.parametrize(("path", "source"), cross(TAPE, UNBOUND))
+@rows("path, source", cross(TAPE, UNBOUND))
 def test_within_torchs_checkpoint_every_source_is_replayed(path, source):
     with count_ops() as alone:  # with whichever masks
         [*path(source(checkpointed))]
@@ -304,8 +299,8 @@ def test_within_torchs_checkpoint_every_source_is_replayed(path, source):
     assert both > alone["relu"]
 
 
-@pytest.mark.parametrize(("path", "source"), cross(TAPE, REPLAYED_BY_TORCH))
-def test_torchs_checkpoint_within_is_replayed_as_far_as_it_replays(path, source):
+@rows("path, source", cross(TAPE, REPLAYED_BY_TORCH))
+def test_torchs_checkpoint_inside_replays_what_it_replays_alone(path, source):
     """What it saves itself needs no handle; a root of its result does."""
 
     def within(fn):
@@ -321,15 +316,15 @@ nowhere = keyless(from_nowhere)
 
 
 @wraps
-@pytest.mark.parametrize("path", [*TAPE.values(), *LEVELS.values(), *BATCHED.values()])
-def test_it_fails_for_masks_that_cannot_be_replayed(path, wrap):
-    assert_euler(path, nowhere(plain))
+@rows("path", TAPE | LEVELS | BATCHED)
+def test_the_check_fails_for_masks_that_cannot_be_replayed(path, wrap):
+    assert_euler(path, nowhere(plainly))
     with pytest.raises(AssertionError, match="Scalars are not close"):
         assert_euler(path, nowhere(wrap))
 
 
-@pytest.mark.parametrize("path", TAPE.values(), ids=TAPE.keys())
-def test_it_fails_for_a_generator_in_torchs_own_checkpoint(path):
+@rows("path", TAPE)
+def test_the_check_fails_for_a_generator_in_torchs_own_checkpoint(path):
     with pytest.raises(AssertionError, match="Scalars are not close"):
         assert_euler(path, generator_argument(checkpointed))
 
@@ -350,17 +345,13 @@ def by_trace_of_vmap(f):
 
 
 @pytest.mark.parametrize("path", [by_trace, by_trace_of_vmap])
-@pytest.mark.parametrize("source", KEYED.values(), ids=KEYED.keys())
+@rows("source", KEYED)
 def test_a_traced_gradient_is_of_the_masks_of_the_key_it_is_given(path, source):
-    assert evaluations(path, source(remat)) == evaluations(path, source(plain))
+    assert evaluations(path, source(remat)) == evaluations(path, source(plainly))
     assert differ(g == 0 for _, g, _ in [*path(source(remat))][:4])
 
 
 # --- Compiled ----------------------------------------------------------------------
-
-
-def leaf(x):
-    return x.clone().requires_grad_()
 
 
 def by_compiled_step(f, compile):
@@ -372,14 +363,14 @@ def by_compiled_step(f, compile):
         y.backward()
         return y
 
-    for x, key in zip(map(leaf, XS), KEYS, strict=True):
+    for x, key in zip(leaves_of(*XS), KEYS, strict=True):
         y = step(x, key).detach()
         yield x, x.grad, y
 
 
 def by_compiled_loss(f, compile):
     compiled = compile(f)
-    for x, key in zip(map(leaf, XS), KEYS, strict=True):
+    for x, key in zip(leaves_of(*XS), KEYS, strict=True):
         y = compiled(x, key)
         yield x, differentiated(y, x), y
 
@@ -395,12 +386,15 @@ def by_compiled_vmap(f, compile):
 
 
 # In torch.func Dynamo fails at what breaks its graph: generators, the host's streams.
-COMPILATIONS = [
-    *cross({"step": by_compiled_step, "loss": by_compiled_loss}, SOURCES),
-    *cross({"grad": by_compiled_grad}, KEYED | GLOBAL),
+COMPILATIONS = (
+    cross({"step": by_compiled_step, "loss": by_compiled_loss}, SOURCES)
+    | cross({"grad": by_compiled_grad}, KEYED | GLOBAL)
     # For the global stream torch wants `randomness`.
-    *cross({"vmap of grad": by_compiled_vmap}, KEYED),
-]
+    | cross({"vmap of grad": by_compiled_vmap}, KEYED)
+)
+BY_INDUCTOR = cross({"step": by_compiled_step}, KEYED | GLOBAL) | cross(
+    {"grad": by_compiled_grad}, {"a key": KEYED["a key"]} | GLOBAL
+)
 
 
 @pytest.fixture
@@ -424,18 +418,14 @@ compiles = pytest.mark.filterwarnings("default")
 
 @compiles
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(("path", "source"), COMPILATIONS)
-def test_compiled_both_passes_have_the_same_masks(path, source, backend, compiler):
+@rows("path, source", COMPILATIONS)
+def test_both_passes_of_compiled_code_have_the_same_masks(
+    path, source, backend, compiler
+):
     assert_euler_compiled(path, source(remat), compiler(backend))
 
 
 @compiles
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        *cross({"step": by_compiled_step}, KEYED | GLOBAL),
-        *cross({"grad": by_compiled_grad}, {"a key": KEYED["a key"]} | GLOBAL),
-    ],
-)
-def test_by_inductor_both_passes_have_the_same_masks(path, source, compiler):
+@rows("path, source", BY_INDUCTOR)
+def test_both_passes_of_inductors_code_have_the_same_masks(path, source, compiler):
     assert_euler_compiled(path, source(remat), compiler("inductor"))
