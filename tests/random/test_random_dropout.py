@@ -233,21 +233,6 @@ def test_the_graph_holds_the_key_and_no_mask():
     assert live_bytes(lambda: nn.functional.dropout(x, 0.5)) >= n + x.numel()
 
 
-def test_a_chain_of_layers_holds_a_key_for_each():
-    x = leaf(torch.ones(1000))
-
-    def chain(drop):
-        y = x
-        for i in range(10):
-            y = drop(random.fold_in(K, i), y)
-        return y
-
-    ours = live_bytes(lambda: chain(lambda k, y: random.dropout(k, y, 0.1)))
-    with_masks = live_bytes(lambda: chain(lambda k, y: plain(k, y, 0.1)))
-    assert ours == x.nbytes + 10 * 16
-    assert with_masks >= x.nbytes + 10 * x.numel()
-
-
 def test_the_backward_draws_again_once():
     x = leaf()
     with count_ops() as forward:
