@@ -1,4 +1,4 @@
-"""Euler's identity with masks, where torch.compile traces the forward or both passes."""
+"""Euler's identity with masks, where torch.compile traces one pass or both."""
 
 import functools
 
