@@ -81,7 +81,7 @@ def test_a_file_is_written_in_pieces(monkeypatch, folder, sizes):
     assert sizes == [400]
 
 
-def test_what_the_system_does_not_write_at_once_is_written_in_the_end(folder):
+def test_a_file_is_written_whole_by_a_system_that_writes_little_at_once(folder):
     class Slow:
         def __init__(self, file):
             self._file = file
@@ -104,7 +104,7 @@ OF_GRAPHS = {
 
 
 @rows("make", OF_GRAPHS)
-def test_what_is_stored_requires_no_gradient_and_counts_no_change(make, folder):
+def test_a_stored_tensor_requires_no_gradient_and_counts_no_change(make, folder):
     x = make(torch.randn(4, requires_grad=True))
     with torch.enable_grad():
         stored = in_file(x)
@@ -115,7 +115,7 @@ def test_what_is_stored_requires_no_gradient_and_counts_no_change(make, folder):
     assert_same_bits(taken, x.detach())
 
 
-def test_what_is_stored_is_no_longer_bound_to_the_tensor(folder):
+def test_a_stored_tensor_does_not_change_with_the_original(folder):
     x = torch.randn(4)
     before, stored = x.clone(), in_file(x)
     x.mul_(2)
@@ -190,13 +190,13 @@ def test_there_may_be_nothing_to_fetch():
 # --- What is not moved ------------------------------------------------------------
 
 
-def test_what_is_on_the_host_stays_where_it_is():
+def test_a_tensor_on_the_host_stays_where_it_is():
     x = torch.randn(3, 4)[:, 1:].requires_grad_()
     assert in_host_memory(x) is x
 
 
 @stores
-def test_what_has_no_data_stays_as_it_is(store, monkeypatch):
+def test_a_tensor_without_data_stays_as_it_is(store, monkeypatch):
     monkeypatch.setenv("REMAT_OFFLOAD_DIR", "/nowhere")
     x = torch.empty(3, 4, device="meta")
     assert store(x) is x
@@ -244,7 +244,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
 @stores
 @rows("make, message", REFUSED)
-def test_what_cannot_be_moved_is_refused(make, message, store):
+def test_a_tensor_that_cannot_be_moved_is_refused(make, message, store):
     x = make()
     with pytest.raises(OffloadError, match=message):
         store(x)

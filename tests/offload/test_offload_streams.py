@@ -142,7 +142,7 @@ def test_a_copy_to_the_host_waits_for_the_computation_and_keeps_its_source(lane)
     assert torch.equal(stored, x)
 
 
-def test_what_comes_back_has_been_waited_for(lane):
+def test_a_copy_back_has_been_waited_for(lane):
     xs = [torch.randn(3, k + 2).t() for k in range(4)]
     xs[2] = torch.randn(8, 9)[::2, ::3]
     stored = sent(*xs)
@@ -165,7 +165,7 @@ def test_the_next_one_is_on_its_way_while_one_is_used(lane):
     assert lane.done == len(lane.sent) == 6
 
 
-def test_another_order_is_right_too_at_the_cost_of_copies(lane):
+def test_another_order_is_right_and_costs_copies(lane):
     xs = randn(4)
     stored = sent(*xs)
     for k in (2, 0, 1, 3, 3):
@@ -193,7 +193,7 @@ def test_no_more_than_the_next_one_is_held(lane, monkeypatch):
     assert len(alive) == 0
 
 
-def test_what_need_not_come_back_does_not_stop_the_copies(lane):
+def test_a_tensor_that_need_not_come_back_does_not_stop_the_copies(lane):
     xs = randn(3)
     stored = [in_host_memory(x) for x in xs]
     origins = [Origin(DEVICE, x.stride()) for x in xs]
@@ -306,7 +306,7 @@ def test_memory_freed_at_once_is_not_used_before_it_is_copied():
 
 
 @ON_CUDA
-def test_what_was_offloaded_is_not_on_the_device():
+def test_an_offloaded_tensor_is_not_on_the_device():
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     xs = [on_cuda(2**20) for _ in range(8)]

@@ -104,12 +104,12 @@ class Lazy:
 
 
 @pytest.mark.parametrize("fn", [coroutine, asynchronous, generator, Lazy()])
-def test_what_runs_after_its_call_is_refused(fn):
+def test_a_generator_or_a_coroutine_function_is_refused(fn):
     with pytest.raises(TypeError, match="a generator or coroutine function: its body"):
         bind(key(0))(fn)
 
 
-def test_of_two_blocks_the_inner_counts_and_the_outer_goes_on_where_it_was():
+def test_an_inner_block_draws_from_its_own_key_and_the_outer_goes_on_after_it():
     with bind(key(1)):
         a = torch.rand(3)
         with bind(key(2)):
@@ -131,7 +131,7 @@ def test_an_array_of_keys_is_refused():
         bind(split(key(0), 3)).__enter__()
 
 
-def test_after_an_error_in_the_block_nothing_is_bound():
+def test_an_error_in_the_block_ends_it():
     with pytest.raises(KeyError, match="mine"), bind(key(1)):
         raise KeyError("mine")
     torch.manual_seed(3)
@@ -193,7 +193,7 @@ def test_a_layer_is_a_function_of_the_key_and_gradients_flow(x, fn):
     assert grads[0].norm() > 0
 
 
-def test_what_a_method_writes_to_is_returned():
+def test_a_method_in_place_returns_its_tensor():
     x = torch.empty(4)
     with bind(key(0)):
         for write in (x.normal_, x.uniform_, x.random_, x.exponential_):
@@ -227,19 +227,19 @@ def test_a_draw_is_a_constant_of_its_parameters(fn):
 # --- In other modes and threads ----------------------------------------------------
 
 
-def test_on_meta_tensors_there_are_shapes_and_no_numbers():
+def test_a_draw_of_meta_tensors_has_a_shape_and_no_numbers():
     assert bound(0, F.dropout, XS.to("meta")).is_meta
     assert bound(0, torch.randn_like, XS.to("meta")).shape == XS.shape
 
 
-def test_without_autograd_the_numbers_are_the_same():
+def test_the_numbers_are_the_same_without_autograd():
     want = bound(0, F.dropout, X)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             assert torch.equal(bound(0, F.dropout, X), want)
 
 
-def test_in_a_fake_tensor_mode_there_are_shapes_and_no_numbers():
+def test_a_draw_in_a_fake_tensor_mode_has_a_shape_and_no_numbers():
     with FakeTensorMode(), bind(key(0)):
         model = nn.LSTM(6, 6, 2, dropout=0.5)
         y, _ = model(torch.rand(5, 6))

@@ -55,7 +55,7 @@ def test_transforms_of_bind_are_compiled_into_one_graph(backend):
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_a_trace_has_the_draws_and_takes_another_key(mode):
+def test_a_trace_holds_the_draws_and_takes_another_key(mode):
     def fn(data, x):
         with bind(data):
             return F.dropout(x) * torch.rand(8)
@@ -158,14 +158,14 @@ for name in ("noisy", "quiet"):
 # Of Dynamo, about how torch.distributions calls torch.autograd.Function.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @rows("draw", UNSUPPORTED)
-def test_what_has_no_rule_is_refused_when_compiled(draw):
+def test_a_draw_without_a_rule_is_refused_when_compiled(draw):
     torch._dynamo.reset()
     one = per_example(lambda x: draw())
     with unmoved(), pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(one, backend="eager", fullgraph=True)(key(0), ONES)
 
 
-def test_of_an_operation_that_someone_registered_the_compiler_goes_by_its_tag():
+def test_the_compiler_goes_by_the_tag_of_an_operation():
     torch._dynamo.reset()
     one = per_example(torch.ops.remat_test_traced.quiet)
     with pytest.raises(RandomnessError, match="quiet"):
@@ -175,7 +175,7 @@ def test_of_an_operation_that_someone_registered_the_compiler_goes_by_its_tag():
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
-def test_after_a_graph_break_in_a_block_draws_go_on_where_they_were():
+def test_draws_go_on_where_they_were_after_a_graph_break():
     def one(x):
         with bind(key(3)):
             a = F.dropout(x)
@@ -200,7 +200,7 @@ def test_a_block_is_entered_again_in_one_graph():
     assert all(map(torch.equal, got, one(XS)))
 
 
-def test_another_draw_is_refused_when_compiled():
+def test_a_poisson_draw_is_refused_when_compiled():
     torch._dynamo.reset()
     fn = torch.compile(per_example(torch.poisson), backend="eager", fullgraph=True)
     with unmoved(), pytest.raises(torch._dynamo.exc.Unsupported, match="Randomness"):

@@ -109,7 +109,7 @@ def test_an_exponential_draw_is_never_zero():
     assert bound(0, torch.empty(2**22).exponential_).min() > 0
 
 
-def test_without_replacement_nothing_comes_twice_and_nothing_of_probability_0():
+def test_multinomial_without_replacement_draws_each_possible_category_once():
     p = torch.tensor([1.0, 0.0, 3.0, 2.0])
     x = bound(0, torch.multinomial, p.expand(100, 4), 3)
     assert torch.equal(x.sort().values, torch.tensor([0, 2, 3]).expand(100, 3))
@@ -141,7 +141,7 @@ BAD = {
 
 @pytest.mark.filterwarnings("ignore:dropout2d. Received:UserWarning")
 @rows("fn, x, why", BAD)
-def test_what_no_distribution_has_is_refused(fn, x, why):
+def test_parameters_of_no_distribution_are_refused(fn, x, why):
     with pytest.raises(ValueError, match=why):
         bound(0, fn, x.clone())
 

@@ -91,7 +91,7 @@ def test_recurrent_layers_that_happen_to_drop_nothing_are_torchs(build, packed):
         torch.testing.assert_close(a, b)
 
 
-def test_between_recurrent_layers_it_drops_what_dropout_of_the_layer_would():
+def test_recurrent_layers_drop_between_them_as_dropout_by_the_key_does():
     model = nn.GRU(8, 6, 2, dropout=0.5)
     lower, upper = nn.GRU(8, 6), nn.GRU(6, 6)
     weights = [*model.parameters()]
@@ -113,7 +113,7 @@ def test_a_transformer_in_training_takes_no_fused_path():
     assert ops["remat::uniform"] == 4
 
 
-def test_what_was_patched_in_torch_since_is_called(monkeypatch):
+def test_a_function_of_torch_that_was_patched_later_is_called(monkeypatch):
     model = nn.MultiheadAttention(8, 2, dropout=0.0)
     calls = []
 
@@ -162,7 +162,7 @@ def test_a_draw_has_the_strides_of_torchs_and_the_numbers_of_a_contiguous_one(fn
     assert torch.equal(got, bound(0, fn, x.contiguous()))
 
 
-def test_under_vmap_a_draw_like_a_transposed_tensor_has_its_strides():
+def test_a_draw_under_vmap_has_the_strides_of_a_transposed_tensor():
     x = make(4, 5).T
     got = vmap(per_example(torch.randn_like), (0, None))(KEYS, x)
     assert got.stride() == (20, *x.stride())

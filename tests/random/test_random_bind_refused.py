@@ -28,7 +28,7 @@ UNKEYED = REFUSED | {
 
 
 @pytest.mark.parametrize("name", UNKEYED)
-def test_another_draw_is_refused_and_the_stream_is_as_before(name):
+def test_a_draw_without_a_rule_is_refused_and_leaves_the_stream(name):
     draw = UNKEYED[name]
     where = draw.__code__.co_filename
     match = rf"{name}[.\w]* drew from.*\n.*{where}"

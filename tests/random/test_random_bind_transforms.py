@@ -13,7 +13,6 @@ from support.binding import (
     XS,
     bound,
     first,
-    flat,
     loss,
     make,
     per_example,
@@ -23,7 +22,7 @@ from support.tables import rows
 from support.transforms import TRANSFORMS
 from support.zoo import assert_not_vanishing
 from torch import nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from torch.nn import functional as F  # noqa: N812
 
 from remat import RandomnessError, random, remat
@@ -54,7 +53,7 @@ BATCHED = {
 
 @pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0)])
 @rows("fn", BATCHED)
-def test_under_vmap_each_key_draws_what_it_draws_alone(fn, in_dims):
+def test_each_key_draws_under_vmap_what_it_draws_alone(fn, in_dims):
     one = per_example(fn)
     k, x = (a if d == 0 else a[0] for a, d in zip((KEYS, XS), in_dims, strict=True))
     ks = [*k] if k.ndim else [k] * 3
@@ -63,14 +62,14 @@ def test_under_vmap_each_key_draws_what_it_draws_alone(fn, in_dims):
     torch.testing.assert_close(vmap(one, in_dims)(k, x).expand_as(each), each)
 
 
-def test_under_vmap_a_batched_tensor_is_written_in_place_and_another_refused():
+def test_only_a_batched_tensor_may_be_drawn_into_under_vmap():
     one = per_example(lambda x: x.clone().normal_())
     assert torch.equal(vmap(one)(KEYS, XS)[1], one(KEYS[1], XS[1]))
     with pytest.raises(RuntimeError, match="vmapped over"):
         vmap(one, (0, None))(KEYS, XS[0])
 
 
-def test_under_vmap_numbers_that_are_to_differ_are_not_drawn_of_a_shared_key():
+def test_a_shared_key_is_refused_where_vmap_asks_for_different_numbers():
     def drop(x):
         return vmap(F.dropout, randomness="different")(x)
 
@@ -91,21 +90,6 @@ def test_nested_vmap_draws_for_each_key():
     keys = split(key(1), (2, 3))
     got = vmap(lambda ks: vmap(one)(ks, XS))(keys)
     assert torch.equal(got[1, 2], one(keys[1, 2], XS[2]))
-
-
-def test_per_example_gradients_have_per_example_masks():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    params = dict(model.named_parameters())
-
-    def loss(params, k, x):
-        with bind(k):
-            return functional_call(model, params, (x,)).square().sum()
-
-    got = vmap(grad(loss), (None, 0, 0))(params, KEYS, XS)
-    for i in range(3):
-        want = grad(loss)(params, KEYS[i], XS[i])
-        for name in params:
-            torch.testing.assert_close(got[name][i], want[name])
 
 
 # --- Derivatives ------------------------------------------------------------------
@@ -244,35 +228,8 @@ def test_two_calls_in_one_block_draw_different_masks():
     assert ops["remat::uniform"] == 4
 
 
-@pytest.mark.parametrize("outside", [False, True])
-@pytest.mark.parametrize(("model", "x"), [*MODELS.values()][:2], ids=[*MODELS][:2])
-def test_under_torch_func_recomputed_draws_are_those_of_the_forward(outside, model, x):
-    params = dict(model.named_parameters())
-
-    def results(wrap):
-        def fn(p, x):
-            return functional_call(model, p, (x,))
-
-        def loss(p, k, x):
-            if outside:
-                return bind(k)(wrap(fn))(p, x).square().sum()
-            return wrap(lambda p, k, x: bind(k)(fn)(p, x))(p, k, x).square().sum()
-
-        xs = torch.stack([x, x + 1, x - 1])
-        one = grad(loss)(params, KEYS[0], x)
-        return flat([one, vmap(grad(loss), (None, 0, 0))(params, KEYS, xs)])
-
-    with count_ops() as ops:
-        got = results(remat)
-    with count_ops() as plain:
-        want = results(lambda f: f)
-    assert ops["remat::uniform"] > plain["remat::uniform"]
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-
-
 @rows("model, x", MODELS)
-def test_no_key_is_consumed_twice_and_no_global_stream_missed(model, x):
+def test_a_bound_model_consumes_each_key_once_and_no_global_stream(model, x):
     with random.check_key_reuse(), bind(key(1)):
         with count_ops() as forward:
             y = first(remat(model, rng="error")(x))

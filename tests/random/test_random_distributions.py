@@ -87,7 +87,7 @@ def test_probabilities_may_have_any_sum(p, possible, dtype):
 
 
 @pytest.mark.parametrize("p", [[0.0, 0, 0], [1, math.nan, 1], [math.inf, 1, 1]])
-def test_where_weights_are_not_checked_an_index_is_in_range_all_the_same(p):
+def test_an_index_is_in_range_where_weights_are_not_checked(p):
     batch = torch.tensor([p, p])
     drawn = vmap(lambda k, p: random.choice(k, 3, (9,), p=p))(KEYS[0, :2], batch)
     assert drawn.min() >= 0

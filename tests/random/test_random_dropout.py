@@ -38,7 +38,7 @@ def plain(key, x, p):
     ],
 )
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_what_a_coin_of_the_key_says_is_dropped_and_the_rest_scaled(p, dtype):
+def test_dropout_drops_by_coins_of_the_key_and_scales_the_rest(p, dtype):
     x = leaf(X.to(dtype))
     y = random.dropout(K, x, p)
     assert_same(y.detach(), plain(K, X.to(dtype), p))
@@ -55,7 +55,7 @@ def test_the_mean_is_kept():
     assert abs((y == 0).float().mean() - 0.3) < 0.01
 
 
-def test_with_nothing_to_drop_the_input_is_returned():
+def test_the_input_is_returned_where_there_is_nothing_to_drop():
     x = leaf()
     assert random.dropout(K, x, 0.0) is x
     assert random.dropout(K, x, 0) is x
@@ -64,7 +64,7 @@ def test_with_nothing_to_drop_the_input_is_returned():
 
 
 @pytest.mark.parametrize("p", [1, 1.0, torch.tensor(1.0)])
-def test_with_all_dropped_there_is_nothing_and_its_derivative_is_0(p):
+def test_the_result_and_its_derivative_are_0_where_all_is_dropped(p):
     x = leaf(torch.tensor([1.0, torch.inf, torch.nan]))
     y = random.dropout(K, x, p)
     y.sum().backward()
@@ -73,7 +73,7 @@ def test_with_all_dropped_there_is_nothing_and_its_derivative_is_0(p):
     assert_same(grad(lambda x: random.dropout(K, x, p).sum())(X), torch.zeros_like(X))
 
 
-def test_what_is_dropped_is_0_were_it_nan():
+def test_a_dropped_nan_is_0():
     x = torch.full((100,), torch.nan)
     y = random.dropout(K, x, 0.5)
     assert_same(y.isnan(), ~random.bernoulli(K, 0.5, (100,)))

@@ -174,7 +174,7 @@ REPLAYED_BY_TORCH = {n: s for n, s in UNBOUND.items() if n in KEYED | GLOBAL}
 
 
 @rows("path, source", cross(TAPE, UNBOUND))
-def test_within_torchs_checkpoint_every_source_is_replayed(path, source):
+def test_every_source_is_replayed_inside_torchs_checkpoint(path, source):
     with count_ops() as alone:  # with whichever masks
         [*path(source(checkpointed))]
     both = evaluations(path, source(lambda f: checkpointed(remat(f))))

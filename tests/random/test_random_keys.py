@@ -77,7 +77,7 @@ def test_a_key_is_made_on_a_device():
         *(lambda d: random.fold_in(d, 1), random.uniform),
     ],
 )
-def test_what_is_no_key_is_refused(use, data, error, match):
+def test_data_that_is_no_key_is_refused(use, data, error, match):
     with pytest.raises(error, match=match):
         use(data)
 

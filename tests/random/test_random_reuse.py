@@ -166,7 +166,7 @@ def test_each_clone_may_be_consumed_besides_the_original():
 # --- Blocks ------------------------------------------------------------------------
 
 
-def test_what_was_consumed_before_the_block_does_not_count():
+def test_a_key_consumed_before_the_block_does_not_count():
     random.uniform(K)
     for _ in range(2):
         with check_key_reuse():
@@ -250,7 +250,7 @@ def test_one_block_may_be_entered_again_and_inside_itself():
     assert not _reuse._open
 
 
-def test_it_is_a_decorator_and_starts_anew_on_each_call():
+def test_the_check_is_a_decorator_and_starts_anew_on_each_call():
     @check_key_reuse()
     def draw(times):
         return [random.uniform(K) for _ in range(times)]

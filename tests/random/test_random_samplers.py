@@ -51,7 +51,7 @@ def test_vmap_over_keys_draws_what_each_draws(draw):
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_on_meta_a_shape_is_drawn(name, monkeypatch):
+def test_a_draw_of_a_key_on_meta_has_a_shape(name, monkeypatch):
     _, draw = SAMPLERS[name]
     want = draw(K)
     for parameter in ("ROW", "PROBABILITIES", "TABLE"):
@@ -76,25 +76,53 @@ def test_a_compiled_function_draws_the_same(draw, backend):
     assert_same(compiled(K), draw(K))
 
 
+# Draws whose size or bounds are those of an input: its values, its rows, and a number.
 SIZED = {
-    "uniform": lambda k, x, a: random.uniform(k, x.shape, maxval=a),
-    "normal": lambda k, x, a: random.normal(k, (x.shape[0],), std=a),
-    "of tensors": lambda k, x, a: random.uniform(k, x.shape, None, x, x.abs() + a),
-    "randint": lambda k, x, a: random.randint(k, x.shape, 0, x.shape[0] + 1),
-    "choice": lambda k, x, a: random.choice(k, x, (2,), replace=False),
-    "categorical": lambda k, x, a: random.categorical(k, a * x),
-    "dropout": lambda k, x, a: random.dropout(k, x, a / 9),
-    "split": lambda k, x, a: random.normal(random.split(k, x.shape[0]), 4),
+    "shape": lambda k, x, n, a: random.uniform(k, (n, 2), maxval=a),
+    "maxval": lambda k, x, n, a: random.uniform(k, 3, maxval=n),
+    "std": lambda k, x, n, a: random.normal(k, (n,), std=a),
+    "tensors": lambda k, x, n, a: random.uniform(k, x.shape, None, x, x.abs() + a),
+    "randint": lambda k, x, n, a: random.randint(k, x.shape, 0, n + 1),
+    "choice": lambda k, x, n, a: random.choice(k, x, n),
+    "choice without": lambda k, x, n, a: random.choice(k, n, n, replace=False),
+    "choice of two": lambda k, x, n, a: random.choice(k, x, (2,), replace=False),
+    "choice with p": lambda k, x, n, a: random.choice(k, n, 5, p=x.square()),
+    "categorical": lambda k, x, n, a: random.categorical(k, a * x),
+    "categorical without": lambda k, x, n, a: random.categorical(
+        k, x, -1, (n,), replace=False
+    ),
+    "permutation": lambda k, x, n, a: random.permutation(k, x),
+    "dropout": lambda k, x, n, a: random.dropout(k, x, a / 99),
+    "split": lambda k, x, n, a: random.uniform(random.split(k, n), 3),
+    "split into a shape": lambda k, x, n, a: random.uniform(random.split(k, (2, n)), 3),
+    "fold_in": lambda k, x, n, a: random.uniform(random.fold_in(k, n), 3),
+    "key": lambda k, x, n, a: random.uniform(random.key(n), 3),
 }
 
 
 @rows("draw", SIZED)
 def test_a_compiled_function_of_any_size_draws_the_same(draw):
     torch._dynamo.reset()
-    compiled = torch.compile(draw, backend="aot_eager", fullgraph=True, dynamic=True)
+    fn = lambda k, x, a: draw(k, x, x.shape[0], a)
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
     for n in (3, 5, 8):
-        x = torch.linspace(-1.0, 1.0, 4 * n).view(n, 4)
-        assert_same(compiled(K, x, n / 2), draw(K, x, n / 2))
+        x = torch.linspace(-1.0, 1.0, n)
+        assert_same(compiled(K, x, n / 2), fn(K, x, n / 2))
+
+
+@rows("draw", SIZED)
+def test_a_size_of_a_trace_stays_a_symbol(draw):
+    fn = lambda x, data: draw(data, x, x.shape[0], 1.5)
+    args = torch.rand(4), K.data
+    traced = make_fx(fn, tracing_mode="symbolic")(*args)
+    sizes = {0: torch.export.Dim("rows", min=2, max=1000)}, None
+    module = nn.Module()
+    module.forward = fn
+    exported = torch.export.export(module, args, dynamic_shapes=sizes).module()
+    for n in (4, 7, 30):
+        x = torch.linspace(-1, 2, n)
+        assert_same(traced(x, K.data), fn(x, K.data))
+        assert_same(exported(x, K.data), fn(x, K.data))
 
 
 VARYING = {
@@ -117,37 +145,6 @@ def test_a_parameter_that_varies_is_compiled_twice_at_most(draw):
         number = 1.5 + 0.37 * i
         assert_same(compiled(number), draw(number))
     assert counter.frame_count == 2
-
-
-FROM_ROWS = {
-    "shape": lambda k, n, x: random.uniform(k, (n, 2)),
-    "maxval": lambda k, n, x: random.uniform(k, 3, maxval=n),
-    "randint": lambda k, n, x: random.randint(k, 3, 0, n),
-    "choice": lambda k, n, x: random.choice(k, x, n),
-    "choice without": lambda k, n, x: random.choice(k, n, n, replace=False),
-    "choice with p": lambda k, n, x: random.choice(k, n, 5, p=x.square()),
-    "categorical": lambda k, n, x: random.categorical(k, x, -1, (n,), replace=False),
-    "permutation": lambda k, n, x: random.permutation(k, x),
-    "split": lambda k, n, x: random.uniform(random.split(k, n), 3),
-    "split into a shape": lambda k, n, x: random.uniform(random.split(k, (2, n)), 3),
-    "fold_in": lambda k, n, x: random.uniform(random.fold_in(k, n), 3),
-    "key": lambda k, n, x: random.uniform(random.key(n), 3),
-}
-
-
-@rows("draw", FROM_ROWS)
-def test_a_size_of_a_trace_stays_a_symbol(draw):
-    fn = lambda x, data: draw(data, x.shape[0], x)
-    args = torch.rand(4), K.data
-    traced = make_fx(fn, tracing_mode="symbolic")(*args)
-    sizes = {0: torch.export.Dim("rows", min=2, max=1000)}, None
-    module = nn.Module()
-    module.forward = fn
-    exported = torch.export.export(module, args, dynamic_shapes=sizes).module()
-    for n in (4, 7, 30):
-        x = torch.linspace(-1, 2, n)
-        assert_same(traced(x, K.data), fn(x, K.data))
-        assert_same(exported(x, K.data), fn(x, K.data))
 
 
 def test_an_exported_program_takes_keys():

@@ -116,15 +116,6 @@ def test_a_compiled_draw_of_a_dynamic_size_is_one_graph():
 # --- vmap and derivatives ---------------------------------------------------------
 
 
-@every_draw
-def test_nested_vmap_draws_what_loops_draw(draw):
-    each = torch.stack([torch.stack([draw(k, 5) for k in row]) for row in GRID])
-    five = lambda k: draw(k, 5)
-    inner = vmap(five, randomness="error")
-    assert torch.equal(vmap(inner, randomness="error")(GRID), each)
-    assert torch.equal(vmap(vmap(five), in_dims=1, out_dims=1)(GRID), each)
-
-
 def test_a_key_that_is_not_batched_draws_once():
     def scaled(x, k=ONE):
         return x * _ops.uniform(k, 3, torch.float32)

@@ -130,7 +130,7 @@ def test_reassociated_rejects_more_than_rounding(actual, expected):
         assert_same(actual, expected, reassociated=True)
 
 
-def test_reassociated_in_a_lower_precision():
+def test_reassociated_takes_a_lower_precision():
     rounded = X.bfloat16().float()
     with pytest.raises(AssertionError, match="differs in value"):
         assert_same(rounded, X, reassociated=True)
@@ -218,12 +218,12 @@ def test_cotangents_tell_transposed_gradients_apart():
         assert_same_gradients(Transposed.apply, torch.clone, x)
 
 
-def test_gradient_comparison_is_never_vacuous():
+def test_a_comparison_of_no_gradients_is_refused():
     with pytest.raises(AssertionError, match="no output of the reference requires"):
         assert_same_gradients(torch.sin, torch.sin, X)
 
 
-def test_keyword_arguments_and_shared_tensors():
+def test_keyword_arguments_may_share_tensors():
     def fn(x, *, scale):
         assert x is scale
         return x * scale
@@ -237,7 +237,7 @@ def test_non_leaf_arguments_become_leaves():
     assert_same_gradients(torch.sin, torch.sin, x)
 
 
-def test_wrt_parameters_and_their_grad_is_as_before():
+def test_gradients_of_parameters_are_compared_and_their_grad_is_as_before():
     model = nn.Linear(3, 2)
     model.bias.grad = torch.ones(2)
     parameters = dict(model.named_parameters())

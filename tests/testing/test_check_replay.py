@@ -25,7 +25,7 @@ from remat.testing import Agreement, check_replay, count_ops, peak_bytes
 
 @rows("wrap", {"plain": plainly, "remat": ckpt})
 @pytest.mark.parametrize("case", sorted(ZOO))
-def test_functions_that_depend_on_their_inputs_alone(case, wrap):
+def test_functions_that_depend_on_their_inputs_alone_agree(case, wrap):
     fn, call = ZOO[case]
     w, x = make(4, 4, seed=1), make(4, 4, seed=2).requires_grad_()
     found = check_replay(lambda w, x: call(wrap(fn), w, x), w, x)
@@ -106,7 +106,7 @@ def test_autocast_is_replayed():
 
 
 @rows("wrap", {"plain": plainly, "remat": ckpt})
-def test_a_module_and_its_parameters(wrap):
+def test_a_module_agrees_and_its_parameters_get_no_gradient(wrap):
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     x = make(2, 3, 8, seed=1).float()
     assert check_replay(wrap(layer), x).operations > 20
@@ -122,14 +122,14 @@ def test_memory_that_nobody_has_written_is_not_compared():
     check_replay(f, make(4, 1000, seed=1))
 
 
-def test_nan_and_signs_of_zero():
+def test_nan_and_signs_of_zero_are_compared_bit_for_bit():
     def f(x):
         return (x * float("nan")).exp() + torch.zeros(3) * -1.0
 
     assert check_replay(f, torch.ones(3)).values > 4
 
 
-def test_other_layouts_and_dtypes():
+def test_other_layouts_and_dtypes_are_compared():
     def f(x):
         sparse = (x * (x > 0)).to_sparse()
         complex_ = torch.view_as_complex(torch.stack([x, x], -1)).conj()
@@ -140,7 +140,7 @@ def test_other_layouts_and_dtypes():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors():
+def test_nested_tensors_are_compared():
     def f(x):
         ragged = torch.nested.as_nested_tensor([x[0], x[1][:3]])
         return torch.nested.to_padded_tensor((ragged * 2.0).sin(), 0.0)
@@ -148,7 +148,7 @@ def test_nested_tensors():
     assert check_replay(f, make(2, 5, 8, seed=1)).nbytes > 3 * 64 * 8
 
 
-def test_calls_within_a_call_and_gradients_within_it():
+def test_calls_and_gradients_inside_a_call_agree():
     @ckpt(policy=policies.save_only_these_names("y"), prune=True)
     def inner(x):
         return (checkpoint_name(x.sin(), "y").exp() * x).sum()
@@ -173,7 +173,7 @@ def test_compiled_functions_run_eagerly():
     torch.compiler.reset()
 
 
-def test_no_floating_arguments_and_no_arguments():
+def test_a_function_may_have_no_floating_point_arguments():
     assert check_replay(lambda i: i * 2, torch.arange(3)).operations == 1
     weight = make(3, seed=1).requires_grad_()
     assert check_replay(lambda: weight.sin()).operations == 1
@@ -191,7 +191,7 @@ def test_the_arguments_and_the_caller_s_graph_are_left_alone():
 # --- Where it is refused, what it costs ---
 
 
-def test_it_is_refused_under_transforms():
+def test_check_replay_is_refused_under_transforms():
     with pytest.raises(RuntimeError, match="check_replay was called under a transform"):
         grad(lambda x: (check_replay(torch.sin, x), x.sum())[1])(torch.ones(3))
     check_replay(grad(lambda x: ckpt(torch.sin)(x).sum()), torch.ones(3))
@@ -204,7 +204,7 @@ def test_tensors_without_values_are_refused():
         check_replay(torch.sin, torch.ones(3))
 
 
-def test_the_memory_it_takes_is_a_copy_of_all_values():
+def test_check_replay_takes_the_memory_of_a_copy_of_all_values():
     size, steps = 4000, 10
 
     def f(x):

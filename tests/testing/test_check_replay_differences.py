@@ -41,7 +41,7 @@ def difference(fn, *args, **kwargs):
 # --- Python ---
 
 
-def test_a_number_that_changed():
+def test_a_number_that_changed_is_found():
     count = in_turn(*range(9))
 
     def f(x):
@@ -53,7 +53,7 @@ def test_a_number_that_changed():
     assert "has the arguments (_, 1), in the forward (_, 0)" in text
 
 
-def test_another_operation_with_both_sequences():
+def test_another_operation_is_shown_with_both_sequences():
     count = in_turn(*range(9))
 
     def f(x):
@@ -81,7 +81,7 @@ def test_another_operation_with_both_sequences():
 
 
 @pytest.mark.parametrize(("then", "now"), [(2, 3), (3, 2)], ids=["more", "fewer"])
-def test_more_or_fewer_operations(then, now):
+def test_more_or_fewer_operations_are_found(then, now):
     times = in_turn(then, now)
 
     def f(x):
@@ -96,7 +96,7 @@ def test_more_or_fewer_operations(then, now):
     assert "  > nothing more" in text.splitlines()
 
 
-def test_another_tensor_read_by_the_same_operation():
+def test_another_input_of_the_same_operation_is_found():
     flag = in_turn(True, False)
 
     def f(x):
@@ -108,7 +108,7 @@ def test_another_tensor_read_by_the_same_operation():
     assert "It reads another tensor as input 0." in text
 
 
-def test_another_shape():
+def test_another_shape_is_found():
     size = in_turn(2, 3)
 
     def f(x):
@@ -168,7 +168,7 @@ UNSEEN = {
 
 
 @rows("fn, match", UNSEEN)
-def test_a_difference_that_no_operation_shows(fn, match):
+def test_a_difference_that_no_operation_shows_is_found(fn, match):
     flag = in_turn(True, False)
     with pytest.raises(RecomputeError, match=match):
         check_replay(lambda x: fn(x, flag()), torch.ones(3))
@@ -183,7 +183,7 @@ class Table:
     value = torch.ones(3)
 
 
-def test_a_global_tensor_that_changed():
+def test_a_global_tensor_that_changed_is_found():
     holder = types.MappingProxyType({"of": [Table]})
 
     def f(x):
@@ -206,7 +206,7 @@ def adds_to(array):
     return f
 
 
-def test_memory_that_numpy_changed():
+def test_memory_that_numpy_changed_is_found():
     f = adds_to(np.arange(2000.0))  # too large to be copied in each call
     text = difference(f, make(3, seed=1))
     where = f"at {line_of(f, 2)}, differs: input 0 (float64[3]) differs in 1 of 3 "
@@ -218,7 +218,7 @@ def test_memory_of_a_small_array_of_numpy_is_put_back():
     assert check_replay(adds_to(small), make(3, seed=1)).operations == 3
 
 
-def test_memory_that_is_written_past_torch():
+def test_memory_that_is_written_past_torch_is_found():
     values = in_turn(*range(9))
 
     def garbage(x):
@@ -230,7 +230,7 @@ def test_memory_that_is_written_past_torch():
     assert "output 0 (float64[4]) differs in 4 of 4" in text
 
 
-def test_a_sign_of_zero():
+def test_a_sign_of_zero_is_found():
     sign = in_turn(0.0, -0.0)
     text = difference(lambda x: x * torch.tensor(sign()), torch.ones(2))
     assert "differs in 1 of 1 elements, by up to 0." in text
@@ -254,7 +254,7 @@ def _scribble(x):
     x[-1] = next(_calls)
 
 
-def test_an_operation_that_gives_other_values_each_time():
+def test_an_operation_that_gives_other_values_each_time_is_found():
     def f(x):
         h = x.sin()
         with torch.no_grad():
@@ -267,7 +267,7 @@ def test_an_operation_that_gives_other_values_each_time():
     assert "It read the same tensors: the operation itself gives another" in text
 
 
-def test_an_operation_that_writes_other_values_each_time():
+def test_an_operation_that_writes_other_values_each_time_is_found():
     def f(x):
         h = x.exp()
         with torch.no_grad():
@@ -311,7 +311,7 @@ def test_the_message_says_how_much_differs(then, now, message):
     assert message in difference(lambda x: value() * x, torch.ones(1))
 
 
-def test_a_difference_in_a_call_within():
+def test_a_difference_in_a_call_inside_is_found():
     count = in_turn(*range(9))
 
     @ckpt
@@ -324,7 +324,7 @@ def test_a_difference_in_a_call_within():
 
     text = difference(outer, make(3, seed=1))
     assert text.startswith(
-        "remat: recomputing `test_a_difference_in_a_call_within.<loc"
+        "remat: recomputing `test_a_difference_in_a_call_inside_is_found.<loc"
     )
     assert f"Operation 2, aten.mul.Tensor at {line_of(inner.__wrapped__, 2)}" in text
 
