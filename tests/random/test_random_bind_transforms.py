@@ -228,6 +228,32 @@ def test_two_calls_in_one_block_draw_different_masks():
     assert ops["remat::uniform"] == 4
 
 
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize(("model", "x"), [*MODELS.values()][:2], ids=[*MODELS][:2])
+def test_recomputed_draws_are_those_of_the_forward_in_torch_func(outside, model, x):
+    params = dict(model.named_parameters())
+
+    def results(wrap):
+        def fn(p, x):
+            return functional_call(model, p, (x,))
+
+        def loss(p, k, x):
+            if outside:
+                return bind(k)(wrap(fn))(p, x).square().sum()
+            return wrap(lambda p, k, x: bind(k)(fn)(p, x))(p, k, x).square().sum()
+
+        xs = torch.stack([x, x + 1, x - 1])
+        one = grad(loss)(params, KEYS[0], x)
+        return one, vmap(grad(loss), (None, 0, 0))(params, KEYS, xs)
+
+    with count_ops() as ops:
+        got = results(remat)
+    with count_ops() as plain:
+        want = results(lambda f: f)
+    assert ops["remat::uniform"] > plain["remat::uniform"]
+    assert_same(got, want)
+
+
 @rows("model, x", MODELS)
 def test_a_bound_model_consumes_each_key_once_and_no_global_stream(model, x):
     with random.check_key_reuse(), bind(key(1)):
