@@ -22,7 +22,7 @@ from support.tables import rows
 from support.transforms import TRANSFORMS
 from support.zoo import assert_not_vanishing
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F  # noqa: N812
 
 from remat import RandomnessError, random, remat
