@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
+from remat._offload import offload as _offload
 from remat._partial.cache import CACHES
 
 
@@ -46,3 +48,25 @@ def _no_modes_left() -> Iterator[None]:
     yield
     assert not torch._C._len_torch_function_stack()
     assert not torch._C._len_torch_dispatch_stack()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for the files of offloading, which has to be empty in the end."""
+    monkeypatch.setenv("REMAT_OFFLOAD_DIR", str(tmp_path))
+    yield tmp_path
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of each file of offloading at the time it is mapped."""
+    found: list[int] = []
+    mapped = _offload._mapped
+
+    def noting(file, nbytes):
+        found.append(os.fstat(file.fileno()).st_size)
+        return mapped(file, nbytes)
+
+    monkeypatch.setattr(_offload, "_mapped", noting)
+    return found

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,23 +9,22 @@ import torch
 from support.binding import (
     FUNCTIONS,
     LAYERS,
-    ONES,
     XS,
-    Unmoved,
     X,
     bound,
     first,
     make,
+    uniform,
+    unmoved,
 )
+from support.tables import rows
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn import functional as F, init  # noqa: N812
-from torch.utils.checkpoint import checkpoint
 
-from remat import RandomnessError, random
+from remat import random
 from remat._ambient.draws import Guard
 from remat.random import bind, fold_in, key, split
-from remat.random._bind import _COMPOSITES, _RULES
 from remat.testing import count_ops
 
 
@@ -58,7 +56,7 @@ def test_a_call_that_draws_nothing_is_not_counted():
             torch.rand(9)
         drawn = torch.rand(3)
     # The LSTM's 8 parameters were drawn.
-    assert torch.equal(drawn, random.uniform(fold_in(key(7), 8), (3,)))
+    assert torch.equal(drawn, uniform(7, 8))
 
 
 def test_a_block_a_decorator_and_a_wrapped_function_draw_the_same():
@@ -83,9 +81,9 @@ def test_a_block_may_be_entered_again_and_within_itself():
             with block:
                 inner = torch.rand(3)
             b = torch.rand(3)
-        assert torch.equal(a, random.uniform(fold_in(key(3), 0), (3,)))
+        assert torch.equal(a, uniform(3, 0))
         assert torch.equal(inner, a)
-        assert torch.equal(b, random.uniform(fold_in(key(3), 1), (3,)))
+        assert torch.equal(b, uniform(3, 1))
 
 
 async def coroutine():
@@ -106,26 +104,24 @@ class Lazy:
 
 
 @pytest.mark.parametrize("fn", [coroutine, asynchronous, generator, Lazy()])
-def test_what_runs_after_its_call_is_refused(fn):
+def test_a_generator_or_a_coroutine_function_is_refused(fn):
     with pytest.raises(TypeError, match="a generator or coroutine function: its body"):
         bind(key(0))(fn)
 
 
-def test_of_two_blocks_the_inner_counts_and_the_outer_goes_on_where_it_was():
+def test_an_inner_block_draws_from_its_own_key_and_the_outer_goes_on_after_it():
     with bind(key(1)):
         a = torch.rand(3)
         with bind(key(2)):
             inner = torch.rand(3)
         b = torch.rand(3)
-    assert torch.equal(a, random.uniform(fold_in(key(1), 0), (3,)))
-    assert torch.equal(inner, random.uniform(fold_in(key(2), 0), (3,)))
-    assert torch.equal(b, random.uniform(fold_in(key(1), 1), (3,)))
+    assert torch.equal(a, uniform(1, 0))
+    assert torch.equal(inner, uniform(2, 0))
+    assert torch.equal(b, uniform(1, 1))
 
 
 def test_a_raw_key_binds_as_a_typed_one():
-    assert torch.equal(
-        bind(key(3).data)(torch.rand)(4), random.uniform(fold_in(key(3), 0), (4,))
-    )
+    assert torch.equal(bind(key(3).data)(torch.rand)(4), uniform(3, 0, 4))
 
 
 def test_an_array_of_keys_is_refused():
@@ -135,7 +131,7 @@ def test_an_array_of_keys_is_refused():
         bind(split(key(0), 3)).__enter__()
 
 
-def test_after_an_error_in_the_block_nothing_is_bound():
+def test_an_error_in_the_block_ends_it():
     with pytest.raises(KeyError, match="mine"), bind(key(1)):
         raise KeyError("mine")
     torch.manual_seed(3)
@@ -155,7 +151,7 @@ def test_a_generator_is_drawn_from_as_without_bind():
         ]
 
     want = draws(torch.Generator().manual_seed(5))
-    with Unmoved():
+    with unmoved():
         got = bound(1, draws, torch.Generator().manual_seed(5))
     assert all(map(torch.equal, got, want))
 
@@ -173,7 +169,7 @@ def test_seeding_and_forking_inside_change_nothing():
 
 
 def check_function_of_the_key(fn):
-    with Unmoved():
+    with unmoved():
         a, b, c = (first(bound(seed, fn)) for seed in (1, 1, 2))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
@@ -182,12 +178,12 @@ def check_function_of_the_key(fn):
         assert getattr(a, kind) == getattr(plain, kind)
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+@rows("fn", FUNCTIONS)
 def test_a_draw_is_a_function_of_the_key_alone(fn):
     check_function_of_the_key(fn)
 
 
-@pytest.mark.parametrize(("x", "fn"), LAYERS.values(), ids=LAYERS.keys())
+@rows("x, fn", LAYERS)
 def test_a_layer_is_a_function_of_the_key_and_gradients_flow(x, fn):
     x = x.clone().requires_grad_()
     check_function_of_the_key(lambda: fn(x))
@@ -197,7 +193,7 @@ def test_a_layer_is_a_function_of_the_key_and_gradients_flow(x, fn):
     assert grads[0].norm() > 0
 
 
-def test_what_a_method_writes_to_is_returned():
+def test_a_method_in_place_returns_its_tensor():
     x = torch.empty(4)
     with bind(key(0)):
         for write in (x.normal_, x.uniform_, x.random_, x.exponential_):
@@ -231,19 +227,19 @@ def test_a_draw_is_a_constant_of_its_parameters(fn):
 # --- In other modes and threads ----------------------------------------------------
 
 
-def test_on_meta_tensors_there_are_shapes_and_no_numbers():
+def test_a_draw_of_meta_tensors_has_a_shape_and_no_numbers():
     assert bound(0, F.dropout, XS.to("meta")).is_meta
     assert bound(0, torch.randn_like, XS.to("meta")).shape == XS.shape
 
 
-def test_without_autograd_the_numbers_are_the_same():
+def test_the_numbers_are_the_same_without_autograd():
     want = bound(0, F.dropout, X)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             assert torch.equal(bound(0, F.dropout, X), want)
 
 
-def test_in_a_fake_tensor_mode_there_are_shapes_and_no_numbers():
+def test_a_draw_in_a_fake_tensor_mode_has_a_shape_and_no_numbers():
     with FakeTensorMode(), bind(key(0)):
         model = nn.LSTM(6, 6, 2, dropout=0.5)
         y, _ = model(torch.rand(5, 6))
@@ -306,7 +302,7 @@ def test_workers_forked_in_a_block_draw_numbers_of_their_own():
     def two_epochs():
         return torch.cat([*loader, *loader]).squeeze(1)
 
-    with Unmoved():
+    with unmoved():
         a, b, c = (bound(seed, two_epochs) for seed in (1, 1, 2))
     assert torch.equal(a, b)
     assert len({*a.tolist(), *c.tolist()}) == 32
@@ -321,7 +317,7 @@ def test_a_thread_that_is_started_in_a_block_is_not_in_it():
     want = torch.rand(3)
     torch.manual_seed(3)
     assert torch.equal(bound(1, threaded, lambda: torch.rand(3)), want)
-    with Unmoved():
+    with unmoved():
         drawn = bound(1, threaded, bind(key(2))(lambda: torch.rand(3)))
     assert torch.equal(drawn, bound(2, torch.rand, 3))
 
@@ -331,125 +327,3 @@ def test_threads_have_blocks_of_their_own():
         drawn = [*pool.map(lambda i: bound(i, F.dropout, X), range(16))]
     for i, y in enumerate(drawn):
         assert torch.equal(y, bound(i, F.dropout, X))
-
-
-# --- What is not keyed is refused -------------------------------------------------
-
-LIBRARY = torch.library.Library("remat_test_bind", "DEF")
-LIBRARY.define("noisy(Tensor x) -> Tensor")
-LIBRARY.impl("noisy", lambda x: x + torch.rand(3), "CompositeExplicitAutograd")
-REFUSED = {
-    "poisson": lambda: torch.poisson(ONES),
-    "binomial": lambda: torch.binomial(ONES, ONES / 2),
-    "_standard_gamma": lambda: torch.distributions.Gamma(ONES, ONES).sample(),
-    "_sample_dirichlet": lambda: torch.distributions.Dirichlet(ONES).sample(),
-    "rand": lambda: torch.ops.aten.rand([3]),
-    "normal_functional": lambda: torch.ops.aten.normal_functional(ONES),
-    "uniform": lambda: torch.ops.aten.uniform(ONES),
-    "exponential": lambda: torch.ops.aten.exponential(ONES),
-    "rrelu_with_noise": lambda: torch._C._nn.rrelu_with_noise(
-        -ONES, ONES.clone(), 0.1, 0.3, True
-    ),
-    "noisy": lambda: torch.ops.remat_test_bind.noisy(ONES),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_another_draw_is_refused_and_the_stream_is_as_before(name):
-    refusal = pytest.raises(
-        RandomnessError, match=rf"{name}[.\w]* drew from.*\n.*{__file__}"
-    )
-    with Unmoved(), refusal:
-        bound(0, REFUSED[name])
-
-
-def test_a_scripted_function_that_draws_is_refused():
-    with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
-        scripted = torch.jit.script(_scripted)
-    # TorchScript raises an error of its own, without ours.
-    with Unmoved(), pytest.raises(RuntimeError, match="failed in the TorchScript"):
-        bound(0, scripted, ONES)
-
-
-def _scripted(x: torch.Tensor):
-    return F.dropout(x, 0.5, True)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_draw_in_a_checkpoint_of_torchs_is_refused_unless_bound_in_it(reentrant):
-    x = make(5, 6).requires_grad_()
-
-    def checkpointed(fn):
-        return checkpoint(fn, x, use_reentrant=reentrant)
-
-    with pytest.raises(RandomnessError, match=rf"of a key bound outside.*{__file__}"):
-        bound(0, checkpointed, F.dropout)
-    bound(0, checkpointed, torch.sin)
-    drop = bind(key(0))(F.dropout)
-    checkpointed(drop).square().sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(drop(x).square().sum(), x)[0])
-
-
-@pytest.mark.skipif(torch.__version__ < "2.14", reason="new in torch 2.14")
-def test_a_draw_in_a_checkpoint_that_decorates_is_refused():
-    @checkpoint(use_reentrant=False)
-    def decorated(x):
-        return F.dropout(x)
-
-    with pytest.raises(RandomnessError, match=rf"of a key bound outside.*{__file__}"):
-        bound(0, decorated, make(5, 6).requires_grad_())
-
-
-# Operations that torch tags as random, have no rule, and are the guard's.
-UNKEYED = set(
-    """
-    poisson binomial rrelu_with_noise rrelu_with_noise_ miopen_rnn _standard_gamma
-    _sample_dirichlet _fused_dropout _fill_mem_eff_dropout_mask_ _cudnn_rnn
-    _cudnn_init_dropout_state _lstm_mps cauchy exponential geometric log_normal random
-    uniform normal_functional rrelu_with_noise_functional _fused_sdp_choice
-    _cudnn_attention_backward _cudnn_attention_forward _efficient_attention_forward
-    _flash_attention_forward _flash_attention_forward_no_dropout_inplace
-    _nested_tensor_softmax_with_shape _scaled_dot_product_attention_math
-    _scaled_dot_product_attention_math_for_mps _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_cudnn_attention_backward
-    _scaled_dot_product_efficient_attention
-    _scaled_dot_product_efficient_attention_backward
-    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
-    _scaled_dot_product_fused_attention_overrideable _triton_scaled_dot_attention
-    """.split()  # noqa: SIM905
-)
-KEYED = {f.__name__ for f in [*_RULES, *_COMPOSITES]}
-
-
-def tagged_ops():
-    for name in torch._C._dispatch_get_all_op_names():
-        space, _, op = name.partition("::")
-        base, _, overload = op.partition(".")
-        if space == "aten":
-            packet = getattr(torch.ops.aten, base)
-            if (
-                torch.Tag.nondeterministic_seeded
-                in getattr(packet, overload or "default").tags
-            ):
-                yield base
-
-
-def test_each_operation_that_torch_calls_random_is_keyed_or_known_to_be_refused():
-    unknown = {*tagged_ops()} - KEYED - UNKEYED
-    assert not unknown
-
-
-@pytest.mark.parametrize("module", [F, init])
-def test_each_function_of_torch_that_draws_has_a_rule_or_is_run_with_the_mode_on(
-    module,
-):
-    unseen = set()
-    for name, fn in vars(module).items():
-        if not isinstance(fn, types.FunctionType) or name.startswith("_"):
-            continue
-        calls = {*fn.__code__.co_names} & (KEYED | {"poisson", "binomial"})
-        asks = {"has_torch_function_variadic", "has_torch_function_unary"}
-        # Which the mode sees from outside only.
-        if calls - {name} and asks & {*fn.__code__.co_names}:
-            unseen |= {name} if fn not in _RULES and fn not in _COMPOSITES else set()
-    assert not unseen

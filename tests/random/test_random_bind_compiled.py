@@ -8,19 +8,18 @@ from support.binding import (
     KEYS,
     LAYERS,
     ONES,
+    REFUSED,
     XS,
-    Unmoved,
     X,
     bound,
     first,
     loss,
     per_example,
+    unmoved,
 )
+from support.tables import rows
 from torch import nn
-from torch.func import (
-    grad,
-    vmap,
-)
+from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812
 
@@ -37,7 +36,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("fn", COMPILED.values(), ids=COMPILED.keys())
+@rows("fn", COMPILED)
 def test_bind_is_compiled_into_one_graph(fn, backend):
     torch._dynamo.reset()
     x = XS[0].clone().requires_grad_()
@@ -56,7 +55,7 @@ def test_transforms_of_bind_are_compiled_into_one_graph(backend):
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_a_trace_has_the_draws_and_takes_another_key(mode):
+def test_a_trace_holds_the_draws_and_takes_another_key(mode):
     def fn(data, x):
         with bind(data):
             return F.dropout(x) * torch.rand(8)
@@ -86,25 +85,25 @@ UNTRACED = {
 }
 
 
+def assert_compiled_as_eager(one, x, **options):
+    torch._dynamo.reset()
+    compiled = torch.compile(one, backend="eager", **options)
+    with unmoved():
+        for k in KEYS[:2]:
+            torch.testing.assert_close(compiled(k, x), one(k, x))
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_draw_is_compiled_to_that_of_the_key(name):
-    torch._dynamo.reset()
     one = per_example(lambda x: FUNCTIONS[name]())
-    compiled = torch.compile(one, backend="eager", fullgraph=name not in UNTRACED)
-    with Unmoved():
-        for k in KEYS[:2]:
-            torch.testing.assert_close(compiled(k, ONES), one(k, ONES))
+    assert_compiled_as_eager(one, ONES, fullgraph=name not in UNTRACED)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_is_compiled_to_that_of_the_key(name):
-    torch._dynamo.reset()
     x, fn = LAYERS[name]
     one = per_example(lambda x: first(fn(x)))
-    compiled = torch.compile(one, backend="eager", fullgraph=name not in UNTRACED)
-    with Unmoved():
-        for k in KEYS[:2]:
-            torch.testing.assert_close(compiled(k, x), one(k, x))
+    assert_compiled_as_eager(one, x, fullgraph=name not in UNTRACED)
 
 
 # Those of torch that the above are made of, where functions of torch.nn have rules.
@@ -122,11 +121,7 @@ def kernel(name):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel_is_compiled_to_that_of_the_key(name):
-    torch._dynamo.reset()
-    one = per_example(kernel(name))
-    compiled = torch.compile(one, backend="eager", fullgraph=True)
-    with Unmoved():
-        assert torch.equal(compiled(KEYS[0], X), one(KEYS[0], X))
+    assert_compiled_as_eager(per_example(kernel(name)), X, fullgraph=True)
 
 
 def test_each_rule_is_that_of_a_function_which_is_compiled_here(monkeypatch):
@@ -145,12 +140,7 @@ def test_each_rule_is_that_of_a_function_which_is_compiled_here(monkeypatch):
     assert not {f.__name__ for f in {*_bind._RULES} - called}
 
 
-REFUSED = {
-    "poisson": lambda: torch.poisson(ONES),
-    "binomial": lambda: torch.binomial(ONES, ONES / 2),
-    "_standard_gamma": lambda: torch.distributions.Gamma(ONES, ONES).sample(),
-    "_sample_dirichlet": lambda: torch.distributions.Dirichlet(ONES).sample(),
-    "rand": lambda: torch.ops.aten.rand.default([3]),
+UNSUPPORTED = REFUSED | {
     "a packet": lambda: torch.ops.aten.poisson(ONES),
     "native_dropout": lambda: torch.ops.aten.native_dropout.default(ONES, 0.5, True),
     "alpha_dropout": lambda: torch.ops.aten.alpha_dropout.default(ONES, 0.5, True),
@@ -167,15 +157,15 @@ for name in ("noisy", "quiet"):
 
 # Of Dynamo, about how torch.distributions calls torch.autograd.Function.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("draw", REFUSED.values(), ids=REFUSED.keys())
-def test_what_has_no_rule_is_refused_when_compiled(draw):
+@rows("draw", UNSUPPORTED)
+def test_a_draw_without_a_rule_is_refused_when_compiled(draw):
     torch._dynamo.reset()
     one = per_example(lambda x: draw())
-    with Unmoved(), pytest.raises(torch._dynamo.exc.Unsupported):
+    with unmoved(), pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(one, backend="eager", fullgraph=True)(key(0), ONES)
 
 
-def test_of_an_operation_that_someone_registered_the_compiler_goes_by_its_tag():
+def test_the_compiler_goes_by_the_tag_of_an_operation():
     torch._dynamo.reset()
     one = per_example(torch.ops.remat_test_traced.quiet)
     with pytest.raises(RandomnessError, match="quiet"):
@@ -185,7 +175,7 @@ def test_of_an_operation_that_someone_registered_the_compiler_goes_by_its_tag():
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
-def test_after_a_graph_break_in_a_block_draws_go_on_where_they_were():
+def test_draws_go_on_where_they_were_after_a_graph_break():
     def one(x):
         with bind(key(3)):
             a = F.dropout(x)
@@ -193,7 +183,7 @@ def test_after_a_graph_break_in_a_block_draws_go_on_where_they_were():
             return a * torch.rand_like(x)
 
     torch._dynamo.reset()
-    with Unmoved():
+    with unmoved():
         assert torch.equal(torch.compile(one, backend="eager")(XS), one(XS))
 
 
@@ -210,13 +200,13 @@ def test_a_block_is_entered_again_in_one_graph():
     assert all(map(torch.equal, got, one(XS)))
 
 
-def test_another_draw_is_refused_when_compiled():
+def test_a_poisson_draw_is_refused_when_compiled():
     torch._dynamo.reset()
     fn = torch.compile(per_example(torch.poisson), backend="eager", fullgraph=True)
-    with Unmoved(), pytest.raises(torch._dynamo.exc.Unsupported, match="Randomness"):
+    with unmoved(), pytest.raises(torch._dynamo.exc.Unsupported, match="Randomness"):
         fn(key(0), ONES)
     fn = torch.compile(per_example(torch.poisson), backend="eager")
-    with Unmoved(), pytest.raises(RandomnessError, match="poisson"):
+    with unmoved(), pytest.raises(RandomnessError, match="poisson"):
         fn(key(0), ONES)
 
 

@@ -4,16 +4,13 @@ import math
 
 import pytest
 import torch
-from support.binding import (
-    ONES,
-    X,
-    bound,
-)
+from support.binding import ONES, X, bound
+from support.tables import rows
 from torch.nn import functional as F  # noqa: N812
 
 from remat import random
-from remat.random import bind, key
-from remat.random._numbers import _wide_integers
+from remat.random import key
+from remat.random._rerouted import _wide_integers
 
 
 N = 40_000
@@ -64,19 +61,20 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize(("fn", "mean", "std"), MOMENTS.values(), ids=MOMENTS.keys())
+@rows("fn, mean, std", MOMENTS)
 def test_a_draw_has_the_moments_of_its_distribution(fn, mean, std):
     x = bound(0, fn).double()
     assert abs(x.mean() - mean) < 5 * std / math.sqrt(N)
     assert abs(x.std() / std - 1) < 0.03
 
 
-def test_dropout_of_features_drops_whole_ones():
-    x = torch.ones(50, 20, 3, 3)
-    for fn in (F.dropout2d, lambda x: F.feature_alpha_dropout(x, 0.5, True)):
-        y = bound(0, fn, x).flatten(2)
-        assert torch.equal(y, y[..., :1].expand_as(y))
-        assert len(y.unique()) == 2
+@pytest.mark.parametrize(
+    "fn", [F.dropout2d, lambda x: F.feature_alpha_dropout(x, 0.5, True)]
+)
+def test_dropout_of_features_drops_whole_ones(fn):
+    y = bound(0, fn, torch.ones(50, 20, 3, 3)).flatten(2)
+    assert torch.equal(y, y[..., :1].expand_as(y))
+    assert len(y.unique()) == 2
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
@@ -91,29 +89,27 @@ def test_a_probability_outside_0_and_1_is_refused(fn):
         bound(0, fn, X, 1.5, True)
 
 
+def filled(dtype, count, *bounds):
+    """Integers of the whole range of the dtype, or between bounds."""
+    return bound(0, torch.empty(count, dtype=dtype).random_, *bounds)
+
+
 def test_an_integer_draw_spans_its_range():
-    with bind(key(0)):
-        assert set(torch.randint(3, 6, (99,)).tolist()) == {3, 4, 5}
-        assert set(torch.empty(99, dtype=torch.bool).random_().tolist()) == {
-            False,
-            True,
-        }
-        small = torch.empty(4000, dtype=torch.uint8).random_()
-        wide = torch.empty(99, dtype=torch.int64).random_()
-        every = torch.empty(99, dtype=torch.int64).random_(-(2**63), None)
-        floats = torch.empty(99).random_()
+    assert {*bound(0, torch.randint, 3, 6, (99,)).tolist()} == {3, 4, 5}
+    assert {*filled(torch.bool, 99).tolist()} == {False, True}
+    small, wide = filled(torch.uint8, 4000), filled(torch.int64, 99)
     assert (small.min(), small.max()) == (0, 255)
     assert wide.min() >= 0
     assert wide.max() > 2**62
-    assert every.min() < -(2**61)
-    assert 2**22 < floats.max() <= 2**24
+    assert filled(torch.int64, 99, -(2**63), None).min() < -(2**61)
+    assert 2**22 < filled(torch.float32, 99).max() <= 2**24
 
 
 def test_an_exponential_draw_is_never_zero():
     assert bound(0, torch.empty(2**22).exponential_).min() > 0
 
 
-def test_without_replacement_nothing_comes_twice_and_nothing_of_probability_0():
+def test_multinomial_without_replacement_draws_each_possible_category_once():
     p = torch.tensor([1.0, 0.0, 3.0, 2.0])
     x = bound(0, torch.multinomial, p.expand(100, 4), 3)
     assert torch.equal(x.sort().values, torch.tensor([0, 2, 3]).expand(100, 3))
@@ -144,22 +140,28 @@ BAD = {
 
 
 @pytest.mark.filterwarnings("ignore:dropout2d. Received:UserWarning")
-@pytest.mark.parametrize(("fn", "x", "why"), BAD.values(), ids=BAD.keys())
-def test_what_no_distribution_has_is_refused(fn, x, why):
+@rows("fn, x, why", BAD)
+def test_parameters_of_no_distribution_are_refused(fn, x, why):
     with pytest.raises(ValueError, match=why):
         bound(0, fn, x.clone())
 
 
-def test_a_range_of_64_bits_is_drawn_from_all_of_it_and_not_beyond():
-    wide = torch.empty(10_000, dtype=torch.int64)
-    for low, high in ((-5, None), (-(2**62), 2**63 - 1), (-(2**63), None)):
-        x = bound(0, wide.random_, low, high)
-        assert low <= x.min() < low + 2**54
-        assert x.max() > 2**63 - 2**54
-    with bind(key(0)):
-        x = torch.randint(-(2**63), 2**63 - 1, (10_000,))
-        small = torch.randint(9, (99,), dtype=torch.uint64)
+@pytest.mark.parametrize(
+    ("low", "high"), [(-5, None), (-(2**62), 2**63 - 1), (-(2**63), None)]
+)
+def test_a_range_of_64_bits_is_drawn_from_all_of_it_and_not_beyond(low, high):
+    x = filled(torch.int64, 10_000, low, high)
+    assert low <= x.min() < low + 2**54
+    assert x.max() > 2**63 - 2**54
+
+
+def test_randint_draws_from_a_range_of_64_bits():
+    x = bound(0, torch.randint, -(2**63), 2**63 - 1, (10_000,))
     assert abs(x.double().mean()) < 2**63 * 5 / 3**0.5 / 100
+
+
+def test_randint_draws_unsigned_integers():
+    small = bound(0, lambda: torch.randint(9, (99,), dtype=torch.uint64))
     assert small.dtype is torch.uint64
     assert {*small.tolist()} == {*range(9)}
 

@@ -1,5 +1,7 @@
 """Attention, recurrent layers and dropout of torch inside of bind."""
 
+import functools
+
 import pytest
 import torch
 from support.binding import (
@@ -7,11 +9,13 @@ from support.binding import (
     SEQUENCE,
     Q,
     X,
+    attended,
     bound,
     flat,
     make,
     per_example,
 )
+from support.tables import rows
 from torch import nn
 from torch.func import vmap
 from torch.nn import functional as F  # noqa: N812
@@ -35,7 +39,7 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("how", HOW.values(), ids=HOW.keys())
+@rows("how", HOW)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_that_happens_to_drop_nothing_is_torchs(how, dtype):
     q = Q.to(dtype).requires_grad_()
@@ -43,10 +47,9 @@ def test_attention_that_happens_to_drop_nothing_is_torchs(how, dtype):
     with sdpa_kernel(SDPBackend.MATH):
         want = F.scaled_dot_product_attention(q, kv, kv, **how)
     # Of 1e-9 nothing is dropped; but it is written out.
+    dropping = functools.partial(F.scaled_dot_product_attention, dropout_p=1e-9, **how)
     with count_ops() as ops:
-        got = bound(
-            0, lambda: F.scaled_dot_product_attention(q, kv, kv, dropout_p=1e-9, **how)
-        )
+        got = bound(0, dropping, q, kv, kv)
     assert ops["remat::uniform"] == 1
     torch.testing.assert_close(got, want)
     grads = [torch.autograd.grad(y.float().square().sum(), q)[0] for y in (got, want)]
@@ -54,9 +57,7 @@ def test_attention_that_happens_to_drop_nothing_is_torchs(how, dtype):
 
 
 def test_attention_is_autocast_as_torchs():
-    def attend(p):
-        return F.scaled_dot_product_attention(Q, Q, Q, MASK, dropout_p=p)
-
+    attend = functools.partial(attended, Q, attn_mask=MASK)
     with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
         got, want = bound(0, attend, 1e-9), attend(0.0)
     assert got.dtype is want.dtype is torch.bfloat16
@@ -65,12 +66,7 @@ def test_attention_is_autocast_as_torchs():
 
 def test_attention_with_a_mask_and_causal_is_refused():
     with pytest.raises(ValueError, match=r"either attn_mask or is_causal"):
-        bound(
-            0,
-            lambda: F.scaled_dot_product_attention(
-                Q, Q, Q, MASK, dropout_p=0.5, is_causal=True
-            ),
-        )
+        bound(0, lambda: attended(Q, attn_mask=MASK, is_causal=True))
 
 
 RECURRENT = {
@@ -84,7 +80,7 @@ RECURRENT = {
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("build", RECURRENT.values(), ids=RECURRENT.keys())
+@rows("build", RECURRENT)
 def test_recurrent_layers_that_happen_to_drop_nothing_are_torchs(build, packed):
     model, x = build(1e-9), SEQUENCE
     if packed:
@@ -95,7 +91,7 @@ def test_recurrent_layers_that_happen_to_drop_nothing_are_torchs(build, packed):
         torch.testing.assert_close(a, b)
 
 
-def test_between_recurrent_layers_it_drops_what_dropout_of_the_layer_would():
+def test_recurrent_layers_drop_between_them_as_dropout_by_the_key_does():
     model = nn.GRU(8, 6, 2, dropout=0.5)
     lower, upper = nn.GRU(8, 6), nn.GRU(6, 6)
     weights = [*model.parameters()]
@@ -117,7 +113,7 @@ def test_a_transformer_in_training_takes_no_fused_path():
     assert ops["remat::uniform"] == 4
 
 
-def test_what_was_patched_in_torch_since_is_called(monkeypatch):
+def test_a_function_of_torch_that_was_patched_later_is_called(monkeypatch):
     model = nn.MultiheadAttention(8, 2, dropout=0.0)
     calls = []
 
@@ -158,15 +154,15 @@ LIKE = {
 }
 
 
-@pytest.mark.parametrize("x", LAID_OUT.values(), ids=LAID_OUT.keys())
-@pytest.mark.parametrize("fn", LIKE.values(), ids=LIKE.keys())
+@rows("x", LAID_OUT)
+@rows("fn", LIKE)
 def test_a_draw_has_the_strides_of_torchs_and_the_numbers_of_a_contiguous_one(fn, x):
     got = bound(0, fn, x)
     assert got.stride() == fn(x).stride()
     assert torch.equal(got, bound(0, fn, x.contiguous()))
 
 
-def test_under_vmap_a_draw_like_a_transposed_tensor_has_its_strides():
+def test_a_draw_under_vmap_has_the_strides_of_a_transposed_tensor():
     x = make(4, 5).T
     got = vmap(per_example(torch.randn_like), (0, None))(KEYS, x)
     assert got.stride() == (20, *x.stride())

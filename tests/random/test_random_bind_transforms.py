@@ -11,31 +11,23 @@ from support.binding import (
     ONES,
     SEQUENCE,
     XS,
-    Unmoved,
     bound,
     first,
-    flat,
     loss,
     make,
     per_example,
+    unmoved,
 )
+from support.tables import rows
+from support.transforms import TRANSFORMS
+from support.zoo import assert_not_vanishing
 from torch import nn
-from torch.func import (
-    functional_call,
-    grad,
-    hessian,
-    jacfwd,
-    jacrev,
-    jvp,
-    linearize,
-    vjp,
-    vmap,
-)
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F  # noqa: N812
 
 from remat import RandomnessError, random, remat
 from remat.random import bind, fold_in, key, split
-from remat.testing import count_ops, live_bytes
+from remat.testing import assert_same, count_ops, live_bytes
 
 
 # --- Per example: vmap over keys --------------------------------------------------
@@ -59,32 +51,30 @@ BATCHED = {
 }
 
 
-@pytest.mark.parametrize("fn", BATCHED.values(), ids=BATCHED.keys())
-def test_under_vmap_each_key_draws_what_it_draws_alone(fn):
+@pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0)])
+@rows("fn", BATCHED)
+def test_each_key_draws_under_vmap_what_it_draws_alone(fn, in_dims):
     one = per_example(fn)
-    for in_dims in ((0, 0), (0, None), (None, 0)):
-        args = [a if d == 0 else a[0] for a, d in zip((KEYS, XS), in_dims, strict=True)]
-        got = vmap(one, in_dims)(*args)
-        rows = [
-            one(*(a[i] if d == 0 else a for a, d in zip(args, in_dims, strict=True)))
-            for i in range(3)
-        ]
-        torch.testing.assert_close(got.expand(3, *rows[0].shape), torch.stack(rows))
+    k, x = (a if d == 0 else a[0] for a, d in zip((KEYS, XS), in_dims, strict=True))
+    ks = [*k] if k.ndim else [k] * 3
+    xs = [*x] if x.ndim == XS.ndim else [x] * 3
+    each = torch.stack([one(k, x) for k, x in zip(ks, xs, strict=True)])
+    torch.testing.assert_close(vmap(one, in_dims)(k, x).expand_as(each), each)
 
 
-def test_under_vmap_a_batched_tensor_is_written_in_place_and_another_refused():
+def test_only_a_batched_tensor_may_be_drawn_into_under_vmap():
     one = per_example(lambda x: x.clone().normal_())
     assert torch.equal(vmap(one)(KEYS, XS)[1], one(KEYS[1], XS[1]))
     with pytest.raises(RuntimeError, match="vmapped over"):
         vmap(one, (0, None))(KEYS, XS[0])
 
 
-def test_under_vmap_numbers_that_are_to_differ_are_not_drawn_of_a_shared_key():
+def test_a_shared_key_is_refused_where_vmap_asks_for_different_numbers():
     def drop(x):
         return vmap(F.dropout, randomness="different")(x)
 
     refused = pytest.raises(RandomnessError, match="examples share")
-    with Unmoved(), refused:
+    with unmoved(), refused:
         bound(0, drop, XS)
     with refused:
         vmap(per_example(F.dropout), (None, 0), randomness="different")(KEYS[0], XS)
@@ -102,21 +92,6 @@ def test_nested_vmap_draws_for_each_key():
     assert torch.equal(got[1, 2], one(keys[1, 2], XS[2]))
 
 
-def test_per_example_gradients_have_per_example_masks():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    params = dict(model.named_parameters())
-
-    def loss(params, k, x):
-        with bind(k):
-            return functional_call(model, params, (x,)).square().sum()
-
-    got = vmap(grad(loss), (None, 0, 0))(params, KEYS, XS)
-    for i in range(3):
-        want = grad(loss)(params, KEYS[i], XS[i])
-        for name in params:
-            torch.testing.assert_close(got[name][i], want[name])
-
-
 # --- Derivatives ------------------------------------------------------------------
 
 
@@ -125,27 +100,21 @@ def written_out(w, k, x=XS[0]):
     return (y * random.uniform(fold_in(k, 1), (8,))).square().sum()
 
 
-TRANSFORMS = {
-    "grad": grad,
-    "grad of grad": lambda f: grad(lambda w, k: grad(f)(w, k).square().sum()),
-    "jacrev": jacrev,
-    "jacfwd": jacfwd,
-    "hessian": lambda f: hessian(lambda v, k: f(v.diag(), k)),
-    "jvp": lambda f: lambda w, k: jvp(lambda w: f(w, k), (w,), (w,))[1],
-    "vjp": lambda f: lambda w, k: vjp(lambda w: f(w, k), w)[1](ONES[0])[0],
-    "linearize": lambda f: lambda w, k: linearize(lambda w: f(w, k), w)[1](w),
-    "vmap of grad": lambda f: lambda w, k: vmap(grad(f), (None, 0))(w, split(k, 3)),
-}
-
-
 # torch.func.linearize's own.
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@rows("transform", TRANSFORMS)
 def test_derivatives_are_those_of_the_draws_written_out(transform):
-    w = make(8, 8) if transform is not TRANSFORMS["hessian"] else make(8)
-    got, want = (transform(f)(w, key(4)) for f in (loss, written_out))
+    w = make(8, 8)
+    got, want = (transform(lambda w, f=f: f(w, key(4)), w) for f in (loss, written_out))
+    assert_same(got, want, reassociated=True)
+    assert_not_vanishing(got)
+
+
+def test_per_key_derivatives_are_those_of_the_draws_written_out():
+    per_key = (vmap(grad(f), (None, 0)) for f in (loss, written_out))
+    got, want = (g(make(8, 8), split(key(4), 3)) for g in per_key)
     torch.testing.assert_close(got, want)
-    assert got.norm() > 0
+    assert_not_vanishing(got)
 
 
 def test_backward_outside_of_the_block_is_of_the_same_mask():
@@ -195,12 +164,12 @@ def grads_of(y, parameters):
     return torch.autograd.grad(y.square().sum(), parameters, retain_graph=True)
 
 
-@pytest.mark.parametrize(("model", "x"), MODELS.values(), ids=MODELS.keys())
-@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+@rows("model, x", MODELS)
+@rows("use", USES)
 def test_recomputed_draws_are_those_of_the_forward(use, model, x):
     parameters = [*model.parameters()]
     want = use(lambda f: f, model, x)
-    with Unmoved():
+    with unmoved():
         got = use(remat, model, x)
         with count_ops() as ops:
             grads = [grads_of(got, parameters) for _ in range(2)]
@@ -261,7 +230,7 @@ def test_two_calls_in_one_block_draw_different_masks():
 
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize(("model", "x"), [*MODELS.values()][:2], ids=[*MODELS][:2])
-def test_under_torch_func_recomputed_draws_are_those_of_the_forward(outside, model, x):
+def test_recomputed_draws_are_those_of_the_forward_in_torch_func(outside, model, x):
     params = dict(model.named_parameters())
 
     def results(wrap):
@@ -275,19 +244,18 @@ def test_under_torch_func_recomputed_draws_are_those_of_the_forward(outside, mod
 
         xs = torch.stack([x, x + 1, x - 1])
         one = grad(loss)(params, KEYS[0], x)
-        return flat([one, vmap(grad(loss), (None, 0, 0))(params, KEYS, xs)])
+        return one, vmap(grad(loss), (None, 0, 0))(params, KEYS, xs)
 
     with count_ops() as ops:
         got = results(remat)
     with count_ops() as plain:
         want = results(lambda f: f)
     assert ops["remat::uniform"] > plain["remat::uniform"]
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+    assert_same(got, want)
 
 
-@pytest.mark.parametrize(("model", "x"), MODELS.values(), ids=MODELS.keys())
-def test_no_key_is_consumed_twice_and_no_global_stream_missed(model, x):
+@rows("model, x", MODELS)
+def test_a_bound_model_consumes_each_key_once_and_no_global_stream(model, x):
     with random.check_key_reuse(), bind(key(1)):
         with count_ops() as forward:
             y = first(remat(model, rng="error")(x))

@@ -1,272 +1,19 @@
-"""What samplers draw: integers, bounds of real numbers, choices, distributions."""
+"""Choices, and the distributions that samplers draw from."""
 
 import math
 
 import pytest
 import torch
-from torch.func import grad, jvp, vmap
+from support.draws import KEYS, ROW, TABLE, K, largest, least
+from support.tables import rows
+from torch.func import vmap
 
 from remat import random
 from remat.random import _ops
-from remat.random._draw import below, number_below, rounded
 from remat.testing import assert_same
 
 
-K = random.key(42)
-KEYS = random.split(K, (2, 3))
 D = torch.float64
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-ROW = torch.tensor([0.5, 1.0, 2.0, 4.0])
-TABLE = torch.arange(24.0).view(2, 4, 3)
-
-
-# --- Bits and integers -------------------------------------------------------------
-
-BLOCKS = [
-    *(0x9CEAF053, 0x77F5493B, 0x12BF50AD, 0x5742B3D7),
-    *(0xFCDB2127, 0x53BA6CFD, 0x838F5A6E, 0x744E06FB),
-]
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int16, torch.int32],
-)
-def test_bits_are_the_low_bits_of_the_words(dtype):
-    size = 8 * dtype.itemsize
-    words = [w % 2**size for w in BLOCKS]
-    if dtype.is_signed:
-        words = [w - (w >> size - 1 << size) for w in words]
-    got = random.bits(K, 8, dtype)
-    assert got.dtype == dtype
-    assert got.tolist() == words
-
-
-def test_bits_of_64_are_two_words():
-    words = [(a << 32) + b for a, b in zip(BLOCKS[::2], BLOCKS[1::2], strict=True)]
-    assert random.bits(K, 4, torch.uint64).tolist() == words
-    assert_same(
-        random.bits(K, 4, torch.int64).view(torch.uint64),
-        random.bits(K, 4, torch.uint64),
-    )
-    assert random.bits(K).dtype == torch.uint32
-
-
-def test_randint_draws_the_numbers_of_torch():
-    small = random.randint(K, 8, 0, 10, torch.int32)
-    assert small.tolist() == [3, 1, 7, 7, 3, 5, 4, 1]
-    assert random.randint(K, 6, 0, 10).tolist() == [9, 9, 3, 5, 7, 9]
-    assert random.randint(K, 6, -5, 5).tolist() == [4, 4, -2, 0, 2, 4]
-
-
-@pytest.mark.parametrize(
-    ("low", "high"),
-    [
-        *((0, 1), (0, 2**28), (-(2**31), 2**31), (0, 2**32 + 1), (-7, 2**62 + 5)),
-        *((0, 2**63 - 1), (-(2**63), -1), (1, 2**63), (-(2**62), 2**62 - 1)),
-    ],
-)
-def test_randint_is_the_unsigned_word_modulo_the_range(low, high):
-    words = random.bits(K, 64, torch.uint64).tolist()
-    want = [low + w % (high - low) for w in words]
-    assert random.randint(K, 64, low, high).tolist() == want
-    if high < 2**63:
-        tensors = random.randint(K, 64, torch.tensor(low), torch.tensor(high))
-        assert tensors.tolist() == want
-
-
-def test_randint_of_small_dtypes_takes_64_bits_for_wide_ranges():
-    words = random.bits(K, 8, torch.uint64).tolist()
-    got = random.randint(K, 8, 0, 2**28, torch.int32)
-    assert got.tolist() == [w % 2**28 for w in words]
-    got = random.randint(K, 8, 0, torch.tensor(10), torch.int32)
-    assert got.tolist() == [w % 10 for w in words]
-
-
-SPANS = [1, 2, 7, 2**31 - 1, 2**31, 2**31 + 1, 2**32 + 3, 2**62, 2**62 + 1]
-SPANS += [2**63 - 1, 2**63, 2**63 + 1, 3 * 2**62, 2**64 - 1, 2**64]
-
-
-@pytest.mark.parametrize("span", SPANS)
-@pytest.mark.parametrize("from_below", [True, False])
-def test_randint_takes_any_range_of_64_bits(span, from_below):
-    low = -(2**63) if from_below or span > 2**63 else 0
-    drawn = random.randint(K, 200, low, low + span)
-    words = [w % 2**64 for w in random.bits(K, 200, torch.int64).tolist()]
-    assert drawn.tolist() == [w % span + low for w in words]
-    if low + span < 2**63:
-        bounds = torch.tensor(low), torch.tensor(low + span)
-        assert_same(random.randint(K, 200, *bounds), drawn)
-
-
-def test_bounds_of_a_tensor_may_be_those_of_the_dtype():
-    low, high = torch.tensor([0, 255]), torch.tensor([256, 256])
-    drawn = random.randint(KEYS, None, low, high, torch.uint8)
-    assert (drawn[..., 1] == 255).all()
-    least = torch.iinfo(torch.int64).min
-    assert random.randint(K, (), torch.tensor(least), torch.tensor(least)) == least
-
-
-def test_randint_covers_a_dtype():
-    for dtype in (torch.uint8, torch.int8):
-        info = torch.iinfo(dtype)
-        drawn = random.randint(K, 10_000, info.min, info.max + 1, dtype)
-        assert drawn.dtype == dtype
-        assert drawn.unique().tolist() == list(range(info.min, info.max + 1))
-
-
-def test_a_tensor_bound_not_above_the_least_gives_the_least():
-    got = random.randint(K, None, torch.tensor([3, 3]), torch.tensor([3, -9]))
-    assert got.tolist() == [3, 3]
-    same = random.uniform(K, None, None, torch.tensor([3.0, 3]), torch.tensor([3.0, 2]))
-    assert same.tolist() == [3, 3]
-    assert random.uniform(K, (), None, 3.0, 3.0) == 3
-
-
-@pytest.mark.parametrize("word", [-1, 0, 2**63 - 1, -(2**63)])
-def test_no_word_makes_randint_leave_its_range(monkeypatch, word):
-    monkeypatch.setattr(_ops, "bits", lambda d, n, w: torch.full((n,), word))
-    for low, high in ((0, 3), (0, 2**62 + 1), (-(2**63), -2), (5, 6)):
-        got = random.randint(K, 4, low, high)
-        assert got.tolist() == [low + (word % 2**64) % (high - low)] * 4
-
-
-# --- The bounds of the real numbers --------------------------------------------------
-
-RANGES = [(0.0, 1.0), (2.0, 5.0), (-3.0, -1.0), (-1.0, 0.0), (-5.0, -4.0), (1e-3, 1.0)]
-DIGITS = {
-    torch.float16: 11,
-    torch.bfloat16: 8,
-    torch.float32: 24,
-    torch.float64: 53,
-}
-
-
-def largest(data, n, dtype):
-    return torch.full((*data.shape[:-1], n), 1 - 2.0 ** -DIGITS[dtype], dtype=dtype)
-
-
-def least(data, n, dtype):
-    return torch.zeros((*data.shape[:-1], n), dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("low", "high"), RANGES)
-def test_uniform_excludes_its_upper_bound(monkeypatch, dtype, low, high):
-    lo, hi = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
-    below = torch.nextafter(hi, torch.tensor(-math.inf, dtype=dtype))
-    args = [(low, high), (lo.double(), hi.double())]
-    monkeypatch.setattr(_ops, "uniform", largest)
-    for bounds in args:
-        top = random.uniform(K, 3, dtype, *bounds)
-        assert (top <= below).all()
-        assert (top >= below - (below - low) * 2.0 ** (2 - DIGITS[dtype])).all()
-    monkeypatch.setattr(_ops, "uniform", least)
-    for bounds in args:
-        assert_same(random.uniform(K, (), dtype, *bounds), lo)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("low", "high"), RANGES)
-def test_uniform_is_torchs_but_for_the_bound(dtype, low, high):
-    u = random.uniform(K, 5000, dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    lo, hi = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
-    theirs = (u.to(wide) * (hi - lo).to(wide) + lo.to(wide)).to(dtype)
-    below = torch.nextafter(hi, lo)
-    ours = random.uniform(K, 5000, dtype, low, high)
-    assert_same(ours, torch.where(theirs == hi, below, theirs))
-    if (dtype, low) == (torch.bfloat16, 2.0):
-        assert (theirs == hi).any()
-    assert (ours < hi).all()
-    assert (ours >= lo).all()
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_bounds_are_rounded_as_tensors_are_and_the_value_below_is_the_next(dtype):
-    u, w = random.uniform(K, (2, 2000), D, -5.0, 5.0)
-    powers = torch.tensor([s * 2.0**e for s in (1, -1) for e in range(-24, 16)])
-    small = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 2.0**-126, -(2.0**-126), 3e-39])
-    numbers = torch.cat([u * 10 ** w.clamp(max=3), powers, small]).to(D)
-    values = numbers.to(dtype)
-    want = torch.nextafter(values, torch.tensor(-math.inf, dtype=dtype))
-    assert [rounded(x, dtype) for x in numbers.tolist()] == values.tolist()
-    assert [number_below(x, dtype) for x in values.tolist()] == want.tolist()
-    assert_same(below(values), want)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_uniform_is_torchs_where_torch_has_kernels(dtype):
-    theirs = pytest.importorskip("torch.func._random")
-    try:
-        want = theirs.uniform(theirs.key(42), 1000, dtype=dtype)
-    except (NotImplementedError, TypeError):
-        pytest.skip("this torch has no such kernel on the CPU")
-    assert_same(random.uniform(K, 1000, dtype), want)
-
-
-def test_the_bound_has_a_derivative_where_it_was_rounded_to(monkeypatch):
-    monkeypatch.setattr(_ops, "uniform", largest)
-
-    def draw(bounds):
-        return random.uniform(K, (), torch.bfloat16, bounds[0], bounds[1])
-
-    bounds = torch.tensor([2.0, 5.0])
-    assert draw(bounds) < 5
-    assert grad(draw)(bounds).tolist() == [0.0, 1.0]
-    assert jvp(draw, (bounds,), (torch.tensor([0.0, 3.0]),))[1] == 3
-
-
-OF_UNIFORM = {
-    "gumbel": lambda dtype: random.gumbel(K, (5,), dtype, 2.0, 5.0),
-    "exponential": lambda dtype: random.exponential(K, (5,), dtype, 5.0),
-    "laplace": lambda dtype: random.laplace(K, (5,), dtype, 2.0, 5.0),
-    "truncated_normal": lambda dtype: random.truncated_normal(K, 1.0, 2.0, (5,), dtype),
-}
-
-
-@pytest.mark.parametrize("extreme", [least, largest])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", OF_UNIFORM)
-def test_extreme_uniform_numbers_give_finite_values(monkeypatch, name, dtype, extreme):
-    monkeypatch.setattr(_ops, "uniform", extreme)
-    got = OF_UNIFORM[name](dtype)
-    assert got.isfinite().all()
-    if name == "truncated_normal":
-        assert ((got > 1) & (got < 2)).all()
-        inside = random.truncated_normal(K, -math.inf, math.inf, (), dtype)
-        assert inside.abs() < 40
-    if name == "exponential":
-        assert (got >= 0).all()
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(
-    ("low", "high"), [(1.0, 1.1), (-0.01, 0.0), (0.0, 0.01), (8.0, 9.0), (-1.0, 30.0)]
-)
-def test_truncated_normal_excludes_both_bounds(dtype, low, high):
-    x = random.truncated_normal(K, low, high, (20_000,), dtype)
-    lo, hi = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
-    assert ((x > lo) & (x < hi)).all()
-
-
-def test_bernoulli_of_0_and_1_is_certain(monkeypatch):
-    for p in (0, 1, 0.0, 1.0):
-        assert (random.bernoulli(K, p, (10_000,)) == bool(p)).all()
-        for dtype in FLOATS:
-            assert (random.bernoulli(K, torch.tensor(p).to(dtype), 10_000) == p).all()
-    for extreme in (least, largest):
-        monkeypatch.setattr(_ops, "uniform", extreme)
-        assert random.bernoulli(K, torch.tensor([0.0, 1.0])).tolist() == [False, True]
-        assert random.bernoulli(K, 1.0)
-        assert not random.bernoulli(K, 0.0)
-
-
-def test_bernoulli_compares_with_all_digits_of_a_tensor(monkeypatch):
-    half = lambda data, n, dtype: torch.full((n,), 0.5, dtype=dtype)
-    monkeypatch.setattr(_ops, "uniform", half)
-    p = torch.tensor([0.5 - 1e-12, 0.5, 0.5 + 1e-12], dtype=D)
-    assert random.bernoulli(K, p).tolist() == [False, False, True]
 
 
 # --- Choices -----------------------------------------------------------------------
@@ -340,7 +87,7 @@ def test_probabilities_may_have_any_sum(p, possible, dtype):
 
 
 @pytest.mark.parametrize("p", [[0.0, 0, 0], [1, math.nan, 1], [math.inf, 1, 1]])
-def test_where_weights_are_not_checked_an_index_is_in_range_all_the_same(p):
+def test_an_index_is_in_range_where_weights_are_not_checked(p):
     batch = torch.tensor([p, p])
     drawn = vmap(lambda k, p: random.choice(k, 3, (9,), p=p))(KEYS[0, :2], batch)
     assert drawn.min() >= 0
@@ -376,10 +123,9 @@ def test_categorical_without_replacement_is_distinct_for_each_row():
 N = 40_000
 
 
-def normal_cdf(x):
-    return torch.special.ndtr(x)
-
-
+ndtr, log_ndtr = torch.special.ndtr, torch.special.log_ndtr
+TEN = torch.tensor(10.0, dtype=D)
+# What is drawn, and how much of its distribution is below a number.
 CDFS = {
     "uniform": (
         lambda: random.uniform(K, N, minval=-1.0, maxval=3.0),
@@ -387,10 +133,10 @@ CDFS = {
     ),
     "normal": (
         lambda: random.normal(K, N, mean=1.0, std=2.0),
-        lambda x: normal_cdf((x - 1) / 2),
+        lambda x: ndtr((x - 1) / 2),
     ),
-    "normal f64": (lambda: random.normal(K, N, torch.float64), normal_cdf),
-    "gumbel": (lambda: random.gumbel(K, N, loc=1.0), lambda x: (-(-x + 1).exp()).exp()),
+    "normal f64": (lambda: random.normal(K, N, D), ndtr),
+    "gumbel": (lambda: random.gumbel(K, N, loc=1.0), lambda x: (-(1 - x).exp()).exp()),
     "exponential": (
         lambda: random.exponential(K, N, scale=2.0),
         lambda x: -(-x / 2).expm1(),
@@ -401,40 +147,21 @@ CDFS = {
     ),
     "truncated": (
         lambda: random.truncated_normal(K, -1.0, 2.0, N),
-        lambda x: (
-            (normal_cdf(x) - normal_cdf(torch.tensor(-1.0)))
-            / (normal_cdf(torch.tensor(2.0)) - normal_cdf(torch.tensor(-1.0)))
-        ),
+        lambda x: (ndtr(x) - ndtr(-TEN / 10)) / (ndtr(TEN / 5) - ndtr(-TEN / 10)),
     ),
     "tail": (
         lambda: random.truncated_normal(K, 10.0, math.inf, N),
-        lambda x: (
-            1
-            - (
-                torch.special.log_ndtr(-x)
-                - torch.special.log_ndtr(-torch.tensor(10.0).double())
-            ).exp()
-        ),
+        lambda x: 1 - (log_ndtr(-x) - log_ndtr(-TEN)).exp(),
     ),
 }
 
 
-@pytest.mark.parametrize("name", CDFS)
-def test_the_distribution_is_right_by_kolmogorov_and_smirnov(name):
-    draw, cdf = CDFS[name]
+@rows("draw, cdf", CDFS)
+def test_the_distribution_is_right_by_kolmogorov_and_smirnov(draw, cdf):
     f = cdf(draw().double().sort().values).double()
     steps = torch.arange(N + 1) / N
     distance = torch.maximum((f - steps[:-1]).abs().max(), (f - steps[1:]).abs().max())
     assert distance * math.sqrt(N) < 1.95  # one key in a thousand is beyond that
-
-
-def chi_squared(counts, expected):
-    return ((counts - expected) ** 2 / expected).sum().item()
-
-
-def beyond(freedom):
-    """A bound on chi squared that one key in ten thousand is beyond, or fewer."""
-    return freedom + 4 * math.sqrt(2 * freedom) + 12
 
 
 COUNTED = {
@@ -463,13 +190,15 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTED)
-def test_frequencies_are_right_by_chi_squared(name):
-    draw, weights = COUNTED[name]
-    expected = torch.tensor(weights, dtype=torch.float64)
+@rows("draw, weights", COUNTED)
+def test_frequencies_are_right_by_chi_squared(draw, weights):
+    expected = torch.tensor(weights, dtype=D)
     expected *= N / expected.sum()
     counts = torch.bincount(draw().long(), minlength=len(weights))
-    assert chi_squared(counts, expected) < beyond(len(weights) - 1)
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    freedom = len(weights) - 1
+    # One key in ten thousand is beyond that, or fewer.
+    assert chi_squared < freedom + 4 * math.sqrt(2 * freedom) + 12
 
 
 def test_draws_of_neighbouring_keys_are_not_correlated():

@@ -1,20 +1,19 @@
 """Dropout by a key: the mask is a function of it, so nothing else is stored."""
 
-import itertools
-
 import pytest
 import torch
+from support.draws import KEYS, K
+from support.tables import rows
+from support.transforms import TRANSFORMS, backward
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import random, remat
 from remat.testing import assert_same, count_ops, live_bytes, peak_bytes
 
 
-K = random.key(42)
-KEYS = random.split(K, (2, 3))
 X = torch.linspace(-2.0, 3.0, 24).view(2, 3, 4)
 
 
@@ -39,7 +38,7 @@ def plain(key, x, p):
     ],
 )
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_what_a_coin_of_the_key_says_is_dropped_and_the_rest_scaled(p, dtype):
+def test_dropout_drops_by_coins_of_the_key_and_scales_the_rest(p, dtype):
     x = leaf(X.to(dtype))
     y = random.dropout(K, x, p)
     assert_same(y.detach(), plain(K, X.to(dtype), p))
@@ -56,7 +55,7 @@ def test_the_mean_is_kept():
     assert abs((y == 0).float().mean() - 0.3) < 0.01
 
 
-def test_with_nothing_to_drop_the_input_is_returned():
+def test_the_input_is_returned_where_there_is_nothing_to_drop():
     x = leaf()
     assert random.dropout(K, x, 0.0) is x
     assert random.dropout(K, x, 0) is x
@@ -65,7 +64,7 @@ def test_with_nothing_to_drop_the_input_is_returned():
 
 
 @pytest.mark.parametrize("p", [1, 1.0, torch.tensor(1.0)])
-def test_with_all_dropped_there_is_nothing_and_its_derivative_is_0(p):
+def test_the_result_and_its_derivative_are_0_where_all_is_dropped(p):
     x = leaf(torch.tensor([1.0, torch.inf, torch.nan]))
     y = random.dropout(K, x, p)
     y.sum().backward()
@@ -74,7 +73,7 @@ def test_with_all_dropped_there_is_nothing_and_its_derivative_is_0(p):
     assert_same(grad(lambda x: random.dropout(K, x, p).sum())(X), torch.zeros_like(X))
 
 
-def test_what_is_dropped_is_0_were_it_nan():
+def test_a_dropped_nan_is_0():
     x = torch.full((100,), torch.nan)
     y = random.dropout(K, x, 0.5)
     assert_same(y.isnan(), ~random.bernoulli(K, 0.5, (100,)))
@@ -84,46 +83,34 @@ def test_what_is_dropped_is_0_were_it_nan():
 @pytest.mark.parametrize("keys", [K, KEYS[:, 0], KEYS])
 def test_keys_are_for_the_first_dimensions(keys):
     y = random.dropout(keys, leaf(), 0.5).detach()
-    for i, j in itertools.product(*map(range, keys.shape)) if keys.ndim == 2 else ():
-        assert_same(y[i, j], random.dropout(keys[i, j], X[i, j], 0.5))
-    for i in range(2) if keys.ndim else ():
-        assert_same(y[i], random.dropout(keys[i], X[i], 0.5))
     drop = random.bernoulli(keys, 0.5, X.shape[keys.ndim :])
     assert_same(y, torch.where(drop, 0.0, 2 * X))
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "match"),
-    [
-        (lambda: random.dropout(K, X, 1.5), ValueError, r"`p` is 1.5, outside \[0, 1"),
-        (
-            lambda: random.dropout(K, X, -0.1, False),
-            ValueError,
-            r"`p` is -0.1, outside",
-        ),
-        (
-            lambda: random.dropout(K, X.long(), 0.5),
-            TypeError,
-            r"dropout of torch.int64",
-        ),
-        (
-            lambda: random.dropout(KEYS.to("meta"), X, 0.5),
-            ValueError,
-            "key.to.x.device",
-        ),
-        (
-            lambda: random.dropout(KEYS[0], X, 0.5),
-            ValueError,
-            r"shape \[3\] for an `x`",
-        ),
-        (lambda: random.dropout(KEYS, X[:, 0, 0], 0.5), ValueError, "does not begin"),
-        (lambda: random.dropout(X, K, 0.5), TypeError, r"got torch.float32. To make a"),
-        (lambda: random.dropout(K, X, torch.ones(3)), ValueError, r"`p` has shape \[3"),
-    ],
-)
-def test_what_cannot_be_dropped_is_refused(call, error, match):
+def test_each_key_drops_from_its_part_what_it_drops_alone():
+    rows, cells = (random.dropout(k, X, 0.5) for k in (KEYS[:, 0], KEYS))
+    for i in range(2):
+        assert_same(rows[i], random.dropout(KEYS[i, 0], X[i], 0.5))
+        for j in range(3):
+            assert_same(cells[i, j], random.dropout(KEYS[i, j], X[i, j], 0.5))
+
+
+REFUSED = {
+    "p above": ((K, X, 1.5), ValueError, r"`p` is 1.5, outside \[0, 1"),
+    "p below": ((K, X, -0.1, False), ValueError, r"`p` is -0.1, outside"),
+    "integers": ((K, X.long(), 0.5), TypeError, r"dropout of torch.int64"),
+    "a device": ((KEYS.to("meta"), X, 0.5), ValueError, "key.to.x.device"),
+    "a shape": ((KEYS[0], X, 0.5), ValueError, r"shape \[3\] for an `x`"),
+    "dimensions": ((KEYS, X[:, 0, 0], 0.5), ValueError, "does not begin"),
+    "no key": ((X, K, 0.5), TypeError, r"got torch.float32. To make a"),
+    "shape of p": ((K, X, torch.ones(3)), ValueError, r"`p` has shape \[3"),
+}
+
+
+@rows("args, error, match", REFUSED)
+def test_what_cannot_be_dropped_is_refused(args, error, match):
     with pytest.raises(error, match=match):
-        call()
+        random.dropout(*args)
 
 
 # --- Derivatives -------------------------------------------------------------------
@@ -136,55 +123,38 @@ def curved(drop, p=0.5):
 OURS, PLAIN = curved(random.dropout), curved(plain)
 
 
-def base_gradient(fn, x):
-    x = leaf(x)
-    return torch.autograd.grad(fn(x), x)[0]
-
-
-def base_second(fn, x):
-    x = leaf(x)
-    (g,) = torch.autograd.grad(fn(x), x, create_graph=True)
-    return torch.autograd.grad(g.sin().sum(), x)[0]
-
-
 def batch_of_cotangents(fn, x):
     x = leaf(x)
     y = torch.stack([fn(x), fn(2 * x)])
     return torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)[0]
 
 
-def forward_mode(fn, x, *, both=False):
+def forward_mode(fn, x):
     with forward_ad.dual_level():
-        x = leaf(x) if both else x
         dual = forward_ad.make_dual(x, torch.ones_like(x))
-        tangent = forward_ad.unpack_dual(fn(dual)).tangent
-        return torch.autograd.grad(tangent, x)[0] if both else tangent
+        return forward_ad.unpack_dual(fn(dual)).tangent
 
 
-WAYS = {
-    "backward": base_gradient,
-    "backward twice": base_second,
+WAYS = TRANSFORMS | {
     "a batch of cotangents": batch_of_cotangents,
     "forward mode": forward_mode,
-    "forward mode, then backward": lambda f, x: forward_mode(f, x, both=True),
-    "grad": lambda f, x: grad(f)(x),
-    "vjp": lambda f, x: vjp(f, x)[1](torch.ones(())),
-    "jvp": lambda f, x: jvp(f, (x,), (torch.ones_like(x),)),
-    "jacfwd": lambda f, x: jacfwd(f)(x),
-    "hessian": lambda f, x: hessian(f)(x),
-    "jacrev of jacrev": lambda f, x: jacrev(jacrev(f))(x),
-    "grad under a base gradient": lambda f, x: base_gradient(
+    "forward mode, then backward": lambda f, x: backward(
+        lambda x: forward_mode(f, x), x
+    ),
+    "grad under a base gradient": lambda f, x: backward(
         lambda x: grad(f)(x).sin().sum(), x
     ),
-    "vmap of grad": lambda f, x: vmap(grad(f), in_dims=(None, 0))(x, KEYS[0]),
-    "vmap of grad of parts": lambda f, x: vmap(grad(f))(x, KEYS[:, 0]),
+    "vmap of grad, over keys": lambda f, x: vmap(grad(f), (None, 0))(x, KEYS[0]),
+    "vmap of grad, over parts": lambda f, x: vmap(grad(f))(x, KEYS[:, 0]),
     "make_fx": lambda f, x: make_fx(lambda *a: grad(f)(*a))(x, K)(2 * x, KEYS[0, 0]),
-    "remat": lambda f, x: base_gradient(remat(f), x),
+    "remat": lambda f, x: backward(remat(f), x),
     "grad of remat": lambda f, x: grad(remat(f))(x),
 }
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+# torch.func.linearize's own.
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+@rows("way", WAYS)
 def test_every_derivative_is_that_of_the_formula(way):
     assert_same(way(OURS, X), way(PLAIN, X), reassociated=True)
 
@@ -198,7 +168,7 @@ def test_first_derivatives_are_bitwise_those_of_the_formula(way):
 def test_compiled_gradients_are_those_of_the_formula(backend):
     torch._dynamo.reset()
     compiled = torch.compile(OURS, backend=backend, fullgraph=True)
-    assert_same(base_gradient(compiled, X), base_gradient(OURS, X))
+    assert_same(backward(compiled, X), backward(OURS, X))
     inner = torch.compile(grad(OURS), backend=backend, fullgraph=True)
     assert_same(inner(X), grad(OURS)(X))
 
@@ -220,13 +190,6 @@ def test_derivatives_flow_to_a_probability_that_is_a_tensor():
     assert_same(each[1], random.dropout(K, X, p[1].detach().float()))
 
 
-def test_the_euler_check():
-    x = leaf(X)
-    y = random.dropout(K, x, 0.5).square().sum()
-    y.backward()
-    torch.testing.assert_close((x.grad * x).sum(), 2 * y)
-
-
 # --- Memory format -----------------------------------------------------------------
 
 FORMATS = {
@@ -237,16 +200,16 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("arrange", FORMATS.values(), ids=FORMATS.keys())
+@rows("arrange", FORMATS)
 @pytest.mark.parametrize("p", [0.5, torch.tensor(0.5)])
 def test_values_and_gradients_keep_the_memory_format(arrange, p):
     x = arrange(torch.arange(1.0, 2 * 3 * 4 * 5 + 1).view(2, 3, 4, 5)).detach()
     rows = random.dropout(K, x.contiguous(), p)
-    for leaf in (x, x.clone().requires_grad_()):
-        y = random.dropout(K, leaf, p)
+    for t in (x, of_graph := leaf(x)):
+        y = random.dropout(K, t, p)
         assert y.stride() == x.stride()
         assert_same(y.detach().contiguous(), rows)
-    (g,) = torch.autograd.grad(y, leaf, torch.ones_like(x))
+    (g,) = torch.autograd.grad(y, of_graph, torch.ones_like(x))
     assert g.stride() == x.stride()
     assert_same((g * x).contiguous(), rows)
 
@@ -268,21 +231,6 @@ def test_the_graph_holds_the_key_and_no_mask():
     assert live_bytes(lambda: random.dropout(K, x, 0.5)) == n
     assert live_bytes(lambda: random.dropout(random.fold_in(K, 3), x, 0.5)) == n + 16
     assert live_bytes(lambda: nn.functional.dropout(x, 0.5)) >= n + x.numel()
-
-
-def test_a_chain_of_layers_holds_a_key_for_each():
-    x = leaf(torch.ones(1000))
-
-    def chain(drop):
-        y = x
-        for i in range(10):
-            y = drop(random.fold_in(K, i), y)
-        return y
-
-    ours = live_bytes(lambda: chain(lambda k, y: random.dropout(k, y, 0.1)))
-    with_masks = live_bytes(lambda: chain(lambda k, y: plain(k, y, 0.1)))
-    assert ours == x.nbytes + 10 * 16
-    assert with_masks >= x.nbytes + 10 * x.numel()
 
 
 def test_the_backward_draws_again_once():

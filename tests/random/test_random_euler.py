@@ -1,19 +1,33 @@
-"""Euler's identity, x . grad f(x) = 2 f(x), for f of degree 2 with masks in it.
+"""Euler's identity with masks, for each source of randomness, on each path of autograd.
 
-It holds whatever the masks are, as long as the value and the gradient are of the same
-ones. So it needs no other run to compare with, and fails wherever a recomputation drew
-something else: for each source of randomness, on each path through autograd.
+A path gives an input with the gradient and the value there.
 """
 
 import functools
-import itertools
-import os
-import random as python_random
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
+from support.euler import (
+    GENERATORS,
+    GLOBAL,
+    HOST,
+    KEYED,
+    KEYS,
+    SOURCES,
+    XS,
+    K,
+    X,
+    assert_euler,
+    bound_outside,
+    cross,
+    differentiated,
+    disturb,
+    from_nowhere,
+    generator_argument,
+    keyless,
+)
+from support.tables import rows
+from support.zoo import leaves_of, plainly
 from torch.func import grad, grad_and_value, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -22,128 +36,11 @@ from remat import random, remat
 from remat.testing import count_ops
 
 
-N = 64
-W = torch.randn(N, N, dtype=torch.double)
-XS = torch.randn(4, N, dtype=torch.double)
-X = XS[0]
-KEYS = random.split(random.key(7), 4)
-K = KEYS[0]
-
-
-def masked(x, draw):
-    """Homogeneous of degree 2: a masked layer between two masks, squared."""
-    h = torch.relu((x * draw()) @ W)
-    return (h * draw()).square().sum()
-
-
-# --- Sources: given how to wrap, functions of x and of a key that most leave alone ---
-
-
-def from_key(x, key):
-    keys = iter(random.split(key))
-    return masked(x, lambda: random.bernoulli(next(keys), 0.5, (N,)))
-
-
-def from_dropout(x, key):
-    keys = iter(random.split(key))
-    drop = lambda t: random.dropout(next(keys), t, 0.5)
-    return drop(torch.relu(drop(x) @ W)).square().sum()
-
-
-def from_generator(x, generator):
-    return masked(x, lambda: torch.rand(N, generator=generator) > 0.5)
-
-
-def from_global(x):
-    drop = nn.functional.dropout
-    return drop(torch.relu(drop(x) @ W)).square().sum()
-
-
-def from_python(x):
-    return masked(x, lambda: torch.tensor([python_random.random() > 0.5 for _ in X]))
-
-
-def from_numpy(x):
-    return masked(x, lambda: torch.from_numpy(np.random.rand(N) > 0.5))
-
-
-def from_nowhere(x):
-    """What cannot be replayed, and so is drawn anew by a recomputation."""
-    return masked(x, lambda: torch.tensor([byte > 127 for byte in os.urandom(N)]))
-
-
-def captured_key(wrap):
-    return lambda x, key: wrap(lambda x: from_key(x, key))(x)
-
-
-def generator_argument(wrap):
-    generator, fn = torch.Generator().manual_seed(1), wrap(from_generator)
-    return lambda x, _: fn(x, generator)
-
-
-def captured_generator(wrap):
-    generator = torch.Generator().manual_seed(1)
-    fn = wrap(lambda x: from_generator(x, generator))
-    return lambda x, _: fn(x)
-
-
-def opaque_generator(wrap):
-    generators = itertools.repeat(torch.Generator().manual_seed(1))
-    fn = wrap(lambda x: from_generator(x, next(generators)))
-    return lambda x, _: fn(x)
-
-
-def bound_outside(wrap):
-    fn = wrap(from_global)
-    return lambda x, key: random.bind(key)(fn)(x)
-
-
-def bound_inside(wrap):
-    return wrap(lambda x, key: random.bind(key)(from_global)(x))
-
-
-def keyless(fn):
-    def source(wrap):
-        wrapped = wrap(fn)
-        return lambda x, _: wrapped(x)
-
-    return source
-
-
-KEYED = {
-    "a key": lambda wrap: wrap(from_key),
-    "dropout by a key": lambda wrap: wrap(from_dropout),
-    "a captured key": captured_key,
-    "bound outside": bound_outside,
-    "bound inside": bound_inside,
-}
-GENERATORS = {
-    "a generator": generator_argument,
-    "a captured generator": captured_generator,
-    "an opaque generator": opaque_generator,
-}
-GLOBAL = {"the global stream": keyless(from_global)}
-HOST = {"Python's random": keyless(from_python), "NumPy": keyless(from_numpy)}
-SOURCES = KEYED | GENERATORS | GLOBAL | HOST
-
-
 # --- Paths: from f to pairs of a value and a gradient ------------------------------
 
 
-def disturb():
-    """Move every stream, as what runs before a backward may."""
-    torch.rand(3)
-    python_random.random()
-    np.random.rand()
-
-
-def differentiated(y, x, **options):
-    disturb()
-    return torch.autograd.grad(y, x, **options)[0]
-
-
 def by_backward(f):
-    x = X.clone().requires_grad_()
+    (x,) = leaves_of(X)
     y = f(x, K)
     disturb()
     y.backward()
@@ -151,7 +48,7 @@ def by_backward(f):
 
 
 def by_two_backwards(f):
-    x = X.clone().requires_grad_()
+    (x,) = leaves_of(X)
     y = f(x, K)
     for retain in (True, False):
         yield x, differentiated(y, x, retain_graph=retain), y
@@ -159,7 +56,7 @@ def by_two_backwards(f):
 
 def by_two_calls(f):
     """The one called first is differentiated last."""
-    x = X.clone().requires_grad_()
+    (x,) = leaves_of(X)
     y, z = f(x, K), f(x, KEYS[1])
     for value in (z, y):
         yield x, differentiated(value, x), value
@@ -197,7 +94,7 @@ def by_hvp(f):
 
 
 def by_double_backward(f):
-    x = X.clone().requires_grad_()
+    (x,) = leaves_of(X)
     y = f(x, K)
     g = differentiated(y, x, create_graph=True)
     yield x, g.detach(), y
@@ -217,23 +114,12 @@ BATCHED = {"vmap of grad": by_vmap, "grad of vmap": by_grad_of_vmap}
 # --- Eager -------------------------------------------------------------------------
 
 
-def plain(fn):
-    return fn
-
-
 def nested(fn):
     return remat(remat(fn))
 
 
 def checkpointed(fn):
     return functools.partial(checkpoint, fn, use_reentrant=False)
-
-
-def assert_euler(path, f):
-    for x, g, y in path(f):
-        torch.testing.assert_close(x.dot(g) / (2 * y), torch.ones_like(y))
-        assert (g == 0).any()
-        assert (g != 0).any()
 
 
 def evaluations(path, f):
@@ -243,44 +129,35 @@ def evaluations(path, f):
     return ops["relu"]
 
 
-def cross(*tables):
-    """Parametrize by a member of each table, in every combination."""
-    rows = itertools.product(*(t.items() for t in tables))
-    return [
-        pytest.param(*vs, id="-".join(ns))
-        for ns, vs in (zip(*r, strict=True) for r in rows)
-    ]
-
-
-wraps = pytest.mark.parametrize("wrap", [remat, nested])
+wraps = rows("wrap", {"remat": remat, "nested": nested})
 
 
 @wraps
-@pytest.mark.parametrize(("path", "source"), cross(TAPE | LEVELS, SOURCES))
+@rows("path, source", cross(TAPE | LEVELS, SOURCES))
 def test_a_recomputation_draws_the_masks_of_its_forward(path, source, wrap):
-    once = evaluations(path, source(plain))
+    once = evaluations(path, source(plainly))
     assert evaluations(path, source(wrap)) > once
 
 
 @wraps
-@pytest.mark.parametrize(("path", "source"), cross(BATCHED, KEYED))
+@rows("path, source", cross(BATCHED, KEYED))
 def test_each_example_has_the_masks_of_its_key(path, source, wrap):
     assert evaluations(path, source(wrap)) == 1 + (1 if wrap is remat else 2)
     assert differ(g == 0 for _, g, _ in path(source(wrap)))
 
 
 @wraps
-@pytest.mark.parametrize(("path", "source"), cross(BATCHED, GENERATORS | GLOBAL))
+@rows("path, source", cross(BATCHED, GENERATORS | GLOBAL))
 def test_each_example_has_the_masks_that_torch_draws_for_it(path, source, wrap):
     path = functools.partial(path, randomness="different")
-    assert evaluations(path, source(wrap)) > evaluations(path, source(plain))
+    assert evaluations(path, source(wrap)) > evaluations(path, source(plainly))
     assert differ(g == 0 for _, g, _ in path(source(wrap)))
 
 
 @wraps
-@pytest.mark.parametrize(("path", "source"), cross(BATCHED, HOST))
+@rows("path, source", cross(BATCHED, HOST))
 def test_all_examples_have_the_mask_that_the_host_draws(path, source, wrap):
-    assert evaluations(path, source(wrap)) > evaluations(path, source(plain))
+    assert evaluations(path, source(wrap)) > evaluations(path, source(plainly))
     assert not differ(g == 0 for _, g, _ in path(source(wrap)))
 
 
@@ -296,16 +173,16 @@ UNBOUND = {name: s for name, s in SOURCES.items() if s is not bound_outside}
 REPLAYED_BY_TORCH = {n: s for n, s in UNBOUND.items() if n in KEYED | GLOBAL}
 
 
-@pytest.mark.parametrize(("path", "source"), cross(TAPE, UNBOUND))
-def test_within_torchs_checkpoint_every_source_is_replayed(path, source):
+@rows("path, source", cross(TAPE, UNBOUND))
+def test_every_source_is_replayed_inside_torchs_checkpoint(path, source):
     with count_ops() as alone:  # with whichever masks
         [*path(source(checkpointed))]
     both = evaluations(path, source(lambda f: checkpointed(remat(f))))
     assert both > alone["relu"]
 
 
-@pytest.mark.parametrize(("path", "source"), cross(TAPE, REPLAYED_BY_TORCH))
-def test_torchs_checkpoint_within_is_replayed_as_far_as_it_replays(path, source):
+@rows("path, source", cross(TAPE, REPLAYED_BY_TORCH))
+def test_torchs_checkpoint_inside_replays_what_it_replays_alone(path, source):
     """What it saves itself needs no handle; a root of its result does."""
 
     def within(fn):
@@ -321,15 +198,15 @@ nowhere = keyless(from_nowhere)
 
 
 @wraps
-@pytest.mark.parametrize("path", [*TAPE.values(), *LEVELS.values(), *BATCHED.values()])
-def test_it_fails_for_masks_that_cannot_be_replayed(path, wrap):
-    assert_euler(path, nowhere(plain))
+@rows("path", TAPE | LEVELS | BATCHED)
+def test_the_check_fails_for_masks_that_cannot_be_replayed(path, wrap):
+    assert_euler(path, nowhere(plainly))
     with pytest.raises(AssertionError, match="Scalars are not close"):
         assert_euler(path, nowhere(wrap))
 
 
-@pytest.mark.parametrize("path", TAPE.values(), ids=TAPE.keys())
-def test_it_fails_for_a_generator_in_torchs_own_checkpoint(path):
+@rows("path", TAPE)
+def test_the_check_fails_for_a_generator_in_torchs_own_checkpoint(path):
     with pytest.raises(AssertionError, match="Scalars are not close"):
         assert_euler(path, generator_argument(checkpointed))
 
@@ -350,92 +227,7 @@ def by_trace_of_vmap(f):
 
 
 @pytest.mark.parametrize("path", [by_trace, by_trace_of_vmap])
-@pytest.mark.parametrize("source", KEYED.values(), ids=KEYED.keys())
+@rows("source", KEYED)
 def test_a_traced_gradient_is_of_the_masks_of_the_key_it_is_given(path, source):
-    assert evaluations(path, source(remat)) == evaluations(path, source(plain))
+    assert evaluations(path, source(remat)) == evaluations(path, source(plainly))
     assert differ(g == 0 for _, g, _ in [*path(source(remat))][:4])
-
-
-# --- Compiled ----------------------------------------------------------------------
-
-
-def leaf(x):
-    return x.clone().requires_grad_()
-
-
-def by_compiled_step(f, compile):
-    """A step of training: the backward is in the compiled code."""
-
-    @compile
-    def step(x, key):
-        y = f(x, key)
-        y.backward()
-        return y
-
-    for x, key in zip(map(leaf, XS), KEYS, strict=True):
-        y = step(x, key).detach()
-        yield x, x.grad, y
-
-
-def by_compiled_loss(f, compile):
-    compiled = compile(f)
-    for x, key in zip(map(leaf, XS), KEYS, strict=True):
-        y = compiled(x, key)
-        yield x, differentiated(y, x), y
-
-
-def by_compiled_grad(f, compile):
-    compiled = compile(grad_and_value(f))
-    for x, key in zip(XS, KEYS, strict=True):
-        yield x, *compiled(x, key)
-
-
-def by_compiled_vmap(f, compile):
-    yield from zip(XS, *compile(vmap(grad_and_value(f)))(XS, KEYS), strict=True)
-
-
-# In torch.func Dynamo fails at what breaks its graph: generators, the host's streams.
-COMPILATIONS = [
-    *cross({"step": by_compiled_step, "loss": by_compiled_loss}, SOURCES),
-    *cross({"grad": by_compiled_grad}, KEYED | GLOBAL),
-    # For the global stream torch wants `randomness`.
-    *cross({"vmap of grad": by_compiled_vmap}, KEYED),
-]
-
-
-@pytest.fixture
-def compiler():
-    """How to compile for a backend, from a clean slate."""
-    torch._dynamo.reset()
-    yield lambda backend: functools.partial(torch.compile, backend=backend)
-    torch._dynamo.reset()
-
-
-def assert_euler_compiled(path, f, compile):
-    """The same without a mode that counts, in which Dynamo would compile nothing."""
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert_euler(functools.partial(path, compile=compile), f)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
-
-
-# Dynamo and inductor warn of their own deprecations and of slow numerics.
-compiles = pytest.mark.filterwarnings("default")
-
-
-@compiles
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(("path", "source"), COMPILATIONS)
-def test_compiled_both_passes_have_the_same_masks(path, source, backend, compiler):
-    assert_euler_compiled(path, source(remat), compiler(backend))
-
-
-@compiles
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        *cross({"step": by_compiled_step}, KEYED | GLOBAL),
-        *cross({"grad": by_compiled_grad}, {"a key": KEYED["a key"]} | GLOBAL),
-    ],
-)
-def test_by_inductor_both_passes_have_the_same_masks(path, source, compiler):
-    assert_euler_compiled(path, source(remat), compiler("inductor"))

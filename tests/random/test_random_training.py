@@ -9,6 +9,8 @@ import functools
 
 import pytest
 import torch
+from support.tables import rows
+from support.zoo import plainly
 from torch import nn
 from torch.func import functional_call, grad_and_value
 from torch.nn import functional
@@ -35,9 +37,8 @@ def dropped(x, source, i):
 
 def attention(q, k, v, source):
     if source is None:
-        return functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=P
-        )
+        attend = functional.scaled_dot_product_attention
+        return attend(q, k, v, is_causal=True, dropout_p=P)
     future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     scores = q @ k.mT / q.shape[-1] ** 0.5
     weights = scores.masked_fill(future, -torch.inf).softmax(-1)
@@ -68,8 +69,7 @@ class Encoder(nn.TransformerEncoderLayer):
         shape = WIDTH, HEADS, 2 * WIDTH, P
         super().__init__(*shape, activation="gelu", batch_first=True)
 
-    def forward(self, x, source):
-        del source
+    def forward(self, x, _):
         return super().forward(x)
 
 
@@ -96,21 +96,19 @@ class Model(nn.Module):
 # --- What is drawn from, in each step ---------------------------------------------
 
 
-def keys(step):
+def keys(step, _):
     return random.fold_in(KEY, step), contextlib.nullcontext()
 
 
-def a_generator(step, *, generator):
-    del step
+def a_generator(_, generator):
     return generator, contextlib.nullcontext()
 
 
-def the_global_stream(step):
-    del step
+def the_global_stream(*_):
     return None, contextlib.nullcontext()
 
 
-def bound_keys(step):
+def bound_keys(step, _):
     return None, random.bind(random.fold_in(KEY, step))
 
 
@@ -132,9 +130,8 @@ def by_backward(model, draws, optimizer):
     return losses, dict(model.named_parameters())
 
 
-def by_func_grad(model, draws, optimizer):
+def by_func_grad(model, draws, _):
     """Train without state: the parameters and momenta are arguments and results."""
-    del optimizer
     params = {n: p.detach() for n, p in model.named_parameters()}
     momenta = {n: torch.zeros_like(p) for n, p in params.items()}
     losses = []
@@ -153,12 +150,10 @@ def trained(wrap, draws, train, block, optimizer):
     """Return what training ends in, with the streams, and how often blocks ran."""
     torch.manual_seed(1)
     generator = torch.Generator().manual_seed(2)
-    if draws is a_generator:
-        draws = functools.partial(draws, generator=generator)
     model = Model(block, wrap)
     start = torch.get_rng_state()
     with count_ops() as ops:
-        losses, params = train(model, draws, optimizer)
+        losses, params = train(model, lambda step: draws(step, generator), optimizer)
     state = torch.get_rng_state()
     assert losses[-1] < 0.8 * losses[0], "it learns"
     moved = not torch.equal(start, state)
@@ -178,20 +173,23 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
+@rows("run", RUNS)
 def test_training_ends_in_the_same_parameters_and_streams(run):
-    want, once, theirs = trained(lambda f: f, *run)
+    want, once, theirs = trained(plainly, *run)
     got, twice, ours = trained(remat, *run)
     assert_same(got, want)
     assert (once, twice) == (STEPS * BLOCKS, 2 * STEPS * BLOCKS)
     assert theirs == ours == (run[0] is the_global_stream)
 
 
+def checkpointed(fn):
+    return functools.partial(checkpoint, fn, use_reentrant=False)
+
+
 def test_a_mask_that_differed_would_have_shown():
     run = RUNS["a generator"]
-    wrap = lambda block: functools.partial(checkpoint, block, use_reentrant=False)
-    want, once, _ = trained(lambda f: f, *run)
-    got, twice, _ = trained(wrap, *run)
+    want, once, _ = trained(plainly, *run)
+    got, twice, _ = trained(checkpointed, *run)
     # torch's own checkpoint draws from where the generator has got to.
     assert twice == 2 * once
     assert not any(torch.equal(p, want[1][n]) for n, p in got[1].items())
@@ -211,15 +209,11 @@ def layers(x, source):
     return x
 
 
-def checkpointed(fn):
-    return functools.partial(checkpoint, fn, use_reentrant=False)
-
-
 # By what is wrapped and drawn from: the tensors, and other bytes, besides the input.
 KEPT = {
     # In plain the inputs of the sines, but for the first, and the result.
-    "masks": (lambda f: f, None, 2 * LAYERS, 0),
-    "keys": (lambda f: f, KEY, LAYERS, LAYERS * KEY_BYTES),
+    "masks": (plainly, None, 2 * LAYERS, 0),
+    "keys": (plainly, KEY, LAYERS, LAYERS * KEY_BYTES),
     "torch's checkpoint, a state": (checkpointed, None, 1, STATE_BYTES),
     # The states of streams are kept, if they moved, in no tensor.
     "remat, a state": (remat, None, 1, 0),
@@ -228,9 +222,8 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("case", KEPT.values(), ids=KEPT.keys())
-def test_what_dropout_keeps(case):
-    wrap, source, tensors, other = case
+@rows("wrap, source, tensors, other", KEPT)
+def test_what_dropout_keeps(wrap, source, tensors, other):
     x = torch.rand(2000, requires_grad=True)
     assert live_bytes(lambda: wrap(layers)(x, source)) == tensors * x.nbytes + other
     y = wrap(layers)(x, source)

@@ -1,10 +1,13 @@
 """What the tests of bind share: functions that draw, and how they are bound."""
 
+import contextlib
+
 import torch
 from torch import nn
 from torch.nn import functional as F, init  # noqa: N812
 
-from remat.random import bind, key, split
+from remat import random
+from remat.random import bind, fold_in, key, split
 
 
 ONES = torch.ones(3)
@@ -24,14 +27,17 @@ def first(out):
     return out if isinstance(out, torch.Tensor) else out[0]
 
 
-class Unmoved:
+def uniform(seed, i, n=3):
+    """What the i-th draw of a block is, if it is of uniform numbers."""
+    return random.uniform(fold_in(key(seed), i), (n,))
+
+
+@contextlib.contextmanager
+def unmoved():
     """The global stream stands where it stood."""
-
-    def __enter__(self):
-        self.state = torch.get_rng_state()
-
-    def __exit__(self, *_):
-        assert torch.equal(torch.get_rng_state(), self.state)
+    state = torch.get_rng_state()
+    yield
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 X = make(2, 4, 16, 16)
@@ -111,6 +117,16 @@ FUNCTIONS = {
 ATTENTION = nn.MultiheadAttention(8, 2, dropout=0.3)
 ENCODER = nn.TransformerEncoderLayer(8, 2, 16)
 DECODER = nn.TransformerDecoderLayer(8, 2, 16)
+
+
+def attended(q, p=0.3, **how):
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=p, **how)
+
+
+def pooled(x, dims=2, **how):
+    return getattr(F, f"fractional_max_pool{dims}d")(x, 2, **how)
+
+
 # Of a tensor that gradients flow to.
 LAYERS = {
     "dropout": (X, F.dropout),
@@ -128,55 +144,40 @@ LAYERS = {
     "rrelu, in place": (X, lambda x: F.rrelu(x * 1, training=True, inplace=True)),
     "gumbel_softmax": (X, F.gumbel_softmax),
     "gumbel_softmax, hard": (X, lambda x: F.gumbel_softmax(x, 0.5, hard=True, dim=1)),
-    "fractional_max_pool2d": (
-        X,
-        lambda x: F.fractional_max_pool2d(x, 2, output_size=7),
-    ),
+    "fractional_max_pool2d": (X, lambda x: pooled(x, output_size=7)),
     "fractional_max_pool2d, indices": (
         X,
-        lambda x: F.fractional_max_pool2d(
-            x, 2, output_ratio=(0.4, 0.4), return_indices=True
-        ),
+        lambda x: pooled(x, output_ratio=(0.4, 0.4), return_indices=True),
     ),
-    "fractional_max_pool3d": (
-        X,
-        lambda x: F.fractional_max_pool3d(x, 2, output_size=(2, 7, 7)),
-    ),
+    "fractional_max_pool3d": (X, lambda x: pooled(x, 3, output_size=(2, 7, 7))),
     "fractional_max_pool3d, indices": (
         X,
-        lambda x: F.fractional_max_pool3d(
-            x, 2, output_size=(2, 7, 7), return_indices=True
-        ),
+        lambda x: pooled(x, 3, output_size=(2, 7, 7), return_indices=True),
     ),
-    "attention": (
-        Q,
-        lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.3),
-    ),
-    "causal attention": (
-        Q,
-        lambda q: F.scaled_dot_product_attention(
-            q, q, q, dropout_p=0.3, is_causal=True
-        ),
-    ),
+    "attention": (Q, lambda q: attended(q)),
+    "causal attention": (Q, lambda q: attended(q, is_causal=True)),
     "FractionalMaxPool2d": (X, nn.FractionalMaxPool2d(2, output_size=7)),
     "RReLU": (X, nn.RReLU()),
-    "MultiheadAttention": (
-        SEQUENCE,
-        lambda x: ATTENTION(x, x, x),
-    ),
+    "MultiheadAttention": (SEQUENCE, lambda x: ATTENTION(x, x, x)),
     "MultiheadAttention, no weights": (
         SEQUENCE,
         lambda x: ATTENTION(x, x, x, need_weights=False),
     ),
     "TransformerEncoderLayer": (SEQUENCE, ENCODER),
-    "TransformerDecoderLayer": (
-        SEQUENCE,
-        lambda x: DECODER(x, x.sin()),
-    ),
+    "TransformerDecoderLayer": (SEQUENCE, lambda x: DECODER(x, x.sin())),
     "LSTM": (SEQUENCE, nn.LSTM(8, 6, 3, dropout=0.4, bidirectional=True)),
     "GRU": (SEQUENCE, nn.GRU(8, 6, 3, dropout=0.4, batch_first=True)),
     "RNN": (SEQUENCE, nn.RNN(8, 6, 2, dropout=0.4, bias=False)),
     "RNN, relu": (SEQUENCE, nn.RNN(8, 6, 2, dropout=0.4, nonlinearity="relu")),
+}
+
+# Draws that have no rule, and are refused.
+REFUSED = {
+    "poisson": lambda: torch.poisson(ONES),
+    "binomial": lambda: torch.binomial(ONES, ONES / 2),
+    "_standard_gamma": lambda: torch.distributions.Gamma(ONES, ONES).sample(),
+    "_sample_dirichlet": lambda: torch.distributions.Dirichlet(ONES).sample(),
+    "rand": lambda: torch.ops.aten.rand.default([3]),
 }
 
 KEYS = split(key(5), 3)

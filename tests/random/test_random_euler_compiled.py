@@ -1,0 +1,98 @@
+"""Euler's identity with masks, where torch.compile traces one pass or both."""
+
+import functools
+
+import pytest
+import torch
+from support.euler import (
+    GLOBAL,
+    KEYED,
+    KEYS,
+    SOURCES,
+    XS,
+    assert_euler,
+    cross,
+    differentiated,
+)
+from support.tables import rows
+from support.zoo import leaves_of
+from torch.func import grad_and_value, vmap
+
+from remat import remat
+
+
+def by_compiled_step(f, compile):
+    """A step of training: the backward is in the compiled code."""
+
+    @compile
+    def step(x, key):
+        y = f(x, key)
+        y.backward()
+        return y
+
+    for x, key in zip(leaves_of(*XS), KEYS, strict=True):
+        y = step(x, key).detach()
+        yield x, x.grad, y
+
+
+def by_compiled_loss(f, compile):
+    compiled = compile(f)
+    for x, key in zip(leaves_of(*XS), KEYS, strict=True):
+        y = compiled(x, key)
+        yield x, differentiated(y, x), y
+
+
+def by_compiled_grad(f, compile):
+    compiled = compile(grad_and_value(f))
+    for x, key in zip(XS, KEYS, strict=True):
+        yield x, *compiled(x, key)
+
+
+def by_compiled_vmap(f, compile):
+    yield from zip(XS, *compile(vmap(grad_and_value(f)))(XS, KEYS), strict=True)
+
+
+# In torch.func Dynamo fails at what breaks its graph: generators, the host's streams.
+COMPILATIONS = (
+    cross({"step": by_compiled_step, "loss": by_compiled_loss}, SOURCES)
+    | cross({"grad": by_compiled_grad}, KEYED | GLOBAL)
+    # For the global stream torch wants `randomness`.
+    | cross({"vmap of grad": by_compiled_vmap}, KEYED)
+)
+BY_INDUCTOR = cross({"step": by_compiled_step}, KEYED | GLOBAL) | cross(
+    {"grad": by_compiled_grad}, {"a key": KEYED["a key"]} | GLOBAL
+)
+
+
+@pytest.fixture
+def compiler():
+    """How to compile for a backend, from a clean slate."""
+    torch._dynamo.reset()
+    yield lambda backend: functools.partial(torch.compile, backend=backend)
+    torch._dynamo.reset()
+
+
+def assert_euler_compiled(path, f, compile):
+    """The same without a mode that counts, in which Dynamo would compile nothing."""
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert_euler(functools.partial(path, compile=compile), f)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+
+
+# Dynamo and inductor warn of their own deprecations and of slow numerics.
+compiles = pytest.mark.filterwarnings("default")
+
+
+@compiles
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@rows("path, source", COMPILATIONS)
+def test_both_passes_of_compiled_code_have_the_same_masks(
+    path, source, backend, compiler
+):
+    assert_euler_compiled(path, source(remat), compiler(backend))
+
+
+@compiles
+@rows("path, source", BY_INDUCTOR)
+def test_both_passes_of_inductors_code_have_the_same_masks(path, source, compiler):
+    assert_euler_compiled(path, source(remat), compiler("inductor"))

@@ -1,0 +1,202 @@
+"""Draws as operations of torch: in modes, transforms and graphs."""
+
+import functools
+import shutil
+
+import pytest
+import torch
+from support.draws import FLOATS, MANY, ONE, RAW_DRAWS, raw
+from support.tables import rows
+from torch._dynamo.testing import CompileCounter
+from torch.func import grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat.random import _ops
+from remat.testing import assert_same, count_ops
+
+
+HAS_COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+NO_COMPILER = pytest.mark.skipif(not HAS_COMPILER, reason="inductor compiles C++")
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=NO_COMPILER)]
+GRID = MANY.view(2, 3, 2)
+BATCHES = {"one": ONE, "batch": MANY.view(3, 2, 2)}
+every_draw = rows("draw", RAW_DRAWS)
+
+# By the name of the operation: what calls it, and with what besides keys.
+OPERATIONS = {
+    "split": (_ops.split, (3,)),
+    "fold_in": (_ops.fold_in, (7,)),
+    "fold_in_tensor": (_ops.fold_in, (torch.tensor([7, -2]),)),
+    "bits": (_ops.bits, (5, 16)),
+    "uniform": (_ops.uniform, (5, torch.bfloat16)),
+    "normal": (_ops.normal, (5, torch.float64)),
+}
+
+
+@rows("data", BATCHES)
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.filterwarnings("default")
+def test_the_operations_keep_what_torch_asks_of_them(data, name):
+    op = getattr(torch.ops.remat, name).default
+    results = torch.library.opcheck(op, (data, *OPERATIONS[name][1]))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@every_draw
+def test_dispatched_draws_are_those_that_are_not(draw):
+    want = draw(MANY, 9)
+    with count_ops() as ops:
+        assert torch.equal(draw(MANY, 9), want)
+    assert [name for name in ops if name.startswith("remat::")]
+    assert ops["mul"] == ops["bitwise_and_"] == 0
+
+
+# --- Traces -----------------------------------------------------------------------
+
+
+def operations_in(graph):
+    nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
+    return [n.target.overloadpacket for n in nodes]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_trace_holds_one_operation_for_each_draw(name):
+    call, args = OPERATIONS[name]
+    draw = lambda k: call(k, *args)
+    graph = make_fx(draw)(ONE)
+    ours = [op for op in operations_in(graph) if str(op).startswith("remat.")]
+    assert ours == [getattr(torch.ops.remat, name)]
+    assert torch.equal(graph(raw(7, 0)), draw(raw(7, 0)))
+
+
+def test_a_trace_of_a_batch_holds_one_draw():
+    draw = vmap(vmap(lambda k: _ops.uniform(k, 4, torch.float32)))
+    graph = make_fx(draw)(GRID)
+    called = operations_in(graph)
+    assert called.count(torch.ops.remat.uniform) == 1
+    assert len(called) <= 3
+    other = _ops.split(ONE, 6).view(2, 3, 2)
+    assert torch.equal(graph(other), draw(other))
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_draws_are_those_of_eager(backend):
+    def draw(k):
+        first, second = _ops.split(k, 2).unbind(0)
+        second = _ops.fold_in(second, 3)
+        u = _ops.uniform(first, 20, torch.float32)
+        return u, _ops.normal(second, 20, torch.float64), _ops.bits(k, 5, 64)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(draw, fullgraph=True, backend=backend)
+    for k in (ONE, raw(43, 0)):
+        assert_same(compiled(k), draw(k))
+    batched = torch.compile(vmap(draw), fullgraph=True, backend=backend)
+    assert_same(batched(MANY), vmap(draw)(MANY))
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_compiled_draw_of_a_dynamic_size_is_one_graph():
+    graphs = CompileCounter()
+
+    @functools.partial(torch.compile, fullgraph=True, dynamic=True, backend=graphs)
+    def draw(k, x):
+        return x + _ops.uniform(k, x.shape[0], torch.float32)
+
+    torch._dynamo.reset()
+    for n in (5, 6, 7):
+        want = _ops.uniform(ONE, n, torch.float32)
+        assert torch.equal(draw(ONE, torch.zeros(n)), want)
+    assert graphs.frame_count == 1
+
+
+# --- vmap and derivatives ---------------------------------------------------------
+
+
+def test_a_key_that_is_not_batched_draws_once():
+    def scaled(x, k=ONE):
+        return x * _ops.uniform(k, 3, torch.float32)
+
+    x = torch.arange(4.0)
+    want = x[:, None] * _ops.uniform(ONE, 3, torch.float32)
+    assert torch.equal(vmap(scaled, (0, None), randomness="error")(x, ONE), want)
+    assert torch.equal(vmap(scaled, randomness="error")(x), want)
+
+
+def test_vmap_folds_in_keys_values_or_both():
+    fold_in, values = _ops.fold_in, torch.arange(6)
+    pairs = torch.stack([fold_in(k, i) for i, k in enumerate(MANY)])
+    table = fold_in(MANY[:, None], values)
+    assert torch.equal(vmap(fold_in)(MANY, values), pairs)
+    assert torch.equal(vmap(fold_in, (0, None))(MANY, values), table)
+    assert torch.equal(vmap(fold_in, (None, 0))(MANY, values), table.transpose(0, 1))
+    assert torch.equal(vmap(fold_in)(MANY, values.expand(6, 6)), table)
+    halves = torch.stack([fold_in(MANY[:3], 0), fold_in(MANY[3:], 1)])
+    assert torch.equal(vmap(fold_in)(GRID, values[:2]), halves)
+    assert torch.equal(vmap(lambda k: fold_in(k, 2))(MANY), fold_in(MANY, 2))
+
+
+@pytest.mark.parametrize("n", [4, 3_000])
+def test_a_draw_is_a_constant_of_derivatives(n):
+    def loss(x, k=ONE):
+        return (x.sin() * _ops.normal(k, n, torch.float32)).sum()
+
+    x, z = torch.zeros(n), _ops.normal(ONE, n, torch.float32)
+    assert torch.equal(grad(loss)(x), z)
+    assert torch.equal(jvp(loss, (x,), (x + 1,))[1], z.sum())
+    assert torch.equal(grad(lambda x: grad(loss)(x).sum())(x), -x * z)
+    each = vmap(grad(loss), (None, 0), randomness="error")(x, MANY)
+    assert torch.equal(each, _ops.normal(MANY, n, torch.float32))
+
+
+# --- Modes and settings -----------------------------------------------------------
+
+
+def test_shapes_and_dtypes_are_known_without_data():
+    k, values = MANY.to("meta"), torch.zeros(4, dtype=int, device="meta")
+    assert _ops.split(k, 3).shape == (3, 6, 2)
+    assert _ops.fold_in(k, 3).shape == (6, 2)
+    assert _ops.fold_in(k[:, None], values).shape == (6, 4, 2)
+    assert _ops.bits(k, 5, 8).dtype == torch.int64
+    for dtype in FLOATS:
+        for draw in (_ops.uniform, _ops.normal):
+            out = draw(k, 5, dtype)
+            assert (out.shape, out.dtype, out.device.type) == ((6, 5), dtype, "meta")
+
+
+def noting(names):
+    def hook(self, func, types, args=(), kwargs=None):
+        names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    return {"__torch_function__": hook, "__torch_dispatch__": hook}
+
+
+@pytest.mark.parametrize("mode", [TorchFunctionMode, TorchDispatchMode])
+def test_a_mode_sees_one_operation(mode):
+    names = []
+    want = _ops.uniform(ONE, 3_000, torch.float32)
+    with type("Noting", (mode,), noting(names))():
+        got = _ops.uniform(ONE, 3_000, torch.float32)
+    assert torch.equal(got, want)
+    (name,) = names
+    assert name.startswith("remat.uniform")
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_default_device_does_not_move_a_draw(device):
+    want = _ops.normal(ONE, 3_000, torch.float32)
+    with torch.device(device):
+        assert torch.equal(_ops.normal(ONE, 3_000, torch.float32), want)
+        assert _ops.split(ONE, 2).device.type == "cpu"
+
+
+@every_draw
+def test_autocast_and_inference_mode_do_not_change_a_draw(draw):
+    for n in (9, 3_000):
+        want = draw(MANY, n)
+        with torch.autocast("cpu"), torch.inference_mode():
+            assert torch.equal(draw(MANY, n), want)
