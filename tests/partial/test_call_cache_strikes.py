@@ -38,7 +38,7 @@ def alternate(ours, plain):
     for call in range(12):
         STATE["on"] = call % 2 == 0
         assert_like_plain(ours, plain, X)
-        counts.append(last_call_cache().strikes)
+        counts.append(last_call_cache().misfits)
     return counts
 
 
@@ -48,7 +48,7 @@ def test_pruning_is_off_for_a_reason_after_three_strikes():
     counts = alternate(ours, fickle)
     assert counts == sorted(counts)
     cache = last_call_cache()
-    assert (cache.strikes, cache.plans) == (4, None)
+    assert (cache.misfits, cache.plans) == (4, None)
     assert "did not fit" in cache.reason
     STATE["on"] = True
     with count_ops() as ops:
@@ -85,7 +85,7 @@ def test_another_saved_value_is_not_taken_for_the_one_that_was_saved(state):
     states = "all", "all", state, state, "all"
     # A call that does not fit recomputes all; the one after it is recorded.
     assert exponentials_of_calls(elsewhere, policy, states) == [1, 1, 2, 1, 2]
-    assert last_call_cache().strikes == 2
+    assert last_call_cache().misfits == 2
 
 
 def swapped(x):
@@ -168,7 +168,7 @@ def test_one_change_for_good_is_one_strike():
     for call in range(9):
         STATE["on"] = call < 3
         of_backward(ours, (X,))
-    assert (last_call_cache().strikes, last_call_cache().reason) == (1, "")
+    assert (last_call_cache().misfits, last_call_cache().reason) == (1, "")
     # One of them is in `dead_end`. What is dead there does not run again.
     with count_ops() as ops:
         of_backward(ours, (X,))
@@ -185,7 +185,7 @@ def test_a_read_that_is_learned_is_no_strike():
     for _ in range(4):
         assert_like_plain(ours, reads, X)
     cache = last_call_cache()
-    assert (cache.strikes, cache.reason) == (0, "")
+    assert (cache.misfits, cache.reason) == (0, "")
 
 
 def test_a_read_is_learned_once():
@@ -209,7 +209,7 @@ def test_pruning_ends_after_too_many_lessons():
     for _ in range(25):
         assert_like_plain(ours, hungry, X)
     cache = last_call_cache()
-    assert cache.strikes == 0
+    assert cache.misfits == 0
     assert cache.reason == "" or "reads" in cache.reason
 
 
@@ -241,4 +241,4 @@ def test_an_error_of_the_recomputation_is_no_strike_of_another_call():
     changed.get()
     for _ in range(3):
         assert_like_plain(ours, changes, X)
-    assert last_call_cache().strikes <= 1
+    assert last_call_cache().misfits <= 1

@@ -108,7 +108,7 @@ NEEDS = [
     ),
     (
         "what Python reads runs with all that it needs",
-        record(pure([0], 1), pure([1], runs=True), pure([0], 2), roots=[[]]),
+        record(pure([0], 1), pure([1], always_runs=True), pure([0], 2), roots=[[]]),
         *("run run dead", {0}),
     ),
     ("all outputs", TWO, "run dead run dead", {0}),
@@ -127,7 +127,7 @@ def fates(text):
 @pytest.mark.parametrize(("rec", "expected", "needed"), rows(NEEDS))
 def test_a_plan_runs_what_the_roots_need(rec, expected, needed):
     made = plan(rec)
-    assert (made.fates, made.residuals, made.kept) == (fates(expected), (), set())
+    assert (made.fates, made.residuals, made.saved) == (fates(expected), (), set())
     assert made.needed == needed
 
 
@@ -141,12 +141,12 @@ def test_the_storages_of_a_plan_that_are_there_are_live():
 def test_an_operation_that_returns_one_and_changes_another_runs_for_either(root, other):
     norm = Step(Op("norm"), (0, 1), (2,), (1,))
     made = plan(record(norm, inputs=(0, 1), roots=[[root]]))
-    assert made.fates == (Fate.RUN,)
+    assert made.fates == (Fate.RECOMPUTED,)
     assert {0, root} <= made.live
     assert 1 in made.live, f"reading {root} needs {other} too"
 
 
-# --- Outputs with cotangents, and what was learned ---
+# --- Outputs with cotangents, and what was extra_roots ---
 
 
 DRAWS = record(draw(makes=1), draw(makes=2), pure([2], 3), roots=[[1], []])
@@ -159,7 +159,7 @@ OUTPUTS = [
     ("the second", TWO, {"outputs": [1]}, "dead dead run dead"),
     ("both", TWO, {"outputs": [0, 1]}, "run dead run dead"),
     ("none", TWO, {"outputs": []}, "dead dead dead dead"),
-    ("a lesson besides", TWO, {"outputs": [0], "learned": [4]}, "run dead run run"),
+    ("a lesson besides", TWO, {"outputs": [0], "extra_roots": [4]}, "run dead run run"),
     ("not pruned", TWO, {"outputs": [], "prune": False}, "run run run run"),
     # Draws after them have to find the stream where it was.
     ("every draw runs", DRAWS, {}, "run run dead"),
@@ -217,7 +217,7 @@ KEPT = [
     ),
     (
         "not what runs in any case",
-        record(pure([0], 1, runs=True), roots=[[1]]),
+        record(pure([0], 1, always_runs=True), roots=[[1]]),
         *([0], {}, "run", set()),
     ),
     (
@@ -243,7 +243,7 @@ KEPT = [
     ),
     ("for all outputs", TWO, [0, 2], {}, None, {(0, 0), (2, 0)}),
     ("for one output", TWO, [0, 2], {"outputs": [1]}, None, {(2, 0)}),
-    ("a lesson", TWO, [3], {"outputs": [0], "learned": [4]}, None, {(3, 0)}),
+    ("a lesson", TWO, [3], {"outputs": [0], "extra_roots": [4]}, None, {(3, 0)}),
     ("in full", TWO, [0], IN_FULL, "keep run run run", {(0, 0)}),
     ("in full, what is read", TWO, [0, 1], IN_FULL, "keep run run run", {(0, 0)}),
     ("in full, every output", HALF, [0], IN_FULL, "keep run", {(0, 0), (0, 1)}),
@@ -256,7 +256,7 @@ KEPT = [
 def test_a_plan_keeps_of_what_may_be_kept(rec, saveable, options, expected, residuals):
     made = plan(rec, saveable, **options)
     assert {*made.residuals} == residuals
-    assert made.kept == {i for i, _ in residuals}
+    assert made.saved == {i for i, _ in residuals}
     assert expected is None or made.fates == fates(expected)
 
 

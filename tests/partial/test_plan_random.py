@@ -22,7 +22,7 @@ from support.records import (
 from remat._partial.plan import Fate, plan
 
 
-RUN, METADATA_ONLY, KEEP, DEAD = Fate.RUN, Fate.METADATA_ONLY, Fate.KEEP, Fate.DEAD
+RUN, METADATA_ONLY, KEEP, DEAD = Fate.RECOMPUTED, Fate.METADATA_ONLY, Fate.SAVED, Fate.DEAD
 
 
 class Machine:
@@ -69,7 +69,7 @@ class Machine:
         return new
 
 
-def misfit(record, made, outputs=None, learned=()):
+def misfit(record, made, outputs=None, extra_roots=()):
     """What is other than in the forward if the plan is followed; "" if nothing is."""
     machine = Machine(record)
     read, before, end = machine.forward()
@@ -83,7 +83,7 @@ def misfit(record, made, outputs=None, learned=()):
         if now[i] != read[i]:
             return f"step {i} read {now[i]}, not {read[i]}"
     chosen = range(len(record.roots)) if outputs is None else outputs
-    for s in {*learned}.union(*(record.roots[j] for j in chosen)):
+    for s in {*extra_roots}.union(*(record.roots[j] for j in chosen)):
         if s in end and after.get(s) != end[s]:
             return f"root {s} is {after.get(s)}, not {end[s]}"
     return ""
@@ -112,7 +112,7 @@ def step_of(kind, one, reads, new):
         case "zeros_like":
             return zeros_like(one, new)
         case _:
-            return pure(reads, new, runs=kind == "runs")
+            return pure(reads, new, always_runs=kind == "runs")
 
 
 @st.composite
@@ -143,10 +143,10 @@ def test_everything_holds_what_it_held_along_a_plan(rec, data):
     saveable = data.draw(subsets(range(len(rec.steps))))
     outputs = data.draw(st.none() | subsets(range(len(rec.roots))))
     storages = {*rec.inputs}.union(*(step.makes for step in rec.steps))
-    learned = data.draw(subsets(storages))
-    made = plan(rec, saveable, outputs, learned=learned)
-    assert not misfit(rec, made, outputs, learned)
-    assert made.kept <= saveable
+    extra_roots = data.draw(subsets(storages))
+    made = plan(rec, saveable, outputs, extra_roots=extra_roots)
+    assert not misfit(rec, made, outputs, extra_roots)
+    assert made.saved <= saveable
     kept = {rec.steps[i].makes[k] for i, k in made.residuals}
     assert kept.isdisjoint(rec.inputs), "what is an input already is not kept"
 
@@ -158,7 +158,7 @@ def test_nothing_in_a_plan_can_be_left_out(rec, data):
     made = plan(rec, data.draw(subsets(range(len(rec.steps)))))
     for i in steps_of(made, RUN) | steps_of(made, METADATA_ONLY):
         step = rec.steps[i]
-        if not (step.runs or step.draws or step.is_view or step.writes):
+        if not (step.always_runs or step.draws or step.is_view or step.writes):
             without = [*made.fates]
             without[i] = DEAD
             assert misfit(rec, replace(made, fates=(*without,))), i
@@ -182,7 +182,7 @@ def test_an_operation_on_a_live_storage_runs_or_is_kept(rec, data):
         if fate is DEAD:
             assert touched.isdisjoint(made.live), i
             assert not step.draws, i
-            assert not step.runs, i
+            assert not step.always_runs, i
         if fate is METADATA_ONLY:
             metadata_only = {step.makes[k] for k in step.metadata_only}
             assert made.live.intersection(touched) <= metadata_only, i
@@ -211,7 +211,7 @@ def test_a_plan_for_fewer_outputs_keeps_and_needs_no_more(rec, data):
         assert {*one.residuals} <= {*other.residuals}
         assert steps_of(one, RUN) <= steps_of(other, RUN)
     # For a backward without some cotangents, among what was kept.
-    assert plan(rec, whole.kept, fewer) == small
+    assert plan(rec, whole.saved, fewer) == small
 
 
 @settings(max_examples=100)

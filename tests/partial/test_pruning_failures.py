@@ -71,7 +71,7 @@ def test_a_call_works_after_an_exception(policy, place, at):
             got = of_backward(ours, (X, W))
         assert_same(got, of_backward(fn, (X, W)))
     cache = last_call_cache()
-    assert (cache.strikes, cache.reason) == (0, "")
+    assert (cache.misfits, cache.reason) == (0, "")
     assert ops["sin"] == 2, "of the forward, and of the loss"
 
 

@@ -125,22 +125,6 @@ def test_every_answer_is_a_decision(text):
     assert all(type(MANY[text](o)) is Decision for o in OPS)
 
 
-@each_policy
-def test_a_policy_that_promises_not_to_offload_does_not(text):
-    policy = MANY[text]
-    assert policy.offloads or not any(policy(o).offloads for o in OPS)
-
-
-def test_a_policy_says_whether_it_offloads():
-    away = dots_saveable.but_offload()
-    assert away.offloads
-    assert (away | nothing_saveable).offloads
-    assert (save_only_these_names("a") & away).offloads
-    assert as_policy(saves).offloads
-    assert not (~away).offloads
-    assert not (dots_saveable | save_only_these_names("a")).offloads
-
-
 def test_the_names_that_a_policy_mentions():
     assert save_only_these_names("a", "b").names == {"a", "b"}
     assert save_any_names_but_these("a").names == {"a"}

@@ -230,7 +230,7 @@ def nothing_is_recorded() -> bool:
 
 def strikes() -> list[int]:
     """How many records of each signature did not fit."""
-    return [cache.strikes for cache in call_caches()]
+    return [cache.misfits for cache in call_caches()]
 
 
 def forget_calls(which: slice | None = None) -> None:
