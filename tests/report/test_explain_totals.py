@@ -1,8 +1,9 @@
 """`explain`: its totals are those of a real backward, to the byte.
 
-What a backward runs of nested calls is in the golden table. The measure: a call that has been differentiated before, so that inputs which no
+The measure: a call that has been differentiated before, so that inputs which no
 backward reads are dropped, against plain. Operations and FLOPs are counted in the
 backward; bytes are the allocator's, of a graph that alone holds the arguments.
+What a backward runs of nested calls is in the golden table.
 """
 
 import math
