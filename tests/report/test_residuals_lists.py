@@ -222,7 +222,7 @@ def test_arguments_come_in_order_then_captured_then_program_order():
     scale, table = make(4, seed=1), torch.arange(4.0).double()
 
     def f(x, y, *, z):
-        h = (x["b"] * x["a"][0]).sin() * z * scale
+        h = checkpoint_name((x["b"] * x["a"][0]).sin(), "h") * z * scale
         return h.exp() * y * torch.tensor([1.0, 2.0, 3.0, 4.0]) * table
 
     a, b, y, z = leaves(*[(4,)] * 4)
@@ -237,7 +237,7 @@ def test_arguments_come_in_order_then_captured_then_program_order():
         "from the captured `table`",
     ]
     made = [r.origin.removeprefix("output of ") for r in found[7:]]
-    assert made == ["mul", "sin", "exp"]
+    assert made == ["mul", "named 'h'", "exp"]
 
 
 def test_parameters_of_a_module_itself_have_the_names_of_its_state_dict():
