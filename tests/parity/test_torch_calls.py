@@ -146,18 +146,6 @@ def test_a_call_without_tensors():
     assert_same(got, points(3).sin().exp() * points(3).cos())
 
 
-def test_a_backward_after_the_graph_was_freed_is_refused():
-    """7: torch's own error, and no evaluation."""
-    body, calls = counted(lambda x: x.sin().exp())
-    out = remat(body)(leaf(3)).sum()
-    out.backward(retain_graph=True)
-    out.backward()
-    assert len(calls) == 3
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        out.backward()
-    assert len(calls) == 3
-
-
 @compared(evaluations=2)
 def test_some_outputs_may_need_no_grad(wrap, counting):
     """8."""

@@ -351,26 +351,6 @@ def test_a_hook_inside_fires_once(wrap, counting):
     return once, x.grad
 
 
-@compared(evaluations=2 + 2, plain=2)
-def test_a_backward_started_by_a_hook(wrap, counting):
-    """28: a rematerialized problem of its own within another's backward."""
-    body, inner, x = counting(sin_exp), leaf(3), leaf(3)
-    got = []
-
-    def hook(grad):
-        with torch.enable_grad():
-            wrap(body)(inner).sum().backward()
-        got.append(inner.grad.clone())
-        return grad * 1.0
-
-    y = x * 1.0
-    y.register_hook(hook)
-    wrap(body)(y).sum().backward()
-    (once,) = got
-    assert_same(once, x.grad)
-    return once, x.grad
-
-
 @compared(sin=2)
 def test_a_backward_started_inside_the_body(wrap, counting):
     """28: `backward` within the function, on tensors of its own."""
