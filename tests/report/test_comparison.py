@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.zoo import plainly
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import remat
@@ -37,6 +38,7 @@ SYSTEMS = {
     "`torch_remat` 0.2.2": torch_remat_checkpoint,
 }
 
+
 x = torch.tensor([1.0, 2.0, 3.0])
 xs = torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 2.0]])
 
@@ -52,15 +54,11 @@ def leaf():
 # Each case takes a checkpoint (the identity, for plain) and returns what it computes.
 
 
-def backward(ckpt):
-    q = leaf()
-    ckpt(f)(q).backward()
+def gradient(loss, q=None):
+    """The gradient of a loss by `.backward()`, at the point or a batch of points."""
+    q = leaf() if q is None else q
+    loss(q).backward()
     return q.grad
-
-
-def autograd_grad(ckpt):
-    q = leaf()
-    return torch.autograd.grad(ckpt(f)(q), q)
 
 
 def double_backward(ckpt):
@@ -69,52 +67,18 @@ def double_backward(ckpt):
     return torch.autograd.grad(first.sum(), q)
 
 
-def func_grad(ckpt):
-    return torch.func.grad(ckpt(f))(x)
-
-
 def func_vjp(ckpt):
     out, vjp = torch.func.vjp(ckpt(f), x)
     return out, vjp(torch.ones(()))
 
 
-def hessian(ckpt):
-    return torch.func.hessian(ckpt(f))(x)
+def batch():
+    return xs.clone().requires_grad_()
 
 
-def jvp(ckpt):
-    return torch.func.jvp(ckpt(f), (x,), (x,))
-
-
-def vmap_forward(ckpt):
-    return torch.vmap(ckpt(f))(xs)
-
-
-def vmap_backward(ckpt):
-    q = xs.clone().requires_grad_()
-    torch.vmap(ckpt(f))(q).sum().backward()
-    return q.grad
-
-
-def vmap_grad(ckpt):
-    return torch.vmap(torch.func.grad(ckpt(f)))(xs)
-
-
-def nested(ckpt):
+def some_inputs(ckpt):
     q = leaf()
-    ckpt(lambda z: ckpt(f)(z).sin())(q).backward()
-    return q.grad
-
-
-def dict_output(ckpt):
-    q = leaf()
-    ckpt(lambda z: {"a": z.sin()})(q)["a"].sum().backward()
-    return q.grad
-
-
-def keyword_called_debug(ckpt):
-    q = leaf()
-    ckpt(lambda z, debug: f(z) * debug)(q, debug=3.0).backward()
+    ckpt(f)(q * 1).backward(inputs=[q])
     return q.grad
 
 
@@ -146,7 +110,7 @@ def mutated_closure(ckpt):
     scale = torch.tensor([2.0])
     q = torch.tensor([3.0], requires_grad=True)
     out = ckpt(lambda z: (z * scale) ** 2)(q)
-    if ckpt is not plain:  # plain refuses this too; the right answer is without it
+    if ckpt is not plainly:  # plain refuses this too; the right answer is without it
         scale.fill_(5.0)
     out.sum().backward()
     return q.grad
@@ -205,30 +169,26 @@ def loss_in_attribute(ckpt):
     return q.grad.norm()
 
 
-def some_inputs(ckpt):
-    q = leaf()
-    ckpt(f)(q * 1).backward(inputs=[q])
-    return q.grad
-
-
-def plain(fn):
-    return fn
-
-
 CASES = {
-    "`.backward()`": backward,
-    "`torch.autograd.grad`": autograd_grad,
+    "`.backward()`": lambda ckpt: gradient(ckpt(f)),
+    "`torch.autograd.grad`": lambda ckpt: torch.autograd.grad(ckpt(f)(q := leaf()), q),
     "double backward": double_backward,
-    "`torch.func.grad`": func_grad,
+    "`torch.func.grad`": lambda ckpt: torch.func.grad(ckpt(f))(x),
     "`torch.func.vjp`": func_vjp,
-    "`torch.func.hessian`": hessian,
-    "`torch.func.jvp`": jvp,
-    "`vmap`, forward only": vmap_forward,
-    "`vmap`, then `.backward()`": vmap_backward,
-    "`vmap(grad)`": vmap_grad,
-    "nested in itself": nested,
-    "a function returning a dict": dict_output,
-    "a keyword argument called `debug`": keyword_called_debug,
+    "`torch.func.hessian`": lambda ckpt: torch.func.hessian(ckpt(f))(x),
+    "`torch.func.jvp`": lambda ckpt: torch.func.jvp(ckpt(f), (x,), (x,)),
+    "`vmap`, forward only": lambda ckpt: torch.vmap(ckpt(f))(xs),
+    "`vmap`, then `.backward()`": lambda ckpt: gradient(
+        lambda q: torch.vmap(ckpt(f))(q).sum(), batch()
+    ),
+    "`vmap(grad)`": lambda ckpt: torch.vmap(torch.func.grad(ckpt(f)))(xs),
+    "nested in itself": lambda ckpt: gradient(ckpt(lambda z: ckpt(f)(z).sin())),
+    "a function returning a dict": lambda ckpt: gradient(
+        lambda q: ckpt(lambda z: {"a": z.sin()})(q)["a"].sum()
+    ),
+    "a keyword argument called `debug`": lambda ckpt: gradient(
+        lambda q: ckpt(lambda z, debug: f(z) * debug)(q, debug=3.0)
+    ),
     "`functional_call` around it, backward outside": functional_call,
     "`BatchNorm` in training: updates of its buffers": batch_norm_updates,
     "a captured tensor changed before backward": mutated_closure,
@@ -266,8 +226,7 @@ def check(cell, case, system):
         with pytest.raises(error, match=re.escape(detail or "")):
             case(system)
         return
-    want = case(plain)
-    got = case(system)
+    want, got = case(plainly), case(system)
     if kind == "works":
         assert_same(got, want)
     else:

@@ -13,9 +13,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
+from support.zoo import plainly
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from remat import remat
 from remat.testing import assert_same, count_ops, live_bytes, peak_bytes
 
 
@@ -233,3 +235,40 @@ def bytes_left(client: Client, model: nn.Module) -> int:
 
     steps()
     return live_bytes(steps)
+
+
+def assert_no_more_than_theirs(
+    client: Client, style: str, wrap: Wrap = remat, *, copies: bool = False
+) -> tuple[int, int, int, int]:
+    """remat does no more work than torch's checkpoint, and holds no more bytes.
+
+    Args:
+        client: the model.
+        style: how remat is put in.
+        wrap: the transform under test.
+        copies: whether a peak may hold the buffers once more. Theirs updates running
+            statistics twice; remat has a copy of what they were.
+
+    Returns:
+        The bytes after a forward, plain and with remat, and those at the peak.
+    """
+    models = [of_style(client, style, wrap) for wrap in (plainly, theirs, wrap)]
+    _, other, ours = models
+    ran, allowed = (products(client, model) for model in (ours, other))
+    assert ran <= allowed, f"{ran} products, {allowed} with torch's checkpoint"
+    of_plain, allowed, held = (bytes_after_forward(client, m) for m in models)
+    assert held <= allowed, f"{held} bytes, {allowed} with torch's checkpoint"
+    beside = copies * sum(b.nbytes for b in ours.buffers())
+    at_peak, allowed, peak = (bytes_at_peak(client, model) for model in models)
+    assert peak <= allowed + beside, f"{peak} bytes, {allowed} with theirs"
+    return of_plain, held, at_peak, peak
+
+
+def assert_leaves_nothing_behind(
+    client: Client, style: str, wrap: Wrap = remat
+) -> None:
+    """Without the garbage collector: whatever is freed is freed at once."""
+    ours = of_style(client, style, wrap)
+    of_plain, left = (bytes_left(client, m) for m in (built(client), ours))
+    assert left == of_plain, f"{left} bytes are left, and {of_plain} without remat"
+    assert_recomputed(client, ours)

@@ -58,5 +58,5 @@ def test_other_counts_fail(counts):
 
 
 def test_gradients_that_vanish_fail():
-    with pytest.raises(AssertionError, match="all of it is zero"):
+    with pytest.raises(AssertionError, match="only zeros"):
         assert_replayed(gradients(lambda x: (x * 0).sin(), X), sin=2)

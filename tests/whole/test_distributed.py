@@ -1,4 +1,4 @@
-"""Two gloo processes on the CPU: FSDP2, DDP, tensor parallel and DTensors.
+"""Two gloo processes on the CPU: FSDP2, DDP and tensor parallel.
 
 Each arrangement is trained for three steps plain, with remat and with torch's
 checkpoint. Gradients and parameters have to be plain's bit for bit; a fourth step is
@@ -6,21 +6,35 @@ counted: sines have run again, and collectives no more often than with the check
 All arrangements of a test share their processes, for these take seconds to start.
 """
 
-import os
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.clients import theirs
+from support.processes import (
+    BLOCKS,
+    STEPS,
+    STYLES,
+    WIDTH,
+    Block,
+    Model,
+    blocks_of,
+    called,
+    decorated,
+    in_two_processes,
+    inside,
+    method,
+    one_batch,
+    train,
+)
+from support.zoo import plainly
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -28,135 +42,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
-from remat import policies, remat
-from remat.testing import assert_same, count_ops
+from remat import remat
+from remat.testing import assert_same
 
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
 )
-STEPS, BLOCKS, WIDTH = 3, 3, 8
-
-
-def as_it_is(fn):
-    return fn
-
-
-# --- What is trained ---
-
-
-class Sine(nn.Module):
-    def forward(self, x):
-        return x.sin()
-
-
-class Block(nn.Module):
-    """A residual block; `call` is what its forward does with its feed-forward part."""
-
-    def __init__(self, call=lambda self, x: self.mlp(x), dropout=0.0):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        layers = nn.Linear(WIDTH, 16), Sine(), nn.Linear(16, WIDTH)
-        self.mlp = nn.Sequential(*layers, nn.Dropout(dropout))
-        self.call = call
-
-    def forward(self, x):
-        return x + self.call(self, self.norm(x))
-
-    def branch(self, x):
-        return self.mlp(x)
-
-
-class Model(nn.Module):
-    """Blocks between two layers; `call` is what its forward does with each block."""
-
-    def __init__(self, blocks, call=lambda block, x: block(x)):
-        super().__init__()
-        self.embed = nn.Linear(4, WIDTH)
-        self.blocks = nn.ModuleList(blocks)
-        self.head = nn.Linear(WIDTH, 1)
-        self.call = call
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = self.call(block, x)
-        return self.head(x)
-
-
-def inside(wrap, **options):
-    """`forward` calls `remat(self.mlp)`."""
-    return Model(
-        [Block(lambda self, x: wrap(self.mlp)(x), **options) for _ in range(BLOCKS)]
-    )
-
-
-def method(wrap):
-    """`forward` calls `remat(self.branch)`."""
-    return Model([Block(lambda self, x: wrap(self.branch)(x)) for _ in range(BLOCKS)])
-
-
-def decorated(wrap):
-    """`forward` itself is decorated, in the class."""
-
-    class Decorated(Block):
-        forward = wrap(Block.forward)
-
-    return Model([Decorated() for _ in range(BLOCKS)])
-
-
-def replaced(wrap):
-    """`block.forward = remat(block.forward)`."""
-    model = Model([Block() for _ in range(BLOCKS)])
-    for block in model.blocks:
-        block.forward = wrap(block.forward)
-    return model
-
-
-def called(wrap):
-    """The parent calls `remat(block)`."""
-    call = lambda block, x: wrap(block)(x)
-    return Model([Block() for _ in range(BLOCKS)], call)
-
-
-# --- One training ---
-
-
-def inputs(rank, step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 4, generator=generator).roll(3 * rank, 0)[:4]
-
-
-def local(t):
-    """The numbers that this process has of a tensor."""
-    if t is None:
-        return "no gradient"
-    return (t.to_local() if isinstance(t, DTensor) else t).detach().clone()
-
-
-def one_batch(model, rank, step):
-    model(inputs(rank, step)).square().mean().backward()
-
-
-def train(model, rank, batch=one_batch):
-    """Take steps; return what they did, and what runs in one more."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    grads = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        batch(model, rank, step)
-        grads.append([local(p.grad) for p in model.parameters()])
-        optimizer.step()
-    with count_ops() as ops:
-        batch(model, rank, STEPS)
-    return {
-        "gradients": grads,
-        "parameters": [local(p) for p in model.parameters()],
-        "buffers": [local(b) for b in model.buffers()],
-        "stream": torch.rand(2),
-    }, ops
 
 
 # --- FSDP2 ---
@@ -176,7 +69,7 @@ def sharded(build, **options):
 
 def sharded_first(wrap):
     """Shard the blocks, and only then replace what they do."""
-    model = sharded(called)(as_it_is)
+    model = sharded(called)(plainly)
     for block in model.blocks:
         block.forward = wrap(block.forward)
     return model
@@ -218,13 +111,12 @@ def sharded_and_parallel(build):
 
 COLUMNS_AND_ROWS = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-STYLES = {
-    "inside": inside,
-    "method": method,
-    "decorated": decorated,
-    "replaced": replaced,
-    "called": called,
-}
+
+
+def with_dropout(wrap):
+    return inside(wrap, dropout=0.3)
+
+
 FSDP = {
     **{style: (sharded(build), one_batch) for style, build in STYLES.items()},
     "inside, gathered": (sharded(inside, reshard_after_forward=False), one_batch),
@@ -239,7 +131,7 @@ FSDP = {
     "replaced once sharded": (sharded_first, one_batch),
     "sublayers": (sharded_sublayers, one_batch),
     "sublayers, accumulated": (sharded_sublayers, accumulated),
-    "dropout": (sharded(lambda wrap: inside(wrap, dropout=0.3)), one_batch),
+    "dropout": (sharded(with_dropout), one_batch),
     "tensor parallel, inside": (sharded_and_parallel(inside), one_batch),
     "tensor parallel, called": (sharded_and_parallel(called), one_batch),
 }
@@ -261,11 +153,16 @@ def shared(wrap):
     return model
 
 
-def normalized(wrap):
-    model = called(wrap)
-    for block in model.blocks:
-        block.norm = nn.BatchNorm1d(WIDTH)
-    return model
+def normalized(build):
+    """Blocks whose norm has running statistics."""
+
+    def make(wrap):
+        model = build(wrap)
+        for block in model.blocks:
+            block.norm = nn.BatchNorm1d(WIDTH)
+        return model
+
+    return make
 
 
 class Unused(Block):
@@ -282,11 +179,6 @@ class Unused(Block):
         return x + self.branch(self.norm(x))
 
 
-def unused(wrap):
-    call = lambda block, x: wrap(block)(x)
-    return Model([Unused() for _ in range(BLOCKS)], call)
-
-
 def unsent(model, rank, step):
     """Two batches, of which the second sends gradients."""
     with model.no_sync():
@@ -299,11 +191,14 @@ DDP = {
     "one bucket": (replicated(called, bucket_cap_mb=25), one_batch),
     "static graph": (replicated(called, static_graph=True), one_batch),
     "views of buckets": (replicated(called, gradient_as_bucket_view=True), one_batch),
-    "unused": (replicated(unused, find_unused_parameters=True), one_batch),
+    "unused": (
+        replicated(lambda wrap: called(wrap, Unused), find_unused_parameters=True),
+        one_batch,
+    ),
     "no_sync": (replicated(called), unsent),
     "shared weights": (replicated(shared), one_batch),
-    "dropout": (replicated(lambda wrap: inside(wrap, dropout=0.3)), one_batch),
-    "batch norm": (replicated(normalized), one_batch),
+    "dropout": (replicated(with_dropout), one_batch),
+    "batch norm": (replicated(normalized(called)), one_batch),
 }
 
 
@@ -377,11 +272,11 @@ def by_hand(wrap):
     def branch(self, x):
         return Sum.apply(wrap(self.mlp)(Sum.apply(x, False)), True)
 
-    return Model([Block(branch) for _ in range(BLOCKS)])
+    return blocks_of(lambda: Block(branch))
 
 
 def by_hand_called(wrap):
-    model = by_hand(as_it_is)
+    model = by_hand(plainly)
     model.call = lambda block, x: wrap(block)(x)
     return model
 
@@ -398,16 +293,10 @@ TENSOR = {
 }
 
 
-# --- Processes ---
+# --- The comparison ---
 
 
-def theirs(fn):
-    return lambda *args: checkpoint(fn, *args, use_reentrant=False)
-
-
-WRAPS = {"plain": as_it_is, "remat": remat, "checkpoint": theirs}
-
-
+WRAPS = {"plain": plainly, "remat": remat, "checkpoint": theirs}
 ARRANGEMENTS = {"FSDP2": FSDP, "DDP": DDP, "tensor parallel": TENSOR}
 
 
@@ -423,25 +312,6 @@ def train_all(kind: str, rank: int) -> dict[Any, Any]:
                 results[name, way] = traceback.format_exc()
             dist.barrier()
     return results
-
-
-def work(rank: int, path: str, task: Callable[..., Any], *args: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"{path}/store", 2)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timeout
-    )
-    try:
-        torch.save(task(*args, rank), f"{path}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
-def in_two_processes(path: Any, task: Callable[..., Any], *args: Any) -> list[Any]:
-    mp.spawn(work, args=(str(path), task, *args), nprocs=2)
-    return [torch.load(path / f"{r}.pt", weights_only=False) for r in range(2)]
 
 
 def collectives(ops):
@@ -501,76 +371,30 @@ def test_trainings_are_those_of_plain(kind, tmp_path, subtests):
                 assert_as_plain(name, {way: results[name, way] for way in WRAPS})
 
 
-# --- Functions of DTensors ---
+# --- When DDP sends gradients ---
 
 
-def block(w, x):
-    return torch.tanh(w @ torch.tanh(w @ x))
+def train_and_watch(rank):
+    """Train plain and with remat; count how often each parameter gets ready."""
+    results = []
+    for wrap in plainly, remat:
+        torch.manual_seed(0)
+        model, ready = replicated(normalized(method))(wrap), Counter()
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(
+                lambda _, name=name, ready=ready: ready.update([name])
+            )
+        seen, ops = train(model, rank)
+        results.append((seen, ops["sin"], [*ready.values()]))
+    return results
 
 
-def redistributed(w, x):
-    h = (w @ x).redistribute(placements=[Replicate()]).sin()
-    return h.redistribute(placements=[Shard(0)]).tanh()
-
-
-def dropped(w, x):
-    return nn.functional.dropout(torch.tanh(w @ x), 0.5).tanh()
-
-
-FUNCTIONS = {"block": block, "redistributed": redistributed, "dropped": dropped}
-POLICIES = {
-    "nothing": None,
-    "dots": policies.dots_saveable,
-    "everything": policies.everything_saveable,
-}
-# What a backward runs of a block: products, and tanhs.
-BACKWARD = {"plain": (4, 0), "nothing": (6, 2), "dots": (4, 2), "everything": (4, 0)}
-
-
-def of_dtensors(rank):
-    """The gradients of each function under each policy, and what runs for them."""
-    mesh = init_device_mesh("cpu", (2,))
-    w, x = torch.randn(2, 4, 4).unbind()
-    found = {}
-    for name, fn in FUNCTIONS.items():
-        for policy in BACKWARD:
-            wrap = as_it_is if policy == "plain" else remat(policy=POLICIES[policy])
-            for captured in False, True:
-                found[name, policy, captured] = three_calls(
-                    fn, wrap, captured, distribute_tensor(w, mesh, [Shard(0)]), x
-                )
-    return found
-
-
-def three_calls(fn, wrap, captured, w, x):
-    """Call one remat object three times; count the last."""
-    w = w.detach().requires_grad_()
-    x = distribute_tensor(x, w.device_mesh, [Replicate()]).requires_grad_()
-    ours = wrap((lambda x: fn(w, x)) if captured else fn)
-    seen = []
-    for number in range(3):
-        torch.manual_seed(number)
-        with count_ops() as forward:
-            out = ours(x) if captured else ours(w, x)
-            loss = out.sin().sum()
-        with count_ops() as backward:
-            grads = torch.autograd.grad(loss, [w, x])
-        seen += [local(out), *map(local, grads)]
-    return seen, [(ops["mm"], ops["tanh"]) for ops in (forward, backward)]
-
-
-def test_functions_of_dtensors_follow_policies(tmp_path, subtests):
-    for rank, found in enumerate(in_two_processes(tmp_path, of_dtensors)):
-        for (name, policy, captured), (seen, (forward, backward)) in found.items():
-            with subtests.test(name, policy=policy, captured=captured, rank=rank):
-                want, (once, _) = found[name, "plain", captured]
-                assert_same(seen, want)
-                assert all(t.any() for t in want)
-                assert forward == once
-                if name == "block":
-                    # A DTensor's operation is counted as that, and as the local one.
-                    levels = once[0] // 2
-                    expected = tuple(levels * n for n in BACKWARD[policy])
-                    assert backward == expected
-                elif policy != "everything":
-                    assert (backward[1] > 0) == (policy != "plain")
+def test_every_parameter_gets_ready_once_in_each_step(tmp_path):
+    both = in_two_processes(tmp_path, train_and_watch)
+    for (want, sines, _), (got, more, ready) in both:
+        assert_same(got, want)
+        assert len(ready) == len(want["parameters"])
+        assert {*ready} == {STEPS + 1}
+        assert more == 2 * sines
+    first, second = (ours["gradients"] for _, (ours, *_) in both)
+    assert_same(first, second)  # averaged over the processes

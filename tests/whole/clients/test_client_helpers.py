@@ -5,7 +5,9 @@ import torch
 from support.clients import (
     STYLES,
     Client,
+    assert_leaves_nothing_behind,
     assert_moved,
+    assert_no_more_than_theirs,
     assert_recomputed,
     assert_trains_as_plain,
     of_style,
@@ -91,3 +93,29 @@ def test_a_model_without_gradients_fails():
     run = train(CLIENT, model)
     with pytest.raises(AssertionError, match=r"no gradient for \['1.0.weight'"):
         assert_moved(model, run)
+
+
+@styles
+def test_more_work_and_more_bytes_than_with_torchs_checkpoint_fail(style):
+    assert_no_more_than_theirs(CLIENT, style, theirs)
+    with pytest.raises(AssertionError, match=r"11\) products, .* with torch's"):
+        assert_no_more_than_theirs(CLIENT, style, twice)
+    kept = []
+
+    def hoarding(fn):
+        return lambda x: (kept.append(torch.ones(4096)), theirs(fn)(x))[1]
+
+    with pytest.raises(AssertionError, match=r"bytes, .* with torch's"):
+        assert_no_more_than_theirs(CLIENT, style, hoarding)
+
+
+@styles
+def test_a_step_that_leaves_bytes_behind_fails(style):
+    kept = []
+
+    def leaking(fn):
+        return lambda *args: kept.append(theirs(fn)(*args)) or kept[-1]
+
+    assert_leaves_nothing_behind(CLIENT, style, theirs)
+    with pytest.raises(AssertionError, match="bytes are left"):
+        assert_leaves_nothing_behind(CLIENT, style, leaking)

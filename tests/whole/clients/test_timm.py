@@ -10,19 +10,16 @@ from support.clients import (
     STYLES,
     Client,
     adamw,
-    assert_recomputed,
+    assert_leaves_nothing_behind,
+    assert_no_more_than_theirs,
     assert_trains_as_plain,
     built,
     bytes_after_forward,
-    bytes_at_peak,
-    bytes_left,
     of_style,
     products,
     sgd,
-    theirs,
     train,
 )
-from support.zoo import plainly
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -162,25 +159,11 @@ def test_policies(name, style, policy):
 @styles
 @clients()
 def test_no_more_work_and_bytes_than_with_torchs_checkpoint(name, style):
-    client = CLIENTS[name]
-    models = [of_style(client, style, wrap) for wrap in (plainly, theirs, remat)]
-    _, other, ours = models
-    ran, allowed = (products(client, model) for model in (ours, other))
-    assert ran <= allowed
-    all_bytes, allowed, held = (bytes_after_forward(client, m) for m in models)
-    assert held <= allowed
+    all_bytes, held, *_ = assert_no_more_than_theirs(CLIENTS[name], style, copies=True)
     assert held < all_bytes
-    # Theirs updates running statistics twice; ours has a copy of what they were.
-    copies = sum(b.nbytes for b in ours.buffers())
-    _, allowed, peak = (bytes_at_peak(client, model) for model in models)
-    assert peak <= allowed + copies
 
 
 @styles
 @clients("vit", "resnet")
 def test_steps_leave_nothing_behind(name, style):
-    client = CLIENTS[name]
-    ours = of_style(client, style, remat)
-    of_plain, left = (bytes_left(client, m) for m in (built(client), ours))
-    assert left == of_plain
-    assert_recomputed(client, ours)
+    assert_leaves_nothing_behind(CLIENTS[name], style)

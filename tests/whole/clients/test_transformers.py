@@ -1,8 +1,4 @@
-"""Models of Hugging Face's transformers, unmodified, small and with random weights.
-
-Configurations are the defaults but for sizes: decoders keep their caches, dropout is as
-it comes. Nothing is downloaded.
-"""
+"""Models of Hugging Face's transformers, unmodified: trainings are those of plain."""
 
 from dataclasses import replace
 
@@ -10,25 +6,18 @@ import pytest
 import torch
 from support.clients import (
     STYLES,
-    Client,
     adamw,
-    assert_moved,
     assert_recomputed,
     assert_trains_as_plain,
     built,
     bytes_after_forward,
-    bytes_at_peak,
-    bytes_left,
-    gradients,
     of_style,
     products,
     replace_forward,
     sgd,
-    snapshot,
-    theirs,
     train,
 )
-from support.decoders import GROUPED, SMALL, language, llama, tokens
+from support.decoders import CLIENTS, clients, tokens, without_cache
 from support.zoo import plainly
 from torch import nn
 
@@ -37,110 +26,7 @@ from remat.testing import assert_same, count_ops
 
 
 pytestmark = pytest.mark.clients
-pytest.importorskip("transformers", reason="needs the extra `clients`")
-import transformers as hf  # noqa: E402
-
-
-# --- The models ---
-
-
-def padded_language():
-    """Sentences of different lengths: masks are tensors, and made in each forward."""
-    inputs = language()
-    lengths = torch.arange(24, 12, -3)[:, None]
-    inputs["attention_mask"] = (torch.arange(24) < lengths).long()
-    return inputs
-
-
-def mixtral(**options):
-    config = hf.MixtralConfig(
-        **GROUPED, num_local_experts=4, output_router_logits=True, **options
-    )
-    return hf.MixtralForCausalLM(config)
-
-
-def gemma():
-    """Layers with a sliding window and without, and a cache of each kind."""
-    config = hf.Gemma3TextConfig(
-        **GROUPED,
-        head_dim=8,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    return hf.Gemma3ForCausalLM(config)
-
-
-def gpt2():
-    config = hf.GPT2Config(
-        vocab_size=64,
-        n_positions=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return hf.GPT2LMHeadModel(config)
-
-
-def t5():
-    config = hf.T5Config(
-        vocab_size=64,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-    )
-    return hf.T5ForConditionalGeneration(config)
-
-
-def bert():
-    return hf.BertForMaskedLM(hf.BertConfig(**SMALL))
-
-
-def vit():
-    config = {**SMALL, "image_size": 16, "patch_size": 4}
-    del config["vocab_size"], config["max_position_embeddings"]
-    return hf.ViTForImageClassification(hf.ViTConfig(**config))
-
-
-def images():
-    return {
-        "pixel_values": torch.randn(4, 3, 16, 16),
-        "labels": torch.tensor([0, 1] * 2),
-    }
-
-
-def of_decoder(model):
-    return [model.model.layers]
-
-
-CLIENTS = {
-    "llama": Client(llama, of_decoder, language),
-    "llama-padded": Client(llama, of_decoder, padded_language),
-    "llama-dropout": Client(
-        lambda: llama(attention_dropout=0.2), of_decoder, padded_language
-    ),
-    "mixtral": Client(mixtral, of_decoder, language),
-    "mixtral-jitter": Client(
-        lambda: mixtral(router_jitter_noise=0.1), of_decoder, language
-    ),
-    "gemma": Client(gemma, of_decoder, language),
-    "gpt2": Client(gpt2, lambda model: [model.transformer.h], language),
-    "t5": Client(
-        t5, lambda model: [model.encoder.block, model.decoder.block], language
-    ),
-    "bert": Client(bert, lambda model: [model.bert.encoder.layer], padded_language),
-    "vit": Client(vit, lambda model: [model.vit.layers], images),
-}
-DECODERS = "llama", "mixtral", "gemma", "gpt2", "t5"
 styles = pytest.mark.parametrize("style", STYLES)
-
-
-def clients(*names):
-    return pytest.mark.parametrize("name", names or tuple(CLIENTS))
 
 
 # --- Training ---
@@ -252,190 +138,6 @@ def test_policies(name, style, options):
         nothing = of_style(client, style, remat)
         kept, less = (bytes_after_forward(client, model) for model in (ours, nothing))
         assert kept > less
-
-
-# --- Caches ---
-
-
-@styles
-@clients(*DECODERS)
-def test_a_cache_is_returned_as_plain_returns_it(name, style):
-    """Each layer appends to it once: not again in the recomputation."""
-    client = CLIENTS[name]
-    caches, want = [], []
-    for wrap in plainly, remat:
-        model = of_style(client, style, wrap)
-        torch.manual_seed(1)
-        out = model(**client.inputs())
-        client.loss(out).backward()
-        caches.append(out.past_key_values)
-        want.append([snapshot(out), gradients(model)])
-    assert_same(want[1], want[0])
-    assert type(caches[1]) is type(caches[0])
-    assert caches[1].get_seq_length() == caches[0].get_seq_length() == 24
-    assert_recomputed(client, model)
-
-
-def two_segments(model):
-    """Train on a text in two parts: the second part's gradient reaches the first."""
-    torch.manual_seed(1)
-    ids = tokens(2, 16)
-    cache = hf.DynamicCache(config=model.config)
-    losses = []
-    for part in ids[:, :10], ids[:, 10:]:
-        out = model(input_ids=part, labels=part, past_key_values=cache)
-        assert out.past_key_values is cache
-        losses.append(out.loss)
-    sum(losses).backward()
-    assert cache.get_seq_length() == 16
-    return [snapshot(losses), snapshot(cache), gradients(model)]
-
-
-@styles
-@clients("llama", "mixtral", "gemma", "gpt2")
-def test_gradients_through_a_cache_that_is_handed_on(name, style):
-    client = CLIENTS[name]
-    want = two_segments(built(client))
-    ours = of_style(client, style, remat)
-    for _ in range(3):
-        ours.zero_grad()
-        assert_same(two_segments(ours), want)
-    assert_recomputed(client, ours)
-
-
-# --- What leaves a layer by hooks ---
-
-
-def with_collected(build, *attentions):
-    """The hidden states and attentions that hooks collect take part in the loss."""
-
-    def eager(config_of=build):
-        model = config_of()
-        model.set_attn_implementation("eager")
-        return model
-
-    def loss(out):
-        collected = [*out.hidden_states, *out.attentions]
-        return out.loss + sum(t.sin().mean() for t in collected)
-
-    return eager, loss
-
-
-@styles
-@clients("llama", "mixtral", "bert", "vit")
-def test_losses_of_what_hooks_collect(name, style):
-    plain = CLIENTS[name]
-    build, loss = with_collected(plain.build)
-
-    def inputs():
-        return {
-            **plain.inputs(),
-            "output_hidden_states": True,
-            "output_attentions": True,
-        }
-
-    client = Client(build, plain.blocks, inputs, loss)
-    assert_trains_as_plain(client, style, remat)
-
-
-@styles
-def test_one_backward_for_each_of_two_losses(style):
-    """The routers' loss comes out by hooks; each backward reads a part of the graph."""
-    client = CLIENTS["mixtral"]
-    seen = []
-    for wrap in plainly, remat:
-        model = of_style(client, style, wrap)
-        torch.manual_seed(1)
-        out = model(**client.inputs())
-        out.aux_loss.backward(retain_graph=True)
-        seen.append(gradients(model))
-        out.logits.sin().mean().backward()
-        seen.append(gradients(model))
-    assert_same(seen[2:], seen[:2])
-    assert_moved(model, {"parameters": []})
-    assert_recomputed(client, model)
-
-
-# --- Memory ---
-
-
-def without_cache(name):
-    """torch's checkpoint cannot recompute a layer that appends to a cache."""
-    client = CLIENTS[name]
-    if name not in DECODERS:
-        return client
-    return replace(client, inputs=lambda: {**client.inputs(), "use_cache": False})
-
-
-# The profiler takes seconds, so the second style is run for two models.
-MEMORY = [(name, "forward") for name in ("mixtral", "gpt2", "t5", "bert")]
-MEMORY += [(name, style) for name in ("llama", "vit") for style in STYLES]
-of_memory = pytest.mark.parametrize(("name", "style"), MEMORY)
-
-
-@of_memory
-def test_no_more_work_and_bytes_than_with_torchs_checkpoint(name, style):
-    client = without_cache(name)
-    models = [of_style(client, style, wrap) for wrap in (plainly, theirs, remat)]
-    _, other, ours = models
-    ran, allowed = (products(client, model) for model in (ours, other))
-    assert ran <= allowed
-    all_bytes, allowed, held = (bytes_after_forward(client, m) for m in models)
-    assert held <= allowed
-    assert held < all_bytes / 2
-    all_bytes, allowed, peak = (bytes_at_peak(client, model) for model in models)
-    assert peak <= allowed
-    assert peak < all_bytes
-
-
-@of_memory
-def test_a_forward_holds_less_than_plain_with_the_cache_that_it_returns(name, style):
-    client = CLIENTS[name]
-    plain, ours = (of_style(client, style, wrap) for wrap in (plainly, remat))
-    all_bytes, held = (bytes_after_forward(client, model) for model in (plain, ours))
-    assert held < all_bytes * 2 / 3
-
-
-@of_memory
-def test_steps_leave_nothing_behind(name, style):
-    """Without the garbage collector: whatever is freed is freed at once."""
-    client = CLIENTS[name]
-    ours = of_style(client, style, remat)
-    of_plain, left = (bytes_left(client, m) for m in (built(client), ours))
-    assert left == of_plain
-    assert_recomputed(client, ours)
-
-
-@styles
-@clients("llama", "bert")
-def test_an_optimizer_in_the_backward(name, style):
-    """Each parameter takes its step when it has its gradient, and lets go of that."""
-    client = without_cache(name)
-
-    def steps_at_once(wrap):
-        model = of_style(client, style, wrap)
-
-        @torch.no_grad()
-        def step(p):
-            p -= 0.1 * p.grad
-            p.grad = None
-
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(step)
-        torch.manual_seed(1)
-        for _ in range(3):
-            client.loss(model(**client.inputs())).backward()
-        return model, [snapshot(p) for p in model.parameters()]
-
-    (plain, want), (other, others), (ours, got) = map(
-        steps_at_once, (plainly, theirs, remat)
-    )
-    assert_same(others, want)
-    assert_same(got, want)
-    models = plain, other, ours
-    all_bytes, allowed, peak = (bytes_at_peak(client, model) for model in models)
-    assert peak <= allowed
-    assert peak < all_bytes
 
 
 # --- torch.func ---

@@ -1,0 +1,164 @@
+"""What JAX's tests say of custom derivatives under `jax.checkpoint`.
+
+Numbers are items of the survey of JAX's tests: see `test_jax_transforms.py`.
+"""
+
+import pytest
+import torch
+from support.compared import compared, points
+from support.rules import TripledSinForFunc
+from support.zoo import plainly
+from torch.autograd import Function, gradcheck, gradgradcheck
+from torch.func import grad, jvp, vmap
+
+from remat import remat
+from remat.testing import assert_same, count_ops
+
+
+sine = TripledSinForFunc.apply
+CUSTOM = {
+    "grad(remat)": (lambda wrap: grad(wrap(sine)), 3.0, torch.cos),
+    "grad(grad(remat))": (lambda wrap: grad(grad(wrap(sine))), -3.0, torch.sin),
+    "grad(remat(grad))": (lambda wrap: grad(wrap(grad(sine))), -3.0, torch.sin),
+    "grad(grad(grad(remat)))": (
+        lambda wrap: grad(grad(grad(wrap(sine)))),
+        -3.0,
+        torch.cos,
+    ),
+    "vmap(grad(remat))": (
+        lambda wrap: lambda x: vmap(grad(wrap(sine)))(x[None])[0],
+        3.0,
+        torch.cos,
+    ),
+    "jvp(grad(remat))": (
+        lambda wrap: lambda x: jvp(grad(wrap(sine)), (x,), (torch.ones_like(x),))[1],
+        -3.0,
+        torch.sin,
+    ),
+}
+
+
+def assert_more_sines(derivative, *, reassociated=False):
+    """The same with remat as without, and sines run again."""
+    with count_ops() as plain_ops:
+        want = derivative(plainly)
+    with count_ops() as ops:
+        got = derivative(remat)
+    assert ops["sin"] > plain_ops["sin"]
+    assert_same(got, want, reassociated=reassociated)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("derivative", "factor", "true"), CUSTOM.values(), ids=list(CUSTOM)
+)
+def test_custom_derivatives_are_used_though_they_are_wrong(derivative, factor, true):
+    """custom_api_test: the rule is what counts, to every order."""
+    x = points()
+    got = assert_more_sines(lambda wrap: derivative(wrap)(x))
+    assert_same(got, factor * true(x))
+
+
+def test_a_custom_derivative_by_forward_mode():
+    """58, 64: inside a loop, under remat, differentiated again."""
+
+    def f(x):
+        for _ in range(3):
+            x = sine(x) * 2.0
+        return x.sum()
+
+    def directional(wrap):
+        return grad(lambda x: jvp(wrap(f), (x,), (points(3),))[1])(points(3))
+
+    # x is used in value and tangent (promise 1).
+    assert_more_sines(directional, reassociated=True)
+
+
+class ScaledByDict(Function):
+    """Takes its tensors in a dict, and a flag that has no derivative."""
+
+    @staticmethod
+    def forward(x, scale, negative):
+        return x * scale * (-1 if negative else 1)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, scale, ctx.negative = inputs
+        ctx.save_for_backward(x, scale)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        x, scale = ctx.saved_tensors
+        return 7 * cotangent * scale.exp(), cotangent * x.exp(), None
+
+
+@compared(evaluations=2)
+def test_a_custom_rule_with_a_dict_and_a_flag(wrap, counting):
+    """custom_api_test: dictionaries and arguments that are not differentiated."""
+    body = counting(lambda d, flag: ScaledByDict.apply(d["x"], d["s"], flag).sin())
+    loss = wrap(lambda *args: body(*args).sum())
+    return grad(loss)({"x": points(3), "s": points(3) + 1}, True)
+
+
+class TwoOutputs(Function):
+    """Its backward is told which cotangent is missing."""
+
+    missing: list[tuple[bool, bool]] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x.sin(), x.exp()
+
+    @staticmethod
+    def backward(ctx, of_sin, of_exp):
+        TwoOutputs.missing.append((of_sin is None, of_exp is None))
+        (x,) = ctx.saved_tensors
+        return of_sin * x.cos()
+
+
+def test_a_custom_rule_sees_which_cotangents_do_not_exist():
+    """custom_api_test: symbolic zeros."""
+    TwoOutputs.missing.clear()
+    x = points(3).requires_grad_()
+    with count_ops() as ops:
+        remat(lambda x: TwoOutputs.apply(x.sin()))(x)[0].sum().backward()
+    assert TwoOutputs.missing == [(False, True)]
+    assert ops["sin"] == 2 + 2
+    assert_same(x.grad, x.detach().sin().cos() * x.detach().cos())
+
+
+class ImplicitSolve(Function):
+    """Solve A y = b; the derivative is another solve (custom_linear_solve)."""
+
+    @staticmethod
+    def forward(a, b):
+        return torch.linalg.solve(a, b)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        a, y = ctx.saved_tensors
+        of_b = ImplicitSolve.apply(a.mT, cotangent)
+        return -of_b @ y.mT, of_b
+
+
+def test_an_implicit_derivative():
+    """custom_linear_solve: first and second order."""
+    a = (points(3, 3).sin() + 2 * torch.eye(3)).double()
+    b = points(3, 1).double()
+
+    def f(a, b):
+        return ImplicitSolve.apply(a * 1.0, b.sin()).square().sum()
+
+    with count_ops() as ops:
+        got = grad(remat(f), argnums=(0, 1))(a, b)
+    assert ops["sin"] == 2
+    assert_same(got, grad(f, argnums=(0, 1))(a, b))
+    leaves = a.requires_grad_(), b.requires_grad_()
+    assert gradcheck(remat(f), leaves)
+    assert gradgradcheck(remat(f), leaves)

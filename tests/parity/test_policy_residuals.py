@@ -1,0 +1,247 @@
+"""What JAX's tests say of the values that a policy keeps, and of combinations.
+
+Numbers and letters are those of `test_policy_savings.py`.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from support.policies import (
+    MATRIX,
+    assert_runs,
+    chain_of_three,
+    points,
+    settled,
+)
+from support.zoo import plainly
+from torch.func import grad, vmap
+
+from remat import checkpoint_name, remat, saved_residuals
+from remat._partial.cache import CACHES
+from remat.policies import (
+    Decision,
+    dots_saveable,
+    everything_saveable,
+    nothing_saveable,
+    register_dot,
+    save_any_names_but_these,
+    save_anything_except_these_names,
+    save_from_both_policies,
+    save_larger_than,
+    save_names_matching,
+    save_only_these_names,
+    save_ops,
+    save_smaller_than,
+)
+from remat.testing import assert_same, count_ops, live_bytes
+
+
+aten = torch.ops.aten
+save_sin = save_ops(aten.sin)
+
+
+# --- 37 to 42: lists of residuals ---
+
+
+@pytest.mark.parametrize(
+    ("fn", "kept"),
+    [
+        (lambda x: torch.einsum("ii->i", x), []),
+        (lambda x: torch.zeros(3, 3) * x, []),
+        (lambda x: torch.zeros_like(x) * x, []),
+        (lambda x: torch.zeros_like(x) * x.sin(), ["from the argument x"]),
+        (lambda x: torch.arange(3.0) * x, []),
+    ],
+    ids=["diagonal", "zeros", "zeros_like", "zeros_sin", "arange"],
+)
+@pytest.mark.parametrize("policy", [None, nothing_saveable, dots_saveable], ids=repr)
+def test_constants_are_made_again(fn, kept, policy):
+    """37."""
+    assert settled(remat(fn, policy=policy, prune=True), points(3, 3)) == kept
+
+
+def test_a_named_value_is_listed_by_its_name():
+    """38: the value named is the product; its square saves it, and nothing more."""
+
+    @partial(remat, policy=save_ops(aten.mul), prune=True)
+    def fn(x):
+        x = checkpoint_name(x * x, "foo")
+        return x * x
+
+    assert settled(fn, points(3)) == ["from the argument x", "named 'foo'"]
+
+
+def test_naming_a_pytree_names_its_leaves():
+    """39."""
+
+    @partial(remat, policy=save_only_these_names("both"))
+    def fn(x):
+        both = checkpoint_name({"sin": x.sin(), "cos": (x.cos(), None, 3)}, "both")
+        return (both["sin"] * both["cos"][0]).exp()
+
+    assert settled(fn, points(3)) == ["from the argument x"] + 2 * ["named 'both'"]
+
+
+def constants(x):
+    """Three constants with names and one without."""
+    y = checkpoint_name(torch.full((3,), 2.0).double() * 2, "y")
+    z = checkpoint_name(torch.full((3,), 3.0).double() * 2, "z")
+    w = checkpoint_name(torch.full((3,), 4.0).double() * 2, "w")
+    u = torch.full((3,), 5.0).double() * 2
+    return x * y * z * w * u
+
+
+@pytest.mark.parametrize("names", ["", "y", "yz", "yzw"])
+@pytest.mark.parametrize("by", [save_any_names_but_these, save_only_these_names])
+def test_as_many_values_are_kept_as_names_that_may_be_saved(by, names):
+    """40 and 41: what has no name is never kept."""
+    fn = remat(constants, policy=by(*names), prune=True)
+    kept = names if by is save_only_these_names else "yzw"[len(names) :]
+    assert settled(fn, points(3)) == [f"named '{name}'" for name in kept]
+    assert [r.nbytes for r in saved_residuals(fn, points(3))] == [24] * len(kept)
+    assert_runs(fn, constants, points(3), full=4 - len(kept))
+
+
+@pytest.mark.parametrize(
+    ("policy", "sines"),
+    [(save_only_these_names("sin"), 2), (None, 3), (everything_saveable, 2)],
+    ids=["names", "None", "everything"],
+)
+def test_names_under_vmap(policy, sines):
+    """42."""
+
+    def plain(x):
+        return checkpoint_name(x.sin(), "sin").sin().sum()
+
+    xs = points(4, 3)
+    fn = remat(plain, policy=policy, prune=True)
+    assert_same(vmap(fn)(xs), vmap(plain)(xs))
+    with count_ops() as ops:
+        actual = vmap(grad(fn))(xs)
+    assert_same(actual, vmap(grad(plain))(xs))
+    assert ops["sin"] == sines
+
+
+# --- 54, d8: nested, and what is kept of it ---
+
+
+def test_only_the_named_value_is_kept_across_nested_calls():
+    """54: two calls read it, and it is there once."""
+
+    def nested(wrap, x):
+        def inner(y):
+            return y.sin().sin()
+
+        def outer(x):
+            y = checkpoint_name(x.exp(), "y")
+            return wrap(inner)(y) + wrap(inner)(2 * y)
+
+        return wrap(outer)(x)
+
+    wrap = partial(remat, policy=save_only_these_names("y"), prune=True)
+    fn, plain = partial(nested, wrap), partial(nested, plainly)
+    assert_runs(fn, plain, points(3), exp=0)
+    # The constant is the number 2, which torch saves past hooks: 8 bytes.
+    assert settled(fn, points(3)) == ["from a constant", "named 'y'"]
+
+
+def test_a_result_that_is_also_an_output_is_kept_once():
+    """`Remat3Test`: what the graph around keeps is not kept again."""
+
+    def fn(x):
+        y = checkpoint_name(x.exp(), "y")
+        return y, y.sin()
+
+    def live(wrap):
+        x = torch.linspace(0, 1, 1 << 12).requires_grad_()
+        return live_bytes(lambda: wrap(fn)(x)) // (4 << 12)
+
+    wrap = partial(remat, policy=save_only_these_names("y"))
+    assert live(wrap) == 2
+    assert_runs(lambda x: sum(wrap(fn)(x)), lambda x: sum(fn(x)), points(3), exp=0)
+
+
+def test_an_inner_policy_does_not_make_an_outer_call_keep_anything():
+    """d8, the golden table: it rules what is recomputed, and no more."""
+    inner = remat(chain_of_three, policy=everything_saveable)
+    outer = remat(lambda x: inner(x).sin(), policy=None, prune=True)
+    assert settled(outer, MATRIX) == ["from the argument x"]
+
+
+def test_an_outer_policy_reaches_into_a_call():
+    """d8."""
+    inner = remat(chain_of_three, prune=True)
+    outer = remat(lambda x: inner(x).sin(), policy=everything_saveable, prune=True)
+    assert "output of exp" in settled(outer, MATRIX)
+
+
+# --- d5, d6: policies that combine, and products of others ---
+
+
+def names_and_dots(x, u):
+    h = checkpoint_name((x @ u).sin(), "h")
+    return checkpoint_name((h @ u.mT).exp(), "out").sin()
+
+
+named = save_only_these_names("h")
+# A policy, and how many products, sines and exponentials are recomputed under it.
+COMBINATIONS = {
+    "None": (None, 2, 1, 1),
+    "dots": (dots_saveable, 0, 1, 1),
+    "h": (named, 2, 0, 1),
+    "dots|h": (dots_saveable | named, 0, 0, 1),
+    "both": (save_from_both_policies(dots_saveable, named), 0, 0, 1),
+    "everything-out": (everything_saveable - save_only_these_names("out"), 0, 0, 1),
+    "not_dots": (~dots_saveable, 1, 0, 0),
+    "small_dots": (dots_saveable & save_smaller_than(40), 1, 1, 1),
+    "large": (save_larger_than(40), 1, 0, 1),
+    "matching": (save_names_matching("h|o.*"), 1, 0, 0),
+    "but_h": (save_any_names_but_these("h"), 1, 1, 0),
+    "except_h": (save_anything_except_these_names("h"), 0, 1, 0),
+    "operators": ([aten.mm, aten.sin.default], 0, 0, 1),
+    "function": (lambda op: op.packet is aten.exp, 1, 1, 0),
+    "SAVE": (Decision.SAVE, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "dot", "sin", "exp"), COMBINATIONS.values(), ids=list(COMBINATIONS)
+)
+@pytest.mark.parametrize("prune", ["auto", True])
+def test_combinations_save_what_they_say(prune, policy, dot, sin, exp):
+    """Beside what is recomputed there are four products of cotangents."""
+    if policy is None and prune == "auto":
+        pytest.skip("nothing is recorded of so small a call")
+    fn = remat(names_and_dots, policy=policy, prune=prune)
+    args = MATRIX, points(2, 3)
+    assert_runs(fn, names_and_dots, *args, dot=4 + dot, sin=sin, exp=exp)
+
+
+def test_an_operator_of_the_users_becomes_a_dot():
+    """d6: policies for dots know custom products once they are registered."""
+
+    @torch.library.custom_op("remat_golden::product", mutates_args=())
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    product.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
+
+    def backward_of_product(ctx, cotangent):
+        a, b = ctx.saved_tensors
+        return cotangent @ b.mT, a.mT @ cotangent
+
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    product.register_autograd(backward_of_product, setup_context=save)
+
+    def plain(x):
+        return product(x.sin(), x).exp()
+
+    name = "remat_golden::product"
+    fn = remat(plain, policy=dots_saveable, prune=True)
+    assert_runs(fn, plain, MATRIX, **{name: 1})
+    CACHES.clear()
+    register_dot(torch.ops.remat_golden.product)
+    assert_runs(fn, plain, MATRIX, **{name: 0})

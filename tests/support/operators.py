@@ -1,0 +1,214 @@
+"""Torch's database of operators: samples as functions, and what can't be compared."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+
+# --- What can't be compared, and why ---
+
+
+NOTHING = "no sample has a tensor to differentiate, and the same result twice"
+
+
+NO_VALUES = {
+    **dict.fromkeys(["empty_like", "new_empty", "new_empty_strided"], "uninitialized"),
+    "sparse.sampled_addmm": "gives a sparse tensor, of which no sine is taken",
+}
+
+
+OF_CUDA = dict.fromkeys(
+    [
+        "jiterator_unary",
+        "jiterator_binary",
+        "jiterator_4inputs_with_extra_args",
+        "jiterator_binary_return_by_ref",
+        "jiterator_2inputs_2outputs",
+    ],
+    "only for CUDA",
+)
+
+
+EVERYWHERE = {
+    **OF_CUDA,
+    "chalf": "there is no sine of complex numbers in half precision",
+    "resize_": "refuses what requires grad",
+    "resize_as_": "refuses what requires grad",
+}
+
+
+UNDER_FUNC = {
+    **EVERYWHERE,
+    "sparse.sampled_addmm": "torch.func refuses sparse CSR tensors",
+    "sparse.mm-reduce": "torch.func refuses sparse CSR tensors",
+    "nn.functional.linear_cross_entropy-chunked": "a Function without setup_context",
+    "nn.functional.linear_cross_entropy-chunked_none": "likewise",
+}
+
+
+NO_RULE = "torch has no batching rule for it, or for an operator in it"
+
+
+DATA = "reads values, or has results of sizes that depend on them"
+
+
+RAISES = {
+    "backward": EVERYWHERE,
+    "func_grad": UNDER_FUNC,
+    "vmap_grad": {
+        **UNDER_FUNC,
+        **dict.fromkeys(
+            [
+                "allclose",
+                "equal",
+                "as_strided_scatter",
+                "native_batch_norm",
+                "_native_batch_norm_legit",
+                "_batch_norm_with_update",
+                "nn.functional.batch_norm",
+                "nn.functional.instance_norm",
+                "nn.functional.rrelu",
+                "_chunk_cat",
+                "histogramdd",
+                "to_sparse",
+            ],
+            NO_RULE,
+        ),
+        **dict.fromkeys(
+            [
+                "item",
+                "tensor_split",
+                "index_reduce-prod",
+                "scatter_reduce-prod",
+                "unique",
+                "unique_consecutive",
+                "nonzero",
+                "argwhere",
+                "nn.functional.gaussian_nll_loss",
+            ],
+            DATA,
+        ),
+    },
+}
+
+
+# Plain can't under a level of torch.func, and a recomputation can, which runs below it.
+BETTER = {
+    "func_grad": {
+        "nn.functional.linear_cross_entropy-chunked",
+        "nn.functional.linear_cross_entropy-chunked_none",
+        "tensor_split",
+    },
+    "vmap_grad": {"index_reduce-prod", "scatter_reduce-prod"},
+}
+
+
+# torch asks in their formulas whether a tensor is one of torch.func's wrappers, which
+# those of a recomputation below it are not, and adds up in another order.
+ROUNDED = {
+    "func_grad": {
+        *("prod", "cumprod", "masked.cumprod", "masked_fill"),
+        "nn.functional.binary_cross_entropy_with_logits",
+    },
+}
+
+
+# What is drawn in place changes a value after it was made: policies do not keep that.
+DRAWN_IN_PLACE = {
+    *("cauchy", "exponential", "geometric", "log_normal", "normal-in_place", "uniform"),
+}
+
+
+# torch_geometric, which other tests import, puts a function of its own there.
+REPLACED = {"index_select": torch._C._VariableFunctions.index_select}
+
+
+# Plain runs other operations for it under these levels than a recomputation does.
+UNCOUNTED = {
+    "func_grad": {"linalg.slogdet", "nn.functional.binary_cross_entropy_with_logits"},
+    "vmap_grad": {"masked_select", "logit"},
+}
+
+
+# --- Samples ---
+
+
+def differentiable(value: Any) -> bool:
+    """Whether it is a dense tensor of floating-point or complex numbers."""
+    return (
+        isinstance(value, Tensor)
+        and (value.is_floating_point() or value.is_complex())
+        and value.layout is torch.strided
+    )
+
+
+def parts(out: Any) -> list[Any]:
+    """All that an operator returned."""
+    # Not torch's own: whatever a function calls is searched in each call of remat.
+    if isinstance(out, (tuple, list)):
+        return [leaf for part in out for leaf in parts(part)]
+    return [out]
+
+
+class Case:
+    """An operator and one of its samples, as a function of what is differentiable."""
+
+    def __init__(self, op: Any, call: Callable[..., Any], sample: Any) -> None:
+        flat, treedef = tree_flatten((sample.input, sample.args, sample.kwargs))
+        apart = not op.supports_autograd
+        which = [
+            i
+            for i, x in enumerate(flat)
+            if differentiable(x) and (apart or x.requires_grad)
+        ]
+        self.leaves = [flat[i].detach() for i in which]
+        constants = [None if i in which else x for i, x in enumerate(flat)]
+        process = sample.output_process_fn_grad
+
+        def fn(*leaves: Tensor) -> Any:
+            inputs = list(constants)
+            for i, leaf in zip(which, leaves, strict=True):
+                inputs[i] = leaf * 1
+            first, rest, options = treedef.unflatten(inputs)
+            out = process(call(first, *rest, **options))
+            # What has no gradient is computed beside something that has one.
+            curved = [inputs[i] for i in which] if apart else parts(out)
+            return out, [t.sin() for t in curved if differentiable(t)]
+
+        self.fn = fn
+
+
+def cases(op: Any, call: Callable[..., Any], amounts: Any) -> Iterator[Any]:
+    """Yield the first samples in each type of numbers, with a name for each."""
+    for dtype, some in amounts.items():
+        if dtype not in supported(op):
+            continue
+        seed(0)
+        samples = op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd)
+        for i, sample in enumerate(itertools.islice(samples, some)):
+            case = Case(op, call, sample)
+            if case.leaves:
+                yield f"{dtype}, sample {i}", case
+
+
+def supported(op: Any) -> Any:
+    if op.supports_autograd:
+        return op.supported_backward_dtypes("cpu")
+    return {torch.float64} & op.supported_dtypes("cpu")
+
+
+def seed(number: int) -> None:
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def name_of(op):
+    variant = op.variant_test_name
+    return f"{op.name}-{variant}" if variant else op.name

@@ -1,0 +1,165 @@
+"""What the tests of two processes share: models, styles, a training, the processes."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from remat.testing import count_ops
+
+
+STEPS, BLOCKS, WIDTH = 3, 3, 8
+
+
+# --- What is trained ---
+
+
+class Sine(nn.Module):
+    def forward(self, x):
+        return x.sin()
+
+
+class Block(nn.Module):
+    """A residual block; `call` is what its forward does with its feed-forward part."""
+
+    def __init__(self, call=lambda self, x: self.mlp(x), dropout=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        layers = nn.Linear(WIDTH, 16), Sine(), nn.Linear(16, WIDTH)
+        self.mlp = nn.Sequential(*layers, nn.Dropout(dropout))
+        self.call = call
+
+    def forward(self, x):
+        return x + self.call(self, self.norm(x))
+
+    def branch(self, x):
+        return self.mlp(x)
+
+
+class Model(nn.Module):
+    """Blocks between two layers; `call` is what its forward does with each block."""
+
+    def __init__(self, blocks, call=lambda block, x: block(x)):
+        super().__init__()
+        self.embed = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, 1)
+        self.call = call
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return self.head(x)
+
+
+def blocks_of(block, call=lambda block, x: block(x)):
+    """A model whose blocks `block` makes."""
+    return Model([block() for _ in range(BLOCKS)], call)
+
+
+def inside(wrap, **options):
+    """`forward` calls `remat(self.mlp)`."""
+    return blocks_of(lambda: Block(lambda self, x: wrap(self.mlp)(x), **options))
+
+
+def method(wrap):
+    """`forward` calls `remat(self.branch)`."""
+    return blocks_of(lambda: Block(lambda self, x: wrap(self.branch)(x)))
+
+
+def decorated(wrap):
+    """`forward` itself is decorated, in the class."""
+
+    class Decorated(Block):
+        forward = wrap(Block.forward)
+
+    return blocks_of(Decorated)
+
+
+def replaced(wrap):
+    """`block.forward = remat(block.forward)`."""
+    model = blocks_of(Block)
+    for block in model.blocks:
+        block.forward = wrap(block.forward)
+    return model
+
+
+def called(wrap, block=Block):
+    """The parent calls `remat(block)`."""
+    return blocks_of(block, lambda block, x: wrap(block)(x))
+
+
+STYLES = {
+    "inside": inside,
+    "method": method,
+    "decorated": decorated,
+    "replaced": replaced,
+    "called": called,
+}
+
+
+# --- One training ---
+
+
+def inputs(rank, step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 4, generator=generator).roll(3 * rank, 0)[:4]
+
+
+def local(t):
+    """The numbers that this process has of a tensor."""
+    if t is None:
+        return "no gradient"
+    return (t.to_local() if isinstance(t, DTensor) else t).detach().clone()
+
+
+def one_batch(model, rank, step):
+    model(inputs(rank, step)).square().mean().backward()
+
+
+def train(model, rank, batch=one_batch):
+    """Take steps; return what they did, and what runs in one more."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grads = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch(model, rank, step)
+        grads.append([local(p.grad) for p in model.parameters()])
+        optimizer.step()
+    with count_ops() as ops:
+        batch(model, rank, STEPS)
+    return {
+        "gradients": grads,
+        "parameters": [local(p) for p in model.parameters()],
+        "buffers": [local(b) for b in model.buffers()],
+        "stream": torch.rand(2),
+    }, ops
+
+
+# --- Processes ---
+
+
+def work(rank: int, path: str, task: Callable[..., Any], *args: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(f"{path}/store", 2)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timeout
+    )
+    try:
+        torch.save(task(*args, rank), f"{path}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def in_two_processes(path: Any, task: Callable[..., Any], *args: Any) -> list[Any]:
+    mp.spawn(work, args=(str(path), task, *args), nprocs=2)
+    return [torch.load(path / f"{r}.pt", weights_only=False) for r in range(2)]

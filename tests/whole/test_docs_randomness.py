@@ -1,0 +1,265 @@
+"""docs/randomness.md and docs/limits.md on draws: replayed, refused, bound to keys."""
+
+import copy
+import itertools
+import random
+import subprocess
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.claims import gradient, ones, times
+from torch import nn
+from torch.func import jacrev
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import remat.random as keyed
+from remat import RandomnessError, remat
+from remat.testing import count_ops
+
+
+# --- What is replayed, and what is not ---
+
+
+local = threading.local()
+settings = ModuleType("settings")
+
+
+def in_a_thread_local_variable():
+    local.stream = random.Random(5)
+    return lambda: local.stream.random()
+
+
+def in_an_object_of_a_module():
+    settings.state = SimpleNamespace(generator=random.Random(5))
+    return lambda: settings.state.generator.random()
+
+
+def among(others):
+    source = itertools.repeat(([random.Random(5)], [[i] for i in range(others)]))
+    return lambda: next(source)[0][0].random()
+
+
+def of_the_operating_system():
+    source = random.SystemRandom()
+    return lambda: source.random()
+
+
+def of_new_generators():
+    return lambda: np.random.default_rng().random()
+
+
+def of_spawned_generators():
+    source = np.random.default_rng(0)
+    return lambda: source.spawn(1)[0].random()
+
+
+# Each makes a function that draws a number; whether a recompute draws it again.
+STREAMS = {
+    "in a thread-local variable": (in_a_thread_local_variable, False),
+    "in an object of a module": (in_an_object_of_a_module, False),
+    "among a hundred values": (lambda: among(100), True),
+    "among five hundred values": (lambda: among(500), False),
+    "of the operating system": (of_the_operating_system, False),
+    "of new generators": (of_new_generators, False),
+    "of spawned generators": (of_spawned_generators, False),
+}
+
+
+@pytest.mark.parametrize(("make", "replayed"), STREAMS.values(), ids=list(STREAMS))
+def test_whether_a_draw_is_replayed(make, replayed):
+    x, draw = ones(3), make()
+    y = remat(lambda x: times(x, draw()))(x)
+    assert torch.equal(gradient(y, x), y) is replayed
+
+
+def test_a_generator_that_is_only_copied_is_not_replayed():
+    x, source = ones(3), random.Random(5)
+    y = remat(lambda x: times(x, copy.copy(source).random()))(x)
+    source.random()
+    assert not torch.equal(gradient(y, x), y)
+
+
+def test_a_generator_made_in_the_first_call_and_kept_is_replayed():
+    kept, x = {}, ones(8)
+
+    def fn(x):
+        if "g" not in kept:
+            kept["g"] = torch.Generator().manual_seed(0)
+        return x * torch.rand(8, generator=kept["g"])
+
+    for _ in range(2):
+        y = remat(fn)(x)
+        with count_ops() as ops:
+            assert torch.equal(gradient(y, x), y.detach())
+        assert ops["rand"] == 1
+
+
+FIRST_USE_OF_NUMPY = """
+import numpy, torch
+from remat import remat
+
+x = torch.ones(3, requires_grad=True)
+for _ in range(2):
+    y = remat(lambda x: x * torch.tensor(float(numpy.random.rand())))(x)
+    print(torch.equal(torch.autograd.grad(y.sum(), x)[0], y))
+"""
+
+
+def test_the_first_use_of_numpy_random_is_replayed():
+    command = [sys.executable, "-c", FIRST_USE_OF_NUMPY]
+    out = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["True", "True"]
+
+
+# --- Batches of cotangents ---
+
+
+def drop_squares(x):
+    return nn.functional.dropout(x * x)
+
+
+def drop_squares_by_key(x):
+    return keyed.dropout(keyed.key(0), x * x, 0.5)
+
+
+def test_a_batch_of_cotangents_is_of_the_draws_of_the_forward():
+    torch.manual_seed(3)
+    y = drop_squares(torch.ones(8))
+    torch.manual_seed(3)
+    assert torch.equal(jacrev(remat(drop_squares))(torch.ones(8)), (2 * y).diag())
+
+
+def test_a_batch_of_cotangents_at_base_is_of_the_draws_of_the_forward():
+    x = ones(8)
+    y = remat(drop_squares)(x)
+    with count_ops() as ops:
+        (got,) = torch.autograd.grad(y, x, torch.eye(8), is_grads_batched=True)
+    assert ops["bernoulli_"] == 1
+    assert torch.equal(got, (2 * y).diag())
+
+
+def test_a_batch_of_recomputations_that_draw_is_refused():
+    with pytest.raises(RuntimeError, match="random operation"):
+        jacrev(jacrev(remat(drop_squares)))(torch.ones(8))
+
+
+def test_a_batch_of_recomputations_may_draw_from_keys():
+    x, fn = ones(8), remat(drop_squares_by_key)
+    y = fn(x)
+    (got,) = torch.autograd.grad(y, x, torch.eye(8), is_grads_batched=True)
+    assert torch.equal(got, (2 * y).diag())
+    assert torch.equal(jacrev(jacrev(fn))(x).sum((1, 2)), 2 * y)
+
+
+# --- Refused draws ---
+
+
+def test_draws_are_refused_but_in_traces():
+    fn = remat(drop_squares, rng="error")
+    refused = pytest.raises(RandomnessError, match="drew from a global random stream")
+    for x in ones(3), torch.ones(3):
+        for mode in torch.enable_grad, torch.no_grad:
+            with refused, mode():
+                fn(x)
+    make_fx(fn)(ones(3))
+
+
+def test_a_refused_draw_leaves_the_stream_of_python_alone():
+    before = random.getstate()
+    with pytest.raises(RandomnessError, match="stream of: Python's random"):
+        remat(lambda x: x * random.random(), rng="error")(ones(3))
+    assert random.getstate() == before
+
+
+def test_a_refused_draw_undoes_one_of_another_thread_at_that_moment():
+    library = torch.library.Library("remat_test_docs", "DEF")
+    library.define("slow(Tensor x) -> Tensor")
+
+    def slow(x):
+        thread = threading.Thread(target=torch.rand, args=(3,))
+        thread.start()
+        thread.join()
+        return x.clone()
+
+    library.impl("slow", slow, "CPU")
+    state = torch.get_rng_state()
+    refused = pytest.raises(RandomnessError, match="slow")
+    with refused, keyed.bind(keyed.key(0)):
+        torch.ops.remat_test_docs.slow(torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- In a bound block ---
+
+
+def test_what_has_no_keyed_version_is_refused_in_bind():
+    state = torch.get_rng_state()
+    with (
+        pytest.raises(RandomnessError, match=r"aten\.poisson.* no\nkeyed version"),
+        keyed.bind(keyed.key(0)),
+    ):
+        torch.poisson(torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("p", "calls"), [(0.0, 1), (0.5, 0)])
+def test_attention_that_drops_in_bind_is_written_out(p, calls):
+    q = torch.ones(1, 2, 4, 8)
+    with count_ops() as ops, keyed.bind(keyed.key(0)):
+        nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=p)
+    assert ops["_scaled_dot_product_flash_attention_for_cpu"] == calls
+
+
+def test_a_thread_that_a_bound_block_starts_draws_from_the_global_stream():
+    drawn = []
+    thread = threading.Thread(target=lambda: drawn.append(torch.rand(3)))
+    torch.manual_seed(3)
+    want = torch.rand(3)
+    torch.manual_seed(3)
+    with keyed.bind(keyed.key(0)):
+        thread.start()
+        thread.join()
+    assert torch.equal(drawn[0], want)
+
+
+def test_a_coroutine_that_waits_in_a_bound_block_leaves_it_open():
+    def waiting():
+        with keyed.bind(keyed.key(0)):
+            yield
+
+    block = waiting()
+    next(block)
+    meanwhile = torch.rand(3)
+    assert not [*block]
+    assert torch.equal(meanwhile, keyed.bind(keyed.key(0))(torch.rand)(3))
+
+
+def test_seeding_in_a_bound_block_seeds_the_global_stream_and_changes_no_draw():
+    torch.manual_seed(11)
+    want = torch.rand(3)
+    with keyed.bind(keyed.key(0)):
+        torch.manual_seed(11)
+        drawn = torch.rand(3)
+    assert torch.equal(torch.rand(3), want)
+    assert torch.equal(drawn, keyed.bind(keyed.key(0))(torch.rand)(3))
+
+
+def test_a_compiled_function_in_a_bound_block_is_not_compiled():
+    traced = []
+
+    def backend(graph, inputs):
+        traced.append(inputs)
+        return graph
+
+    fn = torch.compile(drop_squares, backend=backend)
+    whole = torch.compile(drop_squares, backend=backend, fullgraph=True)
+    bind = keyed.bind(keyed.key(0))
+    with bind:
+        assert torch.equal(fn(torch.ones(9)), bind(drop_squares)(torch.ones(9)))
+        with pytest.raises(RuntimeError, match="fullgraph"):
+            whole(torch.ones(9))
+    assert not traced

@@ -1,0 +1,94 @@
+"""Functions of DTensors in two processes follow policies."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import in_two_processes, local
+from support.zoo import plainly
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from remat import policies, remat
+from remat.testing import assert_same, count_ops
+
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
+)
+
+
+def block(w, x):
+    return torch.tanh(w @ torch.tanh(w @ x))
+
+
+def redistributed(w, x):
+    h = (w @ x).redistribute(placements=[Replicate()]).sin()
+    return h.redistribute(placements=[Shard(0)]).tanh()
+
+
+def dropped(w, x):
+    return nn.functional.dropout(torch.tanh(w @ x), 0.5).tanh()
+
+
+FUNCTIONS = {"block": block, "redistributed": redistributed, "dropped": dropped}
+
+
+POLICIES = {
+    "nothing": None,
+    "dots": policies.dots_saveable,
+    "everything": policies.everything_saveable,
+}
+
+
+# What a backward runs of a block: products, and tanhs.
+BACKWARD = {"plain": (4, 0), "nothing": (6, 2), "dots": (4, 2), "everything": (4, 0)}
+
+
+def of_dtensors(rank):
+    """The gradients of each function under each policy, and what runs for them."""
+    mesh = init_device_mesh("cpu", (2,))
+    w, x = torch.randn(2, 4, 4).unbind()
+    found = {}
+    for name, fn in FUNCTIONS.items():
+        for policy in BACKWARD:
+            wrap = plainly if policy == "plain" else remat(policy=POLICIES[policy])
+            for captured in False, True:
+                found[name, policy, captured] = three_calls(
+                    fn, wrap, captured, distribute_tensor(w, mesh, [Shard(0)]), x
+                )
+    return found
+
+
+def three_calls(fn, wrap, captured, w, x):
+    """Call one remat object three times; count the last."""
+    w = w.detach().requires_grad_()
+    x = distribute_tensor(x, w.device_mesh, [Replicate()]).requires_grad_()
+    ours = wrap((lambda x: fn(w, x)) if captured else fn)
+    seen = []
+    for number in range(3):
+        torch.manual_seed(number)
+        with count_ops() as forward:
+            out = ours(x) if captured else ours(w, x)
+            loss = out.sin().sum()
+        with count_ops() as backward:
+            grads = torch.autograd.grad(loss, [w, x])
+        seen += [local(out), *map(local, grads)]
+    return seen, [(ops["mm"], ops["tanh"]) for ops in (forward, backward)]
+
+
+def test_functions_of_dtensors_follow_policies(tmp_path, subtests):
+    for rank, found in enumerate(in_two_processes(tmp_path, of_dtensors)):
+        for (name, policy, captured), (seen, (forward, backward)) in found.items():
+            with subtests.test(name, policy=policy, captured=captured, rank=rank):
+                want, (once, _) = found[name, "plain", captured]
+                assert_same(seen, want)
+                assert all(t.any() for t in want)
+                assert forward == once
+                if name == "block":
+                    # A DTensor's operation is counted as that, and as the local one.
+                    levels = once[0] // 2
+                    expected = tuple(levels * n for n in BACKWARD[policy])
+                    assert backward == expected
+                elif policy != "everything":
+                    assert (backward[1] > 0) == (policy != "plain")
