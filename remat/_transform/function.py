@@ -187,7 +187,9 @@ class Remat(SingleLevelFunction):
                 facts.differentiable = facts.differentiable[: -facts.residuals]
         # Forward mode wants the tangent of a view to be a view, which ours is not.
         if facts.views and not (facts.batched or forward_mode):
-            outs = _as_views(outs, leaves, facts.views)
+            # On record, for the levels below: at its own, the node takes their place.
+            with torch.set_grad_enabled(not facts.exact):
+                outs = _as_views(outs, leaves, facts.views)
         if facts.untracked:
             # Inference tensors cannot be saved, but copies of them can.
             saved = [t.clone() if t.is_inference() else t for t in saved]
