@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.zoo import leaves_of, scalar
+from support.zoo import ZOO, leaves_of, scalar
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
@@ -25,15 +25,44 @@ class Transform:
     Attributes:
         run: takes the loss and its tensors.
         order: of the derivative.
-        at_base: whether base autograd alone differentiates, whose graph is plain's, so
-            that gradients are equal bit for bit.
         batched: whether the loss is evaluated on batches of its tensors.
+        plain: how often a plain function is evaluated.
+        evaluations: how often a rematerialized one is where each backward is a call:
+            under torch.func, and with `higher_order=True`.
+        nested: the same for a function rematerialized twice.
+        backwards: how many backwards of base autograd there are, if no others are.
+        spared: how many of `nested` run in the end in a backward of base autograd.
+        exact: whether sums are in the order of plain although the order is higher.
+        of_outputs: whether it takes a function that returns a tree of tensors.
+        cases: those of the zoo that plain torch differentiates in this way.
     """
 
     run: Callable[..., Any]
     order: int = 1
-    at_base: bool = False
     batched: bool = False
+    plain: int = 1
+    evaluations: int = 2
+    nested: int = 3
+    backwards: int = 0
+    spared: int = 0
+    exact: bool = False
+    of_outputs: bool = False
+    cases: tuple[str, ...] = tuple(ZOO)
+
+    @property
+    def at_base(self) -> bool:
+        """Whether base autograd alone differentiates: with the graph of plain."""
+        return self.backwards > 0
+
+    @property
+    def stores_nothing(self) -> bool:
+        """Whether it is forward mode alone, so that nothing is computed again."""
+        return self.evaluations == self.plain
+
+    @property
+    def reassociated(self) -> bool:
+        """Whether sums of contributions are in another order than in plain."""
+        return self.order > 1 and not self.exact
 
     def __call__(self, loss: Loss, *xs: Tensor) -> Any:
         return self.run(loss, *xs)
@@ -100,23 +129,40 @@ def grad_grad(loss: Loss, *xs: Tensor) -> Any:
     return grad(lambda *xs: scalar(grad(loss, every(xs))(*xs)), every(xs))(*xs)
 
 
+def forward(run: Callable[..., Any], **row: Any) -> Transform:
+    """Forward mode alone, which stores nothing and so recomputes nothing."""
+    return Transform(run, **({"evaluations": 1, "nested": 1} | row))
+
+
+def second(
+    run: Callable[..., Any], evaluations: int = 4, nested: int = 8, **row: Any
+) -> Transform:
+    """A second order: two calls, of which the outer derivative recomputes both."""
+    return Transform(run, order=2, evaluations=evaluations, nested=nested, **row)
+
+
 TRANSFORMS = {
-    "backward": Transform(backward, at_base=True),
-    "twice": Transform(twice, order=2, at_base=True),
-    "backward_vmap": Transform(backward_vmap, at_base=True, batched=True),
+    "backward": Transform(backward, backwards=1),
+    "twice": second(twice, backwards=2),
+    "backward_vmap": Transform(backward_vmap, batched=True, backwards=1),
     "grad": Transform(lambda loss, *xs: grad(loss, every(xs))(*xs)),
-    "vjp": Transform(by_vjp),
-    "jvp": Transform(by_jvp),
-    "linearize": Transform(by_linearize),
-    "jacrev": Transform(lambda loss, *xs: jacrev(loss, every(xs))(*xs)),
-    "jacfwd": Transform(lambda loss, *xs: jacfwd(loss, every(xs))(*xs)),
+    "vjp": Transform(by_vjp, spared=1),
+    "jvp": forward(by_jvp),
+    # It traces the function once for the value and once for the tangent.
+    "linearize": forward(by_linearize, plain=2, evaluations=2, nested=2),
+    "jacrev": Transform(lambda loss, *xs: jacrev(loss, every(xs))(*xs), spared=1),
+    "jacfwd": forward(lambda loss, *xs: jacfwd(loss, every(xs))(*xs)),
     "vmap_grad": Transform(vmap_grad, batched=True),
     "grad_vmap": Transform(grad_vmap, batched=True),
-    "grad_grad": Transform(grad_grad, order=2),
-    "jacrev_jacrev": Transform(
-        lambda loss, *xs: jacrev(jacrev(loss, every(xs)), every(xs))(*xs), order=2
+    "grad_grad": second(grad_grad),
+    "jacrev_jacrev": second(
+        lambda loss, *xs: jacrev(jacrev(loss, every(xs)), every(xs))(*xs), spared=1
     ),
-    "hessian": Transform(lambda loss, *xs: hessian(loss, every(xs))(*xs), order=2),
+    # The level of jacrev is gone when it pulls back, so that under jacfwd the
+    # recomputation runs on dual numbers and is no call.
+    "hessian": second(
+        lambda loss, *xs: hessian(loss, every(xs))(*xs), 3, 5, exact=True
+    ),
 }
 
 
