@@ -22,6 +22,14 @@ def assert_as_plain(program, *, evaluations=2, plain=1, wrap=remat):
     assert counts == [plain, evaluations]
 
 
+def assert_recomputed(run, plain, ours, wrap=remat):
+    """`run(wrap)` gives the values of plain, and how often something ran, say."""
+    expected, once = run(plainly)
+    found, again = run(wrap)
+    assert_same(found, expected)
+    assert (once, again) == (plain, ours)
+
+
 def leaf(seed=1, shape=(4, 4)):
     return make(*shape, seed=seed).requires_grad_()
 

@@ -7,7 +7,7 @@ bit, and the function has to have been evaluated as often as the test says.
 
 import pytest
 import torch
-from support.as_plain import Router, assert_as_plain, grads, leaf
+from support.as_plain import Router, assert_as_plain, assert_recomputed, grads, leaf
 from support.zoo import Evaluations, make, plainly
 from torch import nn
 from torch.autograd import Function, grad
@@ -46,6 +46,16 @@ def test_the_comparison_fails_for_another_gradient():
 
     with pytest.raises(AssertionError, match="differs"):
         assert_as_plain(program, evaluations=1)
+
+
+@pytest.mark.parametrize(("factor", "again"), [(2, 2), (1, 1)])
+def test_the_comparison_of_counts_fails_for_another_value_or_count(factor, again):
+    def run(wrap):
+        ours = wrap is remat
+        return torch.ones(2) * (factor if ours else 1), again if ours else 1
+
+    with pytest.raises(AssertionError):
+        assert_recomputed(run, 1, 2)
 
 
 # --- The graph ---
