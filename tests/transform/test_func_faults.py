@@ -288,30 +288,6 @@ def test_an_input_that_the_recompute_does_not_reach_is_an_error(how, prune):
     assert len(calls) >= 2
 
 
-# --- Formulas that choose other kernels where grad mode is on ---
-
-
-MODAL = {
-    "silu": torch.nn.functional.silu,
-    "mish": torch.nn.functional.mish,
-    "group_norm": lambda x: torch.nn.functional.group_norm(x, 2),
-    "logit": lambda x: (x.sigmoid() / 2).logit(),
-    "cumprod": lambda x: x.cumprod(-1),
-    "solve": lambda x: torch.linalg.solve(x[..., :4] + 3 * torch.eye(4), x),
-    "det": lambda x: torch.linalg.det(x[..., :4] + torch.eye(4)),
-}
-
-
-@pytest.mark.parametrize("case", MODAL)
-def test_vmap_of_grad_chooses_the_same_kernels(case):
-    xs = make(3, 5, 4, 6, seed=30).float()
-
-    def transform(f):
-        return vmap(grad(lambda x: f(x.sin()).square().sum()))(xs)
-
-    assert_rematerialized(transform, MODAL[case], evaluations=2)
-
-
 # --- Comparisons, of which Python tries the reflected one on what is absent first ---
 
 

@@ -13,7 +13,7 @@ from support.compositions import higher_order
 from support.transforms import TRANSFORMS
 from support.zoo import counted, plainly as plain
 from torch import nn
-from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from remat import remat
 from remat.testing import (
@@ -335,11 +335,3 @@ def test_with_nothing_to_differentiate_nothing_is_kept():
     assert live_bytes(lambda: remat(mix)(ROOT, SCALE)) < live_bytes(
         lambda: mix(ROOT, SCALE)
     )
-
-
-def test_jacrev_recomputes_once_and_not_per_row():
-    x = torch.linspace(0.1, 1.0, 16)
-    with count_ops() as ops:
-        rows = jacrev(remat(sines))(x)
-    assert (ops["sin"], ops["cos"]) == (2 * SINES, SINES)
-    assert_same(rows, jacrev(sines)(x))
