@@ -1,11 +1,19 @@
-"""Modules over steps of an optimizer: norms, parametrizations, late parameters."""
+"""Modules whose weights are computed, cached or made late; over steps."""
 
 import pytest
 import torch
-from support.as_plain import assert_as_plain, leaf, trained
+from support.as_plain import assert_as_plain, assert_recomputed, leaf, trained
 from support.zoo import make
 from torch import nn
-from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+from torch.nn.utils import (
+    parametrizations,
+    parametrize,
+    spectral_norm,
+    weight_norm,
+)
+
+from remat import remat
+from remat.testing import assert_same, count_ops
 
 
 def normed(norm):
@@ -85,6 +93,16 @@ def test_a_lazy_module():
     assert_as_plain(program)
 
 
+def test_a_lazy_module_runs_as_it_is_until_it_ran():
+    module = nn.Sequential(nn.LazyLinear(3), nn.Tanh(), nn.Linear(3, 3))
+    for again in (0, 1):
+        x = torch.linspace(0.1, 1.0, 3).requires_grad_()
+        with count_ops() as ops:
+            remat(module)(x).sum().backward()
+        assert ops["tanh"] == 1 + again
+        assert_same(x.grad, torch.autograd.grad(module(x).sum(), x)[0])
+
+
 def test_a_batch_norm_that_is_passed_as_an_argument():
     def program(wrap, note):
         norm, x = nn.BatchNorm1d(4).double(), leaf(2)
@@ -97,3 +115,46 @@ def test_a_batch_norm_that_is_passed_as_an_argument():
         return x.grad, norm.weight.grad, norm.running_mean, norm.num_batches_tracked
 
     assert_as_plain(program)
+
+
+# --- Parametrizations that are cached ---
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, weight):
+        return weight * self.scale
+
+
+def test_parametrizations_are_cached_in_a_recomputation_as_they_were():
+    """The second call finds what the first computed, which its recomputation does."""
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    parametrize.register_parametrization(layer[0], "weight", Scaled())
+    scale = layer[0].parametrizations.weight[0].scale
+    x = torch.randn(2, 4)
+
+    def run(wrap):
+        with count_ops() as ops:
+            with parametrize.cached():
+                y = wrap(layer)(wrap(layer)(x).sin()).sin()
+            gradient = torch.autograd.grad(y.sum(), scale)
+        return gradient, ops["addmm"]
+
+    assert_recomputed(run, 2, 2 * 2)
+
+
+def test_parametrizations_are_computed_in_a_recomputation_if_they_were():
+    """Though the backward runs where others are cached."""
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    parametrizations.weight_norm(layer[0])
+    x, weights = torch.randn(2, 4), [*layer.parameters()]
+    want = torch.autograd.grad(layer(x).sum(), weights)
+    y = remat(layer)(x).sum()
+    with parametrize.cached(), count_ops() as ops:
+        layer(x)
+        got = torch.autograd.grad(y, weights)
+    assert_same(got, want)
+    assert ops["_weight_norm_interface"] == 1 + 1
