@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.transforms import TRANSFORMS
 from support.zoo import (
     BIG,
     Evaluations,
@@ -188,18 +189,19 @@ def test_anomaly_mode_names_the_operation_and_the_line_of_the_forward():
         assert evaluations(remat) == 2
 
 
-def test_two_thousand_calls_in_a_row():
+@pytest.mark.parametrize(("how", "calls"), [("backward", 2000), ("grad", 20)])
+def test_each_of_many_calls_in_a_row_is_recomputed_once(how, calls):
     def transform(f):
-        w, x = leaves_of(W, X)
-        h = x
-        for _ in range(2000):
-            h = f(w, h)
-        h.sum().backward()
-        return w.grad, x.grad
+        def loss(w, h):
+            for _ in range(calls):
+                h = f(w, h)
+            return h.sum()
+
+        return TRANSFORMS[how](loss, W, X)
 
     # No reassociation: each call uses w once.
     assert_rematerialized(
-        transform, lambda w, h: (h @ w).sin() + h, plain=2000, evaluations=4000
+        transform, lambda w, h: (h @ w).sin() + h, plain=calls, evaluations=2 * calls
     )
 
 

@@ -117,51 +117,6 @@ def test_hooks_on_a_module_see_the_gradients_of_plain():
     assert_rematerialized(transform, lambda m, x: m(x.sin()).exp(), evaluations=2)
 
 
-def on_tensors(f, w, x, log):
-    w.register_hook(lambda grad: grad + 1)
-    h = x.sin()
-    h.register_hook(lambda grad: grad * 2)
-    out = f(w, h)
-    out.register_hook(lambda grad: grad * 3)
-    out.sum().backward()
-
-
-def on_the_node(f, w, x, log):
-    out = f(w, x)
-    out.grad_fn.register_prehook(log.append)
-    out.sum().backward()
-    assert len(log) == 1
-
-
-@pytest.mark.parametrize("run", [on_tensors, on_the_node])
-def test_hooks_around_a_call_fire_once(run):
-    def transform(f):
-        w, x = leaves_of(W, X)
-        log = []
-        run(f, w, x, log)
-        return log, w.grad, x.grad
-
-    assert_rematerialized(transform, matmul, evaluations=2)
-
-
-def test_hooks_set_inside_fire_once():
-    fired = []
-
-    def fn(x):
-        h = x.sin()
-        h.register_hook(lambda grad: fired.append(float(grad[0, 0])) or grad * 2)
-        return h.exp()
-
-    def transform(f):
-        (x,) = leaves_of(W)
-        f(x).sum().backward()
-        return x.grad
-
-    assert_rematerialized(transform, fn, evaluations=2)
-    plain, recomputed = fired
-    assert recomputed == plain
-
-
 def test_a_hook_that_the_function_sets_on_an_input_fires_once():
     def fn(x):
         x.register_hook(lambda g: g * 2)

@@ -13,7 +13,6 @@ from support.zoo import (
     DEPTH,
     W,
     X,
-    assert_rematerialized,
     block,
     counted,
     leaves_of,
@@ -139,22 +138,6 @@ def test_functions_that_wrap_functions(program, evaluations):
         results.append((w.grad, x.grad))
     assert_same(results[1], results[0])
     assert tuple(counts) == evaluations
-
-
-@pytest.mark.parametrize("depth", [2, 120])
-def test_depth_costs_nothing_for_a_call_that_only_calls(depth):
-    def wrap(fn):
-        for _ in range(depth):
-            fn = remat(fn)
-        return fn
-
-    # The calls around save only the input, which is a leaf.
-    assert_rematerialized(
-        lambda f: TRANSFORMS["backward"](lambda w: f(w).sum(), W),
-        lambda w: w.sin().exp(),
-        evaluations=2,
-        wrap=wrap,
-    )
 
 
 def test_calls_side_by_side_within_a_call_keep_only_its_inputs():
