@@ -324,7 +324,6 @@ def assert_derivatives(
     *,
     calls: bool = False,
     reassociated: bool = False,
-    evaluations: int | None = None,
     **which: bool,
 ) -> None:
     """`call(fn, w, x)` has the same derivatives with `fn` rematerialized.
@@ -334,14 +333,12 @@ def assert_derivatives(
     """
     transform = EVERY[how]
     wrap = higher_order if calls else remat
-    if evaluations is None:
-        evaluations = evaluations_of(transform, calls=calls, **which)
     in_calls = transform.reassociated and (calls or not transform.at_base)
     assert_rematerialized(
         lambda f: result_of(transform, f, call),
         fn,
         plain=transform.plain + transform.stores_nothing,
-        evaluations=evaluations,
+        evaluations=evaluations_of(transform, calls=calls, **which),
         reassociated=reassociated or in_calls,
         wrap=(lambda fn: wrap(wrap(fn))) if which.get("nested") else wrap,
     )

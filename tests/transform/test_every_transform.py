@@ -18,6 +18,7 @@ from support.zoo import (
     counted,
     leaves_of,
     matmul,
+    plainly,
     scalar,
 )
 from torch.autograd import functional
@@ -38,6 +39,20 @@ pytestmark = pytest.mark.filterwarnings(
 def each(hows):
     rows = [(how, case) for how in hows for case in EVERY[how].cases]
     return pytest.mark.parametrize(("how", "case"), rows)
+
+
+WRONG = {
+    "not rematerialized": (plainly, "1 evaluations, not 2"),
+    "other values": (lambda f: lambda *xs: 2 * remat(f)(*xs), "differs in value"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_comparison_of_derivatives_fails_for_another_function(case, monkeypatch):
+    wrap, message = WRONG[case]
+    monkeypatch.setattr("support.compositions.remat", wrap)
+    with pytest.raises(AssertionError, match=message):
+        assert_derivatives("grad", *ZOO["matmul"])
 
 
 nested = pytest.mark.parametrize("nested", [False, True], ids=["once", "nested"])
