@@ -213,7 +213,9 @@ class Remat(SingleLevelFunction):
                 differentiable = differentiable[: -evaluation.residuals]
         # Forward mode wants the tangent of a view to be a view, and a rule gives none.
         if evaluation.views and not (request.is_batched or in_forward_mode):
-            outs = _as_views(outs, inputs, evaluation.views)
+            # The levels below record the views: there this node does not replace them.
+            with torch.set_grad_enabled(not request.at_base):
+                outs = _as_views(outs, inputs, evaluation.views)
         if evaluation.has_inference:
             # Inference tensors cannot be saved, but copies of them can.
             saved = [t.clone() if t.is_inference() else t for t in saved]

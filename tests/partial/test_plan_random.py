@@ -22,7 +22,12 @@ from support.records import (
 from remat._partial.plan import Fate, plan
 
 
-RUN, METADATA_ONLY, KEEP, DEAD = Fate.RECOMPUTED, Fate.METADATA_ONLY, Fate.SAVED, Fate.DEAD
+RUN, METADATA_ONLY, KEEP, DEAD = (
+    Fate.RECOMPUTED,
+    Fate.METADATA_ONLY,
+    Fate.SAVED,
+    Fate.DEAD,
+)
 
 
 class Machine:

@@ -21,7 +21,7 @@ from support.programs import (
     programs,
 )
 from support.pruning import forget_calls, given_up, strikes
-from support.transforms import TRANSFORMS, some
+from support.transforms import ALL, some
 from support.zoo import leaves_of, scalar
 
 from remat import policies, remat
@@ -38,7 +38,7 @@ def chosen(transforms, size=3):
     """A few of the transforms, in some order, run on the same record."""
     names = st.sampled_from([*transforms])
     return st.lists(names, min_size=1, max_size=size).map(
-        lambda names: [TRANSFORMS[name] for name in names]
+        lambda names: [ALL[name] for name in names]
     )
 
 
@@ -130,7 +130,7 @@ FREE = {"detach", "alias", "empty", "empty_like", "empty_strided", *COPIES}
 def test_a_recomputation_runs_no_more_than_all_of_it(program, policy):
     def work(fn):
         with count_ops() as ops:
-            TRANSFORMS["backward"](lambda *xs: scalar(fn(*xs)), *LEAVES)
+            ALL["backward"](lambda *xs: scalar(fn(*xs)), *LEAVES)
         return sum(n for name, n in ops.items() if name not in FREE)
 
     forget_calls()
@@ -157,7 +157,7 @@ def test_each_instruction_by_itself(kind, name, position):
     for policy in (None, policies.everything_saveable):
         ours = remat(lambda *xs: program(*xs), policy=policy, prune=True)
         for _ in range(3):
-            assert_derivative(TRANSFORMS["backward"], ours, program)
+            assert_derivative(ALL["backward"], ours, program)
 
 
 def test_the_programs_are_not_trivial():
@@ -169,7 +169,7 @@ def test_the_programs_are_not_trivial():
     def sample(program):
         found.append(len(program.block.body))
         loss = lambda *xs: scalar(program(*xs))
-        _, grads = TRANSFORMS["backward"](loss, *LEAVES[:2])
+        _, grads = ALL["backward"](loss, *LEAVES[:2])
         assert all(g.count_nonzero() for g in grads)
 
     sample()

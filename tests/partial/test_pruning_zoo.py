@@ -7,7 +7,7 @@ under another transform has another record or the same one.
 
 import pytest
 from support.pruning import call_caches, each_policy, strikes
-from support.transforms import TRANSFORMS, some
+from support.transforms import ALL, some
 from support.zoo import ZOO, W, X, scalar
 
 from remat import remat
@@ -33,7 +33,7 @@ def derivative(transform, case, fn):
 def test_the_zoo_under_a_transform(case, name, policy):
     if name == "batched_cotangents" and case in ("custom", "in_place"):
         pytest.skip("torch refuses it in plain code")
-    fn, transform = ZOO[case][0], TRANSFORMS[name]
+    fn, transform = ZOO[case][0], ALL[name]
     ours = remat(fn, policy=policy, prune=True)
     want = derivative(transform, case, fn)
     for _ in range(3):

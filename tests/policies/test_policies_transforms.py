@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from support.pruning import call_caches, forget_calls, strikes
-from support.transforms import TRANSFORMS, some
+from support.transforms import ALL, some
 from support.zoo import (
     ZOO,
     W,
@@ -218,7 +218,7 @@ def test_a_policy_that_saves_more_recomputes_less(how, case):
 @each_case
 @pytest.mark.parametrize("how", ["backward", "vmap_grad", "twice"])
 def test_values_without_pruning(how, policy, case):
-    assert_same_thrice(TRANSFORMS[how], case, policy, prune=False)
+    assert_same_thrice(ALL[how], case, policy, prune=False)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -286,7 +286,7 @@ def test_a_value_that_nobody_needs_is_changed_through_a_view(how, policy):
 @pytest.mark.parametrize("how", SECOND | some("twice_grad", "twice_vmap"))
 def test_a_kept_value_is_differentiated_to_inputs_that_are_not_read(how, policy):
     """Intermediate values go in, and a kept product is all that depends on them."""
-    transform = TRANSFORMS[how]
+    transform = ALL[how]
 
     def product(w, x):
         return (w * x).exp()
@@ -304,9 +304,9 @@ def test_a_kept_value_is_differentiated_to_inputs_that_are_not_read(how, policy)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_linearize_pushes_a_tangent(policy):
     fn = remat(layers, policy=POLICIES[policy], prune=True)
-    expected, _ = measured(TRANSFORMS["linearize"], layers)
+    expected, _ = measured(ALL["linearize"], layers)
     for _ in range(2):
-        assert_same(measured(TRANSFORMS["linearize"], fn)[0], expected)
+        assert_same(measured(ALL["linearize"], fn)[0], expected)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

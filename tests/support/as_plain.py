@@ -2,6 +2,7 @@
 
 import torch
 from support.zoo import Evaluations, assert_not_vanishing, make, plainly
+from torch import nn
 
 from remat import remat
 from remat.testing import assert_same
@@ -19,6 +20,14 @@ def assert_as_plain(program, *, evaluations=2, plain=1, wrap=remat):
     assert_same(actual, expected)
     assert_not_vanishing(expected)
     assert counts == [plain, evaluations]
+
+
+def assert_recomputed(run, plain, ours, wrap=remat):
+    """`run(wrap)` gives the values of plain, and how often something ran, say."""
+    expected, once = run(plainly)
+    found, again = run(wrap)
+    assert_same(found, expected)
+    assert (once, again) == (plain, ours)
 
 
 def leaf(seed=1, shape=(4, 4)):
@@ -40,3 +49,17 @@ def trained(model, x, call):
         optimizer.step()
         losses.append(loss.detach())
     return losses, [p.detach().clone() for p in model.parameters()]
+
+
+class Router(nn.Module):
+    """Leaves a loss, and the attention, on itself."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.inner, self.note = nn.Linear(4, 4), note
+
+    def forward(self, x):
+        self.note(None)
+        self.weights = self.inner(x).softmax(-1)
+        self.loss = self.weights.square().mean()
+        return (self.weights * x).tanh()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.zoo import leaves_of, scalar
+from support.zoo import ZOO, leaves_of, scalar
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import (
@@ -36,17 +36,46 @@ class Transform:
     Attributes:
         run: takes the loss and its tensors.
         order: of the derivative.
-        at_base: whether base autograd alone differentiates, whose graph is plain's, so
-            that gradients are equal bit for bit.
         batched: whether the loss is evaluated on batches of its tensors.
         forward: whether forward mode takes part, in which nothing is recorded.
+        plain: how often a plain function is evaluated.
+        evaluations: how often a rematerialized one is where each backward is a call:
+            under torch.func, and with `higher_order=True`.
+        nested: the same for a function rematerialized twice.
+        backwards: how many backwards of base autograd there are, if no others are.
+        spared: how many of `nested` run in the end in a backward of base autograd.
+        exact: whether sums are in the order of plain although the order is higher.
+        of_outputs: whether it takes a function that returns a tree of tensors.
+        cases: those of the zoo that plain torch differentiates in this way.
     """
 
     run: Callable[..., Any]
     order: int = 1
-    at_base: bool = False
     batched: bool = False
     forward: bool = False
+    plain: int = 1
+    evaluations: int = 2
+    nested: int = 3
+    backwards: int = 0
+    spared: int = 0
+    exact: bool = False
+    of_outputs: bool = False
+    cases: tuple[str, ...] = tuple(ZOO)
+
+    @property
+    def at_base(self) -> bool:
+        """Whether base autograd alone differentiates: with the graph of plain."""
+        return self.backwards > 0
+
+    @property
+    def stores_nothing(self) -> bool:
+        """Whether it is forward mode alone, so that nothing is computed again."""
+        return self.evaluations == self.plain
+
+    @property
+    def reassociated(self) -> bool:
+        """Whether sums of contributions are in another order than in plain."""
+        return self.order > 1 and not self.exact
 
     def __call__(self, loss: Loss, *xs: Tensor) -> Any:
         return self.run(loss, *xs)
@@ -208,41 +237,64 @@ def every_of_two(outer: Any, inner: Any) -> Callable[..., Any]:
     return lambda loss, *xs: outer(inner(loss, every(xs)), every(xs))(*xs)
 
 
+def forward(run: Callable[..., Any], **row: Any) -> Transform:
+    """Forward mode alone, which stores nothing and so recomputes nothing."""
+    return Transform(run, **({"evaluations": 1, "nested": 1, "forward": True} | row))
+
+
+def second(
+    run: Callable[..., Any], evaluations: int = 4, nested: int = 8, **row: Any
+) -> Transform:
+    """A second order: two calls, of which the outer derivative recomputes both."""
+    return Transform(run, order=2, evaluations=evaluations, nested=nested, **row)
+
+
 TRANSFORMS = {
-    "backward": Transform(backward, at_base=True),
-    "retained": Transform(retained, at_base=True),
-    "accumulated": Transform(accumulated, at_base=True),
-    "of_one": Transform(of_one, at_base=True),
-    "batched_cotangents": Transform(batched_cotangents, at_base=True),
-    "twice": Transform(twice, order=2, at_base=True),
-    "backward_vmap": Transform(backward_vmap, at_base=True, batched=True),
-    "twice_vmap": Transform(twice_vmap, order=2, at_base=True, batched=True),
+    "backward": Transform(backward, backwards=1),
+    "twice": second(twice, backwards=2),
+    "backward_vmap": Transform(backward_vmap, batched=True, backwards=1),
     "grad": Transform(every_of(grad)),
-    "grad_and_value": Transform(every_of(grad_and_value)),
-    "vjp": Transform(by_vjp),
-    "two_pulls": Transform(two_pulls),
-    "jvp": Transform(by_jvp, forward=True),
-    "duals": Transform(duals, forward=True),
-    "linearize": Transform(by_linearize, forward=True),
-    "jacrev": Transform(every_of(jacrev)),
-    "jacfwd": Transform(every_of(jacfwd), forward=True),
+    "vjp": Transform(by_vjp, spared=1),
+    "jvp": forward(by_jvp),
+    # It traces the function once for the value and once for the tangent.
+    "linearize": forward(by_linearize, plain=2, evaluations=2, nested=2),
+    "jacrev": Transform(every_of(jacrev), spared=1),
+    "jacfwd": forward(every_of(jacfwd)),
     "vmap_grad": Transform(vmap_grad, batched=True),
     "grad_vmap": Transform(grad_vmap, batched=True),
-    "vmap_grad_of_last": Transform(vmap_grad_of_last, batched=True),
-    "grad_vmap_of_last": Transform(grad_vmap_of_last, batched=True),
-    "vmap_jvp": Transform(vmap_jvp, batched=True, forward=True),
-    "grad_grad": Transform(grad_grad, order=2),
-    "twice_grad": Transform(twice_grad, order=2),
-    "jvp_grad": Transform(jvp_grad, order=2, forward=True),
-    "grad_jvp": Transform(grad_jvp, order=2, forward=True),
-    "jacrev_jacrev": Transform(every_of_two(jacrev, jacrev), order=2),
-    "jacrev_jacfwd": Transform(every_of_two(jacrev, jacfwd), order=2, forward=True),
-    "jacfwd_jacrev": Transform(every_of_two(jacfwd, jacrev), order=2, forward=True),
-    "hessian": Transform(every_of(hessian), order=2, forward=True),
-    "vmap_hessian": Transform(vmap_hessian, order=2, batched=True, forward=True),
+    "grad_grad": second(grad_grad),
+    "jacrev_jacrev": second(every_of_two(jacrev, jacrev), spared=1),
+    # The level of jacrev is gone when it pulls back, so that under jacfwd the
+    # recomputation runs on dual numbers and is no call.
+    "hessian": second(every_of(hessian), 3, 5, exact=True, forward=True),
 }
 
 
+# Others, for tests of policies, pruning and random programs.
+OTHERS = {
+    "retained": Transform(retained, backwards=1),
+    "accumulated": Transform(accumulated, backwards=1),
+    "of_one": Transform(of_one, backwards=1),
+    "batched_cotangents": Transform(batched_cotangents, backwards=1),
+    "twice_vmap": second(twice_vmap, batched=True, backwards=2),
+    "grad_and_value": Transform(every_of(grad_and_value)),
+    "two_pulls": Transform(two_pulls, spared=1),
+    "duals": forward(duals),
+    "vmap_grad_of_last": Transform(vmap_grad_of_last, batched=True),
+    "grad_vmap_of_last": Transform(grad_vmap_of_last, batched=True),
+    "vmap_jvp": forward(vmap_jvp, batched=True),
+    "twice_grad": second(twice_grad),
+    "jvp_grad": second(jvp_grad, forward=True),
+    "grad_jvp": second(grad_jvp, forward=True),
+    "jacrev_jacfwd": second(every_of_two(jacrev, jacfwd), forward=True),
+    "jacfwd_jacrev": second(every_of_two(jacfwd, jacrev), forward=True),
+    "vmap_hessian": second(vmap_hessian, batched=True, forward=True),
+}
+
+
+ALL = TRANSFORMS | OTHERS
+
+
 def some(*names: str) -> dict[str, Transform]:
-    """The part of the table that a test runs."""
-    return {name: TRANSFORMS[name] for name in names}
+    """The parts of the tables that a test runs."""
+    return {name: ALL[name] for name in names}

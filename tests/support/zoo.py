@@ -205,41 +205,6 @@ def assert_rematerialized(
     assert_not_vanishing(expected)
 
 
-def assert_zoo_rematerialized(
-    transform: Callable[..., Any], case: str, **expected: Any
-) -> None:
-    """The same for `transform(loss, w, x)`, where `loss` calls one of the zoo."""
-    fn, call = ZOO[case]
-
-    def of_loss(fn):
-        return transform(lambda w, x: scalar(call(fn, w, x)), W, X)
-
-    assert_rematerialized(of_loss, fn, **expected)
-
-
-def and_backward(transform: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a backward to a transform that stores nothing, and so recomputes nothing.
-
-    It evaluates the function once, and once more where that is rematerialized.
-    """
-
-    def both(loss, w, x):
-        result = transform(loss, w, x)
-        w, x = leaves_of(w, x)
-        loss(w, x).backward()
-        return result, w.grad, x.grad
-
-    return both
-
-
-def evaluations_at_base(case: str) -> int:
-    """How often a forward and its backward evaluate one of the zoo, rematerialized.
-
-    Twice, but the graph of a linear function saves nothing that could be recomputed.
-    """
-    return 1 if case == "linear" else 2
-
-
 def assert_not_vanishing(tree: Any) -> None:
     """Where all gradients are zero, equality proves nothing."""
     tensors = [t.detach() for t in tree_leaves(tree) if isinstance(t, Tensor)]
@@ -250,26 +215,14 @@ def assert_not_vanishing(tree: Any) -> None:
 # --- Memory: blocks whose intermediate values all have one size ---
 
 
-BLOCKS, DEPTH, SIZE = 4, 6, 1 << 14
+DEPTH, SIZE = 6, 1 << 14
 BIG = make(SIZE, seed=6).float()
-BIGS = make(2, SIZE, seed=7).float()
 
 
 def block(x):
     for _ in range(DEPTH):
         x = x.sin()
     return x
-
-
-def blocks(wrap: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
-    """A loss through a chain of `BLOCKS` blocks of `DEPTH` sines."""
-
-    def loss(x):
-        for _ in range(BLOCKS):
-            x = wrap(block)(x)
-        return x.sum()
-
-    return loss
 
 
 def plainly(fn: Callable[..., Any]) -> Callable[..., Any]:

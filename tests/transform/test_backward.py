@@ -1,21 +1,16 @@
-"""Plain autograd: `.backward()` and `autograd.grad` with all their options."""
+"""Plain autograd: outputs, inputs and cotangents; what a backward frees; grad mode."""
 
 from functools import partial
 
 import pytest
 import torch
+from support.transforms import TRANSFORMS
 from support.zoo import (
     BIG,
-    BLOCKS,
-    DEPTH,
-    ZOO,
     Evaluations,
     W,
     X,
     assert_rematerialized,
-    assert_zoo_rematerialized,
-    block,
-    blocks,
     counted,
     leaves_of,
     make,
@@ -23,165 +18,9 @@ from support.zoo import (
     plainly,
     scalar,
 )
-from torch import nn
-from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from remat import remat
-from remat.testing import assert_same, count_ops, live_bytes, peak_bytes
-
-
-# --- Every way to start a backward ---
-
-
-def backward(loss, w, x):
-    w, x = leaves_of(w, x)
-    loss(w, x).backward()
-    return w.grad, x.grad
-
-
-def backward_to_one_input(loss, w, x):
-    w, x = leaves_of(w, x)
-    loss(w, x).backward(inputs=[w])
-    assert x.grad is None
-    return w.grad
-
-
-def backward_twice(loss, w, x):
-    w, x = leaves_of(w, x)
-    value = loss(w, x)
-    value.backward(retain_graph=True)
-    value.backward()
-    return w.grad, x.grad
-
-
-def accumulate_over_two_calls(loss, w, x):
-    w, x = leaves_of(w, x)
-    loss(w, x).backward()
-    first = w.grad
-    loss(w, 2 * x).backward()
-    assert w.grad is first
-    return w.grad, x.grad
-
-
-def grad(loss, w, x):
-    w, x = leaves_of(w, x)
-    return torch.autograd.grad(loss(w, x), (w, x))
-
-
-def grad_create_graph(loss, w, x):
-    w, x = leaves_of(w, x)
-    return torch.autograd.grad(loss(w, x), (w, x), create_graph=True)
-
-
-def grad_is_grads_batched(loss, w, x):
-    w, x = leaves_of(w, x)
-    cts = make(5, seed=9)
-    return torch.autograd.grad(loss(w, x), (w, x), cts, is_grads_batched=True)
-
-
-def grad_of_what_is_no_leaf(loss, w, x):
-    w, x = leaves_of(w, x)
-    h = w * 2
-    return torch.autograd.grad(loss(h, x), (h, w))
-
-
-def one_frozen_input(loss, w, x):
-    (x,) = leaves_of(x)
-    loss(w, x).backward()
-    return x.grad
-
-
-# Evaluations: the forward, and a recomputation for each backward through the call.
-BACKWARDS = {
-    "backward": (backward, 2),
-    "inputs": (backward_to_one_input, 2),
-    "twice": (backward_twice, 3),
-    "frozen": (one_frozen_input, 2),
-    "grad": (grad, 2),
-    "create_graph": (grad_create_graph, 2),
-    "is_grads_batched": (grad_is_grads_batched, 2),
-    "no_leaf": (grad_of_what_is_no_leaf, 2),
-}
-
-
-CURVED = [case for case in ZOO if case != "linear"]
-
-
-@pytest.mark.parametrize("case", CURVED)
-@pytest.mark.parametrize("how", BACKWARDS)
-def test_gradients_are_those_of_the_function(how, case):
-    transform, evaluations = BACKWARDS[how]
-    assert_zoo_rematerialized(transform, case, evaluations=evaluations)
-
-
-@pytest.mark.parametrize("how", BACKWARDS)
-def test_a_function_whose_graph_saves_nothing_is_not_recomputed(how):
-    transform, evaluations = BACKWARDS[how]
-    linear, calls = counted(ZOO["linear"][0])
-    curved, others = counted(matmul)
-
-    def both(linear, curved):
-        return transform(lambda w, x: scalar(linear(w, curved(w, x))), W, X)
-
-    expected = both(linear, curved)
-    calls.clear()
-    others.clear()
-    assert_same(both(remat(linear), remat(curved)), expected)
-    assert (len(calls), len(others)) == (1, evaluations)
-
-
-@pytest.mark.parametrize("case", CURVED)
-def test_gradients_accumulate_over_calls(case):
-    assert_zoo_rematerialized(accumulate_over_two_calls, case, plain=2, evaluations=4)
-
-
-@pytest.mark.parametrize("anomaly", [False, True], ids=["normal", "anomaly"])
-def test_ops_are_those_of_plain_and_those_recomputed(anomaly):
-    def step(wrap):
-        w, x = leaves_of(W, X)
-        with torch.autograd.set_detect_anomaly(anomaly), count_ops() as ops:
-            scalar(wrap(matmul)(w, x)).backward()
-        return ops["mm"], ops["tanh"], ops["sin"], ops["tanh_backward"]
-
-    assert step(plainly) == (6, 1, 1, 1)
-    # The last product saves its factors, and nobody reads what it gives.
-    assert step(partial(remat, prune=False)) == (7, 2, 1, 1)
-
-
-# --- Memory ---
-
-
-def test_after_the_forward_only_the_inputs_are_alive():
-    (x,) = leaves_of(BIG)
-    one = BIG.nbytes
-    assert live_bytes(lambda: block(x)) == DEPTH * one  # the output and residuals
-    assert live_bytes(lambda: remat(block)(x)) == one  # the output alone
-
-
-def test_at_the_peak_one_block_is_alive():
-    def step(wrap):
-        (x,) = leaves_of(BIG)
-        return peak_bytes(lambda: blocks(wrap)(x).backward()) // BIG.nbytes
-
-    assert step(plainly) >= BLOCKS * DEPTH
-    assert step(remat) <= BLOCKS + DEPTH + 2
-
-
-def test_only_the_inputs_are_packed_by_hooks_around_a_call():
-    packed, unpacked = [], []
-    w, x = leaves_of(W, X)
-    h = w * 1
-    with saved_tensors_hooks(
-        lambda t: packed.append(t.data_ptr()) or t,
-        lambda t: unpacked.append(t.data_ptr()) or t,
-    ):
-        value = remat(matmul)(h, x)
-    # A leaf that requires grad is saved as it is: it lives as long as its owner.
-    assert packed == [h.data_ptr()]
-    value.sum().backward()
-    assert packed == [h.data_ptr()]
-    assert {*unpacked} == {h.data_ptr()}
-    assert_same((w.grad, x.grad), backward(lambda w, x: matmul(w * 1, x).sum(), W, X))
+from remat.testing import assert_same, live_bytes
 
 
 # --- Some of the outputs, some of the inputs ---
@@ -191,68 +30,43 @@ def branches(x, y):
     return x.sin().cos() * 2, y.exp().tanh() * 3
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_outputs_without_a_cotangent_are_not_differentiated(held):
-    def ops_of(fn):
-        x, y = leaves_of(W, X)
-        first, second = fn(x, y)
-        if not held:
-            del second
-        with count_ops() as ops:
-            first.sum().backward()
-        assert y.grad is None
-        return x.grad, (ops["sin"], ops["cos"], ops["exp"], ops["tanh_backward"])
-
-    expected, plain = ops_of(branches)
-    grad, recomputed = ops_of(remat(branches, prune=False))
-    assert_same(grad, expected)
-    assert plain == (1, 1, 0, 0)
-    # Each branch is recomputed as long as somebody may differentiate it. Of the cosine
-    # itself, which is before what the other branch saves, nobody needs the value.
-    assert recomputed == ((2, 2, 1, 0) if held else (2, 1, 0, 0))
+def one_after_the_other(first, second, x, y):
+    first.sum().backward(retain_graph=True)
+    second.sum().backward()
 
 
-def test_outputs_are_differentiated_one_after_the_other():
+def each_frees_its_own_graph(first, second, x, y):
+    first.sum().backward()
+    second.sum().backward()
+    for output in first, second:
+        with pytest.raises(RuntimeError, match="through the graph a second time"):
+            output.sum().backward()
+
+
+def together(first, second, x, y):
+    torch.autograd.backward((first, second), [X, W])
+
+
+def in_batches(first, second, x, y):
+    cts = make(3, 4, 4, seed=1), make(3, 4, 4, seed=2)
+    return torch.autograd.grad((first, second), (x, y), cts, is_grads_batched=True)
+
+
+BACKWARDS = {
+    one_after_the_other: 2,
+    each_frees_its_own_graph: 2,
+    together: 1,
+    in_batches: 1,
+}
+
+
+@pytest.mark.parametrize(("differentiate", "backwards"), BACKWARDS.items())
+def test_outputs_are_differentiated_by_one_backward_or_by_two(differentiate, backwards):
     def transform(f):
         x, y = leaves_of(W, X)
-        first, second = f(x, y)
-        first.sum().backward(retain_graph=True)
-        second.sum().backward()
-        return x.grad, y.grad
+        return differentiate(*f(x, y), x, y), x.grad, y.grad
 
-    assert_rematerialized(transform, branches, evaluations=3)
-
-
-def test_a_backward_of_one_output_leaves_the_graph_of_another_alone():
-    def transform(f):
-        x, y = leaves_of(W, X)
-        first, second = f(x, y)
-        first.sum().backward()
-        second.sum().backward()
-        for output in first, second:
-            with pytest.raises(RuntimeError, match="through the graph a second time"):
-                output.sum().backward()
-        return x.grad, y.grad
-
-    assert_rematerialized(transform, branches, evaluations=3)
-
-
-def test_outputs_are_differentiated_together():
-    def transform(f):
-        x, y = leaves_of(W, X)
-        torch.autograd.backward(f(x, y), [X, W])
-        return x.grad, y.grad
-
-    assert_rematerialized(transform, branches, evaluations=2)
-
-
-def test_outputs_get_batched_cotangents():
-    def transform(f):
-        x, y = leaves_of(W, X)
-        cts = make(3, 4, 4, seed=1), make(3, 4, 4, seed=2)
-        return torch.autograd.grad(f(x, y), (x, y), cts, is_grads_batched=True)
-
-    assert_rematerialized(transform, branches, evaluations=2)
+    assert_rematerialized(transform, branches, evaluations=1 + backwards)
 
 
 def test_a_node_that_gets_no_gradient_is_not_called():
@@ -285,19 +99,6 @@ def test_a_node_that_gets_no_gradient_is_not_called():
     assert called == ["first", "first"]  # once in plain, once in remat
 
 
-def test_an_unused_input_gets_no_gradient():
-    def transform(f):
-        w, x, unused = leaves_of(W, X, W)
-        scalar(f(w, x, unused)).backward()
-        assert unused.grad is None
-        return w.grad, x.grad
-
-    def fn(w, x, unused):
-        return w * x.sin()
-
-    assert_rematerialized(transform, fn, evaluations=2)
-
-
 def test_an_unused_input_is_an_error_unless_allowed():
     fn, calls = counted(lambda x, unused: x.sin().sin().sum())
     x, unused = leaves_of(W, X)
@@ -306,25 +107,6 @@ def test_an_unused_input_is_an_error_unless_allowed():
     value = remat(fn)(x, unused)
     assert torch.autograd.grad(value, (x, unused), allow_unused=True)[1] is None
     assert len(calls) == 3  # nothing is recomputed for what has no edge
-
-
-def test_an_input_given_twice_gets_the_sum():
-    def transform(f):
-        (x,) = leaves_of(W)
-        scalar(f(x, x)).backward()
-        return x.grad
-
-    assert_rematerialized(transform, matmul, evaluations=2)
-
-
-def test_an_output_used_twice_is_recomputed_once():
-    def transform(f):
-        (x,) = leaves_of(W)
-        h = f(x, x)
-        (h * h.sin()).sum().backward()
-        return x.grad
-
-    assert_rematerialized(transform, matmul, evaluations=2)
 
 
 # --- What a backward frees ---
@@ -357,129 +139,6 @@ def test_gradients_share_no_memory():
     assert len(calls) == 2
 
 
-# --- Hooks ---
-
-
-def log_of_hooks(wrap):
-    """The order in which hooks of all kinds fire, with what they see."""
-    log = []
-
-    def note(name):
-        return lambda grad: log.append((name, grad.clone()))
-
-    layer = nn.Linear(4, 4, dtype=torch.double)
-    with torch.no_grad():
-        layer.weight.copy_(W)
-        layer.bias.copy_(W[0])
-    captured, x = leaves_of(W, X)
-    layer.weight.register_hook(note("parameter"))
-    layer.bias.register_post_accumulate_grad_hook(lambda p: note("bias")(p.grad))
-    captured.register_hook(note("captured"))
-    x.register_hook(note("leaf"))
-    h = 2 * x
-    h.register_hook(note("input"))
-    h.retain_grad()
-    register_multi_grad_hook((x, captured), lambda grads: log.append("multi"))
-
-    def fn(h):
-        return layer(h @ captured).tanh()
-
-    out = wrap(fn)(h)
-    out.register_hook(note("output"))
-    with count_ops() as ops:
-        out.sum().backward()
-    log.append(("retained", h.grad))
-    return log, ops["tanh"]
-
-
-def test_hooks_fire_as_in_plain():
-    expected, none = log_of_hooks(plainly)
-    log, recomputed = log_of_hooks(remat)
-
-    assert_same(log, expected)  # in this order
-    assert len(log) == 8
-    assert (none, recomputed) == (0, 1)
-
-
-def test_hooks_on_a_module_fire_as_in_plain():
-    def transform(f):
-        log = []
-        layer = nn.Linear(4, 4, bias=False, dtype=torch.double)
-        layer.weight = nn.Parameter(W.clone())
-        layer.register_full_backward_pre_hook(lambda m, out: log.append(out))
-        layer.register_full_backward_hook(lambda m, *grads: log.append(grads))
-        (x,) = leaves_of(X)
-        f(layer, x).sum().backward()
-        assert len(log) == 2
-        return log, x.grad, layer.weight.grad
-
-    assert_rematerialized(transform, lambda m, x: m(x.sin()).exp(), evaluations=2)
-
-
-def test_hooks_change_gradients():
-    def transform(f):
-        x, w = leaves_of(X, W)
-        w.register_hook(lambda grad: grad + 1)
-        h = x.sin()
-        h.register_hook(lambda grad: grad * 2)
-        out = f(w, h)
-        out.register_hook(lambda grad: grad * 3)
-        out.sum().backward()
-        return x.grad, w.grad
-
-    assert_rematerialized(transform, matmul, evaluations=2)
-
-
-def test_hooks_set_inside_fire_once():
-    fired = []
-
-    def fn(x):
-        h = x.sin()
-        h.register_hook(lambda grad: fired.append(float(grad[0, 0])) or grad * 2)
-        return h.exp()
-
-    def transform(f):
-        (x,) = leaves_of(W)
-        f(x).sum().backward()
-        return x.grad
-
-    assert_rematerialized(transform, fn, evaluations=2)
-    plain, recomputed = fired
-    assert recomputed == plain
-
-
-def test_hooks_on_the_node_fire_once():
-    def transform(f):
-        log = []
-        w, x = leaves_of(W, X)
-        out = f(w, x)
-        out.grad_fn.register_prehook(log.append)
-        out.sum().backward()
-        assert len(log) == 1
-        return log, w.grad
-
-    assert_rematerialized(transform, matmul, evaluations=2)
-
-
-def test_a_call_in_a_hook_of_another_backward():
-    def transform(f):
-        log = []
-
-        def hook(grad):
-            z, x = leaves_of(W, X)
-            with torch.enable_grad():
-                value = scalar(f(z, x * grad))
-            log.extend(torch.autograd.grad(value, (z, x)))
-
-        (x,) = leaves_of(X)
-        h = x.sin()
-        h.register_hook(hook)
-        scalar(f(h, h)).backward()
-        return x.grad, log
-
-    assert_rematerialized(transform, matmul, plain=2, evaluations=4)
-
-
 # --- Checkers ---
 
 
@@ -507,16 +166,22 @@ def test_gradcheck(check, fn):
     assert len(calls) - plain > plain
 
 
-def test_anomaly_mode_names_the_op():
+def zero_root(x):
+    return (x * 0).sqrt() * 0  # the line
+
+
+def test_anomaly_mode_names_the_operation_and_the_line_of_the_forward():
     def evaluations(wrap):
-        fn, calls = counted(lambda x: (x * 0).sqrt() * 0)
+        fn, calls = counted(zero_root)
         value = wrap(fn)(*leaves_of(W)).sum()
         with (
             pytest.warns(UserWarning, match=r"Error detected|Previous calc") as caught,
             pytest.raises(RuntimeError, match=r"SqrtBackward0.*nan values"),
         ):
             value.backward()
-        assert any("detected in SqrtBackward0" in str(w.message) for w in caught)
+        texts = [str(warning.message) for warning in caught]
+        assert any("detected in SqrtBackward0" in text for text in texts)
+        assert any("Traceback of forward" in t and "# the line" in t for t in texts)
         return len(calls)
 
     with torch.autograd.set_detect_anomaly(True):
@@ -524,21 +189,19 @@ def test_anomaly_mode_names_the_op():
         assert evaluations(remat) == 2
 
 
-# --- Many calls ---
-
-
-def test_two_thousand_calls_in_a_row():
+@pytest.mark.parametrize(("how", "calls"), [("backward", 2000), ("grad", 20)])
+def test_each_of_many_calls_in_a_row_is_recomputed_once(how, calls):
     def transform(f):
-        w, x = leaves_of(W, X)
-        h = x
-        for _ in range(2000):
-            h = f(w, h)
-        h.sum().backward()
-        return w.grad, x.grad
+        def loss(w, h):
+            for _ in range(calls):
+                h = f(w, h)
+            return h.sum()
+
+        return TRANSFORMS[how](loss, W, X)
 
     # No reassociation: each call uses w once.
     assert_rematerialized(
-        transform, lambda w, h: (h @ w).sin() + h, plain=2000, evaluations=4000
+        transform, lambda w, h: (h @ w).sin() + h, plain=calls, evaluations=2 * calls
     )
 
 
@@ -577,6 +240,20 @@ def test_without_an_input_that_requires_grad_the_function_itself_is_called():
     assert [*seen] == [id(X), id(x), id(x)]
 
 
+def test_without_grad_mode_a_batch_is_evaluated_once():
+    fn, calls = counted(matmul)
+    batched = torch.func.vmap(remat(fn), (None, 0))
+    xs = torch.stack([X, -X])
+    out = batched(W, xs)
+    assert_same(out, torch.func.vmap(matmul, (None, 0))(W, xs))
+    (w,) = leaves_of(W)
+    with torch.no_grad():
+        assert_same(batched(w, xs), out)
+    assert len(calls) == 2
+    batched(w, xs).sum().backward()
+    assert len(calls) == 4
+
+
 def test_an_output_that_depends_on_no_input_requires_no_grad():
     def transform(f):
         (x,) = leaves_of(X)
@@ -591,7 +268,7 @@ def test_an_output_that_depends_on_no_input_requires_no_grad():
     assert_rematerialized(transform, fn, evaluations=2)
 
 
-def test_backward_without_grad_mode():
+def test_a_backward_without_grad_mode():
     def transform(f):
         w, x = leaves_of(W, X)
         value = scalar(f(w, x))

@@ -3,9 +3,12 @@
 Hooks, gradients and errors are those of plain code.
 """
 
+from functools import partial
+
 import pytest
 import torch
-from support.zoo import counted, leaves_of, make
+from support.as_plain import assert_recomputed
+from support.zoo import counted, leaves_of, make, plainly
 from torch.autograd.graph import (
     get_gradient_edge,
     register_multi_grad_hook,
@@ -77,7 +80,7 @@ def hooks(wrap, when):
 
 @pytest.mark.parametrize("when", ["before", "between", "after"])
 def test_hooks_of_leaves_see_what_they_see_in_plain(when):
-    expected, none = hooks(lambda f: f, when)
+    expected, none = hooks(plainly, when)
     found, recomputed = hooks(remat, when)
     assert (none, recomputed) == (0, 1)
     # A call gives all its gradients at once, so hooks may fire in another order.
@@ -87,34 +90,21 @@ def test_hooks_of_leaves_see_what_they_see_in_plain(when):
     assert texts[0] == texts[1]
 
 
-def twice_with_steps(wrap, net=net):
-    """Gradients of two steps of an optimizer, which changes the leaves in place."""
-    w, x = leaves_of(W, X)
-    fn, optimizer = wrap(net), torch.optim.SGD([w, x], lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        fn(w, x).backward()
-        optimizer.step()
-    return w, x, w.grad, x.grad
-
-
 def test_an_optimizer_may_change_the_leaves_between_calls():
-    with count_ops() as ops:
-        found = twice_with_steps(remat)
-    assert ops["tanh"] == 2 * 2
-    assert_same(found, twice_with_steps(lambda f: f))
+    def run(wrap):
+        w, x = leaves_of(W, X)
+        fn, optimizer = wrap(net), torch.optim.SGD([w, x], lr=0.1)
+        with count_ops() as ops:
+            for _ in range(2):
+                optimizer.zero_grad()
+                fn(w, x).backward()
+                optimizer.step()
+        return (w, x, w.grad, x.grad), ops["tanh"]
+
+    assert_recomputed(run, 2, 2 * 2)
 
 
-def test_gradients_add_up_in_the_leaves_once():
-    w, x = leaves_of(W, X)
-    w.grad = torch.ones_like(w)
-    with count_ops() as ops:
-        remat(net)(w, x).backward()
-    assert ops["tanh"] == 2
-    v, u = leaves_of(W, X)
-    v.grad = torch.ones_like(v)
-    net(v, u).backward()
-    assert_same((w.grad, x.grad), (v.grad, u.grad))
+# --- Functions that do more than compute: it is done once ---
 
 
 def back(w, x):
@@ -180,12 +170,22 @@ def hooks_after(w, x):
     return y
 
 
+def clears(w, x):
+    torch.optim.SGD([w], 0.1).zero_grad()
+    return net(w, x)
+
+
+def marks(w, x):
+    w.count = getattr(w, "count", 0) + 1
+    return net(w, x)
+
+
 @pytest.mark.parametrize(
     ("fn", "again"),
     [
         # What runs a backward reads what was saved while the forward still runs.
         *((back, 2), (through_a_name, 2), (runs_the_engine, 2), (penalty, 2)),
-        *((sets_a_gradient, 1), (moved, 1), (assigned, 1)),
+        *((sets_a_gradient, 1), (moved, 1), (assigned, 1), (marks, 1)),
         *((hooks_the_node, 1), (hooks_the_edge, 1), (hooks_after, 1)),
     ],
 )
@@ -194,39 +194,37 @@ def test_what_a_function_does_to_its_leaves_is_done_once(fn, again):
         w, x = leaves_of(W, X)
         with count_ops() as ops:
             wrap(fn)(w, x).backward()
-        return (w, x, w.grad, x.grad), ops["tanh"]
+        return (w, x, w.grad, x.grad, getattr(w, "count", 0)), ops["tanh"]
 
-    expected, once = run(lambda f: f)
-    found, more = run(remat)
-    assert (once, more) == (1, 1 + again)
-    assert_same(found, expected)
+    assert_recomputed(run, 1, 1 + again)
 
 
-def test_an_attribute_set_inside_is_set_once():
-    def mark(w, x):
-        w.count = getattr(w, "count", 0) + 1
-        return net(w, x)
+@pytest.mark.parametrize(("fn", "when"), [(net, "before"), (clears, "between")])
+def test_a_gradient_from_somewhere_else_is_added_to(fn, when):
+    def run(wrap):
+        w, x = leaves_of(W, X)
+        if when == "before":
+            w.grad = torch.ones_like(w)
+        y = wrap(fn)(w, x)
+        if when == "between":
+            w.grad = torch.full_like(w, 100.0)
+        with count_ops() as ops:
+            y.backward()
+        return (w.grad, x.grad), ops["tanh"]
 
-    w, x = leaves_of(W, X)
-    with count_ops() as ops:
-        remat(mark)(w, x).backward()
-    assert ops["tanh"] == 2
-    assert getattr(w, "count", 1) == 1
+    assert_recomputed(run, 0, 1)
 
 
 def test_a_leaf_returned_as_it_is_is_that_leaf():
-    def pair(w, x):
-        return w, net(w, x)
+    def run(wrap):
+        w, x = leaves_of(W, X)
+        same, y = wrap(lambda w, x: (w, net(w, x)))(w, x)
+        assert same is w
+        with count_ops() as ops:
+            y.backward()
+        return (w.grad, x.grad), ops["tanh"]
 
-    w, x = leaves_of(W, X)
-    same, y = remat(pair)(w, x)
-    assert same is w
-    with count_ops() as ops:
-        y.backward()
-    assert ops["tanh"] == 1
-    v, u = leaves_of(W, X)
-    pair(v, u)[1].backward()
-    assert_same((w.grad, x.grad), (v.grad, u.grad))
+    assert_recomputed(run, 0, 1)
 
 
 # --- What changes between the forward and the backward ---
@@ -258,13 +256,10 @@ def test_a_hook_on_what_is_given_back_as_another_tensor_runs_once(around, evalua
         y = around(outer, w, x)
         w.register_hook(lambda grad: fired.append(1) or grad * 2)
         y.backward()
-        return (w.grad, x.grad), fired, (len(outers), len(calls))
+        assert fired == [1]
+        return (w.grad, x.grad), (len(outers), len(calls))
 
-    expected, once, runs = run(lambda f: f)
-    found, fired, more = run(remat)
-    assert fired == once == [1]
-    assert (runs, more) == evaluations
-    assert_same(found, expected)
+    assert_recomputed(run, *evaluations)
 
 
 @pytest.mark.parametrize("prune", [False, True])
@@ -277,33 +272,10 @@ def test_a_leaf_may_be_frozen_before_the_backward(prune):
             y.backward()
         return x.grad, ops["tanh"]
 
-    expected, none = run(lambda f: f)
-    found, again = run(lambda f: remat(f, prune=prune))
-    assert (none, again) == (0, 1)
-    assert_same(found, expected)
+    assert_recomputed(run, 0, 1, wrap=partial(remat, prune=prune))
 
 
-# --- Functions that do more than compute ---
-
-
-def clears(w, x):
-    torch.optim.SGD([w], 0.1).zero_grad()
-    return net(w, x)
-
-
-def test_gradients_cleared_inside_are_cleared_once():
-    def run(wrap):
-        w, x = leaves_of(W, X)
-        y = wrap(clears)(w, x)
-        w.grad = torch.full_like(w, 100.0)  # from somewhere else
-        with count_ops() as ops:
-            y.backward()
-        return (w.grad, x.grad), ops["tanh"]
-
-    expected, none = run(lambda f: f)
-    found, again = run(remat)
-    assert (none, again) == (0, 1)
-    assert_same(found, expected)
+# --- Casts of leaves ---
 
 
 def narrow(w, x):
@@ -345,8 +317,9 @@ def test_casts_of_leaves_do_not_stay_in_the_cache(kind, policy):
             assert ops["tanh"] == 2 or (call == 0 and ops["tanh"] == 3)
 
 
+@pytest.mark.parametrize("prune", [False, True])
 @pytest.mark.parametrize("policy", [None, policies.dots_saveable])
-def test_a_cast_that_two_calls_share_is_not_missed_in_the_second(policy):
+def test_a_cast_that_two_calls_share_is_not_missed_in_the_second(policy, prune):
     """Autocast casts a weight in the first call: in the second it is in the cache."""
 
     def run(wrap):
@@ -358,12 +331,9 @@ def test_a_cast_that_two_calls_share_is_not_missed_in_the_second(policy):
             y.backward()
         return (w.grad, x.grad), (ops["mm"], ops["tanh"])
 
-    expected, (mms, tanhs) = run(lambda f: f)
-    saves = 2 if policy is None else 0
-    for prune in (False, True):
-        found, counts = run(lambda f, p=prune: remat(f, policy=policy, prune=p))
-        assert counts == (mms + saves, tanhs + 2)
-        assert_same(found, expected)
+    again = 2 if policy is None else 0
+    wrap = partial(remat, policy=policy, prune=prune)
+    assert_recomputed(run, (4, 0), (4 + again, 2), wrap=wrap)
 
 
 # --- What a function refers to may be something else in the next call ---
@@ -382,59 +352,37 @@ def f(w, x):
 CAPTURED = make(3, 3, seed=3).requires_grad_()
 
 
-def by_helper(scope):
-    scope["helper"] = lambda x: x.cos()
-
-
-def by_helper_of_a_tensor(scope):
-    captured = scope["captured"]
-    scope["helper"] = lambda x: x * captured
-
-
-def by_builtin(scope):
-    captured = scope["captured"]
-    scope["abs"] = lambda x: x * captured
-
-
-def by_torch(scope):
-    scope["abs"] = torch.exp
-
-
-def by_code(scope):
-    scope["f"].__code__ = scope["other"].__code__
-
-
-def by_code_of_a_helper(scope):
-    scope["helper"].__code__ = (lambda x: x.exp()).__code__
-
-
-def by_default(scope):
-    scope["helper"].__defaults__ = (scope["captured"],)
+def by_default(scope, captured):
+    scope["helper"].__defaults__ = (captured,)
     scope["helper"].__code__ = (lambda x, y: x * y).__code__
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        by_helper,
-        by_helper_of_a_tensor,
-        by_builtin,
-        by_torch,
-        by_code,
-        by_code_of_a_helper,
-        by_default,
-    ],
-)
+def set_code(name, code):
+    return lambda scope, _: setattr(scope[name], "__code__", code(scope))
+
+
+CHANGES = {
+    "helper": lambda scope, _: scope.update(helper=lambda x: x.cos()),
+    "helper_of_a_tensor": lambda scope, t: scope.update(helper=lambda x: x * t),
+    "builtin": lambda scope, t: scope.update(abs=lambda x: x * t),
+    "torch": lambda scope, _: scope.update(abs=torch.exp),
+    "code": set_code("f", lambda scope: scope["other"].__code__),
+    "code_of_a_helper": set_code("helper", lambda _: (lambda x: x.exp()).__code__),
+    "default": by_default,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_a_function_refers_to_is_another_thing_in_the_next_call(change):
     def run(wrap):
         (captured,) = leaves_of(CAPTURED)
-        scope = {"captured": captured}
+        scope = {}
         exec(SOURCE, scope)
         fn = wrap(scope["f"])
         found = []
         for call in range(4):
             if call == 2:
-                change(scope)
+                CHANGES[change](scope, captured)
             w, x = leaves_of(W, X)
             captured.grad = None
             y = fn(w, x)
@@ -443,7 +391,4 @@ def test_what_a_function_refers_to_is_another_thing_in_the_next_call(change):
             found.append((w.grad, x.grad, captured.grad))
         return found, ops["tanh"]
 
-    expected, none = run(lambda f: f)
-    found, again = run(remat)
-    assert (none, again) == (0, 1)
-    assert_same(found, expected)
+    assert_recomputed(run, 0, 1)

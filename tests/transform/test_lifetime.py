@@ -5,48 +5,21 @@ is given; what is still alive when it should not be is a leak (or a cycle).
 """
 
 import gc
-import importlib
-import pkgutil
 import weakref
 
 import pytest
 import torch
+from support.as_plain import Router
+from support.watch import Watch
 from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, hessian, jvp, vjp, vmap
 
-import remat as package
 from remat import remat
 from remat.testing import assert_same, count_ops, live_bytes, memory_timeline
 
 
-@pytest.fixture(autouse=True)
-def _no_collector():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-class Watch:
-    """Notes objects by weak reference, those of recomputes too."""
-
-    def __init__(self):
-        self._refs = Evaluations()
-
-    def __call__(self, item):
-        self._refs.note(weakref.ref(item))
-        return item
-
-    def __len__(self):
-        return len(self._refs)
-
-    @property
-    def alive(self):
-        refs = [*self._refs]
-        for ref in refs:
-            self._refs.note(ref)
-        return sum(ref() is not None for ref in refs)
+pytestmark = pytest.mark.usefixtures("_no_collector")
 
 
 class Token:
@@ -120,10 +93,6 @@ def make_call(watch):
     return remat(watch(fn)), inputs, calls
 
 
-def forward_only(fn, inputs):
-    return fn(inputs)
-
-
 def backward(fn, inputs):
     out = fn(inputs)
     out.sum().backward()
@@ -147,48 +116,41 @@ def double_backward(fn, inputs):
     first.square().sum().backward()
 
 
-def under_grad(fn, inputs):
-    return grad(lambda x: fn({"x": x, "n": 2}).sum())(inputs["x"].detach())
+def of_x(fn):
+    return lambda x: fn({"x": x, "n": 2})
 
 
-def under_vjp(fn, inputs):
-    return vjp(lambda x: fn({"x": x, "n": 2}), inputs["x"].detach())
+def loss_of_x(fn):
+    return lambda x: fn({"x": x, "n": 2}).sum()
+
+
+def under(transform, loss=loss_of_x):
+    return lambda fn, inputs: transform(loss(fn))(inputs["x"].detach())
 
 
 def under_vmap(fn, inputs):
-    rows = torch.stack([inputs["x"], inputs["x"]])
-    out = vmap(lambda x: fn({"x": x, "n": 2}))(rows)
+    out = vmap(of_x(fn))(torch.stack([inputs["x"], inputs["x"]]))
     out.sum().backward()
     return out
 
 
-def under_vmap_of_grad(fn, inputs):
-    rows = torch.stack([inputs["x"], inputs["x"]]).detach()
-    return vmap(grad(lambda x: fn({"x": x, "n": 2}).sum()))(rows)
-
-
-def under_jvp_of_grad(fn, inputs):
-    x = inputs["x"].detach()
-    return jvp(grad(lambda x: fn({"x": x, "n": 2}).sum()), (x,), (x,))
-
-
-def under_hessian(fn, inputs):
-    return hessian(lambda x: fn({"x": x, "n": 2}).sum())(inputs["x"].detach())
+def vmap_of_grad(loss):
+    return lambda x: vmap(grad(loss))(torch.stack([x, x]))
 
 
 # How it is used: (the use, how often that evaluates the body).
 USES = {
-    "forward without backward": (forward_only, 1),
+    "forward without backward": (lambda fn, inputs: fn(inputs), 1),
     "backward": (backward, 2),
     "backward twice": (backward_twice, 3),
     "backward with create_graph": (create_graph, 2),
     "double backward": (double_backward, 3),
-    "grad": (under_grad, 2),
-    "vjp": (under_vjp, 1),
+    "grad": (under(grad), 2),
+    "vjp": (under(lambda f: lambda x: vjp(f, x), of_x), 1),
     "vmap": (under_vmap, 2),
-    "vmap(grad)": (under_vmap_of_grad, 2),
-    "jvp(grad)": (under_jvp_of_grad, 4),
-    "hessian": (under_hessian, 4),
+    "vmap(grad)": (under(vmap_of_grad), 2),
+    "jvp(grad)": (under(lambda f: lambda x: jvp(grad(f), (x,), (x,))), 4),
+    "hessian": (under(hessian), 4),
 }
 
 
@@ -207,8 +169,10 @@ def test_all_is_freed_when_the_results_are(use, evaluations):
     assert watch.alive == 0
 
 
-@pytest.mark.parametrize("use", [backward, under_grad, under_vmap_of_grad, under_vmap])
-def test_bytes_return_to_zero(use):
+@pytest.mark.parametrize("how", ["backward", "grad", "vmap(grad)", "vmap"])
+def test_bytes_return_to_zero(how):
+    use, _ = USES[how]
+
     def step():
         fn, inputs, calls = make_call(Watch())
         use(fn, inputs)
@@ -292,6 +256,32 @@ def test_nested_calls_are_freed():
     assert watch.alive == 0
 
 
+@pytest.mark.parametrize("style", ["function", "closure", "module", "forward"])
+def test_a_call_on_a_module_that_keeps_its_results_leaves_no_cycle(style):
+    def run():
+        watch = Watch()
+        model = Router(Evaluations().note)
+        watch(model.inner.weight)
+        captured, x = watch(torch.ones(3)), watch(torch.ones(4, requires_grad=True))
+        fn = {
+            "function": lambda x: x.sin().exp(),
+            "closure": lambda x: model(x) * captured.sum(),
+            "module": model,
+            "forward": model.forward,
+        }[style]
+        y = watch(remat(fn)(x))
+        y.sum().backward()
+        with count_ops() as ops:
+            remat(fn)(x).sum()  # its graph is dropped
+        model.__dict__.pop("weights", None)
+        model.__dict__.pop("loss", None)
+        assert len(ops) > 0
+        return watch
+
+    run()  # imports that torch puts off keep a frame alive
+    assert run().alive == 0
+
+
 # --- Errors ---
 
 
@@ -353,148 +343,3 @@ def test_a_forward_that_failed_does_not_hinder_the_next():
     (want,) = torch.autograd.grad(x.sin().exp().sin().sum(), x)
     assert_same(got, want)
     assert (len(count), watch.alive) == (3, 0)
-
-
-# --- Many calls ---
-
-
-def caches():
-    """Return the sizes of the containers that the package's modules hold."""
-    sizes = {}
-    for info in pkgutil.walk_packages(package.__path__, "remat."):
-        module = importlib.import_module(info.name)
-        for name, value in vars(module).items():
-            if name == "TORCH_NODES":  # torch's own, which its lazy imports add to
-                continue
-            if isinstance(value, (dict, list, set)) and not name.startswith("__"):
-                sizes[info.name, name] = len(value)
-            elif hasattr(value, "cache_info"):
-                sizes[info.name, name] = value.cache_info().currsize
-    return sizes
-
-
-def fresh_step():
-    """Run a step with a function, a closure and a module that are new each time."""
-    scale = torch.linspace(1, 2, 4)
-    layer = nn.Linear(4, 4)
-    calls = Evaluations()
-
-    def fn(x):
-        calls.note(1)
-        return (layer(x) * scale).tanh().exp()
-
-    remat(fn)(torch.ones(4, requires_grad=True)).sum().backward()
-    grad(lambda x: remat(fn)(x).sum())(torch.ones(4))
-    vmap(grad(lambda x: remat(fn)(x).sum()))(torch.ones(2, 4))
-    assert len(calls) == 6
-
-
-@pytest.mark.parametrize("times", [20, 200])
-def test_repeated_calls_grow_no_cache(times):
-    fresh_step()
-    fresh_step()
-    before = caches()
-    for _ in range(times):
-        fresh_step()
-    assert caches() == before
-
-
-def count_objects():
-    """Count tensors and remat's own objects; torch.func leaves closures of its own."""
-    return sum(
-        issubclass(type(item), torch.Tensor)
-        or str(getattr(type(item), "__module__", "")).startswith("remat")
-        for item in gc.get_objects()
-    )
-
-
-@pytest.mark.parametrize("times", [20, 200])
-def test_repeated_calls_leave_no_objects_behind(times):
-    for _ in range(3):
-        fresh_step()
-    before = count_objects()
-    for _ in range(times):
-        fresh_step()
-    assert count_objects() == before
-
-
-def test_the_object_count_sees_a_tensor_left_behind():
-    before = count_objects()
-    left = torch.ones(3)
-    assert count_objects() == before + 1
-    del left
-    assert count_objects() == before
-
-
-@pytest.mark.parametrize("times", [20, 200])
-def test_a_training_step_leaves_no_object_of_any_kind(times):
-    calls = Evaluations()
-
-    def step():
-        scale = torch.linspace(1, 2, 4)
-
-        def fn(x):
-            calls.note(None)
-            return (x * scale).tanh().exp()
-
-        remat(fn)(torch.ones(4, requires_grad=True)).sum().backward()
-
-    for _ in range(3):
-        step()
-    before = len(gc.get_objects())
-    for _ in range(times):
-        step()
-    assert len(gc.get_objects()) - before < 5
-    assert len(calls) == 2 * (times + 3)
-
-
-def test_new_code_is_remembered_only_up_to_a_bound():
-    """Each round compiles new code, as running a notebook cell again does."""
-    x = torch.linspace(0, 1, 4)
-    source = "def fn(x):\n    calls.note(1)\n    return x.sin().exp().sum()"
-
-    def run(times):
-        for _ in range(times):
-            scope = {"calls": Evaluations()}
-            exec(source, scope)
-            grad(remat(scope["fn"]))(x)
-            assert len(scope["calls"]) == 2
-
-    run(20)
-    before = caches()
-    run(200)
-    grown = {name: size - before[name] for name, size in caches().items()}
-    assert max(grown.values()) <= 200, "at most one entry for each code object"
-
-
-def test_a_namespace_made_by_exec_is_freed():
-    watch = Watch()
-    scope = {"weight": watch(torch.linspace(1, 2, 4)), "calls": Evaluations()}
-    exec("def fn(x):\n    calls.note(1)\n    return (x * weight).sin().sum()", scope)
-    remat(scope["fn"])(torch.ones(4, requires_grad=True)).backward()
-    assert len(scope["calls"]) == 2
-    del scope
-    gc.collect()  # a function and its namespace are a cycle of Python's own
-    assert watch.alive == 0
-
-
-def test_a_local_class_is_freed_with_what_its_methods_close_over():
-    watch = Watch()
-
-    def run():
-        weight = watch(torch.linspace(1, 2, 4))
-
-        class Local(nn.Module):
-            def forward(self, x):
-                return (x * weight).sin().sin()
-
-        x = torch.ones(4, requires_grad=True)
-        with count_ops() as ops:
-            remat(Local())(x).sum().backward()
-        assert ops["sin"] == 2 + 1, "the last one is not needed again"
-        return weakref.ref(Local)
-
-    local = run()
-    gc.collect()  # a class is a cycle of Python's own
-    assert local() is None
-    assert watch.alive == 0

@@ -9,9 +9,11 @@ from collections import namedtuple
 
 import pytest
 import torch
-from support.zoo import counted
+from support.compositions import higher_order
+from support.transforms import TRANSFORMS
+from support.zoo import counted, plainly as plain
 from torch import nn
-from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from remat import remat
 from remat.testing import (
@@ -25,13 +27,6 @@ from remat.testing import (
 UNIT = 65_536
 SCALARS = 64  # bytes: a loss, its gradient, a sum
 BLOCKS = SINES = 8
-
-
-def plain(fn):
-    return fn
-
-
-higher_order = functools.partial(remat, higher_order=True)
 
 
 def ramp():
@@ -63,6 +58,10 @@ def units(size):
 # --- Peak ---
 
 
+def rows():
+    return ramp().view(4, -1)
+
+
 def by_backward(f):
     x = ramp().requires_grad_()
     f(x).backward()
@@ -80,71 +79,68 @@ def by_double_backward(f):
     return torch.autograd.grad(first.sum(), x)
 
 
+def backward_of_vmap(f):
+    x = rows().requires_grad_()
+    vmap(f)(x).sum().backward()
+    return x.grad
+
+
+def backward_of_grad(f):
+    x = ramp().requires_grad_()
+    grad(f)(x).sum().backward()
+    return x.grad
+
+
 def grad_of_grad(f):
-    return grad(lambda x: grad(f)(x).sum())(ramp())
-
-
-def vmap_of_grad(f):
-    return vmap(grad(f))(ramp().view(4, -1))
-
-
-def grad_of_vmap(f):
-    return grad(lambda x: vmap(f)(x).sum())(ramp().view(4, -1))
+    return grad(lambda x: grad(f)(x).sum())
 
 
 def grad_of_jvp(f):
     return grad(lambda x: jvp(f, (x,), (x,))[1])(ramp())
 
 
-def jvp_of_grad(f):
-    return jvp(grad(f), (ramp(),), (ramp(),))
-
-
-def by_vjp(f):
-    out, pull = vjp(f, ramp())
-    return out, pull(torch.ones(()))
-
-
-SECOND_ORDER = {by_double_backward, grad_of_grad, grad_of_jvp}
-
 # Derivative: (units with remat at most, share of plain at most). Each makes its input.
 PEAKS = {
     "backward": (by_backward, 17, 0.26),
     "autograd.grad": (by_autograd_grad, 17, 0.26),
+    "backward(vmap)": (backward_of_vmap, 17, 0.26),
     "grad": (lambda f: grad(f)(ramp()), 25, 0.14),
-    "vjp": (by_vjp, 19, 0.29),
-    "grad(grad)": (grad_of_grad, 54, 0.25),
-    "vmap(grad)": (vmap_of_grad, 25, 0.25),
-    "grad(vmap)": (grad_of_vmap, 25, 0.25),
+    "vjp": (lambda f: TRANSFORMS["vjp"](f, ramp()), 19, 0.29),
+    "grad(grad)": (lambda f: grad_of_grad(f)(ramp()), 54, 0.25),
+    "vmap(grad)": (lambda f: vmap(grad(f))(rows()), 25, 0.25),
+    "grad(vmap)": (lambda f: grad(lambda x: vmap(f)(x).sum())(rows()), 25, 0.25),
+    "vmap(grad(grad))": (lambda f: vmap(grad_of_grad(f))(rows()), 54, 0.25),
+    "backward(grad)": (backward_of_grad, 54, 0.25),
     "grad(jvp)": (grad_of_jvp, 55, 0.25),
-    "jvp(grad)": (jvp_of_grad, 55, 0.25),
+    "jvp(grad)": (lambda f: jvp(grad(f), (ramp(),), (ramp(),)), 55, 0.25),
 }
+SECOND_ORDER = {"grad(grad)", "vmap(grad(grad))", "backward(grad)", "grad(jvp)"}
 
 
-@pytest.mark.parametrize(
-    ("derivative", "most", "share"), PEAKS.values(), ids=list(PEAKS)
-)
-def test_the_peak_of_eight_blocks_of_eight_sines(derivative, most, share):
+def assert_peak(derivative, wrap, most, share, *, reassociated):
     want, got = [], []
     plain_peak = peak_bytes(lambda: want.append(derivative(chain(plain))))
-    peak = peak_bytes(lambda: got.append(derivative(chain(remat))))
+    peak = peak_bytes(lambda: got.append(derivative(chain(wrap))))
+    assert_same(got, want, reassociated=reassociated)
+    assert units(peak) <= most
+    assert peak <= share * plain_peak
+
+
+@pytest.mark.parametrize("how", PEAKS)
+def test_the_peak_of_eight_blocks_of_eight_sines(how):
     # A second derivative sums contributions in another order (promise 1).
-    assert_same(got, want, reassociated=derivative in SECOND_ORDER)
-    assert units(peak) <= most
-    assert peak <= share * plain_peak
+    derivative, most, share = PEAKS[how]
+    reassociated = how in SECOND_ORDER
+    assert_peak(derivative, remat, most, share, reassociated=reassociated)
 
 
 @pytest.mark.parametrize(
-    ("derivative", "most", "share"),
-    [(by_backward, 18, 0.28), (by_double_backward, 43, 0.23)],
+    ("derivative", "most", "share", "reassociated"),
+    [(by_backward, 18, 0.28, False), (by_double_backward, 43, 0.23, True)],
+    ids=["backward", "twice"],
 )
-def test_the_peak_with_one_node_for_each_call(derivative, most, share):
-    want, got = [], []
-    plain_peak = peak_bytes(lambda: want.append(derivative(chain(plain))))
-    peak = peak_bytes(lambda: got.append(derivative(chain(higher_order))))
-    assert_same(got, want, reassociated=derivative in SECOND_ORDER)
-    assert units(peak) <= most
-    assert peak <= share * plain_peak
+def test_the_peak_with_one_node_for_each_call(derivative, most, share, reassociated):
+    assert_peak(derivative, higher_order, most, share, reassociated=reassociated)
 
 
 def test_the_graph_of_a_derivative_is_that_of_plain_where_one_is_to_be_taken():
@@ -174,18 +170,19 @@ def test_the_peak_of_a_training_step_is_that_of_one_block_and_the_inputs_of_all(
     assert peaks == [BLOCKS * SINES + 1, BLOCKS + SINES]
 
 
-def test_the_graph_of_a_gradient_is_rematerialized_too():
+def test_with_higher_order_the_graph_of_a_gradient_is_rematerialized_too():
     x = ramp().requires_grad_()
-    kept = []
-    for ckpt in (plain, higher_order):
 
-        def gradient(f=chain(ckpt)):  # noqa: B008
-            return torch.autograd.grad(f(x), x, create_graph=True)
+    def kept(ckpt):
+        loss = chain(ckpt)
+        return units(
+            live_bytes(lambda: torch.autograd.grad(loss(x), x, create_graph=True))
+        )
 
-        kept.append(units(live_bytes(gradient)))
-    # The gradient, and the input and cotangent of each block; plain: some of each sine.
-    assert kept[1] <= 1 + 2 * BLOCKS
-    assert kept[0] > 2 * BLOCKS * SINES
+    # Plain keeps some of each sine. So does a call: the graph is that of plain.
+    assert kept(plain) == kept(remat) > 2 * BLOCKS * SINES
+    # The gradient, and the input and cotangent of each block.
+    assert kept(higher_order) <= 1 + 2 * BLOCKS
 
 
 def test_a_vjp_function_keeps_only_the_inputs_of_the_blocks():
@@ -195,27 +192,6 @@ def test_a_vjp_function_keeps_only_the_inputs_of_the_blocks():
         for ckpt in (plain, remat)
     ]
     assert kept == [BLOCKS * SINES - 1, BLOCKS - 1]  # but for `x`, which exists already
-
-
-def test_nesting_trades_one_more_evaluation_for_a_logarithmic_peak():
-    def halves(count):
-        if count == 1:
-            return torch.sin
-        half = halves(count // 2)
-        return lambda x: remat(half)(remat(half)(x))
-
-    x = ramp().requires_grad_()
-    peaks = []
-    for fn in (sines, remat(sines), remat(halves(SINES))):
-        fn(x).sum().backward()  # what is kept for good is kept now
-        x.grad = None
-        peaks.append(units(peak_bytes(lambda f=fn: f(x).sum().backward())))
-        x.grad = None
-    assert peaks[2] < peaks[1] <= peaks[0] + 1
-    with count_ops() as ops:
-        remat(halves(SINES))(x).sum().backward()
-    # At each of three depths the first of two halves is run again, for the second.
-    assert (ops["sin"], ops["cos"]) == (SINES + 3 * SINES // 2, SINES)
 
 
 # --- What stays alive ---
@@ -360,11 +336,3 @@ def test_with_nothing_to_differentiate_nothing_is_kept():
     assert live_bytes(lambda: remat(mix)(ROOT, SCALE)) < live_bytes(
         lambda: mix(ROOT, SCALE)
     )
-
-
-def test_jacrev_recomputes_once_and_not_per_row():
-    x = torch.linspace(0.1, 1.0, 16)
-    with count_ops() as ops:
-        rows = jacrev(remat(sines))(x)
-    assert (ops["sin"], ops["cos"]) == (2 * SINES, SINES)
-    assert_same(rows, jacrev(sines)(x))

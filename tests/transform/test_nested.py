@@ -1,194 +1,27 @@
-"""Remat in remat: values, and what recomputation costs at each depth.
+"""Remat in remat: what is kept, the peak, and functions that wrap functions.
 
 Under base autograd an outer call is run again only as far as the inputs of its inner
 calls need it. Under torch.func, a call inside a call is evaluated once in each
 recomputation of the outer one and once in its own.
 """
 
-from functools import partial
-
 import pytest
 import torch
+from support.transforms import TRANSFORMS
 from support.zoo import (
     BIG,
     DEPTH,
-    ZOO,
-    V,
     W,
     X,
-    and_backward,
-    assert_rematerialized,
-    assert_zoo_rematerialized,
     block,
     counted,
     leaves_of,
-    matmul,
     plainly,
-    scalar,
 )
-from torch.func import grad, hessian, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from remat import remat
 from remat.testing import assert_same, count_ops, live_bytes, peak_bytes
-
-
-full = partial(remat, prune=False)
-
-
-def deep(depth, wrap=remat):
-    def wrapped(fn):
-        for _ in range(depth):
-            fn = wrap(fn)
-        return fn
-
-    return wrapped
-
-
-@pytest.fixture(params=ZOO)
-def case(request):
-    return request.param
-
-
-def backward(loss, w, x):
-    w, x = leaves_of(w, x)
-    loss(w, x).backward()
-    return w.grad, x.grad
-
-
-def twice(loss, w, x):
-    w, x = leaves_of(w, x)
-    (first,) = torch.autograd.grad(loss(w, x), w, create_graph=True)
-    return torch.autograd.grad(first.sin().sum(), (w, x))
-
-
-def recomputed(case, times):
-    """How often a case is evaluated again in backwards of base autograd."""
-    return 0 if case == "linear" else times  # which saves nothing
-
-
-def test_two_deep_in_a_backward(case):
-    assert_zoo_rematerialized(
-        backward, case, evaluations=1 + recomputed(case, 1), wrap=deep(2)
-    )
-
-
-# Evaluations: the forward; in the backward the recomputation of the outer call, which
-# is the forward of the inner one, and the recomputation of the inner call. A pullback
-# runs under base autograd: the inner call has nothing to recompute if nothing is saved.
-TRANSFORMS = {
-    "grad": (lambda loss, w, x: grad(loss, (0, 1))(w, x), lambda case: 3),
-    "vjp": (
-        lambda loss, w, x: vjp(loss, w, x)[1](W[0, 0]),
-        lambda case: 2 + recomputed(case, 1),
-    ),
-    "vmap_grad": (
-        lambda loss, w, x: vmap(grad(loss), (None, 0))(w, torch.stack([x, -x])),
-        lambda case: 3,
-    ),
-}
-
-
-@pytest.mark.parametrize("how", TRANSFORMS)
-def test_two_deep(how, case):
-    transform, evaluations = TRANSFORMS[how]
-    assert_zoo_rematerialized(
-        transform, case, evaluations=evaluations(case), wrap=deep(2)
-    )
-
-
-def test_two_deep_in_forward_mode(case):
-    transform = and_backward(lambda loss, w, x: jvp(loss, (w, x), (V, V)))
-    evaluations = 1 + 1 + recomputed(case, 1)
-    assert_zoo_rematerialized(
-        transform, case, plain=1 + 1, evaluations=evaluations, wrap=deep(2)
-    )
-
-
-def test_two_deep_in_second_order(case):
-    # The first backward keeps its graph, and so the second recomputes again.
-    evaluations = 1 + recomputed(case, 1 + 1)
-    assert_zoo_rematerialized(twice, case, evaluations=evaluations, wrap=deep(2))
-
-
-# The forward, 1, and its backward, 2, as for one order. The backward of the forward, 2.
-# That of the backward runs the same again on record, 1 + 1, and its derivative, 1.
-# `hessian` takes that on dual numbers: the value and its tangent 1 + 1, the backward 3.
-@pytest.mark.parametrize(
-    ("transform", "evaluations", "wrap"),
-    [
-        (twice, 8, partial(remat, higher_order=True)),
-        (lambda loss, w, x: hessian(loss)(w, x), 5, remat),
-    ],
-    ids=["twice", "hessian"],
-)
-def test_two_deep_in_second_order_with_one_node_for_each_call(
-    transform, evaluations, wrap, case
-):
-    # Reassociated: second order.
-    assert_zoo_rematerialized(
-        transform, case, evaluations=evaluations, wrap=deep(2, wrap), reassociated=True
-    )
-
-
-@pytest.mark.parametrize(
-    ("derivative", "recomputes"),
-    [
-        # An outer call does nothing but to call the inner one, on its own inputs.
-        (backward, lambda depth: 1),
-        (lambda loss, w, x: grad(loss, (0, 1))(w, x), lambda depth: depth),
-    ],
-    ids=["base", "func"],
-)
-@pytest.mark.parametrize("depth", [1, 2, 3, 5])
-def test_what_a_depth_costs(depth, derivative, recomputes):
-    def transform(f):
-        return derivative(lambda w, x: scalar(f(w, x)), W, X)
-
-    evaluations = 1 + recomputes(depth)
-    assert_rematerialized(transform, matmul, evaluations=evaluations, wrap=deep(depth))
-
-
-def ops_of(fn):
-    """Ops of the forward and of the backward."""
-    (x,) = leaves_of(X)
-    with count_ops() as forward:
-        out = fn(x).sum()
-    with count_ops() as backward:
-        out.backward()
-    return (forward["mm"], forward["tanh"]), (backward["mm"], backward["tanh"])
-
-
-def layer(x):
-    return torch.tanh(W.t() @ torch.tanh(W @ x))
-
-
-def test_ops_of_one_call():
-    assert ops_of(layer) == ((2, 2), (2, 0))
-    assert ops_of(full(layer)) == ((2, 2), (4, 2))
-
-
-def test_ops_of_a_call_in_a_call():
-    assert ops_of(full(full(layer))) == ((2, 2), (4, 2))
-    assert ops_of(full(full(full(layer)))) == ((2, 2), (4, 2))
-
-
-def test_ops_of_two_calls_in_a_row():
-    inner = full(layer)
-    assert ops_of(lambda x: inner(inner(x))) == ((4, 4), (8, 4))
-
-
-def test_ops_of_two_calls_in_a_call():
-    inner = full(layer)
-    outer = full(lambda x: inner(inner(x)))
-    # 4 of their own, 2 recomputed in the outer call, up to the input of the second
-    # inner one, 4 in the inner ones.
-    assert ops_of(outer) == ((4, 4), (10, 6))
-
-
-def test_ops_of_a_call_and_more_in_a_call():
-    inner = full(layer)
-    outer = full(lambda x: torch.tanh(W @ inner(x)))
-    assert ops_of(outer) == ((3, 3), (3 + 3 + 2, 3 + 2))
 
 
 def chain(wrap_outer, wrap_inner):
@@ -202,22 +35,13 @@ def chain(wrap_outer, wrap_inner):
     return lambda x: wrap_outer(group)(wrap_outer(group)(x)).sum()
 
 
-MEMORY_TRANSFORMS = {
-    "backward": lambda f: f(*leaves_of(BIG)).backward(),
-    "grad": lambda f: grad(f)(BIG),
-}
-
-
-@pytest.mark.parametrize("how", MEMORY_TRANSFORMS)
-def test_peak_of_calls_in_calls(how):
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_the_peak_falls_with_each_depth(how):
     def peak(*wraps):
-        return peak_bytes(lambda: MEMORY_TRANSFORMS[how](chain(*wraps))) // BIG.nbytes
+        return peak_bytes(lambda: TRANSFORMS[how](chain(*wraps), BIG)) // BIG.nbytes
 
-    plain, outer, both = (
-        peak(plainly, plainly),
-        peak(remat, plainly),
-        peak(remat, remat),
-    )
+    plain, outer = peak(plainly, plainly), peak(remat, plainly)
+    both = peak(remat, remat)
     assert plain > 1.5 * outer
     assert outer > 1.5 * both
 
@@ -233,66 +57,119 @@ def test_only_the_inputs_of_the_outer_call_are_kept():
     assert kept(remat, remat) == 1
 
 
+def test_nesting_in_halves_has_a_logarithmic_peak():
+    def halves(count):
+        if count == 1:
+            return torch.sin
+        half = halves(count // 2)
+        return lambda x: remat(half)(remat(half)(x))
+
+    def sines(x):
+        for _ in range(8):
+            x = x.sin()
+        return x
+
+    (x,) = leaves_of(BIG)
+    peaks = []
+    for fn in (sines, remat(sines), remat(halves(8))):
+        fn(x).sum().backward()  # what is kept for good is kept now
+        x.grad = None
+        peaks.append(peak_bytes(lambda f=fn: f(x).sum().backward()) // BIG.nbytes)
+        x.grad = None
+    assert peaks[2] < peaks[1] <= peaks[0] + 1
+    with count_ops() as ops:
+        remat(halves(8))(x).sum().backward()
+    # At each of three depths the first of two halves is run again, for the second.
+    assert (ops["sin"], ops["cos"]) == (8 + 3 * 8 // 2, 8)
+
+
 # --- Functions that wrap others ---
 
 
-def assert_nested(transform, fn, *, plain, evaluations):
-    """`transform(wrap, fn)` wraps functions that call `fn`."""
-    fn, calls = counted(fn)
-    expected = transform(plainly, fn)
+def recursive(wrap, fn):
+    def power(n, w):
+        return w if n == 0 else wrapped(n - 1, w) @ fn(w)
+
+    wrapped = wrap(power)
+    return lambda w, x: wrapped(4, w)
+
+
+def on_constants(wrap, fn):
+    return wrap(lambda w, x: w * wrap(fn)(X))
+
+
+def capturing(wrap, fn):
+    def outer(w, x):
+        h = x @ w
+        return wrap(lambda y: fn(y) * h)(w)
+
+    return wrap(outer)
+
+
+def without_grad_mode(wrap, fn):
+    def outer(w, x):
+        with torch.no_grad():
+            constant = wrap(fn)(w)
+        return w * constant
+
+    return wrap(outer)
+
+
+# A function that wraps functions, and the evaluations of what is called innermost.
+WRAPPING = {
+    # The forward, 4; then each depth recomputes those below it: 4 + 3 + 2 + 1.
+    recursive: (4, 14),
+    # The product is all that the outer call is run again for.
+    capturing: (1, 2),
+    # An inner call is the function itself: the forward and the outer recomputation.
+    on_constants: (1, 2),
+    without_grad_mode: (1, 2),
+}
+
+
+@pytest.mark.parametrize(("program", "evaluations"), WRAPPING.items())
+def test_functions_that_wrap_functions(program, evaluations):
+    counts, results = [], []
+    for wrap in (plainly, remat):
+        fn, calls = counted(torch.exp)
+        w, x = leaves_of(W, X)
+        program(wrap, fn)(w, x).sum().backward()
+        counts.append(len(calls))
+        results.append((w.grad, x.grad))
+    assert_same(results[1], results[0])
+    assert tuple(counts) == evaluations
+
+
+def test_calls_side_by_side_within_a_call_keep_only_its_inputs():
+    def sines(x):
+        return x.sin().sin().sin()
+
+    (x,) = leaves_of(BIG)
+    held = live_bytes(lambda: remat(lambda x: remat(sines)(remat(sines)(x)))(x))
+    assert held < 1.5 * x.nbytes  # its result
+
+
+# Evaluations with a checkpoint of torch and in plain: one in the other runs both again.
+@pytest.mark.parametrize(
+    ("reentrant", "evaluations", "plain"), [(True, 3, 2), (False, 3 + 3, 2 + 2)]
+)
+def test_a_call_in_a_checkpoint_of_torch_and_the_other_way_round(
+    reentrant, evaluations, plain
+):
+    def transform(f):
+        (x,) = leaves_of(W)
+        outer = lambda x: f(x).cos()
+        checkpoint(outer, x, use_reentrant=reentrant).sum().backward()
+        if not reentrant:
+            # A function that is wrapped, in which torch runs `fn` again.
+            wrap = plainly if f is fn else remat
+            inside = lambda x: checkpoint(fn, x, use_reentrant=False).cos()
+            wrap(inside)(x).sum().backward()
+        return x.grad
+
+    fn, calls = counted(lambda x: x.sin().exp().tanh())
+    expected = transform(fn)
     assert len(calls) == plain
     calls.clear()
-    assert_same(transform(remat, fn), expected)
+    assert_same(transform(remat(fn)), expected)
     assert len(calls) == evaluations
-
-
-def test_a_recursive_function():
-    def transform(wrap, fn):
-        def power(n, w):
-            return w if n == 0 else wrapped(n - 1, w) @ fn(w)
-
-        wrapped = wrap(power)
-        (w,) = leaves_of(W)
-        wrapped(4, w).sum().backward()
-        return w.grad
-
-    # The forward, 4; then each depth recomputes those below it: 4 + 3 + 2 + 1.
-    assert_nested(transform, torch.sin, plain=4, evaluations=14)
-
-
-def test_the_inner_call_captures_what_the_outer_computed():
-    def transform(wrap, fn):
-        def outer(w, x):
-            h = x @ w
-            return wrap(lambda y: fn(y) * h)(w)
-
-        w, x = leaves_of(W, X)
-        wrap(outer)(w, x).sum().backward()
-        return w.grad, x.grad
-
-    # The product is all that the outer call is run again for.
-    assert_nested(transform, torch.sin, plain=1, evaluations=2)
-
-
-def test_an_inner_call_on_constants_is_the_function_itself():
-    def transform(wrap, fn):
-        (w,) = leaves_of(W)
-        wrap(lambda w: w * wrap(fn)(X))(w).sum().backward()
-        return w.grad
-
-    # The forward and the recomputation of the outer call.
-    assert_nested(transform, torch.exp, plain=1, evaluations=2)
-
-
-def test_an_inner_call_without_grad_mode_is_the_function_itself():
-    def transform(wrap, fn):
-        def outer(w):
-            with torch.no_grad():
-                constant = wrap(fn)(w)
-            return w * constant
-
-        (w,) = leaves_of(W)
-        wrap(outer)(w).sum().backward()
-        return w.grad
-
-    assert_nested(transform, torch.exp, plain=1, evaluations=2)

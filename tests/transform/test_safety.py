@@ -1,13 +1,14 @@
 """Programs whose recomputation could be another function: right, or refused."""
 
 from collections import OrderedDict, deque
+from functools import partial
 
 import pytest
 import torch
+from support.as_plain import assert_recomputed
 from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, jacrev
-from torch.nn.utils import parametrizations, parametrize
 
 from remat import CaptureError, MutationError, RecomputeError, remat
 from remat.testing import assert_same, count_ops
@@ -24,49 +25,44 @@ def leaf():
 
 
 def test_a_loop_variable_is_that_of_the_call():
-    x = leaf()
-    with count_ops() as ops:
-        ys = [remat(lambda x: (x.sin() * s).exp())(x) for s in (1.0, 2.0)]  # noqa: B023
-        got = torch.autograd.grad(sum(y.sum() for y in ys), x)[0]
-    assert ops["sin"] == 2 * 2
-    ys = [(x.sin() * s).exp() for s in (1.0, 2.0)]
-    assert_same(got, torch.autograd.grad(sum(y.sum() for y in ys), x)[0])
+    def run(wrap):
+        x = leaf()
+        with count_ops() as ops:
+            ys = [wrap(lambda x: (x.sin() * s).exp())(x) for s in (1.0, 2.0)]  # noqa: B023
+            sum(y.sum() for y in ys).backward()
+        return x.grad, ops["sin"]
+
+    assert_recomputed(run, 2, 2 * 2)
 
 
-def test_a_global_constant_is_that_of_the_call():
+def test_a_global_constant_is_that_of_the_call(monkeypatch):
     def fn(x):
         return (x.sin() * SCALE).exp()
 
-    x = leaf()
-    want = torch.autograd.grad(fn(x).sum(), x)[0]
-    y = remat(fn)(x)
-    globals()["SCALE"] = 5.0
-    try:
-        with count_ops() as ops:
-            got = torch.autograd.grad(y.sum(), x)[0]
-    finally:
-        globals()["SCALE"] = 1.0
-    assert ops["sin"] == 1
-    assert_same(got, want)
+    def run(wrap):
+        x = leaf()
+        y = wrap(fn)(x)
+        with count_ops() as ops, monkeypatch.context() as patch:
+            patch.setitem(globals(), "SCALE", 5.0)
+            y.sum().backward()
+        return x.grad, ops["sin"]
+
+    assert_recomputed(run, 0, 1)
 
 
 def test_the_mode_of_a_module_is_that_of_the_call():
     module = nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.5))
-    x = leaf()
 
-    def gradient(transform, between):
+    def run(wrap):
         torch.manual_seed(3)
-        y = transform(module)(x)
-        between()
+        x = leaf()
+        y = wrap(module.train())(x)
+        module.eval()
         with count_ops() as ops:
-            g = torch.autograd.grad(y.square().sum(), x)[0]
-        module.train()
-        return g, ops["addmm"]
+            y.square().sum().backward()
+        return x.grad, ops["addmm"]
 
-    want, _ = gradient(lambda fn: fn, module.train)
-    got, linears = gradient(remat, module.eval)
-    assert linears == 1
-    assert_same(got, want)
+    assert_recomputed(run, 0, 1)
 
 
 # --- Memory shared by outputs ---
@@ -82,12 +78,17 @@ def test_a_view_that_only_flips_a_bit_keeps_its_value(view):
     assert torch.equal(y[0], view(x))
 
 
-def gradient_and_sines(fn, x):
-    with count_ops() as ops:
-        x = x.detach().clone().requires_grad_()
-        y = fn(x * 1)
-        y.sum().backward()
-    return (y.detach(), x.grad), ops["sin"]
+def sines_of(make, x):
+    """What runs with a function made by `make(wrap)`."""
+
+    def run(wrap):
+        leaf = x.detach().clone().requires_grad_()
+        with count_ops() as ops:
+            y = make(wrap)(leaf * 1)
+            y.sum().backward()
+        return (y.detach(), leaf.grad), ops["sin"]
+
+    return run
 
 
 def real(wrap):
@@ -118,15 +119,11 @@ CHANGED = {
     "view_as_real": (view_as_real, torch.ones(3, dtype=torch.cfloat)),
     "shared": (shared, torch.linspace(0.1, 1.0, 3)),
 }
-changed = pytest.mark.parametrize(("make", "x"), CHANGED.values(), ids=CHANGED)
 
 
-@changed
+@pytest.mark.parametrize(("make", "x"), CHANGED.values(), ids=CHANGED)
 def test_a_result_that_is_a_view_may_be_changed(make, x):
-    want, plain = gradient_and_sines(make(lambda fn: fn), x)
-    got, sines = gradient_and_sines(make(remat), x)
-    assert_same(got, want)
-    assert (plain, sines) == (2, 3)
+    assert_recomputed(sines_of(make, x), 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +137,7 @@ def test_a_result_that_is_a_view_may_be_changed(make, x):
 def test_a_result_of_one_node_that_is_a_view_may_not_be_changed(change):
     z = torch.ones(3, dtype=torch.cfloat)
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-        gradient_and_sines(change(lambda fn: remat(fn, higher_order=True)), z)
+        sines_of(change, z)(partial(remat, higher_order=True))
 
 
 # --- Tensors that leave, or are kept, other than by being returned ---
@@ -167,27 +164,7 @@ def test_a_result_may_hide_tensors(make, use, again):
     def using(wrap):
         return lambda x: use(wrap(make)(x))
 
-    want, plain = gradient_and_sines(using(lambda fn: fn), leaf())
-    got, sines = gradient_and_sines(using(remat), leaf())
-    assert_same(got, want)
-    assert (plain, sines) == (2, 2 + again)
-
-
-@pytest.mark.parametrize("make", [normal, one_by_one])
-def test_a_result_that_hides_tensors_is_refused_under_func_grad(make):
-    with pytest.raises(CaptureError, match="holds or makes tensors"):
-        grad(lambda x: remat(make)(x))(torch.ones(3))
-
-
-def test_a_kept_intermediate_is_refused_under_func_grad():
-    kept = []
-
-    def fn(x):
-        kept.append(x.sin())
-        return x.cos()
-
-    with pytest.raises(CaptureError, match=r"Under torch\.func its gradient would be"):
-        grad(lambda x: (remat(fn)(x) + kept[-1]).sum())(torch.ones(3))
+    assert_recomputed(sines_of(using, leaf()), 2, 2 + again)
 
 
 class Settings:
@@ -199,62 +176,15 @@ def scaled(x, settings):
 
 
 def test_a_tensor_that_an_argument_hides_gets_its_gradient():
-    inputs = x, w = leaf(), Settings.weight
-    want = torch.autograd.grad(scaled(x, Settings()).sum(), inputs)
-    with count_ops() as ops:
-        got = torch.autograd.grad(remat(scaled)(x, Settings()).sum(), inputs)
-    assert_same(got, want)
-    assert w.grad is None
-    assert ops["sin"] == 2 + 1
+    def run(wrap):
+        x = leaf()
+        with count_ops() as ops:
+            y = wrap(scaled)(x, Settings())
+            gradients = torch.autograd.grad(y.sum(), (x, Settings.weight))
+        assert Settings.weight.grad is None
+        return gradients, ops["sin"]
 
-
-def test_a_tensor_that_an_argument_hides_is_refused_where_it_would_get_none():
-    with pytest.raises(CaptureError, match="used but is no input of the call"):
-        remat(scaled, higher_order=True)(leaf(), Settings())
-
-
-def test_parametrizations_are_cached_in_a_recomputation_as_they_were():
-    """The second call finds what the first computed, which its recomputation does."""
-
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(2.0))
-
-        def forward(self, weight):
-            return weight * self.scale
-
-    linear = nn.Linear(4, 4)
-    layer = nn.Sequential(linear, nn.Tanh())
-    parametrize.register_parametrization(linear, "weight", Scaled())
-    scale = linear.parametrizations.weight[0].scale
-    x = torch.randn(2, 4)
-
-    def gradient(transform):
-        with parametrize.cached():
-            y = transform(layer)(transform(layer)(x).sin()).sin()
-        return torch.autograd.grad(y.sum(), scale)[0]
-
-    with count_ops() as plain:
-        want = gradient(lambda fn: fn)
-    with count_ops() as ops:
-        got = gradient(remat)
-    assert ops["addmm"] == 2 * plain["addmm"]
-    assert_same(got, want)
-
-
-def test_parametrizations_are_computed_in_a_recomputation_if_they_were():
-    """Though the backward runs where others are cached."""
-    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    parametrizations.weight_norm(layer[0])
-    x, weights = torch.randn(2, 4), [*layer.parameters()]
-    want = torch.autograd.grad(layer(x).sum(), weights)
-    y = remat(layer)(x).sum()
-    with parametrize.cached(), count_ops() as ops:
-        layer(x)
-        got = torch.autograd.grad(y, weights)
-    assert_same(got, want)
-    assert ops["_weight_norm_interface"] == 1 + 1
+    assert_recomputed(run, 2, 2 + 1)
 
 
 # --- Containers of very many entries ---
@@ -312,16 +242,8 @@ def test_a_backward_inside_adds_its_gradients_once():
             wrap(backward_inside)(x, w).sum().backward()
         return (x.grad, w.grad), ops["sin"]
 
-    want, plain = run(lambda fn: fn)
-    got, sines = run(remat)
-    assert_same(got, want)
     # The backward inside reads what was saved, and the recomputation runs it again.
-    assert (plain, sines) == (3, 3 + 1 + 2)
-
-
-def test_backward_inside_is_refused_in_one_node():
-    with pytest.raises(CaptureError, match="calls backward"):
-        remat(backward_inside, higher_order=True)(leaf(), leaf())
+    assert_recomputed(run, 3, 3 + 1 + 2)
 
 
 class Signed(nn.Linear):
@@ -349,10 +271,7 @@ def test_an_assignment_to_data_that_may_be_done_twice_is_done_once():
         assert module.weight.data_ptr() == place
         return (module.weight, module.weight.grad, x.grad), ops["sign"]
 
-    want, plain = run(lambda fn: fn)
-    got, again = run(remat)
-    assert_same(got, want)
-    assert (plain, again) == (0, 1)
+    assert_recomputed(run, 0, 1)
 
 
 def test_another_assignment_to_data_is_refused_and_undone():
@@ -366,19 +285,44 @@ def test_another_assignment_to_data_is_refused_and_undone():
     assert module.weight.grad is None
 
 
-def test_an_assignment_to_data_is_refused_in_one_node():
-    with pytest.raises(MutationError, match="`weight` was changed in place inside"):
-        remat(Halved(3, 3), higher_order=True)(leaf())
+def keeps_an_intermediate():
+    kept = []
+
+    def fn(x):
+        kept.append(x.sin())
+        return x.cos()
+
+    return lambda x: (remat(fn)(x) + kept[-1]).sum()
 
 
-def test_a_lazy_module_runs_as_it_is_until_it_ran():
-    module = nn.Sequential(nn.LazyLinear(3), nn.Tanh(), nn.Linear(3, 3))
-    for again in (0, 1):
-        x = leaf()
-        with count_ops() as ops:
-            remat(module)(x).sum().backward()
-        assert ops["tanh"] == 1 + again
-        assert_same(x.grad, torch.autograd.grad(module(x).sum(), x)[0])
+def in_one_node(fn, *others):
+    return lambda: remat(fn, higher_order=True)(leaf(), *[make() for make in others])
+
+
+def under_grad(fn):
+    return lambda: grad(fn)(torch.ones(3))
+
+
+# Under torch.func, and where each call is a node of its own, a gradient would be lost.
+REFUSED = {
+    "an object": (under_grad(lambda x: remat(normal)(x)), "holds or makes tensors"),
+    "a generator": (under_grad(remat(one_by_one)), "holds or makes tensors"),
+    "kept": (
+        under_grad(keeps_an_intermediate()),
+        r"Under torch\.func its gradient",
+    ),
+    "hidden": (in_one_node(scaled, Settings), "used but is no input of the call"),
+    "backward": (in_one_node(backward_inside, leaf), "calls backward"),
+    "data": (in_one_node(Halved(3, 3)), "`weight` was changed in place inside"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_lose_a_gradient_is_refused(case):
+    run, message = REFUSED[case]
+    error = MutationError if case == "data" else CaptureError
+    with pytest.raises(error, match=message):
+        run()
 
 
 # --- Tensors of unusual kinds ---
@@ -387,11 +331,14 @@ def test_a_lazy_module_runs_as_it_is_until_it_ran():
 def test_an_inference_tensor_may_be_an_input():
     with torch.inference_mode():
         c = torch.ones(3)
-    x = leaf()
-    with count_ops() as ops:
-        remat(lambda c, x: (c + x).sin().exp())(c, x).sum().backward()
-    assert ops["sin"] == 2
-    assert_same(x.grad, torch.autograd.grad((c + x).sin().exp().sum(), x)[0])
+
+    def run(wrap):
+        x = leaf()
+        with count_ops() as ops:
+            wrap(lambda c, x: (c + x).sin().exp())(c, x).sum().backward()
+        return x.grad, ops["sin"]
+
+    assert_recomputed(run, 1, 2)
 
 
 def test_under_inference_mode_func_grad_is_right():
@@ -422,37 +369,10 @@ def test_jacrev_recomputes_once_with_the_draws_of_the_forward():
     def fn(x):
         return nn.functional.dropout(x.sin(), 0.5).cumsum(0)
 
-    def jacobian(transform):
+    def run(wrap):
         torch.manual_seed(3)
-        return jacrev(transform(fn))(torch.ones(16))
+        with count_ops() as ops:
+            jacobian = jacrev(wrap(fn))(torch.ones(16))
+        return jacobian, ops["sin"]
 
-    want = jacobian(lambda fn: fn)
-    with count_ops() as ops:
-        got = jacobian(remat)
-    assert ops["sin"] == 2
-    assert_same(got, want)
-
-
-# --- Kernels that depend on grad mode ---
-
-LSTM = nn.LSTM(10, 10)
-MODAL = {
-    "silu": nn.functional.silu,
-    "mish": nn.functional.mish,
-    "group norm": lambda x: nn.functional.group_norm(x.view(2, 5, -1), 5) ** 3,
-    "gelu": nn.functional.gelu,
-    "weight norm": lambda x: torch._weight_norm(
-        x.view(10, -1), x.detach().view(10, -1).norm(dim=1, keepdim=True), 0
-    ),
-    "lstm": lambda x: LSTM(x.view(2, 50, 10))[0],
-}
-
-
-@pytest.mark.parametrize("fn", MODAL.values(), ids=MODAL)
-def test_func_grad_uses_the_kernels_of_plain_code(fn):
-    x = torch.randn(1000)
-    want = grad(lambda x: fn(x.sin()).sum())(x)
-    with count_ops() as ops:
-        got = grad(lambda x: remat(lambda x: fn(x.sin()))(x).sum())(x)
-    assert ops["sin"] == 2
-    assert_same(got, want)
+    assert_recomputed(run, 1, 2)

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.zoo import Evaluations
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils import _python_dispatch
@@ -84,21 +85,28 @@ def test_different_functions_in_two_threads(transform):
         assert sines == 2 * (k + 1)
 
 
-def test_the_same_module_in_two_threads():
+@pytest.mark.parametrize("threads", [2, 4])
+def test_the_same_module_in_several_threads(threads):
     block = Block()
-    xs = torch.randn(2, 4, 8)
+    notes = Evaluations()
+    block.register_forward_pre_hook(lambda *_: notes.note(None))
+    xs = torch.randn(threads, 4, 8)
 
     def step(call):
         def gradients(x):
-            return torch.autograd.grad(call(x).pow(2).sum(), [*block.parameters()])
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(call(x).pow(2).sum(), [x, *block.parameters()])
 
         return gradients
 
     want = [step(block)(x) for x in xs]
-    results = in_threads(*(lambda x=x: rounds(step(remat(block)), x) for x in xs))
+    notes.clear()
+    call = remat(block)
+    results = in_threads(*(lambda x=x: rounds(step(call), x) for x in xs))
     for (got, sines), expected in zip(results, want, strict=True):
         assert_same(got, [expected] * ROUNDS)
         assert sines == 2 * 2
+    assert len(notes) == threads * ROUNDS * 2
 
 
 def test_the_same_module_in_two_threads_with_parameters_of_their_own():

@@ -1,32 +1,28 @@
-"""`torch.func.vmap` with plain autograd around it."""
+"""`torch.func.vmap`: dimensions, batches in batches, chunks, randomness."""
 
 import pytest
 import torch
+from support.first_order import then_backward
 from support.zoo import (
-    BIG,
-    BLOCKS,
-    DEPTH,
     WS,
     XS,
-    ZOO,
+    V,
     W,
     X,
     assert_rematerialized,
-    assert_zoo_rematerialized,
-    block,
-    blocks,
     counted,
-    evaluations_at_base,
     leaves_of,
     make,
     matmul,
-    plainly,
     scalar,
 )
-from torch.func import vmap
+from torch.func import grad, jvp, vmap
 
 from remat import remat
-from remat.testing import assert_same, count_ops, live_bytes, peak_bytes
+from remat.testing import assert_same
+
+
+BOTH = (0, 1)
 
 
 def backward_through(batched, *tensors):
@@ -37,27 +33,7 @@ def backward_through(batched, *tensors):
     return out, [t.grad for t in tensors]
 
 
-# --- Which arguments, along which dimensions ---
-
-
-BATCHES = {
-    "both": ((0, 0), WS, XS),
-    "inputs": ((None, 0), W, XS),
-    "weights": ((0, None), WS, X),
-}
-
-
-@pytest.mark.parametrize("case", ZOO)
-@pytest.mark.parametrize("batch", BATCHES)
-def test_a_batch(batch, case):
-    in_dims, w, x = BATCHES[batch]
-
-    def transform(loss, *_):
-        return backward_through(vmap(loss, in_dims), w, x)
-
-    # The forward and one recomputation, of the whole batch.
-    evaluations = evaluations_at_base(case)
-    assert_zoo_rematerialized(transform, case, evaluations=evaluations)
+# --- Dimensions ---
 
 
 @pytest.mark.parametrize("out_dim", [0, 1, -1])
@@ -69,6 +45,16 @@ def test_any_dimensions(w_dim, x_dim, out_dim):
         w = WS.movedim(0, w_dim)
         x = X if x_dim is None else XS.movedim(0, x_dim)
         return backward_through(batched, w, x)
+
+    assert_rematerialized(transform, matmul, evaluations=2)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("out_dim", [0, 1, -1])
+def test_any_dimensions_of_vmap_of_grad(dim, out_dim):
+    def transform(f):
+        derivative = grad(lambda w, x: scalar(f(w, x)), BOTH)
+        return vmap(derivative, (None, dim), out_dim)(W, XS.movedim(0, dim))
 
     assert_rematerialized(transform, matmul, evaluations=2)
 
@@ -90,20 +76,32 @@ def test_dimensions_of_trees():
     assert_rematerialized(transform, fn, evaluations=2)
 
 
-def test_outputs_that_are_not_batched():
-    def fn(w, x):
-        return w.sin(), x @ w, torch.ones(2, dtype=torch.double), w.exp()
+# The function, in_dims and out_dims, and what it is called on.
+OUTPUTS = {
+    "not_batched": (
+        lambda w, x: (w.sin(), x @ w, torch.ones(2, dtype=torch.double), w.exp()),
+        ((None, 0), (None, 0, None, 0)),
+        (W, XS),
+    ),
+    "input": (lambda w, x: (w, x, x @ w), ((None, 0), (None, 0, 0)), (W, XS)),
+    "view_of_an_input": (
+        lambda x: (x[0], x.T, x.sin().exp().diagonal()),
+        (1, 1),
+        (XS,),
+    ),
+    "batch_of_one": (matmul, ((None, 0), 0), (W, X[None])),
+}
 
-    def transform(f):
-        def batched(w, x):
-            return vmap(f, (None, 0), (None, 0, None, 0))(w, x)
 
-        return backward_through(batched, W, XS)
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_outputs_of_each_kind_are_batched_as_in_plain(case):
+    fn, dims, inputs = OUTPUTS[case]
+    assert_rematerialized(
+        lambda f: backward_through(vmap(f, *dims), *inputs), fn, evaluations=2
+    )
 
-    assert_rematerialized(transform, fn, evaluations=2)
 
-
-def test_outputs_that_are_not_tensors():
+def test_outputs_that_are_no_tensors_are_returned_as_they_are():
     def fn(w, x):
         return (x @ w).sin(), "text", None, 3
 
@@ -118,23 +116,7 @@ def test_outputs_that_are_not_tensors():
     assert_rematerialized(transform, fn, evaluations=2)
 
 
-def test_an_input_returned_as_it_is():
-    def transform(f):
-        return backward_through(vmap(f, (None, 0), (None, 0, 0)), W, XS)
-
-    assert_rematerialized(transform, lambda w, x: (w, x, x @ w), evaluations=2)
-
-
-def test_a_view_of_an_input():
-    def transform(f):
-        return backward_through(vmap(f, 1, 1), XS)
-
-    assert_rematerialized(
-        transform, lambda x: (x[0], x.T, x.sin().exp().diagonal()), evaluations=2
-    )
-
-
-def test_an_input_without_gradient():
+def test_an_input_of_integers_is_batched():
     def transform(f):
         (w,) = leaves_of(W)
         index = torch.tensor([[0, 1], [1, 2], [3, 3]])
@@ -145,29 +127,12 @@ def test_an_input_without_gradient():
     assert_rematerialized(transform, lambda w, i, x: (x @ w)[i].sin(), evaluations=2)
 
 
-def test_data_of_the_shape_of_a_batch_of_one():
-    def transform(f):
-        return backward_through(vmap(f, (None, 0)), W, X[None])
-
-    assert_rematerialized(transform, matmul, evaluations=2)
-
-
 # --- Nested, in chunks ---
-
-
-@pytest.mark.parametrize("case", ZOO)
-def test_nested(case):
-    def transform(loss, *_):
-        inner = vmap(loss, (0, None))
-        return backward_through(vmap(inner, (None, 0), 1), WS, XS)
-
-    evaluations = evaluations_at_base(case)
-    assert_zoo_rematerialized(transform, case, evaluations=evaluations)
 
 
 @pytest.mark.parametrize("inner_dim", [0, 1, 2])
 @pytest.mark.parametrize("outer_dim", [0, 1, 3])
-def test_nested_over_one_argument(outer_dim, inner_dim):
+def test_a_batch_in_a_batch_of_one_argument(outer_dim, inner_dim):
     def transform(f):
         xs = make(2, 3, 4, 4, seed=8).movedim(1, inner_dim + 1).movedim(0, outer_dim)
         inner = vmap(f, (None, inner_dim), 1)
@@ -176,7 +141,7 @@ def test_nested_over_one_argument(outer_dim, inner_dim):
     assert_rematerialized(transform, matmul, evaluations=2)
 
 
-def test_three_deep():
+def test_three_batches_deep():
     def transform(f):
         batched = f
         for _ in range(3):
@@ -190,7 +155,7 @@ def test_three_deep():
 @pytest.mark.parametrize(
     ("chunk", "chunks"), [(1, 5), (2, 3), (5, 1)], ids=["1", "2", "5"]
 )
-def test_chunks(chunk, chunks):
+def test_each_chunk_is_recomputed(chunk, chunks):
     def transform(f):
         batched = vmap(f, (None, 0), chunk_size=chunk)
         return backward_through(batched, W, make(5, 4, 4, seed=8))
@@ -208,13 +173,51 @@ def noisy(w, x):
     return (torch.nn.functional.dropout(x @ w, 0.5) + torch.rand(4)).sin()
 
 
+def batch(f, randomness="error"):
+    return backward_through(vmap(f, (None, 0), randomness=randomness), W, XS)
+
+
+def vmap_grad(f, randomness="error"):
+    derivative = grad(lambda w, x: f(w, x).sum())
+    return vmap(derivative, (None, 0), randomness=randomness)(W, XS)
+
+
+def grad_vmap(f, randomness="error"):
+    batched = vmap(f, (None, 0), randomness=randomness)
+    return grad(lambda w: batched(w, XS).sum())(W)
+
+
+RANDOM = {"backward_vmap": batch, "vmap_grad": vmap_grad, "grad_vmap": grad_vmap}
+random = pytest.mark.parametrize("how", RANDOM)
+
+
 @pytest.mark.parametrize("randomness", ["same", "different"])
-def test_randomness_is_replayed(randomness):
+@random
+def test_randomness_is_replayed(how, randomness):
     def transform(f):
         torch.manual_seed(3)
-        batched = vmap(f, (None, 0), randomness=randomness)
-        out, grads = backward_through(batched, W, XS)
-        return out, grads, torch.rand(1)
+        return RANDOM[how](f, randomness), torch.rand(1)
+
+    assert_rematerialized(transform, noisy, evaluations=2)
+
+
+@random
+def test_randomness_is_an_error_unless_asked_for(how):
+    def transform(f):
+        torch.manual_seed(3)
+        with pytest.raises(RuntimeError, match="called random operation while in rand"):
+            RANDOM[how](f)
+        return RANDOM[how](f, "same")
+
+    assert_rematerialized(transform, noisy, plain=2, evaluations=3)
+
+
+def test_randomness_of_a_batch_in_a_batch_is_replayed():
+    def transform(f):
+        torch.manual_seed(3)
+        inner = vmap(f, (0, None), randomness="different")
+        batched = vmap(inner, (None, 0), randomness="same")
+        return backward_through(batched, WS, XS)
 
     assert_rematerialized(transform, noisy, evaluations=2)
 
@@ -231,88 +234,66 @@ def test_the_same_randomness_is_the_same_for_all():
     assert len(calls) == 4
 
 
-def test_randomness_is_an_error_unless_asked_for():
-    fn, calls = counted(noisy)
-    w, x = leaves_of(W, XS)
-    with pytest.raises(RuntimeError, match="called random operation while in randomn"):
-        vmap(remat(fn), (None, 0))(w, x)
-    assert len(calls) == 1
-    vmap(remat(fn), (None, 0), randomness="same")(w, x).sum().backward()
-    assert len(calls) == 3
+# --- Captured tensors ---
 
 
-def test_randomness_of_nested_vmaps():
-    def transform(f):
-        torch.manual_seed(3)
-        inner = vmap(f, (0, None), randomness="different")
-        batched = vmap(inner, (None, 0), randomness="same")
-        return backward_through(batched, WS, XS)
+def captured_in_a_batch(f, w, x):
+    def of_one(x, b):
+        return f(lambda h: (h @ x) @ w + b, b)
 
-    assert_rematerialized(transform, noisy, evaluations=2)
+    return vmap(of_one)(x, x[:, 0])
 
 
-# --- Around and inside ---
+def captured_leaf(f, w, x):
+    return vmap(lambda w: scalar(f(lambda: (x @ w).tanh())))(w)
 
 
-@pytest.mark.parametrize("case", ZOO)
-def test_vmap_inside(case):
-    fn, call = ZOO[case]
-
-    def batched(w, x):
-        return vmap(lambda x: scalar(call(fn, w, x)))(x)
-
-    assert_rematerialized(lambda f: backward_through(f, W, XS), batched, evaluations=2)
+CAPTURED = {
+    "batched_and_not": (lambda g, b: g(b).tanh(), captured_in_a_batch, (W, XS)),
+    "leaf": (lambda g: g(), captured_leaf, (WS, X)),
+}
 
 
-def test_captured_tensors_batched_or_not():
-    def transform(f):
-        def batched(w, x):
-            def of_one(x, b):
-                return f(lambda h: (h @ x) @ w + b, b)
-
-            return vmap(of_one)(x, x[:, 0])
-
-        return backward_through(batched, W, XS)
-
-    assert_rematerialized(transform, lambda g, b: g(b).tanh(), evaluations=2)
+@pytest.mark.parametrize("case", CAPTURED)
+def test_captured_tensors_are_inputs_of_a_batch(case):
+    fn, call, inputs = CAPTURED[case]
+    assert_rematerialized(
+        lambda f: backward_through(lambda *xs: call(f, *xs), *inputs), fn, evaluations=2
+    )
 
 
-def test_nothing_to_differentiate_calls_the_function_itself():
-    fn, calls = counted(matmul)
-    out = vmap(remat(fn), (None, 0))(W, XS)
-    assert_same(out, vmap(matmul, (None, 0))(W, XS))
-    (w,) = leaves_of(W)
-    with torch.no_grad():
-        assert_same(vmap(remat(fn), (None, 0))(w, XS), out)
-    assert len(calls) == 2
-    vmap(remat(fn), (None, 0))(w, XS).sum().backward()
-    assert len(calls) == 4
+def of_captured(f):
+    """The wrapped function sees the batch and the variable through its closure."""
+
+    def loss(w, x):
+        h = x @ w
+        return scalar(f(lambda y: (y @ h).tanh() @ w))
+
+    return loss
 
 
-# --- Costs ---
+def tangents(loss, ws, xs):
+    return vmap(lambda w, x: jvp(lambda w: loss(w, x), (w,), (V,)))(ws, xs)
 
 
-def test_ops_are_those_of_plain_and_one_more_forward():
-    def ops_of(fn):
-        with count_ops() as ops:
-            backward_through(vmap(fn, (None, 0)), W, XS)
-        return ops["tanh"], ops["tanh_backward"]
+# With the tangent: value, tangent, and one recomputation of each.
+OF_CAPTURED = {
+    "vmap_grad": (lambda loss: vmap(grad(loss, BOTH), (None, 0))(W, XS), 2),
+    "grad_vmap": (
+        lambda loss: grad(lambda w: vmap(loss, (None, 0))(w, XS).sum())(W),
+        2,
+    ),
+    "jvp": (lambda loss: then_backward(tangents)(loss, WS, XS), 4),
+}
 
-    assert ops_of(matmul) == (1, 1)
-    assert ops_of(remat(matmul, prune=False)) == (2, 1)
 
-
-def test_memory():
-    (x,) = leaves_of(BIG.view(4, -1))
-    one = BIG.nbytes
-
-    def live(wrap):
-        return live_bytes(lambda: vmap(wrap(block))(x))
-
-    def peak(wrap):
-        return peak_bytes(lambda: vmap(blocks(wrap))(x).sum().backward())
-
-    assert live(plainly) == DEPTH * one
-    assert live(remat) == one
-    assert peak(plainly) >= BLOCKS * DEPTH * one
-    assert peak(remat) <= (BLOCKS + DEPTH + 2) * one
+@pytest.mark.parametrize("how", OF_CAPTURED)
+def test_captured_batched_values(how):
+    transform, evaluations = OF_CAPTURED[how]
+    # Reassociated: `w` is used twice inside, once through `h`, and outside.
+    assert_rematerialized(
+        lambda f: transform(of_captured(f)),
+        lambda g: g(X),
+        evaluations=evaluations,
+        reassociated=True,
+    )

@@ -20,7 +20,7 @@ from support.programs import (
     blocks,
     steps,
 )
-from support.transforms import TRANSFORMS, some
+from support.transforms import ALL, some
 from support.zoo import Evaluations, leaves_of, plainly, scalar
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad
@@ -139,12 +139,12 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_forward_mode_goes_over_reverse_mode_of_a_view(view):
-    assert_evaluated_more(TRANSFORMS["grad_jvp"], view)
+    assert_evaluated_more(ALL["grad_jvp"], view)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_forward_mode_goes_over_reverse_mode_of_a_nested_call(depth):
-    assert_evaluated_more(TRANSFORMS["jvp_grad"], lambda x, y: x.sin(), depth)
+    assert_evaluated_more(ALL["jvp_grad"], lambda x, y: x.sin(), depth)
 
 
 @pytest.mark.xfail(
@@ -159,7 +159,7 @@ def test_a_result_of_a_nested_call_is_dropped():
         outer = wrap(lambda x, w: wrap(inner)(x, w)[0])
         return lambda x, w: outer(x, w).square().sum() + x.square().sum()
 
-    vjp = TRANSFORMS["vjp"]
+    vjp = ALL["vjp"]
     assert_same(vjp(loss(remat), *INPUTS), vjp(loss(plainly), *INPUTS))
 
 

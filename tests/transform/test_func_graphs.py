@@ -1,0 +1,285 @@
+"""Graphs around a call and in it, under `torch.func`: followed, or refused by name."""
+
+import functools
+
+import pytest
+import torch
+from support.zoo import (
+    Cubed,
+    assert_not_vanishing,
+    assert_rematerialized,
+    counted,
+    leaves_of,
+    make,
+    plainly,
+    scalar,
+)
+from torch.autograd import functional
+from torch.autograd.function import once_differentiable
+from torch.func import grad, jacrev, vjp, vmap
+
+from remat import CaptureError, remat
+from remat.testing import assert_same
+
+
+A = make(6, 3, seed=21)
+
+
+def grad_of(f):
+    return grad(lambda x: scalar(f(x)))
+
+
+def grad_over_grad(f):
+    return grad(lambda x: scalar(grad_of(f)(x)))(A)
+
+
+def backward_over_grad(f):
+    (x,) = leaves_of(A)
+    scalar(grad_of(f)(x)).backward()
+    return x.grad
+
+
+def backward_over_backward(f):
+    (x,) = leaves_of(A)
+    (first,) = torch.autograd.grad(scalar(f(x)), x, create_graph=True)
+    scalar(first).backward()
+    return x.grad
+
+
+# --- Graphs that were made outside of the call ---
+
+
+def pulled(f, x):
+    """A call that holds a pullback: of the gradient of a cube, say."""
+    y, pull = vjp(lambda x: x**3, x)
+    return f(lambda ct: pull(ct)[0].sin())(y)
+
+
+def pulled_below(f, x):
+    (below,) = leaves_of(A)
+    _, pull = vjp(lambda y: y * below, below)
+    result = grad(lambda x: scalar(f(lambda ct: pull(ct)[0])(x)))(x)
+    return result, torch.autograd.grad(result.sum(), below)
+
+
+PULLED = {
+    "grad": lambda f: grad_of(functools.partial(pulled, f))(A),
+    "vmap_grad": lambda f: vmap(grad_of(functools.partial(pulled, f)))(A),
+    "grad_grad": lambda f: grad_over_grad(functools.partial(pulled, f)),
+    "base": lambda f: pulled_below(f, A),
+}
+
+
+@pytest.mark.parametrize("how", PULLED)
+def test_a_call_that_holds_a_pullback_is_called_as_it_is(how):
+    with pytest.warns(UserWarning, match="holds a pullback of torch.func.vjp"):
+        actual = PULLED[how](remat)
+    assert_same(actual, PULLED[how](plainly))
+    assert_not_vanishing(actual)
+
+
+def test_a_pullback_made_inside_is_recomputed():
+    def fn(x):
+        y, pull = vjp(lambda x: x**3, x)
+        return pull(y)[0]
+
+    assert_rematerialized(lambda f: grad_of(f)(A), fn, evaluations=2)
+
+
+def test_a_tensor_left_over_from_another_level_holds_no_graph():
+    kept = []
+
+    def noting(x):
+        kept.append(x.sin())
+        return x.sum()
+
+    grad(noting)(A)
+    # Plain code takes it for the constant that it is by now.
+    assert_rematerialized(
+        lambda f: grad_of(f)(A),
+        lambda x: x.exp() * kept[0],
+        evaluations=2,
+    )
+
+
+def derivative_of(h, x):
+    (result,) = torch.autograd.grad(h.sum(), x, create_graph=True, allow_unused=True)
+    return 0 * x if result is None else result
+
+
+def partly_of(h, x):
+    return derivative_of(h * x, x)
+
+
+def edge_of(h, x):
+    edge = torch.autograd.graph.get_gradient_edge(h)
+    return lambda y: torch.autograd.grad(edge, x, y.sin(), create_graph=True)[0]
+
+
+@pytest.mark.parametrize("fn", [derivative_of, partly_of])
+@pytest.mark.parametrize("lower", [lambda f: f, vmap])
+def test_a_derivative_of_what_was_computed_outside_is_refused(fn, lower):
+    def loss(f):
+        return lambda x: scalar(f(x.sin() * x, x))
+
+    assert_not_vanishing(lower(grad(loss(fn)))(A))  # which plain code gives
+    with pytest.raises(CaptureError, match="`h` was computed outside of the function"):
+        lower(grad(loss(remat(fn))))(A)
+
+
+def test_a_captured_edge_of_a_graph_is_refused():
+    def loss(wrap):
+        return lambda x: scalar(wrap(edge_of(x.sin() * x, x))(x))
+
+    with pytest.raises(CaptureError, match="a GradientEdge was computed outside"):
+        grad(loss(remat))(A)
+    assert_not_vanishing(grad(loss(lambda f: f))(A))
+
+
+def test_a_derivative_of_what_was_computed_inside_is_recomputed():
+    def fn(h, x):
+        return derivative_of((h * x).sin(), h) + derivative_of(x.exp(), x)
+
+    def transform(f):
+        return grad(lambda x: scalar(f(x.sin(), x.cos())))(A)
+
+    assert_rematerialized(transform, fn, evaluations=2, reassociated=True)
+
+
+FUNCTIONAL = {
+    "jacobian": lambda x: torch.autograd.functional.jacobian(torch.sin, x),
+    "vjp": lambda x: torch.autograd.functional.vjp(torch.sin, x, x.detach())[1],
+    "hessian": lambda x: torch.autograd.functional.hessian(lambda x: x.sin().sum(), x),
+    "requires_grad_": lambda x: derivative_of(*2 * (x.detach().requires_grad_(),)),
+    "by_name": lambda x: functional.jacobian(torch.sin, x),
+}
+
+
+@pytest.mark.parametrize("case", FUNCTIONAL)
+def test_what_torch_refuses_under_its_transforms_is_refused(case):
+    fn, calls = counted(FUNCTIONAL[case])
+    messages = "You are attempting to call Tensor", "remat: Tensor"
+    # Also where a function refers to nothing else, as it is without the counter.
+    for f, message in zip((fn, remat(fn)), messages, strict=True):
+        with pytest.raises(RuntimeError, match=rf"^{message}.requires_grad_\(\)"):
+            grad_of(lambda x, f=f: f(x.sin()))(A)
+    assert len(calls) == 2
+    with pytest.raises(RuntimeError, match=r"^remat: Tensor.requires_grad_\(\)"):
+        grad_of(lambda x: remat(FUNCTIONAL[case])(x.sin()))(A)
+
+
+def test_autograds_functional_transforms_that_record_are_recomputed():
+    def fn(x):
+        return torch.autograd.functional.jacobian(torch.sin, x, create_graph=True)
+
+    assert_rematerialized(lambda f: grad_of(f)(A[0]), fn, evaluations=2)
+
+
+# --- Hooks, which run after the recomputation has ended ---
+
+
+@pytest.mark.parametrize("prune", [False, True])
+def test_hooks_set_inside_refer_to_variables_of_functions_around(prune):
+    factor, shift = 3.0, make(6, 3, seed=31)
+
+    def fn(x):
+        h = x.sin()
+        h.register_hook(lambda g: g * factor + shift)
+        return h.exp()
+
+    # No operation of the forward reads the shift: a replay learns of it from the hook.
+    wrap = functools.partial(remat, prune=prune)
+    assert_rematerialized(
+        lambda f: grad_of(f)(A), fn, evaluations=3 if prune else 2, wrap=wrap
+    )
+
+
+# --- Functions that are to be differentiated once ---
+
+
+class Once(torch.autograd.Function):
+    """A cube, as torch.func takes it."""
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, cotangent):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * cotangent
+
+
+class OnceAtBase(Once):
+    """The same, as torch.func does not take it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    setup_context = torch.autograd.Function.setup_context
+
+
+REFUSED = {
+    # What torch finds in its way differs.
+    "backward_grad": (backward_over_grad, Once, "does not require grad"),
+    "backward_grad_old": (backward_over_grad, OnceAtBase, "setup_context"),
+    "grad_grad_old": (grad_over_grad, OnceAtBase, "setup_context"),
+    "backward_backward": (backward_over_backward, Once, "@once_differentiable"),
+}
+
+
+@pytest.mark.parametrize("after", [torch.sin, lambda y: 2 * y])
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_second_derivative_that_torch_refuses_is_not_dropped(case, after):
+    transform, function, of_torch = REFUSED[case]
+    # What it saves is no input of the call, and so recomputed at base, too.
+    fn, calls = counted(lambda x: after(function.apply(1 * x)))
+    with pytest.raises(RuntimeError, match=of_torch):
+        transform(fn)
+    calls.clear()
+    with pytest.raises(RuntimeError, match="marked with @once_differentiable"):
+        transform(remat(fn))
+    assert len(calls) >= 2
+
+
+@pytest.mark.parametrize("function", [Once, OnceAtBase])
+def test_the_first_derivative_is_not_refused(function):
+    fn, calls = counted(function.apply)
+    assert torch.equal(grad(lambda x: remat(fn)(x).sum())(A), 3 * A**2)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("function", [Once, OnceAtBase])
+def test_second_derivatives_beside_it_are_not_refused(function):
+    x, y = leaves_of(A, 2 * A)
+    fn, calls = counted(lambda x, y: function.apply(x) * 2 + y**3)
+    by_y = grad(lambda x, y: remat(fn)(x, y).sum(), 1)
+    (result,) = torch.autograd.grad(by_y(x, y).sum(), y)
+    assert torch.equal(result, 6 * y)
+    assert len(calls) == 3
+
+
+def test_functions_that_torch_batches_are_looked_into():
+    """Under vmap torch makes a Function around that of the user, and one around it."""
+
+    def transform(f):
+        return jacrev(jacrev(lambda x: scalar(f(x))))(A)
+
+    assert_rematerialized(
+        transform, lambda x: Cubed.apply(x.sin()), evaluations=4, reassociated=True
+    )
+
+
+@pytest.mark.parametrize("transform", [grad_over_grad, backward_over_grad])
+def test_where_torch_drops_it_the_values_are_those_of_torch(transform):
+    def fn(x):
+        return Once.apply(x) * 2 + x.exp()
+
+    assert_rematerialized(transform, fn, evaluations=4, reassociated=True)

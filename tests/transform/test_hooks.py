@@ -1,0 +1,224 @@
+"""Hooks around a call, in it, on its inputs and on its node: as in plain code, once."""
+
+import pytest
+import torch
+from support.as_plain import assert_as_plain, grads, leaf
+from support.zoo import (
+    W,
+    X,
+    assert_rematerialized,
+    leaves_of,
+    matmul,
+    plainly,
+    scalar,
+)
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+
+from remat import remat
+from remat.testing import assert_same, count_ops
+
+
+# --- Hooks on tensors, modules and nodes ---
+
+
+def log_of_hooks(wrap):
+    """The order in which hooks of all kinds fire, with what they see."""
+    log = []
+
+    def note(name):
+        return lambda grad: log.append((name, grad.clone()))
+
+    layer = nn.Linear(4, 4, dtype=torch.double)
+    with torch.no_grad():
+        layer.weight.copy_(W)
+        layer.bias.copy_(W[0])
+    captured, x = leaves_of(W, X)
+    layer.weight.register_hook(note("parameter"))
+    layer.bias.register_post_accumulate_grad_hook(lambda p: note("bias")(p.grad))
+    captured.register_hook(note("captured"))
+    x.register_hook(note("leaf"))
+    h = 2 * x
+    h.register_hook(note("input"))
+    h.retain_grad()
+    register_multi_grad_hook((x, captured), lambda grads: log.append("multi"))
+
+    def fn(h):
+        return layer(h @ captured).tanh()
+
+    out = wrap(fn)(h)
+    out.register_hook(note("output"))
+    with count_ops() as ops:
+        out.sum().backward()
+    log.append(("retained", h.grad))
+    return log, ops["tanh"]
+
+
+def test_hooks_fire_in_the_order_of_plain():
+    expected, none = log_of_hooks(plainly)
+    log, recomputed = log_of_hooks(remat)
+
+    assert_same(log, expected)  # in this order
+    assert len(log) == 8
+    assert (none, recomputed) == (0, 1)
+
+
+def test_hooks_of_every_kind_fire_once_and_change_gradients():
+    def program(wrap, note):
+        model = nn.Linear(4, 4).double()
+        x = leaf(2)
+        seen = []
+
+        def hook(name, factor):
+            def run(*args):
+                seen.append(name)
+                last = args[-1]
+                return last * factor if isinstance(last, torch.Tensor) else None
+
+            return run
+
+        x.register_hook(hook("input", 2))
+        model.weight.register_hook(hook("weight", 3))
+        model.weight.register_post_accumulate_grad_hook(
+            lambda p: seen.append("accumulated")
+        )
+        model.register_full_backward_hook(lambda *_: seen.append("module"))
+        model.register_full_backward_pre_hook(lambda *_: seen.append("before"))
+
+        def fn(x):
+            note(None)
+            h = model(x).tanh()
+            h.register_hook(hook("inside", 5))
+            return h.exp()
+
+        y = wrap(fn)(x)
+        y.register_hook(hook("output", 7))
+        y.grad_fn.register_prehook(lambda _: seen.append("prehook"))
+        y.sum().backward()
+        order = torch.tensor([hash(name) % 1000 for name in seen])
+        assert len(seen) == 8
+        return order, x.grad, *grads(*model.parameters())
+
+    assert_as_plain(program)
+
+
+def test_hooks_on_a_module_see_the_gradients_of_plain():
+    def transform(f):
+        log = []
+        layer = nn.Linear(4, 4, bias=False, dtype=torch.double)
+        layer.weight = nn.Parameter(W.clone())
+        layer.register_full_backward_pre_hook(lambda m, out: log.append(out))
+        layer.register_full_backward_hook(lambda m, *grads: log.append(grads))
+        (x,) = leaves_of(X)
+        f(layer, x).sum().backward()
+        assert len(log) == 2
+        return log, x.grad, layer.weight.grad
+
+    assert_rematerialized(transform, lambda m, x: m(x.sin()).exp(), evaluations=2)
+
+
+def test_a_hook_that_the_function_sets_on_an_input_fires_once():
+    def fn(x):
+        x.register_hook(lambda g: g * 2)
+        return x.sin().exp()
+
+    def transform(f):
+        x = leaf()
+        f(x).sum().backward()
+        return x.grad
+
+    assert_rematerialized(transform, fn, evaluations=2)
+
+
+def test_a_call_in_a_hook_of_another_backward():
+    def transform(f):
+        log = []
+
+        def hook(grad):
+            z, x = leaves_of(W, X)
+            with torch.enable_grad():
+                value = scalar(f(z, x * grad))
+            log.extend(torch.autograd.grad(value, (z, x)))
+
+        (x,) = leaves_of(X)
+        h = x.sin()
+        h.register_hook(hook)
+        scalar(f(h, h)).backward()
+        return x.grad, log
+
+    assert_rematerialized(transform, matmul, plain=2, evaluations=4)
+
+
+REMOVED = {
+    "forward": ("register_forward_hook", lambda m, args, out: out.tanh()),
+    "pre": ("register_forward_pre_hook", lambda m, args: (args[0].sin(),)),
+    "full_backward": (
+        "register_full_backward_hook",
+        lambda m, inputs, outputs: (inputs[0] * 2,),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REMOVED)
+def test_a_hook_that_is_removed_before_the_backward_is_that_of_the_forward(kind):
+    register, hook = REMOVED[kind]
+
+    def program(wrap, note):
+        model, x = nn.Linear(4, 4).double(), leaf(2)
+        handle = getattr(model, register)(hook)
+
+        def fn(x):
+            note(None)
+            return model(x.sin()).exp()
+
+        y = wrap(fn)(x)
+        handle.remove()
+        y.sum().backward()
+        return x.grad, *grads(*model.parameters())
+
+    assert_as_plain(program)
+
+
+# --- Hooks for saved tensors ---
+
+
+def test_hooks_for_saved_tensors_around_a_call_and_in_it():
+    def program(wrap, note):
+        w, x = leaf(1), leaf(2).sin()
+        packed = []
+
+        def fn(w, x):
+            note(None)
+            h = (x @ w).tanh()
+            with saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
+                h = h.exp()
+            return h.sin()
+
+        with saved_tensors_hooks(
+            lambda t: (packed.append(0), t * 4)[1], lambda t: t / 4
+        ):
+            y = wrap(fn)(w, x)
+        y.sum().backward()
+        assert packed
+        return w.grad
+
+    assert_as_plain(program)
+
+
+def test_only_the_inputs_are_packed_by_hooks_around_a_call():
+    packed, unpacked = [], []
+    w, x = leaves_of(W, X)
+    h = w * 1
+    with saved_tensors_hooks(
+        lambda t: packed.append(t.data_ptr()) or t,
+        lambda t: unpacked.append(t.data_ptr()) or t,
+    ):
+        value = remat(matmul)(h, x)
+    # A leaf that requires grad is saved as it is: it lives as long as its owner.
+    assert packed == [h.data_ptr()]
+    value.sum().backward()
+    assert packed == [h.data_ptr()]
+    assert {*unpacked} == {h.data_ptr()}
+    v, u = leaves_of(W, X)
+    matmul(v * 1, u).sum().backward()
+    assert_same((w.grad, x.grad), (v.grad, u.grad))

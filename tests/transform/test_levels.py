@@ -1,0 +1,206 @@
+"""Levels of torch.func and of forward_ad: opened later, gone, left as they were."""
+
+import pytest
+import torch
+from support.first_order import cotangents_of, parts
+from support.zoo import (
+    BIG,
+    DEPTH,
+    V,
+    W,
+    X,
+    assert_rematerialized,
+    block,
+    counted,
+    elementwise,
+    leaves_of,
+    matmul,
+)
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.func import grad, grad_and_value, jvp, vjp
+
+from remat import remat
+from remat.testing import assert_same, live_bytes
+
+
+# --- Reverse mode ---
+
+
+def test_a_pull_that_is_kept_keeps_no_more():
+    def keep():
+        _, pull = vjp(lambda x: remat(block)(x).sin(), BIG)
+        return pull, pull(BIG), pull(BIG)
+
+    # Both gradients, the output, and the input of the sine outside.
+    assert live_bytes(keep) <= 4 * BIG.nbytes
+
+
+def pull_recorded_by_base(f):
+    (w,) = leaves_of(W)
+    out, pull = vjp(f, w)
+    (pulled,) = pull(cotangents_of(out))
+    pulled.sin().sum().backward()
+    return pulled, w.grad
+
+
+def pull_within_a_later_level(f):
+    out, pull = vjp(f, W)
+
+    def loss(cts):
+        return pull(cts)[0].sin().sum()
+
+    return vjp(loss, cotangents_of(out))[1](torch.ones((), dtype=torch.double))
+
+
+@pytest.mark.parametrize(
+    "transform", [pull_recorded_by_base, pull_within_a_later_level]
+)
+def test_a_pull_is_a_call_where_it_is_differentiated(transform):
+    # Forward, vjp; then the vjp of the vjp. The value of the forward is not used again.
+    assert_rematerialized(transform, lambda w: w.sin() @ w, evaluations=3)
+
+
+def test_the_result_of_grad_is_no_part_of_a_graph():
+    fn, calls = counted(elementwise)
+    result, value = grad_and_value(lambda w: remat(fn)(w, X).sum())(W)
+    assert not result.requires_grad
+    assert not value.requires_grad
+    assert result.grad_fn is None
+    assert len(calls) == 2
+
+
+def test_a_call_of_constants_of_the_level_is_the_function_itself():
+    def of_constants(f):
+        return grad(lambda w: (f(X) * w.sin()).sum())(W)
+
+    assert_rematerialized(of_constants, torch.exp, evaluations=1)
+    assert_rematerialized(
+        lambda f: grad(lambda w: (f(w) * w).sum())(W), torch.exp, evaluations=2
+    )
+
+
+ONCE = {
+    "grad": (lambda f: grad(lambda w: f(w, X).sum())(W), 2),
+    "jvp": (lambda f: jvp(f, (W, X), (V, V)), 1),
+}
+
+
+@pytest.mark.parametrize("how", ONCE)
+def test_a_wrapped_function_is_used_over_and_over(how):
+    transform, evaluations = ONCE[how]
+    fn, calls = counted(elementwise)
+    wrapped = remat(fn)
+    results = [transform(f) for f in [wrapped] * 3 + [fn]]
+    assert_same(results[:3], results[3:] * 3)
+    assert len(calls) == 3 * evaluations + 1
+    wrapped(*leaves_of(W, X)).sum().backward()
+    assert len(calls) == 3 * evaluations + 1 + 2
+
+
+# --- Forward mode ---
+
+
+def test_a_backward_through_the_value_alone_recomputes_only_that():
+    def transform(f):
+        w, x = leaves_of(W, X)
+        value, _ = jvp(f, (w, x), (V, V))
+        value.sum().backward()
+        return w.grad, x.grad
+
+    assert_rematerialized(transform, matmul, evaluations=3)
+
+
+def test_tangents_that_the_gradient_does_not_reach_are_not_recomputed():
+    def transform(f):
+        def loss(w):
+            _, (da, db) = jvp(f, (w, X), (V, V))
+            return (da + db).sum()
+
+        return grad(loss)(W)
+
+    # The value, the tangents, and one recomputation of those alone.
+    assert_rematerialized(transform, lambda w, x: (w.sin(), x.cos()), evaluations=3)
+
+
+def test_an_output_has_no_tangent_under_jvp_where_it_has_none_in_plain():
+    def transform(f):
+        (y,) = leaves_of(X)
+        (a, b, c), (da, db, dc) = jvp(lambda w: f(w, y), (W,), (V,))
+        (a.sum() + (da * db).sum() + b.sum()).backward()
+        # Detached: a constant output of a call that is recorded may require grad.
+        return a, b, c.detach(), da, db.detach(), dc.detach(), y.grad
+
+    def fn(w, y):
+        return w.sin() * y, y.exp(), torch.ones(3)
+
+    # Reassociated: second order.
+    assert_rematerialized(transform, fn, evaluations=4, reassociated=True)
+
+
+# --- Dual levels of base ---
+
+
+def test_outputs_have_no_tangent_within_a_dual_level_where_they_have_none_in_plain():
+    def transform(f):
+        x, y = leaves_of(W, X)
+        with dual_level():
+            outs = f(make_dual(x, V), y)
+            first, *others = [parts(t)[1] for t in outs]
+            # Where plain has none, a call may give zero.
+            assert all(t is None or not t.any() for t in others)
+            outs[1].sum().backward()
+            # Detached: a constant output of a call that is recorded may require grad.
+            return [out.detach() for out in outs], first, x.grad, y.grad
+
+    def fn(x, y):
+        return x.sin(), y.exp(), x.argmax(), y.detach().cos()
+
+    assert_rematerialized(transform, fn, evaluations=3)
+
+
+def test_a_backward_within_a_dual_level_without_tangents():
+    def transform(f):
+        w, x = leaves_of(W, X)
+        with dual_level():
+            out = f(w, x)
+            assert unpack_dual(out).tangent is None
+            out.sum().backward()
+        return w.grad, x.grad
+
+    assert_rematerialized(transform, matmul, evaluations=2)
+
+
+def test_a_backward_after_a_dual_level_is_gone():
+    def transform(f):
+        w, x = leaves_of(W, X)
+        with dual_level():
+            out = f(make_dual(w, V), x)
+        out.sum().backward()
+        return w.grad, x.grad
+
+    assert_rematerialized(transform, matmul, evaluations=3)
+
+
+def test_after_the_forward_only_inputs_and_tangents_are_alive():
+    def keep(fn):
+        (x,) = leaves_of(BIG)
+        with dual_level():
+            return unpack_dual(fn(make_dual(x, BIG.cos())))
+
+    one = BIG.nbytes
+    assert live_bytes(lambda: keep(block)) > DEPTH * one
+    # The input and its tangent, twice the primals and tangents of the output.
+    assert live_bytes(lambda: keep(remat(block))) <= 5 * one
+
+
+def test_the_dual_level_of_the_caller_is_left_as_it_was():
+    fn, calls = counted(matmul)
+    w, x = leaves_of(W, X)
+    with dual_level():
+        dual = make_dual(w, V)
+        remat(fn)(dual, x).sum().backward()
+        assert unpack_dual(dual).tangent is V
+        with pytest.raises(RuntimeError, match="Nested forward mode AD is not supp"):
+            dual_level().__enter__()
+    assert len(calls) == 3
+    assert torch.autograd.forward_ad._current_level == -1

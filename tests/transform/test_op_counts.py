@@ -1,0 +1,200 @@
+"""The operations of a derivative are those of plain, and those recomputed."""
+
+from functools import partial
+
+import pytest
+import torch
+from support.compositions import LAYOUTS
+from support.zoo import W, X, leaves_of, matmul, plainly, scalar
+from torch.autograd.forward_ad import dual_level, make_dual
+from torch.func import functional_call, grad, jvp, vjp, vmap
+
+from remat import remat
+from remat.testing import assert_same, count_ops
+
+
+full = partial(remat, prune=False)
+
+
+def backward(f):
+    scalar(f(*leaves_of(W, X))).backward()
+
+
+def anomalous_backward(f):
+    with torch.autograd.set_detect_anomaly(True):
+        backward(f)
+
+
+def backward_vmap(f):
+    w, xs = leaves_of(W, torch.stack([X, -X, 2 * X]))
+    scalar(vmap(f, (None, 0))(w, xs)).backward()
+
+
+def grad_of_tangent(f):
+    grad(lambda x: jvp(f, (x,), (W,))[1].sum())(X)
+
+
+def backward_of_dual(f):
+    (x,) = leaves_of(X)
+    with dual_level():
+        torch.autograd.grad(f(make_dual(x, W)).sum(), x)
+
+
+def pulled(f):
+    return lambda w: vjp(f, w)[1](torch.ones((), dtype=torch.double))[0]
+
+
+def second(outer, inner, f):
+    inner_derivative = inner(lambda w: f(w).sum())
+    outer(lambda w: inner_derivative(w).sum())(W)
+
+
+def cosine_sine(x):
+    return x.cos().sin()
+
+
+# How, of what: the operations in plain, and with all of the forward recomputed.
+COUNTS = {
+    # The last product saves its factors, and nobody reads what it gives.
+    "backward": (backward, matmul, {"mm": (6, 7), "tanh": (1, 2), "sin": (1, 1)}),
+    "anomaly": (anomalous_backward, matmul, {"mm": (6, 7), "tanh_backward": (1, 1)}),
+    "backward_vmap": (backward_vmap, matmul, {"tanh": (1, 2), "tanh_backward": (1, 1)}),
+    # The last product, which no derivative reads, is recomputed as well.
+    "grad": (
+        lambda f: grad(lambda w: f(w, X).sum())(W),
+        matmul,
+        {"mm": (5, 7), "tanh": (1, 2)},
+    ),
+    "vmap_grad": (
+        lambda f: vmap(grad(lambda w, x: f(w, x).sum()), (None, 0))(W, X[None]),
+        matmul,
+        {"tanh": (1, 2), "tanh_backward": (1, 1)},
+    ),
+    # Once for the value, once more for the tangent, and once more for its gradient.
+    "grad_of_tangent": (grad_of_tangent, torch.exp, {"exp": (1, 3)}),
+    "backward_of_dual": (backward_of_dual, cosine_sine, {"sin": (4, 7)}),
+    # The value, and the value within the backward: both are linear in what follows, so
+    # that the outer derivative recomputes the second alone.
+    "grad_grad": (partial(second, grad, grad), torch.exp, {"exp": (1, 3)}),
+    "grad_vjp": (partial(second, grad, pulled), torch.exp, {"exp": (1, 3)}),
+    "vjp_grad": (partial(second, pulled, grad), torch.exp, {"exp": (1, 3)}),
+    "vjp_vjp": (partial(second, pulled, pulled), torch.exp, {"exp": (1, 3)}),
+}
+
+
+@pytest.mark.parametrize("how", COUNTS)
+def test_operations_are_those_of_plain_and_those_of_another_forward(how):
+    derivative, fn, expected = COUNTS[how]
+    counts = []
+    for wrap in (plainly, full):
+        with count_ops() as ops:
+            derivative(wrap(fn))
+        counts.append([ops[name] for name in expected])
+    assert [*zip(*counts, strict=True)] == [*expected.values()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernels_are_those_of_plain_for_any_layout(layout):
+    def forward_ops(f):
+        with count_ops() as ops:
+            vmap(lambda x: vjp(lambda w: f(x, w), W)[0])(LAYOUTS[layout])
+        return ops["mm"], ops["bmm"]
+
+    def all_ops(f):
+        with count_ops() as ops:
+            vmap(grad(lambda w, x: f(x, w).sum()), (None, 0))(W, LAYOUTS[layout])
+        return ops["mm"] + ops["bmm"]
+
+    assert forward_ops(remat(torch.matmul)) == forward_ops(torch.matmul)
+    assert all_ops(full(torch.matmul)) == all_ops(torch.matmul) + 1
+
+
+def test_a_module_under_functional_call_is_recomputed_with_the_parameters_given():
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+    )
+    params = {k: p.detach() for k, p in layers.named_parameters()}
+
+    def loss(params, wrap):
+        return wrap(functional_call)(layers, params, (X.float(),)).sin().sum()
+
+    expected = grad(lambda p: loss(p, plainly))(params)
+    with count_ops() as ops:
+        actual = grad(lambda p: loss(p, remat))(params)
+    assert_same(actual, expected)
+    assert ops["tanh"] == 2
+    assert all(p.grad is None for p in layers.parameters())
+
+
+# --- Some of the outputs ---
+
+
+def branches(x, y):
+    return x.sin().cos() * 2, y.exp().tanh() * 3
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_outputs_without_a_cotangent_are_not_differentiated(held):
+    def ops_of(fn):
+        x, y = leaves_of(W, X)
+        first, second = fn(x, y)
+        if not held:
+            del second
+        with count_ops() as ops:
+            first.sum().backward()
+        assert y.grad is None
+        return x.grad, (ops["sin"], ops["cos"], ops["exp"], ops["tanh_backward"])
+
+    expected, plain = ops_of(branches)
+    grad, recomputed = ops_of(full(branches))
+    assert_same(grad, expected)
+    assert plain == (1, 1, 0, 0)
+    # Each branch is recomputed as long as somebody may differentiate it. Of the cosine
+    # itself, which is before what the other branch saves, nobody needs the value.
+    assert recomputed == ((2, 2, 1, 0) if held else (2, 1, 0, 0))
+
+
+# --- Calls in calls, at base ---
+
+
+def layer(x):
+    return torch.tanh(W.t() @ torch.tanh(W @ x))
+
+
+inner = full(layer)
+
+
+@pytest.mark.parametrize(
+    ("fn", "forward", "backward"),
+    [
+        (layer, (2, 2), (2, 0)),
+        (inner, (2, 2), (4, 2)),
+        (full(inner), (2, 2), (4, 2)),
+        (full(full(inner)), (2, 2), (4, 2)),
+        (lambda x: inner(inner(x)), (4, 4), (8, 4)),
+        # 4 of their own, 2 recomputed in the outer call, up to the input of the second
+        # inner one, 4 in the inner ones.
+        (full(lambda x: inner(inner(x))), (4, 4), (10, 6)),
+        (full(lambda x: torch.tanh(W @ inner(x))), (3, 3), (3 + 3 + 2, 3 + 2)),
+    ],
+    ids=["plain", "one", "two_deep", "three_deep", "in_a_row", "two_in_one", "more"],
+)
+def test_operations_of_calls_in_calls(fn, forward, backward):
+    (x,) = leaves_of(X)
+    with count_ops() as ops:
+        out = fn(x).sum()
+    assert (ops["mm"], ops["tanh"]) == forward
+    with count_ops() as ops:
+        out.backward()
+    assert (ops["mm"], ops["tanh"]) == backward
+
+
+def test_calls_side_by_side_within_a_call_run_again_up_to_what_is_read():
+    def sines(x):
+        return x.sin().sin().sin()
+
+    with count_ops() as ops:
+        remat(lambda x: remat(sines)(remat(sines)(x)))(*leaves_of(X)).sum().backward()
+    # The outer call runs again up to what the second one saves: its input, the result
+    # of the first. Then each runs again up to the input of its last sine.
+    assert ops["sin"] == 6 + 3 + 2 + 2

@@ -1,0 +1,142 @@
+"""Inputs and outputs of all kinds, and derivatives inside, under each transform."""
+
+import pytest
+import torch
+from support.compositions import assert_derivatives
+from support.zoo import X, leaves_of, positional
+from torch.func import grad, jvp, vjp, vmap
+
+
+HOWS = [
+    "backward", "twice", "backward_vmap", "grad", "vjp", "jvp",
+    "backward_jvp_both", "jacrev", "vmap_grad", "vmap_vmap_grad", "grad_vmap",
+    "forward_ad", "forward_over_reverse", "grad_grad", "hessian", "jacrev_jacrev",
+]  # fmt: skip
+(UNUSED,) = leaves_of(X)
+
+
+def first_output(fn, w, x):
+    return fn(w, x)[0]
+
+
+def product_of_outputs(fn, w, x):
+    a, b = fn(w, x)
+    return a * b
+
+
+def output_used_twice(fn, w, x):
+    h = fn(w, x)
+    return h * h.sin()
+
+
+def of_no_tensors(fn, w, x):
+    return fn(w, x, torch.tensor([0, 2]), 3, flag=True)
+
+
+def indexed(w, x, index, n, *, flag):
+    assert flag
+    return (w @ x)[index].sin() ** n
+
+
+def without_grad(w, x):
+    with torch.no_grad():
+        constant = w.exp()
+    return (x @ w @ constant).tanh()
+
+
+def with_captured(fn, w, x):
+    h = w.sin()
+    return fn(lambda y: (y @ h).tanh() @ w, x)
+
+
+def with_nothing_but_captured(fn, w, x):
+    return fn(lambda: w.sin() @ x)
+
+
+def with_captured_leaf(fn, w, x):
+    return fn(lambda y: (y @ UNUSED).tanh() @ w, x)
+
+
+# Where a leaf of base is an input, forward mode is recorded after all.
+RECORDED = ("jvp", "forward_ad", "hessian")
+# What plain torch refuses, or what is another case.
+LEFT_OUT = {
+    "unused_input": ("forward_over_reverse",),
+    "unused_leaf": RECORDED,
+    "captured_leaf": RECORDED,
+    "jvp": ("forward_ad", "forward_over_reverse"),
+    "jvp_jvp": ("forward_ad", "forward_over_reverse"),
+}
+
+
+def each(programs):
+    rows = [
+        (p, how) for p in programs for how in HOWS if how not in LEFT_OUT.get(p, ())
+    ]
+    return pytest.mark.parametrize(("program", "how"), rows)
+
+
+# The function that is wrapped, and how its results are used.
+PROGRAMS = {
+    "unused_output": (lambda w, x: (w.sin() * x, (w * 0).log()), first_output),
+    "detached_output": (
+        lambda w, x: (x.sin() * w, w.exp().detach()),
+        product_of_outputs,
+    ),
+    "constant_output": (
+        lambda w, x: (w.sin() * x, w.detach().exp(), torch.ones(3).double()),
+        positional,
+    ),
+    "integer_output": (lambda w, x: ((w @ x).sin(), w.argmax()), product_of_outputs),
+    "input_returned": (lambda w, x: (w, w.sin() * x, x), positional),
+    "view_returned": (lambda w, x: (x[0], w.T, (w * x).exp().diagonal()), positional),
+    "unused_input": (lambda w, x: w.sin() @ w, positional),
+    "unused_leaf": (
+        lambda w, x, unused: (w * x).sin(),
+        lambda fn, w, x: fn(w, x, UNUSED),
+    ),
+    "input_twice": (
+        lambda w, x: torch.tanh(x @ w) @ w,
+        lambda fn, w, x: fn(w, w) * x,
+    ),
+    "output_used_twice": (lambda w, x: torch.tanh(x @ w) @ w, output_used_twice),
+    "other_arguments": (indexed, of_no_tensors),
+    "no_grad_inside": (without_grad, positional),
+    "detach_inside": (lambda w, x: (x @ w @ w.exp().detach()).tanh(), positional),
+    "captured": (lambda g, x: g(x), with_captured),
+    "captured_alone": (lambda g: g().exp(), with_nothing_but_captured),
+    "captured_leaf": (lambda g, x: g(x), with_captured_leaf),
+}
+
+
+@each(PROGRAMS)
+def test_inputs_and_outputs_of_all_kinds(program, how):
+    assert_derivatives(how, *PROGRAMS[program])
+
+
+def energy(w, x):
+    return (w @ x).tanh().pow(2).sum()
+
+
+def vjp_inside(w, x):
+    out, pull = vjp(torch.sin, w @ x)
+    return out, pull(x)
+
+
+def nested_jvp_inside(w, x):
+    return jvp(lambda w: jvp(torch.sin, (w @ x,), (w,))[1], (w,), (x,))
+
+
+INSIDE = {
+    "grad": lambda w, x: grad(energy, argnums=1)(w, x),
+    "vjp": vjp_inside,
+    "jvp": lambda w, x: jvp(torch.sin, (w @ x,), (w,)),
+    "jvp_jvp": nested_jvp_inside,
+    "vmap": lambda w, x: vmap(lambda x: (x @ w).tanh())(x),
+}
+
+
+@each(INSIDE)
+def test_derivatives_inside(program, how):
+    # Reassociated: w is used twice in the call, and its gradient is of second order.
+    assert_derivatives(how, INSIDE[program], positional, reassociated=True)

@@ -1,0 +1,167 @@
+"""What `remat` refuses when it is applied; and what type checkers refuse."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from remat import policies, remat
+
+
+def wave(x, *, scale=2.0):
+    return (x * scale).sin().exp()
+
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return x.sin()
+
+
+class Waves:
+    def __call__(self, x):
+        return x.sin()
+
+
+def generates(x):
+    yield x.sin()
+
+
+async def waits(x):
+    return x.sin()
+
+
+async def generates_and_waits(x):
+    yield x.sin()
+
+
+def body_runs_later(fn):
+    name = fn.__name__
+    return f"`{name}` is a .* function, whose body runs after the call has ended"
+
+
+def needless(name):
+    return f"'{name}'. `{name}` is not needed: "
+
+
+CHOICE = "use 'auto', True or False"
+OTHERS = ("static_argnums", "prevent_cse", "use_reentrant", "context_fn", "early_stop")
+
+# What is decorated, the options, the error and its message.
+REFUSED = {
+    "policy": (wave, {"policy": "dots"}, TypeError, "not a policy: .dots."),
+    "prune": (wave, {"prune": "yes"}, ValueError, f"prune='yes': {CHOICE}"),
+    "prune None": (wave, {"prune": None}, ValueError, f"prune=None: {CHOICE}"),
+    "rng": (wave, {"rng": "ignore"}, ValueError, "rng='ignore': use 'replay' or 'err"),
+    "rng False": (wave, {"rng": False}, ValueError, "rng=False: use 'replay' or 'err"),
+    "typo": (
+        wave,
+        {"prun": True},
+        TypeError,
+        r"'prun'\. The options are policy, prune",
+    ),
+    **{name: (wave, {name: True}, TypeError, needless(name)) for name in OTHERS},
+    "number": (3, {}, TypeError, "is not callable"),
+    "name": ("sin", {}, TypeError, "is not callable"),
+    "tensor": (torch.ones(2), {}, TypeError, "is not callable"),
+    "list": ([torch.exp], {}, TypeError, "is not callable"),
+    "module class": (Layer, {}, TypeError, "Layer is a class. Apply remat to a module"),
+    "class": (Waves, {}, TypeError, "Waves is a class. Apply remat to an object of it"),
+    **{
+        fn.__name__: (fn, {"prune": True}, TypeError, body_runs_later(fn))
+        for fn in (generates, waits, generates_and_waits)
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("form", ["direct", "factory"])
+def test_a_wrong_decoration_is_refused_at_once(form, case):
+    fn, options, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        remat(fn, **options) if form == "direct" else remat(**options)(fn)
+
+
+# Arguments by position, of which there is one: the function.
+POSITIONAL = {
+    "none": ((wave, None), r"one positional argument.* remat\(fn\)\(x\)"),
+    "policy": (
+        (wave, policies.dots_saveable),
+        r"a policy is passed by name: remat\(fn, policy=\.\.\.\)",
+    ),
+    "policy alone": (
+        (policies.dots_saveable,),
+        r"a policy is passed by name: remat\(policy=\.\.\.\)",
+    ),
+    "call": ((wave, torch.ones(2)), r"call that, as in remat\(fn\)\(x\)"),
+}
+
+
+@pytest.mark.parametrize("case", POSITIONAL)
+def test_options_are_keywords_only(case):
+    args, message = POSITIONAL[case]
+    with pytest.raises(TypeError, match=message):
+        remat(*args)
+
+
+def test_above_classmethod_is_refused_with_the_right_order():
+    with pytest.raises(TypeError, match="write @classmethod above @remat"):
+
+        class _Wrong:
+            @remat
+            @classmethod
+            def method(cls, x): ...
+
+
+# --- Types -----------------------------------------------------------------------
+
+SNIPPET = """
+from torch import Tensor
+from remat import policies, remat
+
+@remat
+def bare(x: Tensor, n: int, *, flag: bool = False) -> Tensor: ...
+
+@remat(prune=False)
+def factory(x: Tensor, n: int, *, flag: bool = False) -> Tensor: ...
+
+def right(x: Tensor) -> Tensor:
+    remat(bare, policy=policies.dots_saveable)
+    remat(bare, policy=[print])
+    return bare(x, 1) + factory(x, n=2, flag=True)
+
+def wrong(x: Tensor) -> None:
+    bare(x, "one")
+    bare(x, 1, True)
+    factory(x)
+    factory(x, 1, flg=True)
+    y: int = bare(x, 1)
+    remat(bare, prune="yes")
+    remat(bare, policy="dots")
+"""
+
+
+def test_checkers_see_the_signature_of_the_function(tmp_path):
+    pyrefly = Path(sys.executable).with_name("pyrefly")
+    if not pyrefly.exists():
+        pytest.skip("pyrefly is not installed")
+    snippet = tmp_path / "snippet.py"
+    snippet.write_text(SNIPPET)
+    (tmp_path / "pyrefly.toml").write_text('preset = "strict"')
+    command = [
+        pyrefly,
+        "check",
+        snippet,
+        "--output-format=min-text",
+        f"--python-interpreter-path={sys.executable}",
+    ]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120
+    )
+    lines = [line for line in result.stdout.splitlines() if line.startswith("ERROR")]
+    found = sorted(int(line.split("snippet.py:")[1].split(":")[0]) for line in lines)
+    first = SNIPPET.split("def wrong")[0].count("\n") + 2
+    wrong = [*range(first, SNIPPET.count("\n") + 1)]
+    assert sorted(set(found)) == wrong, result.stdout + result.stderr
