@@ -137,7 +137,7 @@ class Vjp(Program):
         create_graph: bool,
         is_checked: bool,
     ) -> Outputs:
-        given: Any = tuple([outs[j] for j in self._given])
+        given: Any = tuple(map(outs.__getitem__, self._given))
         if not (is_checked or all(map(requires_grad, given))):
             pairs = zip(given, cts, strict=True)
             pairs = [(o, ct) for o, ct in pairs if requires_grad(o)]
@@ -147,7 +147,7 @@ class Vjp(Program):
         asks_grad_mode = self._evaluation.asks_grad_mode
         if self._in_grad_mode and asks_grad_mode and not create_graph:
             pull_in_grad_mode(given)
-        inputs = tuple([inner[i] for i in self._wanted])
+        inputs = tuple(map(inner.__getitem__, self._wanted))
         if create_graph:
             self.once = _once_differentiable(given, inputs, at_base=self._at_base)
         return pull_back(given, tuple(cts), inputs, create_graph=create_graph)
