@@ -98,10 +98,12 @@ class Program:
     Attributes:
         once: the outputs that torch does not differentiate twice, with the Function
             that says so, and whether torch drops their derivatives without an error.
+        outside: what the forward found outside each vmap around the user's call.
     """
 
     __slots__ = ()
     once: Mapping[int, Any] = {}  # never changed, only replaced
+    outside: tuple[OutsideVmap, ...] = ()
 
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Run in the ambient modes: autograd records exactly if it does for the caller.
@@ -125,11 +127,6 @@ class Program:
     def uses(self, count: int) -> Sequence[int]:
         """Return which of `count` inputs the outputs may depend on differentiably."""
         return range(count)
-
-    @property
-    def outside(self) -> tuple[OutsideVmap, ...]:
-        """What the forward found outside each vmap around the user's call."""
-        return ()
 
     def forward(
         self, program: "Program", inputs: Sequence[Tensor], request: Request

@@ -52,7 +52,7 @@ def reached_inputs(
 ) -> tuple[list[int], bool]:
     """Return the indices of the inputs that the graph of `outs` reaches.
 
-    And whether its backward depends on whether grad mode is on.
+    The second value says whether its backward depends on whether grad mode is on.
 
     Raises:
         CaptureError: it reaches another leaf, not made inside the function.
@@ -205,7 +205,7 @@ def _was_assigned(tensor: Tensor, inner: Tensor) -> bool:
 
 
 def refuse_leaks(snapshot: Snapshot, inner: Sequence[Tensor]) -> None:
-    """Refuse a function of whose graph something is still held, now that it is dropped.
+    """Refuse a function if something holds its graph, which should be gone by now.
 
     Raises:
         CaptureError: it is.

@@ -245,7 +245,7 @@ def _reached(
 ) -> tuple[Sequence[int], bool]:
     """Return which inputs the outputs depend on.
 
-    And whether the backward depends on whether grad mode is on.
+    The second value says whether the backward depends on whether grad mode is on.
     """
     if reaches_only_inputs(call.snapshot, request):
         nodes = [o.grad_fn for o in outs if o.requires_grad]

@@ -71,6 +71,7 @@ class Effects:
 
 
 UNKNOWN = Effects(accumulates=False, moves=False, marks=True)
+NONE = Effects(accumulates=False, moves=False, marks=False)
 
 
 class SavedCall:
@@ -112,8 +113,13 @@ class SavedCall:
 
     def alive(self) -> list[Handle]:
         """Return the handles that a node still holds, but for residuals."""
-        handles = [ref() for ref in self.handles if ref is not None]
-        return [h for h in handles if h is not None and h.residual is None]
+        return [
+            handle
+            for ref in self.handles
+            if ref is not None
+            and (handle := ref()) is not None
+            and handle.residual is None
+        ]
 
     def handle_at(self, position: int) -> Handle | None:
         """Return a handle by its position, if it is alive."""
