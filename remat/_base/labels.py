@@ -11,8 +11,8 @@ class Label(str):
     """Text that names a function.
 
     Args:
+        text: the text.
         name: of the function.
-        where: the file and line where it was rematerialized; "" if it was not.
 
     Attributes:
         name: of the function.
@@ -22,13 +22,25 @@ class Label(str):
     name: str
 
     @override
-    def __new__(  # pyrefly: ignore[bad-override]
-        cls, name: str, where: str = ""
-    ) -> "Label":
-        text = f"`{name}` (rematerialized at {where})" if where else f"`{name}`"
+    def __new__(cls, text: str, name: str) -> "Label":  # pyrefly: ignore[bad-override]
         label = super().__new__(cls, text)
         label.name = name
         return label
+
+    @override
+    def __getnewargs__(self) -> tuple[str, str]:  # pyrefly: ignore[bad-override]
+        return str(self), self.name
+
+
+def label_of(name: str, where: str = "") -> Label:
+    """Return what to call a function.
+
+    Args:
+        name: of the function.
+        where: the file and line where it was rematerialized; "" if it was not.
+    """
+    text = f"`{name}` (rematerialized at {where})" if where else f"`{name}`"
+    return Label(text, name)
 
 
 def name_in(label: str) -> str:

@@ -11,11 +11,14 @@ cannot return through it, stays on the program (`Program.outside`).
 Invariant: a program runs any number of times on the tensors given to it and holds none.
 Rejected: keeping the tensors in it, which would hide them from torch's saved tensors
 (freed after a backward, offloadable). One mutable object for all that is known of a
-call: nobody could tell which of it was known when. And frozen dataclasses for the data,
-which cost four times as much to make as named tuples, in each call.
+call: nobody could tell which of it was known when.
+
+Nothing changes a `Request` or an `Evaluation`. They are not frozen dataclasses, nor
+named tuples, because to make the one and to read the other costs a hundredth of a call.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -30,7 +33,8 @@ from remat._torch import (
 )
 
 
-class Request(NamedTuple):
+@dataclass(slots=True)
+class Request:
     """What is asked of an evaluation.
 
     Attributes:
@@ -47,7 +51,8 @@ class Request(NamedTuple):
     is_batched: bool = False
 
 
-class Evaluation(NamedTuple):
+@dataclass(slots=True)
+class Evaluation:
     """What an evaluation found, besides the results.
 
     The results are the outputs of the function, the values that updated inputs had
@@ -93,10 +98,12 @@ class Program:
     Attributes:
         once: the outputs that torch does not differentiate twice, with the Function
             that says so, and whether torch drops their derivatives without an error.
+        outside: what the forward found outside each vmap around the user's call.
     """
 
     __slots__ = ()
     once: Mapping[int, Any] = {}  # never changed, only replaced
+    outside: tuple[OutsideVmap, ...] = ()
 
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Run in the ambient modes: autograd records exactly if it does for the caller.
@@ -120,11 +127,6 @@ class Program:
     def uses(self, count: int) -> Sequence[int]:
         """Return which of `count` inputs the outputs may depend on differentiably."""
         return range(count)
-
-    @property
-    def outside(self) -> tuple[OutsideVmap, ...]:
-        """What the forward found outside each vmap around the user's call."""
-        return ()
 
     def forward(
         self, program: "Program", inputs: Sequence[Tensor], request: Request

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from remat._ambient.streams import Stream
+from remat._base import labels
 from remat._base.labels import Label, name_in
 from remat._base.program import Program
 from remat._torch import current_layer, dual_level_active
@@ -47,7 +48,7 @@ _COMPILED = (
 
 def label_of(fn: Any) -> Label:
     """Return the label of a function that is not rematerialized."""
-    return Label(getattr(fn, "__qualname__", type(fn).__qualname__))
+    return labels.label_of(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
 def stream_name(stream: Any) -> str:

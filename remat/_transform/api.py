@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat._ambient.draws import without_draws
-from remat._base.labels import Label
+from remat._base.labels import Label, label_of
 from remat._base.source import shown
 from remat._base.tracebacks import hide_frames
 from remat._partial.options import Options, Prune, Rng
@@ -286,7 +286,7 @@ class Rematerialized(Generic[P, R]):
     def __remat_label__(self) -> Label:
         """What messages call it."""
         if self._label is None:
-            self._label = Label(self._name, self._where)
+            self._label = label_of(self._name, self._where)
         return self._label
 
     @property

@@ -80,7 +80,7 @@ class Call:
     def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
         """Return the tensors of the call, and which require grad, at any level.
 
-        And forget them.
+        From then on the caller holds them, and the call does not.
         """
         passed = self._inputs
         self._inputs: list[Tensor] = []
@@ -100,7 +100,7 @@ class Call:
         return self.structure.join(outs, inputs)
 
     def run_forward(self, inputs: Sequence[Tensor]) -> Any:
-        """Call the function on other tensors; hand on what it did to objects."""
+        """Call the function on other tensors; what it does to objects stays."""
         search = self._search
         assert search is not None
         if search.found.scripted:
@@ -132,7 +132,7 @@ class Call:
         self._search = None
 
     def run_again(self, inputs: Sequence[Tensor]) -> Any:
-        """Call the function on other tensors, and drop what it does to objects."""
+        """Call the function on other tensors; what it does to objects is dropped."""
         with Run(inputs, "live") as run:
             return self.snapshot.call(run)
 

@@ -52,7 +52,7 @@ def reached_inputs(
 ) -> tuple[list[int], bool]:
     """Return the indices of the inputs that the graph of `outs` reaches.
 
-    And whether its backward depends on whether grad mode is on.
+    The second value says whether its backward depends on whether grad mode is on.
 
     Raises:
         CaptureError: it reaches another leaf, not made inside the function.
@@ -175,25 +175,18 @@ def refuse_assigned_data(
     Raises:
         MutationError: it did.
     """
-    addresses = addresses_of(inputs, needs)
-    if addresses is None or addresses != addresses_of(inner, needs):
+    addresses = addresses_of([*compress(inputs, needs)])
+    if addresses is None or addresses != addresses_of([*compress(inner, needs)]):
         for i, need in enumerate(needs):
             if need and _was_assigned(inputs[i], inner[i]):
                 raise changed_inside(snapshot, i)
 
 
-def addresses_of(
-    tensors: Sequence[Tensor], needs: Collection[bool] = ()
-) -> list[int] | None:
+def addresses_of(tensors: Sequence[Tensor]) -> list[int] | None:
     """Return where tensors are in memory; None if that cannot be asked.
 
-    Args:
-        tensors: to ask.
-        needs: which of them to ask; all by default. One that does not require grad may
-            share memory until it is written, and torch takes this question for a write.
+    Not for a copy that shares memory until it is written: to torch this is a write.
     """
-    if False in needs:
-        tensors = [*compress(tensors, needs)]
     if not TENSORS.issuperset(map(type, tensors)):  # others may warn
         return None
     try:
@@ -212,7 +205,7 @@ def _was_assigned(tensor: Tensor, inner: Tensor) -> bool:
 
 
 def refuse_leaks(snapshot: Snapshot, inner: Sequence[Tensor]) -> None:
-    """Refuse a function of whose graph something is still held, now that it is dropped.
+    """Refuse a function if something holds its graph, which should be gone by now.
 
     Raises:
         CaptureError: it is.

@@ -10,6 +10,7 @@ Rejected: no graph at all. Which inputs the outputs depend on could not be told.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import operator
@@ -139,7 +140,8 @@ def _joined(evaluation: Evaluation, outside: Sequence[OutsideVmap]) -> Evaluatio
         for j in found.differentiable:
             differentiable[j] = True
     asks = evaluation.asks_grad_mode or any(f.asks_grad_mode for f in outside)
-    return evaluation._replace(
+    return dataclasses.replace(
+        evaluation,
         used=sorted(used),
         differentiable=differentiable,
         asks_grad_mode=asks,
@@ -243,7 +245,7 @@ def _reached(
 ) -> tuple[Sequence[int], bool]:
     """Return which inputs the outputs depend on.
 
-    And whether the backward depends on whether grad mode is on.
+    The second value says whether the backward depends on whether grad mode is on.
     """
     if reaches_only_inputs(call.snapshot, request):
         nodes = [o.grad_fn for o in outs if o.requires_grad]

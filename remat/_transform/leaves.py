@@ -28,6 +28,7 @@ _attributes_of = operator.attrgetter("__dict__")
 _marks_of = operator.attrgetter(*_HOOKS, "__dict__")
 _UNMARKED: tuple[Any, ...] = None, None, {}
 _NONE = None, None
+_NONES = frozenset({type(None)})
 
 
 def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
@@ -39,6 +40,8 @@ def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
 def gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
     """Return what changes when a gradient is set, or added to in place."""
     grads = [*map(grad_of, leaves)]
+    if _NONES.issuperset(map(type, grads)):
+        return grads
     return [g if g is None else (id(g), g._version) for g in grads]
 
 

@@ -137,7 +137,7 @@ class Vjp(Program):
         create_graph: bool,
         is_checked: bool,
     ) -> Outputs:
-        given: Any = tuple([outs[j] for j in self._given])
+        given: Any = tuple(map(outs.__getitem__, self._given))
         if not (is_checked or all(map(requires_grad, given))):
             pairs = zip(given, cts, strict=True)
             pairs = [(o, ct) for o, ct in pairs if requires_grad(o)]
@@ -147,7 +147,7 @@ class Vjp(Program):
         asks_grad_mode = self._evaluation.asks_grad_mode
         if self._in_grad_mode and asks_grad_mode and not create_graph:
             pull_in_grad_mode(given)
-        inputs = tuple([inner[i] for i in self._wanted])
+        inputs = tuple(map(inner.__getitem__, self._wanted))
         if create_graph:
             self.once = _once_differentiable(given, inputs, at_base=self._at_base)
         return pull_back(given, tuple(cts), inputs, create_graph=create_graph)
@@ -291,9 +291,10 @@ class Batch(Program):
     """
 
     __slots__ = (
-        *("_needs_outside", "_outside", "_vmap", "once", "out_dims", "unbatched"),
+        *("_needs_outside", "_vmap", "once", "out_dims", "outside", "unbatched"),
     )
     once: Mapping[int, Any]
+    outside: tuple[OutsideVmap, ...]
 
     def __init__(
         self,
@@ -303,7 +304,7 @@ class Batch(Program):
     ) -> None:
         self.unbatched, self._needs_outside, self._vmap = unbatched, needs_outside, vmap
         self.out_dims: tuple[Any, ...] = ()
-        self._outside: tuple[OutsideVmap, ...] = ()
+        self.outside = ()
         self.once = _NONE
 
     @override
@@ -314,6 +315,8 @@ class Batch(Program):
         run = self._run_forward if is_marked else program.run
         run = functools.partial(run, mode=mode)
         outs, self.out_dims = batch(run, *self._vmap)(*inputs)
+        if not is_marked:
+            self.outside = program.outside
         self.once = program.once
         return outs
 
@@ -334,14 +337,9 @@ class Batch(Program):
                 mode.note_saved(outs)
             differentiable = [j for j, o in enumerate(outs) if requires_grad(o)]
             used, asks_grad_mode = reached_inputs(outs, inner)
-            self._outside = (OutsideVmap(used, differentiable, asks_grad_mode),)
+            found = OutsideVmap(used, differentiable, asks_grad_mode)
+            self.outside = (*self.unbatched.outside, found)
             return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
-
-    @property
-    @override
-    def outside(self) -> tuple[OutsideVmap, ...]:
-        """What the forward found outside this vmap, and outside those within."""
-        return self.unbatched.outside + self._outside
 
     @override
     def uses(self, count: int) -> Sequence[int]:

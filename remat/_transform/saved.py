@@ -37,7 +37,7 @@ from remat._transform import refill
 from remat._transform.checks import addresses_of, changed_inside
 from remat._transform.leaves import are_marked, gradients_of, hooks_so_far
 from remat._transform.packing import Packing
-from remat._transform.saved_call import Effects, SavedCall, Setting
+from remat._transform.saved_call import NONE, Effects, SavedCall, Setting
 from remat._transform.scope import Scope
 
 
@@ -126,11 +126,11 @@ class Saved(SavedCall):
             packing.done()
         handles = [None if ref is None else ref() for ref in self.handles]
         if handles.count(None) < len(handles):
-            self.effects = Effects(
-                gradients_of(leaves) != gradients,
-                addresses_of(leaves) != addresses,
-                hooks_so_far() != hooks or are_marked(leaves),
-            )
+            accumulates = gradients_of(leaves) != gradients
+            moves = addresses_of(leaves) != addresses
+            marks = hooks_so_far() != hooks or are_marked(leaves)
+            is_any = accumulates or moves or marks
+            self.effects = Effects(accumulates, moves, marks) if is_any else NONE
             self._end(inputs, handles)
         return result
 

@@ -12,7 +12,8 @@ Rejected: a closure. It would hold all variables of the calls around.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from remat._partial.following import Following
 
 
-class Setting(NamedTuple):
+@dataclass(slots=True)  # as in `remat._base.program`
+class Setting:
     """What a call was made in.
 
     Attributes:
@@ -53,7 +55,8 @@ class Setting(NamedTuple):
     is_nested: bool
 
 
-class Effects(NamedTuple):
+@dataclass(slots=True)
+class Effects:
     """What a forward did to the user's leaves. A recompute is taken to do the same.
 
     Attributes:
@@ -68,6 +71,7 @@ class Effects(NamedTuple):
 
 
 UNKNOWN = Effects(accumulates=False, moves=False, marks=True)
+NONE = Effects(accumulates=False, moves=False, marks=False)
 
 
 class SavedCall:
@@ -109,8 +113,13 @@ class SavedCall:
 
     def alive(self) -> list[Handle]:
         """Return the handles that a node still holds, but for residuals."""
-        handles = [ref() for ref in self.handles if ref is not None]
-        return [h for h in handles if h is not None and h.residual is None]
+        return [
+            handle
+            for ref in self.handles
+            if ref is not None
+            and (handle := ref()) is not None
+            and handle.residual is None
+        ]
 
     def handle_at(self, position: int) -> Handle | None:
         """Return a handle by its position, if it is alive."""

@@ -151,7 +151,7 @@ class SavedInputs:
 
     def leaves(self) -> list[Tensor]:
         """Return the inputs that are saved themselves."""
-        return [self.values[i] for i in self.leaves_at]
+        return [*map(self.values.__getitem__, self.leaves_at)]
 
     def attributes_of_leaves(self) -> list[dict[str, Any]] | None:
         """Return what had been set on those; None where nothing had been."""
@@ -181,7 +181,8 @@ class SavedInputs:
 
     def has_leaves_in(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether a run on these tensors is on all of the user's own leaves."""
-        return all(tensors[i] is self.values[i] for i in self.leaves_at)
+        leaves = map(tensors.__getitem__, self.leaves_at)
+        return all(map(operator.is_, leaves, self.leaves()))
 
     def _stand_in(self, i: int, value: Any, need: bool) -> Tensor:
         """Return a tensor like an input, without its graph and its hooks."""

@@ -8,7 +8,8 @@ Rejected: to compare values. Versions tell of a change, and cost nothing.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,8 @@ from remat._torch import base_tensor, current_layer
 from remat._transform.checks import reading_refused, refuse_needed
 
 
-class State(NamedTuple):
+@dataclass(slots=True)  # as in `remat._base.program`
+class State:
     """What one call ran in.
 
     Attributes:
@@ -40,7 +42,7 @@ class State(NamedTuple):
         versions = [*self.versions]
         for i, value in before.items():
             versions[i] = value._version
-        return self._replace(versions=versions)
+        return State(self.ambient, versions, self.classes)
 
     def restored(
         self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
