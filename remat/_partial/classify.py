@@ -78,7 +78,7 @@ def step_of(
 def _always_runs(seen: Seen, *, hides: bool, writes_known: bool) -> bool:
     """Say whether an operation has to run again whether or not a result is needed."""
     arguments, results = seen.arguments, seen.results
-    # One that is not strided can be left out only if its class says what is done.
+    # For tensors of a subclass `on_subclass` says what may be left out.
     known = hides or (all(arguments.strided) and all(results.strided))
     return (
         seen.traits.is_read_by_python
