@@ -79,7 +79,7 @@ def _always_runs(seen: Seen, *, hides: bool, writes_known: bool) -> bool:
     """Say whether an operation has to run again whether or not a result is needed."""
     arguments, results = seen.arguments, seen.results
     # For tensors of a subclass `on_subclass` says what may be left out.
-    known = hides or (all(arguments.strided) and all(results.strided))
+    known = hides or (arguments.all_strided and results.all_strided)
     return (
         seen.traits.is_read_by_python
         or not known

@@ -75,16 +75,21 @@ class Described:
         tensors: in order.
         strided: whether each `is_strided`.
         values: the metadata of each.
+        all_strided: whether all are.
         on_subclass: whether one of them is of a subclass.
         hides_aliases: whether that subclass sees operations.
     """
 
-    __slots__ = ("hides_aliases", "on_subclass", "strided", "tensors", "values")
+    __slots__ = (
+        *("all_strided", "hides_aliases", "on_subclass"),
+        *("strided", "tensors", "values"),
+    )
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.strided: list[bool] = []
         self.values: list[Value] = []
+        self.all_strided = True
         self.on_subclass = self.hides_aliases = False
 
     def _describe(self, tensor: Tensor) -> Value:
@@ -94,6 +99,8 @@ class Described:
             strided = is_strided(tensor)
             self.on_subclass = self.on_subclass or is_of_subclass(tensor)
             self.hides_aliases = self.hides_aliases or sees_operations(tensor)
+        if not strided:
+            self.all_strided = False
         value = _value_if(strided, tensor)
         self.tensors.append(tensor)
         self.strided.append(strided)
