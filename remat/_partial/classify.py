@@ -16,7 +16,6 @@ from remat._base.op import Op
 from remat._base.source import user_line
 from remat._partial.effects import Traits, metadata_only_outputs
 from remat._partial.plan import Step
-from remat._partial.storages import is_of_subclass
 from remat._partial.values import Arguments, Results, value_of
 from remat._torch import is_lazy
 
@@ -58,7 +57,6 @@ def step_of(
         writes: those that it wrote to.
         writes_known: whether the call has met all that it wrote to before.
     """
-    given, outputs = seen.arguments.tensors, seen.results.tensors
     values = tuple(seen.results.values)
     op = Op(seen.func, *seen.arguments.described, values, source=user_line())
     hides = seen.arguments.hides_aliases or seen.results.hides_aliases
@@ -69,10 +67,10 @@ def step_of(
         writes,
         draws=seen.draws,
         may_draw=seen.traits.may_draw,
-        metadata_only=metadata_only_outputs(seen.func, len(outputs)),
+        metadata_only=metadata_only_outputs(seen.func, len(values)),
         always_runs=_always_runs(seen, hides=hides, writes_known=writes_known),
         hides_aliases=hides,
-        on_subclass=any(map(is_of_subclass, given)),
+        on_subclass=seen.arguments.on_subclass,
         result=seen.results.form,
     )
 
@@ -80,8 +78,8 @@ def step_of(
 def _always_runs(seen: Seen, *, hides: bool, writes_known: bool) -> bool:
     """Say whether an operation has to run again whether or not a result is needed."""
     arguments, results = seen.arguments, seen.results
-    # One that is not strided can be left out only if its class says what is done.
-    known = hides or (all(arguments.strided) and all(results.strided))
+    # For tensors of a subclass `on_subclass` says what may be left out.
+    known = hides or (arguments.all_strided and results.all_strided)
     return (
         seen.traits.is_read_by_python
         or not known

@@ -4,7 +4,7 @@ Calls and reports ask the same functions, so that a report says what a call does
 
     why_no_record     before a forward: why it runs as it is
     planned           after a recorded forward: the plan, or why there is none
-    droppable_inputs  which inputs a call need not keep
+    inputs_to_drop    which inputs a call need not keep
 
 Invariant: each answer is a function of data. Rejected: to decide in each lowering. The
 lowerings would differ, and reports would be wrong.
@@ -113,31 +113,30 @@ def _why_unpruned(prune: Prune, record: Record) -> str:
     return _HIDDEN.format(where=hidden[0]) if hidden else ""
 
 
-def droppable_inputs(
+def inputs_to_drop(
     made: Plan,
-    unneeded: Iterable[int],
     prune: Prune,
-    can_drop: Callable[[int], bool],
+    droppable: Sequence[int],
     nbytes: Callable[[int], int],
     *,
     is_differentiated: Callable[[int], bool] | None,
-) -> list[int]:
+) -> Sequence[int]:
     """Return the inputs that a call need not keep, if dropping them is worth it.
 
     Args:
         made: the plan for all roots.
-        unneeded: the inputs that it does not need.
         prune: the option of that name.
-        can_drop: whether the tensor of an input, given its index, may be dropped.
-        nbytes: its bytes.
+        droppable: the inputs that the plan does not need, and whose kind of tensor may
+            be dropped.
+        nbytes: the bytes of an input, given its index.
         is_differentiated: whether it requires grad; None if the graph is plain's own.
             Else what is saved is differentiated again through what it depends on.
     """
-    found = [i for i in unneeded if can_drop(i)]
+    found = droppable
     if is_differentiated is not None:
         sources = made.residual_sources
         found = [i for i in found if not (i in sources and is_differentiated(i))]
-    if prune is True:
+    if prune is True or not found:
         return found
     return found if sum(map(nbytes, found)) >= WORTH_DROPPING else []
 

@@ -160,8 +160,8 @@ class Following:
             return None
         if isinstance(mode, Verify):
             leaves = forward_plan.leaves
-            droppable = forward_plan.droppable(plans.full)
-            self.dropped = {i: like(leaves[i]) for i in droppable}
+            unread = forward_plan.inputs_to_drop(plans.full)
+            self.dropped = {i: like(leaves[i]) for i in unread}
         return residuals
 
     def _residuals_in_handles(self, plans: Plans) -> list[Tensor] | None:

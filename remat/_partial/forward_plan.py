@@ -19,7 +19,7 @@ from remat._partial.candidates import Candidates
 from remat._partial.collect import Collect, Verify
 from remat._partial.decide import (
     asked_for,
-    droppable_inputs,
+    inputs_to_drop,
     planned,
     warn_if_unpruned,
 )
@@ -76,7 +76,7 @@ class ForwardPlan:
         plans = self.plans
         if plans is None:
             self.mode = Recorder(inner, policy)
-        elif cache.is_proven() and self.droppable(plans.full):
+        elif cache.is_proven() and self.inputs_to_drop(plans.full):
             self.mode = Verify(plans.full, inner)
         elif plans.destinations and not plans.each_has_handle:
             self.mode = Collect(plans.full)
@@ -96,16 +96,16 @@ class ForwardPlan:
         forward_plan.mode = Collect(plans.full, on_residual) if saves else None
         return forward_plan
 
-    def droppable(self, schedule: Schedule) -> list[int]:
+    def inputs_to_drop(self, schedule: Schedule) -> Sequence[int]:
         """Return the leaves that the call need not keep, if that is worth it."""
-        if not schedule.unneeded:
-            return []
         leaves, inner = self.leaves, self._inner
-        return droppable_inputs(
+        droppable = [i for i in schedule.unneeded if is_droppable(leaves[i])]
+        if not droppable:
+            return ()
+        return inputs_to_drop(
             schedule.plan,
-            schedule.unneeded,
             self._prune,
-            lambda i: is_droppable(leaves[i]),
+            droppable,
             lambda i: leaves[i].numel() * leaves[i].itemsize,
             is_differentiated=(
                 None if inner is None else lambda i: inner[i].requires_grad

@@ -64,7 +64,7 @@ def finish(
     dropped: dict[int, Absent] = {}
     if may_drop and isinstance(mode, Verify):
         leaves = forward_plan.leaves
-        dropped = {i: like(leaves[i]) for i in forward_plan.droppable(plans.full)}
+        dropped = {i: like(leaves[i]) for i in forward_plan.inputs_to_drop(plans.full)}
     recomputation = Recomputation(cache, plans, count, dropped, mode is not None)
     recomputation.statics = {} if mode is None else mode.statics
     return recomputation, recomputation.put_away(residuals)

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._base.absent import tensors_of
+from remat._base.absent import PLAIN, tensors_of
 from remat._base.op import Value
 from remat._base.types import CONSTANTS
 from remat._offload.bytes import extent
 from remat._partial.plan import Passed, Slot
 from remat._partial.storages import (
     has_one_storage,
+    is_of_subclass,
     is_strided,
     sees_operations,
     storage_of,
@@ -74,22 +75,32 @@ class Described:
         tensors: in order.
         strided: whether each `is_strided`.
         values: the metadata of each.
-        hides_aliases: whether one of them is of a subclass that sees operations.
+        all_strided: whether all are.
+        on_subclass: whether one of them is of a subclass.
+        hides_aliases: whether that subclass sees operations.
     """
 
-    __slots__ = ("hides_aliases", "strided", "tensors", "values")
+    __slots__ = (
+        *("all_strided", "hides_aliases", "on_subclass"),
+        *("strided", "tensors", "values"),
+    )
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.strided: list[bool] = []
         self.values: list[Value] = []
-        self.hides_aliases = False
+        self.all_strided = True
+        self.on_subclass = self.hides_aliases = False
 
     def _describe(self, tensor: Tensor) -> Value:
-        if sees_operations(tensor):
-            self.hides_aliases, strided = True, False
-        else:
+        if type(tensor) in PLAIN:
             strided = has_one_storage(tensor)
+        else:
+            strided = is_strided(tensor)
+            self.on_subclass = self.on_subclass or is_of_subclass(tensor)
+            self.hides_aliases = self.hides_aliases or sees_operations(tensor)
+        if not strided:
+            self.all_strided = False
         value = _value_if(strided, tensor)
         self.tensors.append(tensor)
         self.strided.append(strided)

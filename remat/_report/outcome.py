@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from remat._base.op import Value
 from remat._partial.candidates import decisions_of
-from remat._partial.decide import droppable_inputs, planned, why_no_record
+from remat._partial.decide import inputs_to_drop, planned, why_no_record
 from remat._partial.options import Options
 from remat._partial.plan import Fate, Plan, Record, plan
 from remat._partial.plans import residual_of_handle
@@ -56,13 +56,16 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
     made = verdict.plan
     if made is None:
         return _without_plan(record, options, found, verdict.why_none)
-    unread = droppable_inputs(
+    leaves = found.leaves
+    droppable = [
+        i for i, t in enumerate(leaves) if i not in made.needed and not t.stays
+    ]
+    unread = inputs_to_drop(
         made,
-        (i for i in range(len(found.leaves)) if i not in made.needed),
         prune,
-        lambda i: not found.leaves[i].stays,
-        lambda i: found.leaves[i].nbytes,
-        is_differentiated=None if is_saved else lambda i: found.leaves[i].needs,
+        droppable,
+        lambda i: leaves[i].nbytes,
+        is_differentiated=None if is_saved else lambda i: leaves[i].needs,
     )
     dropped = frozenset(unread)
     offloaded = frozenset(_offloaded(record, decisions))

@@ -27,7 +27,7 @@ class Layers(nn.Module):
 
 
 def call_of(fn, *args, **kwargs):
-    return Call(fn, "f", args, kwargs)
+    return Call(fn, "f", args, kwargs).snapshot
 
 
 def signature_of(fn, *args, **kwargs):
