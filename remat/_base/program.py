@@ -17,7 +17,7 @@ Nothing changes a `Request` or an `Evaluation`. They are not frozen dataclasses,
 named tuples, because to make the one and to read the other costs a hundredth of a call.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,8 +65,9 @@ class Evaluation:
         updated: the inputs that the function updated in place.
         residuals: how many there are.
         recomputation: how the program is recomputed; None to run it as it is.
-        views: the outputs that share memory, see `views_of`.
+        shared: the outputs that share memory with an input or with another output.
         asks_grad_mode: whether its backward depends on whether grad mode is on.
+        is_exact: whether some output does depend on each input that is used.
         has_inference: whether some input is an inference tensor.
     """
 
@@ -76,8 +77,9 @@ class Evaluation:
     updated: Sequence[int] = ()
     residuals: int = 0
     recomputation: Any = None
-    views: Mapping[int, int] | None = None
+    shared: Collection[int] = ()
     asks_grad_mode: bool = False
+    is_exact: bool = True
     has_inference: bool = False
 
 

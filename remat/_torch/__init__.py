@@ -86,6 +86,7 @@ from remat._torch.levels import (
 )
 from remat._torch.modes import (
     LeanDispatchMode as LeanDispatchMode,
+    alias as alias,
     call_kernel as call_kernel,
     function_mode_count as function_mode_count,
     function_modes as function_modes,

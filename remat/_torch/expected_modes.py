@@ -95,7 +95,8 @@ def _with_flags_down() -> Iterator[None]:
 
 
 @expects(
-    *("LeanDispatchMode", "undisturbed", "unseen", "viewed", "without_dispatch_mode")
+    *("LeanDispatchMode", "alias", "undisturbed", "unseen", "viewed"),
+    "without_dispatch_mode",
 )
 @_with_flags_down()
 def _dispatch_modes_are_entered_and_left() -> None:
@@ -120,8 +121,10 @@ def _dispatch_modes_are_entered_and_left() -> None:
             with quiet():  # some are at work as soon as they are made
                 x.cos()
         view = modes.viewed(x, (2,), (2,), 1)
+        other = modes.alias(x)
     assert mode.op is torch.ops.aten.sin.default
     assert (view.shape, view.storage_offset()) == ((2,), 1)
+    assert other._base is x
     assert _flags() == before
 
 

@@ -201,6 +201,15 @@ def viewed(
         return tensor.as_strided(shape, stride, offset)
 
 
+# Deleted by: views that modes do not get to see.
+def alias(tensor: Tensor) -> Tensor:
+    """Return a view of all of a tensor, past all dispatch modes."""
+    if type(tensor) is not Tensor:
+        return torch.ops.aten.alias.default(tensor)
+    with unseen():
+        return torch.ops.aten.alias.default(tensor)
+
+
 # Deleted by: a public context below modes, transforms and autograd.
 @contextmanager
 def undisturbed() -> Iterator[None]:

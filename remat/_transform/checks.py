@@ -11,10 +11,11 @@ import contextlib
 import gc
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,12 +48,23 @@ _requires_grad = operator.attrgetter("requires_grad")
 # --- What a graph reaches ---
 
 
-def reached_inputs(
-    outs: Sequence[Any], inputs: Sequence[Tensor]
-) -> tuple[list[int], bool]:
-    """Return the indices of the inputs that the graph of `outs` reaches.
+class Reached(NamedTuple):
+    """What the graph of a call's outputs reaches.
 
-    The second value says whether its backward depends on whether grad mode is on.
+    Attributes:
+        inputs: their indices.
+        asks_grad_mode: whether its backward depends on whether grad mode is on.
+        is_exact: whether each of these inputs is needed. The node of a call inside has
+            edges to what any of its outputs depends on, also to one that is not used.
+    """
+
+    inputs: Sequence[int]
+    asks_grad_mode: bool = True
+    is_exact: bool = True
+
+
+def reached_inputs(outs: Sequence[Any], inputs: Sequence[Tensor]) -> Reached:
+    """Return what the graph of `outs` reaches.
 
     Raises:
         CaptureError: it reaches another leaf, not made inside the function.
@@ -77,8 +89,12 @@ def reached_inputs(
             used.append(i)
         elif is_held(node):
             raise CaptureError(NOT_LIFTED.format(what=describe(node.variable)))
-    asks_grad_mode = not NODES_ASKING_GRAD_MODE.isdisjoint(map(_name, map(type, nodes)))
-    return sorted(used), asks_grad_mode
+    names = {*map(_name, map(type, nodes))}
+    asks_grad_mode = not NODES_ASKING_GRAD_MODE.isdisjoint(names)
+    return Reached(sorted(used), asks_grad_mode, _CALL not in names)
+
+
+_CALL = "RematBackward"  # the node of a call, see `function`
 
 
 def reaches_only_inputs(snapshot: Snapshot, request: Request) -> bool:
@@ -86,10 +102,10 @@ def reaches_only_inputs(snapshot: Snapshot, request: Request) -> bool:
     return snapshot.is_contained and request.at_base
 
 
-def views_of(
+def sharing_memory(
     outs: Sequence[Tensor], inputs: Sequence[Tensor], copies: Container[int]
-) -> dict[int, int]:
-    """Return which outputs share memory: with an input `i`, or with an output, `~k`.
+) -> Collection[int]:
+    """Return the outputs that share memory with an input or with another output.
 
     Args:
         outs: the outputs.
@@ -97,17 +113,11 @@ def views_of(
         copies: the inputs that are copies, whose memory is nobody else's.
     """
     if True not in map(Tensor._is_view, outs):
-        return {}
-    index = {id(t): i for i, t in enumerate(inputs) if i not in copies}
-    views: dict[int, int] = {}
-    first: dict[int, int] = {}
-    for j, o in enumerate(outs):
-        base = id(o._base if o._is_view() else o)
-        if base in index:
-            views[j] = index[base]
-        elif first.setdefault(base, j) != j:
-            views[first[base]] = views[j] = ~first[base]
-    return views
+        return ()
+    bases = [id(o._base if o._is_view() else o) for o in outs]
+    known = {id(t) for i, t in enumerate(inputs) if i not in copies}
+    times = Counter(bases)
+    return {j for j, base in enumerate(bases) if base in known or times[base] > 1}
 
 
 # --- What a forward must not do ---
@@ -249,7 +259,7 @@ def check_reached(
     Raises:
         RecomputeError: it does not reach one, whose gradient would be lost.
     """
-    reached = {*reached_inputs(outs, inputs)[0]}
+    reached = {*reached_inputs(outs, inputs).inputs}
     for i in missing:
         if i not in reached:
             name = snapshot.name_of(i)

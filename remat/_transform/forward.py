@@ -38,6 +38,7 @@ from remat._torch import set_grad_enabled, without_hooks
 from remat._transform.buffers import copy_buffers, update, written_to
 from remat._transform.call import Call
 from remat._transform.checks import (
+    Reached,
     changed_inside,
     reached_inputs,
     reaches_only_inputs,
@@ -45,7 +46,7 @@ from remat._transform.checks import (
     refuse_backward,
     refuse_changed_inputs,
     refuse_leaks,
-    views_of,
+    sharing_memory,
 )
 from remat._transform.state import State, state_of
 
@@ -104,7 +105,7 @@ def _evaluate(
         before = _update_buffers(snapshot, inputs, copies)
         state = state.updated(before)
     refuse_changed_inputs(snapshot, inputs, inner, state.versions, needs, before)
-    used, asks_grad_mode = _reached(call, outs, inner, request)
+    used, asks_grad_mode, is_exact = _reached(call, outs, inner, request)
     differentiable = [*map(_requires_grad, outs), *[False] * len(before)]
     results = [*map(Tensor.detach, outs), *before.values()]
     outside, recomputation, residuals = program.outside, None, 0
@@ -120,8 +121,9 @@ def _evaluate(
         [*before],
         residuals,
         recomputation,
-        views_of(outs, inner, copies),
+        sharing_memory(outs, inner, copies),
         asks_grad_mode,
+        is_exact,
         has_inference,
     )
     if outside:
@@ -242,16 +244,13 @@ def _update_buffers(
 
 def _reached(
     call: Call, outs: Sequence[Any], inner: list[Tensor], request: Request
-) -> tuple[Sequence[int], bool]:
-    """Return which inputs the outputs depend on.
-
-    The second value says whether the backward depends on whether grad mode is on.
-    """
+) -> Reached:
+    """Return what the graph of the outputs reaches."""
     if reaches_only_inputs(call.snapshot, request):
         nodes = [o.grad_fn for o in outs if o.requires_grad]
         if None not in nodes:
             # To look costs a tenth of a call. The backward finds out which they are.
-            return [*compress(itertools.count(), request.needs)], True
+            return Reached([*compress(itertools.count(), request.needs)])
     return _labelled(call, reached_inputs, outs, inner)
 
 

@@ -21,7 +21,7 @@ and `jvp` as plain code (silent zeros for jacfwd of jacfwd).
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import compress
 from typing import Any, TypeAlias
 
@@ -36,6 +36,7 @@ from remat._torch import (
     JVP,
     VMAP,
     SingleLevelFunction,
+    alias,
     apply_at_level,
     base_dual_level_active,
     batched,
@@ -50,7 +51,6 @@ from remat._torch import (
     saved_tensors,
     unwrap_dead,
     unwrap_for_grad,
-    viewed,
     without_grad_mode,
     without_tangent,
     wrap_for_grad,
@@ -213,10 +213,10 @@ class Remat(SingleLevelFunction):
                 outs = outs[: -evaluation.residuals]
                 differentiable = differentiable[: -evaluation.residuals]
         # Forward mode wants the tangent of a view to be a view, and a rule gives none.
-        if evaluation.views and not (request.is_batched or in_forward_mode):
+        if evaluation.shared and not (request.is_batched or in_forward_mode):
             # The levels below record the views: there this node does not replace them.
             with torch.set_grad_enabled(not request.at_base):
-                outs = _as_views(outs, inputs, evaluation.views)
+                outs = _as_views(outs, evaluation.shared)
         if evaluation.has_inference:
             # Inference tensors cannot be saved, but copies of them can.
             saved = [t.clone() if t.is_inference() else t for t in saved]
@@ -293,30 +293,6 @@ def _saved(
     return [*recomputation.kept(inputs), *outs[end:]]
 
 
-def _as_views(
-    outs: Sequence[Any], inputs: Sequence[Tensor], views: Mapping[int, int]
-) -> list[Any]:
+def _as_views(outs: Sequence[Any], shared: Collection[int]) -> list[Any]:
     """Make outputs that share memory views, so that torch refuses to change them."""
-    new = list(outs)
-    for j, i in views.items():
-        o = outs[j]
-        source = _as_kind(inputs[i] if i >= 0 else outs[~i], o)
-        if source is None:
-            new[j] = o.clone()  # which shares no memory, so that no gradient is lost
-        else:
-            # Unseen by modes that record: the function does no such operation.
-            new[j] = viewed(source, o.size(), o.stride(), o.storage_offset())
-    return new
-
-
-def _as_kind(tensor: Tensor, like: Tensor) -> Tensor | None:
-    """Return a view of `tensor` of the dtype and bits of `like`, if there is one."""
-    if tensor.layout is not torch.strided or like.layout is not torch.strided:
-        return None
-    if tensor.is_complex() and not like.is_complex() and not tensor.is_conj():
-        tensor = torch.view_as_real(tensor)
-    if tensor.dtype != like.dtype:
-        return None
-    if tensor.is_conj() != like.is_conj():
-        tensor = tensor.conj()
-    return torch._neg_view(tensor) if tensor.is_neg() != like.is_neg() else tensor
+    return [alias(o) if j in shared else o for j, o in enumerate(outs)]
