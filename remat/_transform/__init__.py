@@ -27,6 +27,7 @@ Under torch.func: one Function, whose rules are again programs.
     state               what recomputes restore
     rules               the vjp, jvp and batching of a program, as programs
     outer_levels        refuses tensors and graphs of levels further up
+    changes             what changes an input in place, for an error
     buffers             what a function updates in place is updated once
 
 Called by users, and by `_report`, which runs calls to look at them.

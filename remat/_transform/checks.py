@@ -12,7 +12,7 @@ import gc
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ from remat._torch import (
     is_held,
     no_torch_functions,
 )
+from remat._transform.changes import changes_of
 
 
 _name = operator.attrgetter("__name__")
@@ -130,6 +131,7 @@ def refuse_changed_inputs(
     versions: Sequence[int | None],
     needs: Sequence[bool],
     updated: Container[int],
+    run: Callable[[Sequence[Tensor]], object],
 ) -> None:
     """Refuse a function that changed an input, or made one require grad.
 
@@ -140,6 +142,7 @@ def refuse_changed_inputs(
         versions: how often each input had been changed.
         needs: which inputs require grad.
         updated: the inputs that it may change.
+        run: runs it on other inputs.
 
     Raises:
         MutationError: it did.
@@ -149,7 +152,7 @@ def refuse_changed_inputs(
         return
     for i, t in enumerate(inputs):
         if version_of(t) != versions[i] and i not in updated:
-            raise changed_inside(snapshot, i)
+            raise changed_inside(snapshot, i, changes_of(snapshot, inner, run))
         if not needs[i] and inner[i].requires_grad:
             message = _REQUIRES_GRAD.format(
                 name=snapshot.name_of(i), label=snapshot.label
@@ -157,10 +160,19 @@ def refuse_changed_inputs(
             raise MutationError(message)
 
 
-def changed_inside(snapshot: Snapshot, index: int | None) -> MutationError:
-    """Return the error that a function changed an input in place; None for any."""
+def changed_inside(
+    snapshot: Snapshot, index: int | None, changes: Mapping[int, str] | None = None
+) -> MutationError:
+    """Return the error that a function changed an input in place.
+
+    Args:
+        snapshot: of the call.
+        index: of the input; None if that is not known.
+        changes: the operations that change inputs, by the index of these.
+    """
     name = "an input" if index is None else snapshot.name_of(index)
-    return MutationError(_IN_PLACE.format(name=name, label=snapshot.label))
+    by = f", by {changes[index]}" if changes and index in changes else ""
+    return MutationError(_IN_PLACE.format(name=name, label=snapshot.label, by=by))
 
 
 def refuse_backward(snapshot: Snapshot, inner: Sequence[Tensor]) -> None:
@@ -339,7 +351,7 @@ _RETURNED_LEAF = (
     "tensor computed from the inputs, or pass the leaf as an argument."
 )
 _IN_PLACE = (
-    "remat: `{name}` was changed in place inside {label}. A recomputation would start "
+    "remat: `{name}` was changed in place inside {label}{by}. A recompute would start "
     "from the changed value: work on a copy (`{name}.clone()`) and return it."
 )
 _REQUIRES_GRAD = (

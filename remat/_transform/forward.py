@@ -9,19 +9,16 @@ lost its gradient is refused.
 Rejected: no graph at all. Which inputs the outputs depend on could not be told.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, filterfalse
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
-from remat._ambient.ambient import Ambient
 from remat._base.absent import may_be_absent
 from remat._base.context import here
 from remat._base.errors import CaptureError
@@ -37,6 +34,7 @@ from remat._partial.recorder import Recorder
 from remat._torch import set_grad_enabled, without_hooks
 from remat._transform.buffers import copy_buffers, update, written_to
 from remat._transform.call import Call
+from remat._transform.changes import changes_of
 from remat._transform.checks import (
     Reached,
     changed_inside,
@@ -104,7 +102,8 @@ def _evaluate(
     if copies:
         before = _update_buffers(snapshot, inputs, copies)
         state = state.updated(before)
-    refuse_changed_inputs(snapshot, inputs, inner, state.versions, needs, before)
+    again = _runner(call, program)
+    refuse_changed_inputs(snapshot, inputs, inner, state.versions, needs, before, again)
     used, asks_grad_mode, is_exact = _reached(call, outs, inner, request)
     differentiable = [*map(_requires_grad, outs), *[False] * len(before)]
     results = [*map(Tensor.detach, outs), *before.values()]
@@ -203,8 +202,9 @@ def _run_once(
     except RuntimeError as error:
         if "a leaf Variable that requires grad" not in str(error):
             raise
-        index = _find_changed(call, program, inner)
-        raise changed_inside(call.snapshot, index) from error
+        changes = changes_of(call.snapshot, inner, _runner(call, program))
+        index = next(iter(changes), None)
+        raise changed_inside(call.snapshot, index, changes) from error
 
 
 def _labelled(call: Call, fn: Fn, *args: Any) -> Any:
@@ -218,16 +218,17 @@ def _labelled(call: Call, fn: Fn, *args: Any) -> Any:
         raise CaptureError(f"remat: in {label}, {error}") from None
 
 
-def _find_changed(call: Call, program: Program, inner: list[Tensor]) -> int | None:
-    """Return the input that torch refused to change, by letting copies be changed."""
-    copies = [t.detach().clone() for t in inner]
-    ambient = Ambient(call.snapshot.streams, True)
-    ambient.forward_done()
-    call.structure = None
-    with contextlib.suppress(Exception), torch.no_grad(), ambient.restored():
-        program.run(*copies)
-    call.structure = None
-    return next((i for i, t in enumerate(copies) if t._version), None)
+def _runner(call: Call, program: Program) -> Callable[[Sequence[Tensor]], object]:
+    """Return what runs the forward once more, on copies."""
+
+    def run(copies: Sequence[Tensor]) -> None:
+        call.structure = None
+        try:
+            program.run(*copies)
+        finally:
+            call.structure = None
+
+    return run
 
 
 def _update_buffers(

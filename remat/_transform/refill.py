@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +40,6 @@ from remat._transform.filling import Filling, Stop
 from remat._transform.leaves import PreserveGradients, PreserveMarks, PreserveMemory
 from remat._transform.saved_call import SavedCall
 from remat._transform.scope import Scope
-
-
-if TYPE_CHECKING:
-    from remat._base.types import Fn
 
 
 # The labels of calls whose backward recorded a graph, for `explain` to tell.
@@ -165,9 +161,6 @@ def recompute(
         mode: to run under, or None.
     """
     setting = call.setting
-    run: Fn = _run
-    if setting.vmaps:
-        run = _run_under_vmaps
     with (
         Scope(call, filling.pack, setting, call.inner, again=True),
         _state_restored(call, tensors),
@@ -175,10 +168,10 @@ def recompute(
     ):
         try:
             if mode is None:
-                run(call, tensors)
+                run_again(call, tensors)
             else:
                 with within(setting.policy, followed=True), mode:
-                    run(call, tensors)
+                    run_again(call, tensors)
                     mode.end()
         except Stop:
             pass
@@ -188,7 +181,11 @@ def recompute(
                 raise
 
 
-def _run(call: SavedCall, tensors: Sequence[Tensor]) -> None:
+def run_again(call: SavedCall, tensors: Sequence[Tensor]) -> None:
+    """Call the function of a call on other tensors, with its objects as they were."""
+    if call.setting.vmaps:
+        _run_under_vmaps(call, tensors)
+        return
     # On other tensors, modules are made anew: who uses the user's own modules meanwhile
     # must not see other tensors in them.
     in_place = call.inputs.has_leaves_in(tensors)

@@ -16,6 +16,7 @@ the function other than by being returned would have no graph, hooks would fire 
 times, and gradients of all inputs would arrive together, whichever were asked for.
 """
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import Options
 from remat._torch import current_layer, eager_only, top_hooks, unbatched, unwrap_dead
 from remat._transform import refill
+from remat._transform.changes import changes_of
 from remat._transform.checks import addresses_of, changed_inside
 from remat._transform.leaves import are_marked, gradients_of, hooks_so_far
 from remat._transform.packing import Packing
@@ -143,7 +145,10 @@ class Saved(SavedCall):
         self.ambient.forward_done(keeps_casts=True)
         changed = self.inputs.note_changes(inputs)
         if changed is not None:
-            raise changed_inside(self.setting.snapshot, changed)
+            snapshot = self.setting.snapshot
+            run = functools.partial(refill.run_again, self)
+            changes = changes_of(snapshot, inputs, run)
+            raise changed_inside(snapshot, changed, changes)
         following = self.following
         if following is not None:
             following.finish(handles)
