@@ -1,7 +1,7 @@
 """Work that a checkpointed block does again: FLOPs of a step beyond those of plain.
 
 Counted by torch's flop counter over forward and backward: products, convolutions and
-attention. torch's recomputation stops early, at the last tensor that the backward
+attention. torch's recompute stops early, at the last tensor that the backward
 reads; remat leaves out what the backward does not read, wherever it is. The last block
 has both: a head whose result is not in the loss, and a product that nobody uses.
 Reproduce with

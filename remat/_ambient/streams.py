@@ -29,7 +29,7 @@ from remat._torch import function_mode_count, no_torch_functions
 
 
 class Stream(NamedTuple):
-    """A random stream that a recomputation sets back.
+    """A random stream that a recompute sets back.
 
     Attributes:
         name: for messages.

@@ -54,7 +54,7 @@ class MissingError(RuntimeError):
 
 
 _READ = (
-    "remat: {reader} reads a value that the recomputation left out, since no "
+    "remat: {reader} reads a value that the recompute left out, since no "
     "operation recorded in the forward reads it. Pass prune=False to recompute all."
 )
 

@@ -9,11 +9,11 @@ class RematError(RuntimeError):
 
 
 class RecomputeError(RematError):
-    """The recomputation did something other than the forward did."""
+    """The recompute did something other than the forward did."""
 
 
 class MutationError(RematError):
-    """A tensor that the recomputation reads was changed in place."""
+    """A tensor that the recompute reads was changed in place."""
 
 
 class CaptureError(RematError):

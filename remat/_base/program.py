@@ -64,7 +64,7 @@ class Evaluation:
         differentiable: which results do.
         updated: the inputs that the function updated in place.
         residuals: how many there are.
-        recomputation: how the program is recomputed; None to run it as it is.
+        recompute: how the program is recomputed; None to run it as it is.
         shared: the outputs that share memory with an input or with another output.
         asks_grad_mode: whether its backward depends on whether grad mode is on.
         is_exact: whether some output does depend on each input that is used.

@@ -223,7 +223,7 @@ _GROWING = (list, deque, dict, OrderedDict, defaultdict)
 
 _LARGE = (
     "remat: `{name}` changed since the call. It has {count} entries, too many to be "
-    "copied in each call, and a recomputation would read it as it is now. Pass what is "
+    "copied in each call, and a recompute would read it as it is now. Pass what is "
     "needed of it as an argument, or change it after the backward; if the function "
     "changes it, outside of the function."
 )
@@ -291,6 +291,6 @@ def _spent(what: str) -> Iterator[None]:
 
 
 _SPENT = (
-    "remat: a recomputation reads {what}, which the forward has read already. Pass "
+    "remat: a recompute reads {what}, which the forward has read already. Pass "
     "what was read as an argument, or make the iterator inside the function."
 )

@@ -88,7 +88,7 @@ class ModuleNode(ObjectNode):
             contents[name] = now.get(name)
         hooks = self.hooks
         for name in _HOOKS:
-            # A copy: a hook that a recomputation sets is dropped with it.
+            # A copy: a hook that a recompute sets is dropped with it.
             contents[name] = hooks[name].copy() if name in hooks else OrderedDict()
         tensors = run.tensors
         if self.is_sharded:

@@ -190,6 +190,6 @@ def _undo(exchanged: _Undo) -> None:
 
 
 _CLASS = (
-    "remat: an object that was a {then} at the call is a {now} now: a recomputation "
+    "remat: an object that was a {then} at the call is a {now} now: a recompute "
     "would run other code. Change its class after the backward."
 )

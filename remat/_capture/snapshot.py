@@ -209,5 +209,5 @@ def _code_of(found: Any) -> Any:
 
 _SPENT = (
     "remat: the argument `{name}` is a {kind}, which can be read only once, and a "
-    "recomputation reads the arguments again. Pass a list or a tuple."
+    "recompute reads the arguments again. Pass a list or a tuple."
 )

@@ -70,7 +70,7 @@ class Out:
         return pytree.unflatten(self.treedef, flat)
 
     def split_again(self, result: Any, inputs: Sequence[Tensor]) -> Outputs:
-        """Take the result of a recomputation apart, which must be built like this.
+        """Take the result of a recompute apart, which must be built like this.
 
         Raises:
             RecomputeError: it is not.
@@ -90,7 +90,7 @@ class Out:
 
 
 _DIFFERENT = (
-    "remat: the recomputation returned {now} where the forward returned {then}. The "
+    "remat: the recompute returned {now} where the forward returned {then}. The "
     "function must compute the same thing twice: if it depends on outside state that "
     "changed, pass that state as an argument."
 )

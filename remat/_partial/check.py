@@ -88,7 +88,7 @@ def _are_constant(steps: Sequence[Step]) -> list[bool]:
 
 
 _DIFFERENT = (
-    "remat: the recomputation ran other operations than the forward did. The function "
+    "remat: the recompute ran other operations than the forward did. The function "
     "must compute the same thing twice: if it depends on outside state that changed, "
     "pass that state as an argument.\n"
 )

@@ -131,7 +131,7 @@ def described(steps: Sequence[Step], i: int, func: Any) -> str:
         [
             "  forward:",
             *(f"    {line}" for line in (*before, *then)),
-            "  recomputation:",
+            "  recompute:",
             *(f"    {line}" for line in (*before, now)),
         ]
     )

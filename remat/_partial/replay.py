@@ -248,7 +248,7 @@ def input_dropped(what: str) -> RecomputeError:
 
 _READ = "  something read the value of what was left out. {error}"
 _DROPPED = (
-    "remat: the recomputation did something else than it did before, and inputs were "
+    "remat: the recompute did something else than it did before, and inputs were "
     "not kept that it needs for that. Pass prune=False if it depends on more than its "
     "inputs.\n{what}"
 )

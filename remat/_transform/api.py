@@ -107,9 +107,9 @@ def remat(
     and for higher derivatives. With nothing to differentiate, calling the result is
     calling `fn`, and no policy is asked.
 
-    The first call of a kind records what `fn` does. Later recomputations leave out the
+    The first call of a kind records what `fn` does. Later recomputes leave out the
     operations that the backward does not read. Once that has worked, calls do not keep
-    inputs that no recomputation reads. A record only saves work: where it does not fit
+    inputs that no recompute reads. A record only saves work: where it does not fit
     a call, `fn` runs as it is.
 
     Use it as `remat(fn)`, `@remat` or `@remat(...)`, on functions, methods, partials,
@@ -123,11 +123,11 @@ def remat(
             `remat.policies.as_policy` accepts, such as a function of an operation.
             `None` keeps none. A call within another call follows the policies of both.
             In forward mode nothing is kept.
-        prune: whether a recomputation leaves out what the backward does not read.
+        prune: whether a recompute leaves out what the backward does not read.
             `True` for always, `False` for never, `"auto"` where that saves more than
             following the record costs, by its FLOPs and bytes. A policy is followed
             anyhow, so with one `"auto"` is always. Results never depend on it.
-        rng: `"replay"` restores the global random streams for a recomputation.
+        rng: `"replay"` restores the global random streams for a recompute.
             `"error"` refuses a `fn` that draws from them.
         higher_order: whether `.backward()` differentiates a call as `torch.func` does.
             Then the backward is itself such a call, and a second derivative
@@ -147,7 +147,7 @@ def remat(
             message says what to write instead.
         ValueError: an option has no such value.
         RecomputeError: in a backward, where `fn` does something else than it did in the
-            forward, or reads an input that no recomputation had read before and that
+            forward, or reads an input that no recompute had read before and that
             was not kept. `prune=False` keeps them all.
         RematError: on a call, where `fn` does what cannot be recomputed.
 
@@ -302,7 +302,7 @@ _SCRIPTED = (
 )
 _SYMBOLIC = (
     "remat: torch.fx cannot trace {label} itself. Trace the function without remat "
-    "(`fn.__wrapped__`), or one that calls it: a trace holds no recomputation."
+    "(`fn.__wrapped__`), or one that calls it: a trace holds no recompute."
 )
 not_scriptable(remat, _SCRIPTED)
 

@@ -382,6 +382,6 @@ _NEEDED = (
 )
 _READ = (
     "remat: `{name}` was changed in place between the forward and the backward, and "
-    "the recomputation reads it (in {func}). Change a copy, or change it after the "
+    "the recompute reads it (in {func}). Change a copy, or change it after the "
     "backward."
 )

@@ -134,7 +134,7 @@ def _line(k: int, meta: Any) -> str:
 _NO_MORE = "    nothing more"
 _DIFFERS = (
     "remat: recomputing {label} saves something else for the backward than the forward "
-    "did, at {where}.\n  forward:\n{then}\n  recomputation:\n{now}\nThe function must "
+    "did, at {where}.\n  forward:\n{then}\n  recompute:\n{now}\nThe function must "
     "compute the same thing twice: if it depends on outside state that changed, pass "
     "that state as an argument. remat.testing.check_replay shows where the two part."
 )

@@ -115,7 +115,7 @@ class Vjp(Program):
             create_graph = torch.is_grad_enabled()  # perhaps below this level
             inner, outs = self._recompute_at_level(primals, mode)
         else:
-            # One recomputation, and one set of draws, serves a batch of cotangents.
+            # One recompute, and one set of draws, serves a batch of cotangents.
             inner, outs = call_below_vmap(self._recompute, primals, create_graph, mode)
             is_checked = program.check_outputs(outs)
         grads = self._pull_back(

@@ -173,7 +173,7 @@ class Bound(TorchFunctionMode):
 
 
 class _Guard(Guard):
-    """Refuses draws, but for those of a recomputation: remat puts the streams back."""
+    """Refuses draws, but for those of a recompute: remat puts the streams back."""
 
     @override
     def is_off(self) -> bool:
@@ -236,7 +236,7 @@ def _is_generator(value: Any) -> bool:
 
 _CHECKPOINTED = (
     "remat: a draw in torch.utils.checkpoint, of a key bound outside of it: {where}\n"
-    "Its recomputation would draw something else. Use remat.remat in its place, or\n"
+    "Its recompute would draw something else. Use remat.remat in its place, or\n"
     "bind inside of the checkpointed function."
 )
 _REFUSED = (

@@ -92,7 +92,7 @@ def check_key_reuse() -> _Block:
     Samplers and :func:`split` consume a key; each key of an array is consumed by
     itself. :func:`fold_in` does not, though keys it makes from one key and one number
     are equal and count as one. A :func:`clone` may be consumed besides the original.
-    A recomputation by :func:`remat.remat`, or of a dropout mask, is no reuse.
+    A recompute by :func:`remat.remat`, or of a dropout mask, is no reuse.
 
     It sees keys with values, in this thread; not what ``torch.compile`` or ``make_fx``
     trace, nor what compiled code draws. It reads them, which on an accelerator waits

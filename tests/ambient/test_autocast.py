@@ -1,4 +1,4 @@
-"""A recomputation casts as its forward did, and keeps nothing that it cast."""
+"""A recompute casts as its forward did, and keeps nothing that it cast."""
 
 import contextlib
 
@@ -71,7 +71,7 @@ def test_autocast_with_another_setting_of_its_cache(square):
         with autocast():
             return torch.autograd.grad(y, square)
 
-    # The recomputation casts x, w, and w again.
+    # The recompute casts x, w, and w again.
     assert_replayed(program, sin=2, _to_copy=(8, 8 + 3))
 
 

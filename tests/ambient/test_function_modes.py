@@ -1,4 +1,4 @@
-"""A recomputation happens under the TorchFunctionModes of its forward."""
+"""A recompute happens under the TorchFunctionModes of its forward."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def in_both(fn, x):
         return torch.autograd.grad(fn(x).sum(), x)
 
 
-# Two in the forward, two in the recomputation; the derivative uses the other.
+# Two in the forward, two in the recompute; the derivative uses the other.
 PLACES = {
     "forward": (in_the_forward, {"cos": 4, "sin": 2}),
     "backward": (in_the_backward, {"cos": 2, "sin": 4}),

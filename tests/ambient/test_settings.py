@@ -1,4 +1,4 @@
-"""A recomputation happens under the settings of its forward."""
+"""A recompute happens under the settings of its forward."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""A model that changes: a call sees it as it is, a recomputation as it was.
+"""A model that changes: a call sees it as it is, a recompute as it was.
 
 What is remembered of a module is used only where nothing in it has changed.
 """

@@ -119,7 +119,7 @@ def test_hooks_are_not_walked():
     model[0].register_forward_hook(lambda *_: model and None)
     search = Search()
     search.visit(model[0], None)
-    assert len(search.tensors) == 2
+    assert len(search.found.tensors) == 2
     with count_ops() as ops:
         remat(model[0])(torch.randn(3, 4).double()).tanh().sum().backward()
     assert ops["addmm"] == 1  # its graph saves inputs only

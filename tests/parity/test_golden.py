@@ -262,7 +262,7 @@ def evaluations(fn, name):
 
 
 # A function whose derivative reads its result has to be evaluated itself: JAX's counts.
-# Of one whose derivative reads its argument, the last of each recomputation is not.
+# Of one whose derivative reads its argument, the last of each recompute is not.
 @pytest.mark.parametrize(
     ("length", "tanh", "sin"), [(4, 2, 1), (8, 8, 5), (16, 24, 17)]
 )

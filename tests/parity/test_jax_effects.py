@@ -31,7 +31,7 @@ def test_a_recompute_that_differs_is_refused():
         return x.sin().expand(next_rows(), 3).exp()
 
     out = remat(f)(points(3).requires_grad_())
-    with pytest.raises(RecomputeError, match=r"(?s)recomputation:\n.*\[4, 3\]"):
+    with pytest.raises(RecomputeError, match=r"(?s)recompute:\n.*\[4, 3\]"):
         out.sum().backward()
 
 

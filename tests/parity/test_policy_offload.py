@@ -39,8 +39,8 @@ class Store:
                 self.back.append(tuple(tensor.shape))
             return tensor
 
-        for decision, put in [*_residual.PUT.items()]:
-            monkeypatch.setitem(_residual.PUT, decision, counting(put))
+        for decision, put in [*_residual.OFFLOAD.items()]:
+            monkeypatch.setitem(_residual.OFFLOAD, decision, counting(put))
         monkeypatch.setattr(_offload.Fetched, "take", counted_take)
 
     def taken(self):

@@ -106,7 +106,7 @@ def test_a_change_of_state_that_is_not_seen_gives_the_function_of_the_backward()
 
 
 def test_a_recomputation_that_is_given_up_runs_again():
-    """Under torch.func, where the hooks that fire are those of the recomputation."""
+    """Under torch.func, where the hooks that fire are those of the recompute."""
     ran, hooks = Evaluations(), Evaluations()
     note_run, note_hook = ran.note, hooks.note
 

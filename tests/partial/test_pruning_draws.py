@@ -1,4 +1,4 @@
-"""Random streams: what is left out of a recomputation moves none that is read.
+"""Random streams: what is left out of a recompute moves none that is read.
 
 Under `prune=True` every draw still moves its stream, whether or not what it gives is
 needed: another that is needed may come after it, or something that looks where the

@@ -1,6 +1,6 @@
 """Inputs that no backward reads are let go, and nothing else is.
 
-From the call on that follows a recomputation which went well, a call keeps the inputs
+From the call on that follows a recompute which went well, a call keeps the inputs
 that it needs. Its graph saves some of them itself, as in plain code; what a call keeps
 besides, it keeps for the sake of what it will recompute. What is let go is checked by
 weak references to storages.
@@ -181,7 +181,7 @@ def test_parameters_are_never_let_go():
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
     out = warmed(module, X)(leaves_of(X)[0])
     (handle,) = handles_at(out.grad_fn)
-    kept = {t.data_ptr() for _, t in handle.call.held.kept()}
+    kept = {t.data_ptr() for _, t in handle.call.inputs.stored()}
     assert {p.data_ptr() for p in module.parameters()} <= kept
 
 

@@ -1,7 +1,7 @@
 """Random programs under random policies, through random stacks of transforms.
 
 Values and gradients are those of plain code, bit for bit, in the first call and in
-later ones: what is left out of a recomputation is a tensor that cannot be read, so that
+later ones: what is left out of a recompute is a tensor that cannot be read, so that
 a wrong plan is an error and not another number.
 """
 

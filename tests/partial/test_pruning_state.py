@@ -196,7 +196,7 @@ def test_a_closure_is_made_anew_in_each_call(policy):
 
 @each_policy
 def test_a_list_grows(policy):
-    """A recomputation sees it as long as the forward did, and leaves it as it is."""
+    """A recompute sees it as long as the forward did, and leaves it as it is."""
     seen = []
 
     def fn(x):
@@ -223,7 +223,7 @@ def test_a_list_grows(policy):
 
 @each_policy
 def test_a_number_grows_that_is_in_no_snapshot(policy):
-    """Each run sees a larger one, that of a first recomputation as well.
+    """Each run sees a larger one, that of a first recompute as well.
 
     It is of the same function, or an error. In later calls it need not be: nobody saw
     the forward then.

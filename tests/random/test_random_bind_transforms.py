@@ -123,7 +123,7 @@ def test_backward_outside_of_the_block_is_of_the_same_mask():
     assert torch.equal(got, torch.autograd.grad(written_out(w, key(4)), w)[0])
 
 
-# --- remat: the recomputation draws the same ------------------------------------------
+# --- remat: the recompute draws the same ------------------------------------------
 
 MLP = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8))
 MODELS = {
@@ -262,7 +262,7 @@ def test_a_bound_model_consumes_each_key_once_and_no_global_stream(model, x):
         torch.native_dropout(y, 0.5, True)
         with count_ops() as backward:
             y.square().sum().backward()
-    # Of the recomputation, and again for the derivative.
+    # Of the recompute, and again for the derivative.
     assert backward["remat::uniform"] > forward["remat::uniform"] > 0
     model.zero_grad()
 

@@ -135,7 +135,7 @@ def train(
         for _ in range(micro_batches):
             out = model(**client.inputs())
             (client.loss(out) / micro_batches).backward()
-            # Taken after the backward: a recomputation must not show in it.
+            # Taken after the backward: a recompute must not show in it.
             seen.append(snapshot(out))
         seen.append(gradients(model))
         optimize.step()

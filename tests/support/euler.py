@@ -1,7 +1,7 @@
 """Euler's identity, x . grad f(x) = 2 f(x), for f of degree 2 with masks in it.
 
 It holds whatever the masks are, as long as the value and the gradient are of the same
-ones. So it needs no other run to compare with, and fails wherever a recomputation drew
+ones. So it needs no other run to compare with, and fails wherever a recompute drew
 something else.
 """
 
@@ -63,7 +63,7 @@ def from_numpy(x):
 
 
 def from_nowhere(x):
-    """What cannot be replayed, and so is drawn anew by a recomputation."""
+    """What cannot be replayed, and so is drawn anew by a recompute."""
     return masked(x, lambda: torch.tensor([byte > 127 for byte in os.urandom(N)]))
 
 

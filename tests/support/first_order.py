@@ -201,7 +201,7 @@ def pulled_to_one_input(fn, w, x):
     return out, pull(cotangents_of(out))
 
 
-# A recomputation for each pull, a batch being one.
+# A recompute for each pull, a batch being one.
 VJPS = {
     "vjp_outputs": of_pulls(pulled),
     "vjp_twice": of_pulls(pulled_twice, evaluations=3, nested=5, spared=2),
@@ -286,12 +286,12 @@ def reverse_over_forward(loss, w, x):
 
 
 FORWARD_AND_REVERSE = {
-    # The value and its tangent, and one recomputation of each.
+    # The value and its tangent, and one recompute of each.
     **{
         f"backward_{name}": second(then_backward(run), 4, 7, spared=1)
         for name, run in FORWARD.items()
     },
-    # The value and its tangent, and one recomputation on dual numbers.
+    # The value and its tangent, and one recompute on dual numbers.
     "forward_over_reverse": second(at_leaves(forward_over_reverse), 3, 6, exact=True),
     "reverse_of_the_value": Transform(
         at_leaves(reverse_of_the_value), evaluations=3, nested=6

@@ -98,7 +98,7 @@ RAISES = {
 }
 
 
-# Plain can't under a level of torch.func, and a recomputation can, which runs below it.
+# Plain can't under a level of torch.func, and a recompute can, which runs below it.
 BETTER = {
     "func_grad": {
         "nn.functional.linear_cross_entropy-chunked",
@@ -110,7 +110,7 @@ BETTER = {
 
 
 # torch asks in their formulas whether a tensor is one of torch.func's wrappers, which
-# those of a recomputation below it are not, and adds up in another order.
+# those of a recompute below it are not, and adds up in another order.
 ROUNDED = {
     "func_grad": {
         *("prod", "cumprod", "masked.cumprod", "masked_fill"),
@@ -129,7 +129,7 @@ DRAWN_IN_PLACE = {
 REPLACED = {"index_select": torch._C._VariableFunctions.index_select}
 
 
-# Plain runs other operations for it under these levels than a recomputation does.
+# Plain runs other operations for it under these levels than a recompute does.
 UNCOUNTED = {
     "func_grad": {"linalg.slogdet", "nn.functional.binary_cross_entropy_with_logits"},
     "vmap_grad": {"masked_select", "logit"},

@@ -56,7 +56,7 @@ def chain_of_three(x):
 
 
 def settled(fn, *args):
-    """The residuals of a call whose inputs may be dropped: after a recomputation."""
+    """The residuals of a call whose inputs may be dropped: after a recompute."""
     for _ in range(2):
         leaves = [x.detach().clone().requires_grad_() for x in args]
         torch.autograd.grad(fn(*leaves).sum(), leaves)

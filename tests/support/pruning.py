@@ -3,7 +3,7 @@
 The runner calls a function as it is, with `remat(prune=False)` and with
 `remat(prune=True)`, several times each: results and gradients have to be the same bit
 for bit, and the random streams have to stand where they would. The operations that run,
-forward and backward, tell whether pruning was right (fewer than a full recomputation
+forward and backward, tell whether pruning was right (fewer than a full recompute
 needs) or off (as many).
 """
 
@@ -127,7 +127,7 @@ def assert_exact(
         fn: the function.
         *args: what it is called with.
         pruned: whether fewer operations run in the last call than in a full
-            recomputation; None for as many or fewer.
+            recompute; None for as many or fewer.
         policy: what may be kept.
         way: how it is differentiated.
         before: is called before each run, with the number of the call.
@@ -149,7 +149,7 @@ def assert_exact(
     if pruned:
         assert total(ops) < total(all_ops), f"not pruned: {ops}"
     elif pruned is None:
-        assert total(ops) <= total(all_ops), f"more than a full recomputation: {ops}"
+        assert total(ops) <= total(all_ops), f"more than a full recompute: {ops}"
     else:
         assert ops == all_ops, f"not off: {ops - all_ops} and {all_ops - ops}"
 

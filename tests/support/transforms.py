@@ -265,7 +265,7 @@ TRANSFORMS = {
     "grad_grad": second(grad_grad),
     "jacrev_jacrev": second(every_of_two(jacrev, jacrev), spared=1),
     # The level of jacrev is gone when it pulls back, so that under jacfwd the
-    # recomputation runs on dual numbers and is no call.
+    # recompute runs on dual numbers and is no call.
     "hessian": second(every_of(hessian), 3, 5, exact=True, forward=True),
 }
 

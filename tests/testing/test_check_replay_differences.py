@@ -1,6 +1,6 @@
-"""`check_replay` finds what a recomputation does otherwise, to the operation and bit.
+"""`check_replay` finds what a recompute does otherwise, to the operation and bit.
 
-Everything that can make a recomputation another one is planted here, one at a time, and
+Everything that can make a recompute another one is planted here, one at a time, and
 has to be found where it is.
 """
 
@@ -24,7 +24,7 @@ def line_of(fn, offset=1):
 
 
 def in_turn(*values):
-    """Return what gives the values one after the other, in a recomputation too."""
+    """Return what gives the values one after the other, in a recompute too."""
     queue = SimpleQueue()
     for value in values:
         queue.put(value)
@@ -71,7 +71,7 @@ def test_another_operation_is_shown_with_both_sequences():
         f"    1: aten.exp.default  {first}",
         f"  > 2: aten.cos.default  {then}",
         f"    3: aten.mul.Tensor  # {line_of(f, 3)}",
-        "  recomputation (5 operations):",
+        "  recompute (5 operations):",
         f"    0: aten.sin.default  {first}",
         f"    1: aten.exp.default  {first}",
         f"  > 2: aten.tanh.default  {then}",
@@ -154,7 +154,7 @@ def test_an_argument_may_not_be_changed_as_by_remat():
 UNSEEN = {
     "results": (
         lambda x, same: (x.sin(),) * (1 + same),
-        "the recomputation returned",
+        "the recompute returned",
     ),
     "gradients": (
         lambda x, same: (x if same else x.detach()).sin(),

@@ -228,7 +228,7 @@ def test_without_grad_mode_the_function_itself_is_called(mode):
     assert out.requires_grad
     assert len(seen) == 3
     out.sum().backward()
-    assert [*seen] == [id(x)] * 4  # in the recomputation, too
+    assert [*seen] == [id(x)] * 4  # in the recompute, too
 
 
 def test_without_an_input_that_requires_grad_the_function_itself_is_called():

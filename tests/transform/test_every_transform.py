@@ -192,7 +192,7 @@ def small_jacrev(chunk):
     return lambda f: jacrev(f, chunk_size=chunk)(W[:2, :2], X[:2, :2])
 
 
-# One recomputation for each of the four outputs, for each chunk of them, or for all.
+# One recompute for each of the four outputs, for each chunk of them, or for all.
 CHUNKS = {
     "jacrev_1": (small_jacrev(1), 4),
     "jacrev_3": (small_jacrev(3), 2),

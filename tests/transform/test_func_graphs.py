@@ -175,7 +175,7 @@ def test_autograds_functional_transforms_that_record_are_recomputed():
     assert_rematerialized(lambda f: grad_of(f)(A[0]), fn, evaluations=2)
 
 
-# --- Hooks, which run after the recomputation has ended ---
+# --- Hooks, which run after the recompute has ended ---
 
 
 @pytest.mark.parametrize("prune", [False, True])

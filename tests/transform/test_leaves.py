@@ -313,7 +313,7 @@ def test_casts_of_leaves_do_not_stay_in_the_cache(kind, policy):
         for call in range(4):
             with count_ops() as ops:
                 assert_same(gradient(fn(*args)), expected)
-            # The first recomputation may find that it needs more than was kept.
+            # The first recompute may find that it needs more than was kept.
             assert ops["tanh"] == 2 or (call == 0 and ops["tanh"] == 3)
 
 

@@ -118,7 +118,7 @@ def test_tangents_that_the_gradient_does_not_reach_are_not_recomputed():
 
         return grad(loss)(W)
 
-    # The value, the tangents, and one recomputation of those alone.
+    # The value, the tangents, and one recompute of those alone.
     assert_rematerialized(transform, lambda w, x: (w.sin(), x.cos()), evaluations=3)
 
 

@@ -130,7 +130,7 @@ class Scaled(nn.Module):
 
 
 def test_parametrizations_are_cached_in_a_recomputation_as_they_were():
-    """The second call finds what the first computed, which its recomputation does."""
+    """The second call finds what the first computed, which its recompute does."""
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     parametrize.register_parametrization(layer[0], "weight", Scaled())
     scale = layer[0].parametrizations.weight[0].scale

@@ -1,4 +1,4 @@
-"""An input that changes in place is refused, by name, if a recomputation reads it."""
+"""An input that changes in place is refused, by name, if a recompute reads it."""
 
 import pytest
 import torch

@@ -2,7 +2,7 @@
 
 Under base autograd an outer call is run again only as far as the inputs of its inner
 calls need it. Under torch.func, a call inside a call is evaluated once in each
-recomputation of the outer one and once in its own.
+recompute of the outer one and once in its own.
 """
 
 import pytest
@@ -121,7 +121,7 @@ WRAPPING = {
     recursive: (4, 14),
     # The product is all that the outer call is run again for.
     capturing: (1, 2),
-    # An inner call is the function itself: the forward and the outer recomputation.
+    # An inner call is the function itself: the forward and the outer recompute.
     on_constants: (1, 2),
     without_grad_mode: (1, 2),
 }

@@ -1,4 +1,4 @@
-"""`RecomputeError`: a function that does something else in the recomputation.
+"""`RecomputeError`: a function that does something else in the recompute.
 
 Where the forward was seen, in the first call under `prune=True` and under a policy, the
 error shows both sequences of operations around the first difference, and the lines of
@@ -134,7 +134,7 @@ def test_both_sequences_are_shown_under_func_grad(fn):
     assert got[1] == now
 
 
-# What is saved: by which nodes in the forward, and in the recomputation.
+# What is saved: by which nodes in the forward, and in the recompute.
 SAVED = {
     swapped: (["Exp"], ["Tanh"]),
     with_more: (["Exp"], ["Tanh"]),
@@ -148,7 +148,7 @@ def test_without_a_record_what_is_saved_is_shown(fn):
     text = str(error_of(fn))
     assert "saves something else for the backward than the forward did" in text
     assert re.search(rf"recomputing `{fn.__name__}` \(rematerialized at", text)
-    halves = text.split("forward:\n")[1].split("  recomputation:\n")
+    halves = text.split("forward:\n")[1].split("  recompute:\n")
     for half, expected in zip(halves, SAVED[fn], strict=True):
         found = re.findall(r"of (\w+)Backward0|(nothing more)", half)
         assert [a or b for a, b in found] == expected
@@ -166,7 +166,7 @@ def test_what_comes_after_the_last_value_that_is_read_may_differ(way):
     set_runs(0)
     with count_ops() as ops:
         assert_same(gradient_of(remat(longer, **way)), expected)
-    # The forward, the loss, the recomputation.
+    # The forward, the loss, the recompute.
     assert (ops["sin"], ops["tanh"]) == (1 + 1 + 1, 0)
     assert_not_vanishing(expected)
 
@@ -184,7 +184,7 @@ def test_where_all_is_kept_nothing_is_run_again(fn):
 @pytest.mark.parametrize("fn", CHANGES, ids=lambda fn: fn.__name__)
 def test_each_operation_of_the_forward_has_its_line(fn):
     text = str(error_of(fn, prune=True))
-    listed = text.split("forward:\n")[1].split("  recomputation:")[0]
+    listed = text.split("forward:\n")[1].split("  recompute:")[0]
     lines = [line for line in listed.splitlines() if "nothing more" not in line]
     for line in lines:
         assert re.search(rf"# .*{HERE}:\d+, in {fn.__name__}$", line)
@@ -203,7 +203,7 @@ def test_the_operation_of_the_recomputation_has_its_line_too():
 def test_what_to_do_and_where_it_was():
     error = error_of(swapped, prune=True)
     assert isinstance(error, RematError)
-    assert str(error).startswith("remat: the recomputation ran other operations than")
+    assert str(error).startswith("remat: the recompute ran other operations than")
     assert "pass that state as an argument" in str(error)
     line = error_of.__code__.co_firstlineno + 2
     where = f"(rematerialized at {__file__}:{line})"
@@ -283,7 +283,7 @@ def test_a_result_of_one_node_that_requires_grad_in_one_of_both_only(way, then):
 
 
 def test_nested_it_names_the_outer_function():
-    """Whose recomputation runs the forward of the inner one again, differently."""
+    """Whose recompute runs the forward of the inner one again, differently."""
     inner = remat(swapped, prune=True)
 
     def fn(x):

@@ -1,4 +1,4 @@
-"""Programs whose recomputation could be another function: right, or refused."""
+"""Programs whose recompute could be another function: right, or refused."""
 
 from collections import OrderedDict, deque
 from functools import partial
@@ -242,7 +242,7 @@ def test_a_backward_inside_adds_its_gradients_once():
             wrap(backward_inside)(x, w).sum().backward()
         return (x.grad, w.grad), ops["sin"]
 
-    # The backward inside reads what was saved, and the recomputation runs it again.
+    # The backward inside reads what was saved, and the recompute runs it again.
     assert_recomputed(run, 3, 3 + 1 + 2)
 
 

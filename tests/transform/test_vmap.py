@@ -276,7 +276,7 @@ def tangents(loss, ws, xs):
     return vmap(lambda w, x: jvp(lambda w: loss(w, x), (w,), (V,)))(ws, xs)
 
 
-# With the tangent: value, tangent, and one recomputation of each.
+# With the tangent: value, tangent, and one recompute of each.
 OF_CAPTURED = {
     "vmap_grad": (lambda loss: vmap(grad(loss, BOTH), (None, 0))(W, XS), 2),
     "grad_vmap": (

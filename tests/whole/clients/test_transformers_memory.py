@@ -35,7 +35,7 @@ styles = pytest.mark.parametrize("style", STYLES)
 @styles
 @clients(*DECODERS)
 def test_a_cache_is_returned_as_plain_returns_it(name, style):
-    """Each layer appends to it once: not again in the recomputation."""
+    """Each layer appends to it once: not again in the recompute."""
     client = CLIENTS[name]
     caches, want = [], []
     for wrap in plainly, remat:
