@@ -54,8 +54,8 @@ class MissingError(RuntimeError):
 
 
 _READ = (
-    "remat: {reader} reads a value that the recompute left out, since no "
-    "operation recorded in the forward reads it. Pass prune=False to recompute all."
+    "remat: {reader} reads a value that the recompute left out, because no recorded "
+    "operation reads it. Pass prune=False to recompute all values."
 )
 
 

@@ -37,7 +37,7 @@ class Handle:
     """Stands for a tensor that a call computed.
 
     Attributes:
-        call: gives the value, by its `value_of`; None where the policy keeps it.
+        call: gives the value, by its `value_of`; None where the policy saves it.
         position: the handle's number among all that the call saved.
         value: the tensor, if it was recomputed and not read yet.
         residual: the residual that the tensor is, or is a view of, if it is any.

@@ -168,7 +168,7 @@ def store(
 
 
 _CHANGED = (
-    "remat: a result of {op} ({where}), which the policy keeps for the backward, was "
+    "remat: a result of {op} ({where}), which the policy saves for the backward, was "
     "changed in place since the forward. Change a copy: it was returned, or shares "
     "memory with what was."
 )

@@ -117,7 +117,7 @@ class CallCache:
         """Plan again, with storages that a replay read and the plan had left out."""
         extra_roots = plans.extra_roots.union(numbers)
         if len(extra_roots) > _EXTRA_ROOTS:
-            self._give_up("the function reads too much other than by operations")
+            self._give_up("the function reads too many values outside of operations")
         if self.plans is not None:
             self.proven = set()
             self.plans = plans.planned_again(plans.decisions, extra_roots)

@@ -218,7 +218,7 @@ def _is_of_level(leaves: Sequence[Tensor]) -> bool:
 
 
 _CHANGED = (
-    "remat: output {k} of {op} ({source}), which the policy keeps for the backward, "
+    "remat: output {k} of {op} ({source}), which the policy saves for the backward, "
     "was changed in place since the forward. Change a copy: it was returned, or shares "
     "memory with what was."
 )

@@ -246,10 +246,10 @@ def input_dropped(what: str) -> RecomputeError:
     return RecomputeError(_DROPPED.format(what=what))
 
 
-_READ = "  something read the value of what was left out. {error}"
+_READ = "  something read a value that was left out. {error}"
 _DROPPED = (
-    "remat: the recompute did something else than it did before, and inputs were "
-    "not kept that it needs for that. Pass prune=False if it depends on more than its "
+    "remat: the recompute did something else than earlier ones, and it needs inputs "
+    "that were dropped. Pass prune=False if the function depends on more than its "
     "inputs.\n{what}"
 )
 

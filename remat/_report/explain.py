@@ -201,7 +201,7 @@ def _why(leaf: Leaf, kept: bool, is_linked: bool, unpruned: str) -> str:
     if unpruned:
         return f"nothing is left out: {unpruned}"
     if is_linked:
-        return "what is kept was computed from it, for higher derivatives"
+        return "a saved value was computed from it, for higher derivatives"
     return leaf.stays or "too small to be worth dropping"
 
 
@@ -274,23 +274,23 @@ def _advice(
 _MOST = 0.9  # of what plain keeps: then less is saved than a recompute is worth
 _SAVES_NOTHING = (
     "Remat saves next to nothing here: besides parameters and other leaves, "
-    "{ours:,} bytes stay alive with it and {plain:,} without. What the backward reads "
-    "is about what goes into the function, or all that the policy keeps. Put remat "
-    "around more operations, keep fewer results, or leave it out."
+    "{ours:,} bytes stay alive with it and {plain:,} without. The backward reads "
+    "little but the inputs of the function, or the policy saves all that it reads. Put "
+    "remat around more operations, save fewer results, or leave it out."
 )
 _WHOLE_LOSS = (
-    "The result is a single number, as of a whole loss. Its backward starts right "
-    "after it and first recomputes all of the {plain:,} bytes that plain keeps, so "
-    "that the peak is no lower. Put remat around the parts of the model, one by one, "
-    "and leave out the last."
+    "The result is a single number, like that of a whole loss. Its backward starts "
+    "right after the forward, and recomputes all of the {plain:,} bytes that plain "
+    "code saves, so the peak is no lower. Put remat around each part of the model, "
+    "except the last."
 )
 _HIGHER_ORDER = (
-    "A backward of it was differentiated again (create_graph=True). What that backward "
-    "computed stayed in memory, as in plain code: about as much as the {plain:,} bytes "
-    "that plain keeps of the forward, and more with each order. With higher_order=True "
-    "it is recomputed, too."
+    "A backward of this function was differentiated again (create_graph=True). What "
+    "that backward computed stayed in memory, as in plain code: about as much as the "
+    "{plain:,} bytes that plain code saves in the forward, and more with each order. "
+    "With higher_order=True it is recomputed, too."
 )
 _UNKNOWN = (
-    "No checkpoint_name in this call gives the name {unknown!r}, which the policy has: "
-    "nothing is kept for it. Name the value, or correct the policy."
+    "The policy has the name {unknown!r}, but no checkpoint_name in this call gives "
+    "it, so nothing is saved for it. Name the value, or correct the policy."
 )

@@ -18,7 +18,7 @@ from remat._partial.plan import Fate, Plan, Record, Step
 
 
 _SHOWN = 2  # at most so many readers are named
-_UNTOLD = "perhaps read by the backward of what changes a view, or is written in C++"
+_UNTOLD = "perhaps read by the backward of a change to a view, or of a function in C++"
 
 
 def name(op: Op) -> str:
@@ -64,7 +64,7 @@ class Reasons:
         step, fate = self._record.steps[i], self._plan.fates[i]
         touched = {*step.makes, *step.writes}
         if fate is Fate.SAVED:
-            return f"the policy keeps it, {self._use(touched, i)}"
+            return f"the policy saves it, {self._use(touched, i)}"
         if fate is Fate.DEAD:
             return self._unused(touched, i)
         use = self._use(touched, i) or (_forced(step) if step.always_runs else "")
@@ -83,7 +83,7 @@ class Reasons:
             names = dict.fromkeys(chain.from_iterable(each))
             return f"read by the backward of {_listed(names)}" if names else _UNTOLD
         if not touched.isdisjoint(self._exposed):
-            return "read other than by operations"
+            return "its value is read outside of operations"
         fates = self._plan.fates
         users = [i for i in self._users_of(touched) if i > after]
         running = [i for i in users if fates[i].is_run]
@@ -95,7 +95,8 @@ class Reasons:
     def _unused(self, touched: set[int], i: int) -> str:
         users = [j for j in self._users_of(touched) if j > i]
         if users:
-            return f"read only by what is not recomputed: {self._steps(users)}"
+            readers = self._steps(users)
+            return f"read only by operations that are not recomputed: {readers}"
         if touched.isdisjoint(s for s in self._record.outputs if s is not None):
             return "nothing reads it"
         return "a result that the backward does not read"
@@ -119,7 +120,7 @@ class Reasons:
         later = [j for j in range(i + 1, len(steps)) if steps[j].draws]
         needed = [j for j in later if self._use({*steps[j].makes}, j)]
         if not needed:
-            return "draws random numbers, which moves a stream on"
+            return "draws random numbers, which advances a stream"
         return f"draws random numbers before {self._steps(needed[:1])}, which is needed"
 
 
@@ -136,5 +137,5 @@ def _forced(step: Step) -> str:
     if tags & {"data_dependent_output", "dynamic_output_shape"}:
         return "Python reads its result"
     if not (step.makes or step.writes):
-        return "it gives no tensor, and so runs for what it does"
-    return "what it reads and writes cannot be seen"
+        return "it returns no tensor, so it runs for its side effects"
+    return "remat cannot see what it reads and writes"

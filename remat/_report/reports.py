@@ -189,7 +189,7 @@ class Explanation(_Shown):
         )
         yield "pruned: " + ("yes" if self.pruned else f"no, {self.reason}")
         if self.streams:
-            yield f"kept besides: the state of {', '.join(self.streams)}"
+            yield f"also saved: the state of {', '.join(self.streams)}"
         yield from (f"advice: {line}" for line in self.advice)
 
 
@@ -240,7 +240,7 @@ class Comparison(_Shown):
     rows: tuple[ComparedPolicy, ...]
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw recomputed FLOPs against saved bytes, a point for each policy.
+        """Draw recomputed FLOPs recomputedst saved bytes, a point for each policy.
 
         Args:
             ax: the matplotlib axes to draw on; None for new ones.
@@ -260,10 +260,13 @@ class Comparison(_Shown):
     def _table(self) -> _render.Table:
         return _render.Table(
             title=f"policies for {self.label}",
-            columns=("policy", "#saved bytes", "#offloaded", "#FLOPs again", "#share"),
+            columns=("policy", *map("#{}".format, _COSTS)),
             rows=tuple(map(_compared_row, self.rows)),
             kinds=("",) * len(self.rows),
         )
+
+
+_COSTS = "saved bytes", "offloaded", "FLOPs recomputed", "share"
 
 
 def _compared_row(row: ComparedPolicy) -> tuple[str, ...]:

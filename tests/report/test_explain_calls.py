@@ -259,7 +259,7 @@ SAID = {
     ],
     "all is kept": ["saves next to nothing"],
     "a whole loss": [
-        "The result is a single number, as of a whole loss.",
+        "The result is a single number, like that of a whole loss.",
         "Put remat around the parts of the model",
     ],
     "parameters are not counted": [

@@ -132,7 +132,7 @@ def test_as_a_table_of_rich():
     found, compared = map(str, reports())
     assert "┃ operation ┃" in found
     assert "f32[64,64]" in found  # no markup
-    assert "the policy keeps it, read by tanh" in found
+    assert "the policy saves it, read by tanh" in found
     assert "pruned: yes" in found
     assert "┃ policy" in compared
     assert "\x1b" not in found + compared

@@ -66,7 +66,7 @@ OPERATIONS = {
     ),
     "feeds what is left out": (
         lambda x: (x.sin() * 2).neg(),
-        ("mul", "dead", f"read only by what is not recomputed: neg {HERE}"),
+        ("mul", "dead", f"read only by operations that are not recomputed: neg {HERE}"),
     ),
     "is read by nothing": (with_dead_end, ("exp", "dead", "nothing reads it")),
     "is read by Python": (
@@ -87,7 +87,7 @@ OPERATIONS = {
     ),
     "has its memory taken": (
         with_numpy,
-        ("sin", "recomputed", "read other than by operations"),
+        ("sin", "recomputed", "its value is read outside of operations"),
     ),
 }
 
@@ -103,14 +103,14 @@ def test_the_reason_for_an_operation_that(fn, row):
 def test_the_state_of_a_stream_that_is_kept_is_named():
     report = explained(with_draw)
     assert report.streams == ("cpu",)
-    assert "kept besides: the state of cpu" in str(report)
+    assert "also saved: the state of cpu" in str(report)
 
 
 def test_what_the_policy_keeps_says_so_and_what_for():
     w, x = example(*SQUARE)
     report = explain(blk, w, x, policy=policies.dots_saveable)
     line = blk.__code__.co_firstlineno + 1
-    kept = f"the policy keeps it, read by tanh (explained.py:{line})"
+    kept = f"the policy saves it, read by tanh (explained.py:{line})"
     assert whys(report) == [
         ("mm", "saved", kept),
         ("tanh", "recomputed", "read by the backward of mm, tanh"),
