@@ -260,13 +260,13 @@ SAID = {
     "all is kept": ["saves next to nothing"],
     "a whole loss": [
         "The result is a single number, like that of a whole loss.",
-        "Put remat around the parts of the model",
+        "Put remat around each part of the model",
     ],
     "parameters are not counted": [
         "besides parameters and other leaves, 2,048 bytes stay alive"
     ],
     "a name that nothing has": [
-        "No checkpoint_name in this call gives the name 'down'"
+        "The policy has the name 'down', but no checkpoint_name in this call gives it"
     ],
 }
 
