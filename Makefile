@@ -27,7 +27,7 @@ TORCHES := 2.14.1
 CORE := $(addprefix tests/,transform capture policies random parity)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test core uncached full cov check format docs notebooks bench model clean
+.PHONY: help demo test core uncached faults full cov check format docs notebooks bench model clean
 
 help:
 	@echo "make demo       train a small language model plain and with remat, and compare"
@@ -35,6 +35,7 @@ help:
 	@echo "                TORCH=2.14.1 in an environment that has that version of torch"
 	@echo "make core       run the core tests with every other version of torch"
 	@echo "make uncached   run the core tests without what is remembered of modules"
+	@echo "make faults     plant 30 faults, one at a time, and show that a test catches each"
 	@echo "make full       run everything: slow tests, clients, torch's operator database,"
 	@echo "                with every version of torch; before a release"
 	@echo "make check      ruff, pyrefly, import-linter"
@@ -85,6 +86,9 @@ core:
 		$(MAKE) --no-print-directory test TORCH=$$torch VENV=.venv-torch-$$torch \
 			ARGS="$(CORE) $(ARGS)" || exit 1; \
 	done
+
+faults: $(VENV)/.dev
+	@PYTHONPATH=tests $(PY) tests/plant_faults.py $(ARGS)
 
 uncached: $(VENV)/.dev
 	@REMAT_NO_CACHE=1 $(TEST) $(CORE) $(ARGS)

@@ -1,0 +1,253 @@
+"""Thirty faults that a change could bring in, and the tests that have to notice them.
+
+A fault replaces a text in a file of remat by another one. The text occurs there once,
+which `whole/test_faults.py` checks, so that the list follows the code.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A text to replace, and where a test fails then.
+
+    Attributes:
+        name: what goes wrong.
+        file: below the repository's root.
+        sound: the text.
+        faulty: what stands in its place.
+        tests: what is run.
+    """
+
+    name: str
+    file: str
+    sound: str
+    faulty: str
+    tests: tuple[str, ...]
+
+    def plant(self, text: str) -> str:
+        """Return the text of the file with the fault.
+
+        Raises:
+            ValueError: the sound text is not there once.
+        """
+        if text.count(self.sound) != 1:
+            raise ValueError(f"{self.file}: {text.count(self.sound)} of {self.sound!r}")
+        return text.replace(self.sound, self.faulty)
+
+
+TRANSFORM, CAPTURE = "remat/_transform/", "remat/_capture/"
+PARTIAL, REPORT = "remat/_partial/", "remat/_report/"
+
+FAULTS = [
+    Fault(
+        "a recompute does not stop early",
+        TRANSFORM + "filling.py",
+        "        self.left -= 1\n        if not self.left:\n            raise Stop\n",
+        "        self.left -= 1\n",
+        ("tests/parity/test_golden.py",),
+    ),
+    Fault(
+        "a recompute that saves something else is not noticed",
+        TRANSFORM + "filling.py",
+        "if then is None or meta[:2] != then[:2]:\n            return True",
+        "if then is None or meta[:2] != then[:2]:\n            return False",
+        ("tests/transform/test_recompute_error.py",),
+    ),
+    Fault(
+        "a function under torch.func is lowered to handles",
+        TRANSFORM + "lowering.py",
+        "if options.higher_order or is_differentiated or dual_level_active():",
+        "if options.higher_order or dual_level_active():",
+        ("tests/transform/test_outputs.py",),
+    ),
+    Fault(
+        "higher_order is ignored",
+        TRANSFORM + "lowering.py",
+        "if options.higher_order or is_differentiated or dual_level_active():",
+        "if is_differentiated or dual_level_active():",
+        ("tests/transform/test_memory.py", "tests/transform/test_every_transform.py"),
+    ),
+    Fault(
+        "an input that changed before the backward is read",
+        TRANSFORM + "saved_inputs.py",
+        "            and version_of(value) != then[i]\n",
+        "            and False\n",
+        ("tests/transform/test_mutation.py",),
+    ),
+    Fault(
+        "a buffer is updated by each recompute",
+        TRANSFORM + "saved_inputs.py",
+        "tensors.append(value.clone())",
+        "tensors.append(value)",
+        ("tests/capture/test_buffers.py",),
+    ),
+    Fault(
+        "a gradient that the backward of a call gives goes to another input",
+        TRANSFORM + "function.py",
+        "wanted = [i for i in wanted if i in needed]",
+        "wanted = [*reversed([i for i in wanted if i in needed])]",
+        ("tests/transform/test_outputs.py", "tests/transform/test_every_transform.py"),
+    ),
+    Fault(
+        "views that a call returns have no graph at the levels below",
+        TRANSFORM + "function.py",
+        "with torch.set_grad_enabled(not request.at_base):",
+        "with torch.no_grad():",
+        ("tests/transform/test_outputs.py",),
+    ),
+    Fault(
+        "a method of a class is not bound",
+        TRANSFORM + "api.py",
+        "unbound = instance is None or not binds",
+        "unbound = True",
+        ("tests/transform/test_decorator.py",),
+    ),
+    Fault(
+        "a list is not copied by a snapshot",
+        CAPTURE + "containers.py",
+        "items, tensors = self.items.copy(), run.tensors",
+        "items, tensors = self.items, run.tensors",
+        ("tests/capture",),
+    ),
+    Fault(
+        "what a recompute does to an object stays",
+        CAPTURE + "restore.py",
+        "        _undo(self._undo)\n        if self._holds_lock:",
+        "        if self._holds_lock:",
+        ("tests/capture/test_state.py", "tests/capture/test_snapshot.py"),
+    ),
+    Fault(
+        "a module that changed is taken for the same",
+        CAPTURE + "restore.py",
+        "if not tree.fingerprint.holds():\n            return False",
+        "if not tree.fingerprint:\n            return False",
+        ("tests/capture/test_trees.py", "tests/capture/test_module_changes.py"),
+    ),
+    Fault(
+        "autocast is not restored",
+        "remat/_ambient/ambient.py",
+        "stack.enter_context(context)",
+        "del context",
+        ("tests/ambient/test_autocast.py", "tests/ambient/test_settings.py"),
+    ),
+    Fault(
+        "a stream is not set back for a recompute",
+        "remat/_ambient/ambient.py",
+        "        for s, state in states:\n            set_state(s, state)\n        yield\n",
+        "        yield\n",
+        ("tests/ambient/test_global_streams.py",),
+    ),
+    Fault(
+        "a stream stays where a recompute left it",
+        "remat/_ambient/ambient.py",
+        "stack.callback(set_state, now, state_of(now))",
+        "stack.callback(state_of, now)",
+        ("tests/ambient/test_global_streams.py",),
+    ),
+    Fault(
+        "prune=True is taken for prune=False",
+        PARTIAL + "decide.py",
+        'if prune is False:\n        return "prune=False"\n    hidden',
+        'if prune is not None:\n        return "prune=False"\n    hidden',
+        ("tests/partial/test_pruning_calls.py", "tests/parity/test_golden.py"),
+    ),
+    Fault(
+        "an operation that is left out may have other arguments",
+        PARTIAL + "match.py",
+        "return type(now) is type(then) and (now == then or (now != now and then != then))",
+        "return type(now) is type(then)",
+        ("tests/partial", "tests/transform/test_recompute_error.py"),
+    ),
+    Fault(
+        "a name is given to no value",
+        PARTIAL + "naming.py",
+        "for listener in here().listeners:",
+        "for listener in here().listeners[:0]:",
+        ("tests/policies/test_names.py",),
+    ),
+    Fault(
+        "either of two policies is both",
+        "remat/policies/_policy.py",
+        "return self.left(op) | self.right(op)",
+        "return self.left(op) & self.right(op)",
+        ("tests/policies/test_policies_algebra.py",),
+    ),
+    Fault(
+        "matmuls are no dots",
+        "remat/policies/_dots.py",
+        "mm addmm _addmm_activation",
+        "addmm _addmm_activation",
+        ("tests/policies/test_policies_dots.py", "tests/parity/test_golden.py"),
+    ),
+    Fault(
+        "a policy that offloads saves in memory",
+        "remat/_offload/offload.py",
+        "        return typed(storage, tensor, stride)\n\n\ndef _has_data",
+        "        return tensor\n\n\ndef _has_data",
+        ("tests/offload", "tests/parity/test_policy_offload.py"),
+    ),
+    Fault(
+        "fold_in gives one key for all numbers",
+        "remat/random/_ops.py",
+        "return _philox.split(data.reshape(-1, 2), 1, value).view(data.shape)",
+        "return _philox.split(data.reshape(-1, 2), 1, 0).view(data.shape)",
+        ("tests/random/test_random_keys.py",),
+    ),
+    Fault(
+        "dropout does not scale",
+        "remat/random/_dropout.py",
+        "scale = 1 / (1 - p) if p < 1 else 1.0",
+        "scale = 1.0",
+        ("tests/random/test_random_dropout.py",),
+    ),
+    Fault(
+        "two draws in a block of bind are of one key",
+        "remat/random/_bind.py",
+        "self.count += 1",
+        "self.count += 0",
+        ("tests/random/test_random_bind.py",),
+    ),
+    Fault(
+        "a key that is used twice is not found",
+        "remat/random/_reuse.py",
+        "if row not in ledger.used:",
+        "if row is not None:",
+        ("tests/random/test_random_reuse.py",),
+    ),
+    Fault(
+        "a report counts a storage for each tensor in it",
+        REPORT + "ledger.py",
+        "entry = self.entries.get(storage_id(part))\n            if entry is None:\n                meta",
+        "entry = None\n            if entry is None:\n                meta",
+        ("tests/report",),
+    ),
+    Fault(
+        "check_replay compares no values",
+        REPORT + "bitwise.py",
+        '        if not count:\n            return ""\n',
+        '        return ""\n',
+        ("tests/testing",),
+    ),
+    Fault(
+        "assert_same takes every value for the same",
+        "remat/testing.py",
+        "wrong = ~_equal(actual, expected)",
+        "wrong = ~_equal(actual, actual)",
+        ("tests/testing",),
+    ),
+    Fault(
+        "the peak is what is alive in the end",
+        "remat/testing.py",
+        "return max(memory_timeline(fn), default=0)",
+        "return (memory_timeline(fn) or [0])[-1]",
+        ("tests/testing/test_measures.py",),
+    ),
+    Fault(
+        "remat's own frames are shown",
+        "remat/_base/tracebacks.py",
+        "if not traceback.tb_frame.f_code.co_filename.startswith(OURS):",
+        "if traceback is not None:",
+        ("tests/transform/test_tracebacks.py",),
+    ),
+]
