@@ -12,13 +12,9 @@ Invariant: a program runs any number of times on the tensors given to it and hol
 Rejected: keeping the tensors in it, which would hide them from torch's saved tensors
 (freed after a backward, offloadable). One mutable object for all that is known of a
 call: nobody could tell which of it was known when.
-
-Nothing changes a `Request` or an `Evaluation`. They are not frozen dataclasses, nor
-named tuples, because to make the one and to read the other costs a hundredth of a call.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -33,8 +29,7 @@ from remat._torch import (
 )
 
 
-@dataclass(slots=True)
-class Request:
+class Request(NamedTuple):
     """What is asked of an evaluation.
 
     Attributes:
@@ -51,8 +46,7 @@ class Request:
     is_batched: bool = False
 
 
-@dataclass(slots=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """What an evaluation found, besides the results.
 
     The results are the outputs of the function, the values that updated inputs had
@@ -64,7 +58,7 @@ class Evaluation:
         differentiable: which results do.
         updated: the inputs that the function updated in place.
         residuals: how many there are.
-        recompute: how the program is recomputed; None to run it as it is.
+        recomputation: how the program is recomputed; None to run it as it is.
         shared: the outputs that share memory with an input or with another output.
         asks_grad_mode: whether its backward depends on whether grad mode is on.
         is_exact: whether some output does depend on each input that is used.

@@ -16,7 +16,7 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
                                 plan; a full recompute, compared with the record
     match                       whether an operation is the one recorded
     cache, forward_plan         what calls of one signature share; what one forward does
-    following, recompute    what a call saves and replays: at base, under torch.func
+    following, recomputation    what a call saves and replays: at base, under torch.func
     naming, names               `checkpoint_name`
 
 Called by `_transform` if there is a policy or pruning, and by `_report`.

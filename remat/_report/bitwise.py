@@ -222,7 +222,7 @@ class CompareValues(_Watch):
                 difference=self.difference,
             ),
             *_around("forward", then, i),
-            *_around("recomputation", now, i),
+            *_around("recompute", now, i),
         ]
         return "\n".join(lines)
 

@@ -9,7 +9,6 @@ lost its gradient is refused.
 Rejected: no graph at all. Which inputs the outputs depend on could not be told.
 """
 
-import dataclasses
 import functools
 import itertools
 import operator
@@ -141,8 +140,7 @@ def _joined(evaluation: Evaluation, outside: Sequence[OutsideVmap]) -> Evaluatio
         for j in found.differentiable:
             differentiable[j] = True
     asks = evaluation.asks_grad_mode or any(f.asks_grad_mode for f in outside)
-    return dataclasses.replace(
-        evaluation,
+    return evaluation._replace(
         used=sorted(used),
         differentiable=differentiable,
         asks_grad_mode=asks,

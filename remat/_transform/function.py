@@ -18,7 +18,6 @@ Rejected: a Function made anew for each call (functorch's way, eight times the c
 and `jvp` as plain code (silent zeros for jacfwd of jacfwd).
 """
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Collection, Sequence
@@ -150,7 +149,7 @@ def _dispatch_at_base(
 
 
 def _in_forward_mode(request: Request) -> Request:
-    return dataclasses.replace(request, in_forward_mode=True)
+    return request._replace(in_forward_mode=True)
 
 
 def _ends(
@@ -178,7 +177,7 @@ def _dispatch_below_vmap(
     needs = [*map(requires_grad_at_any_level, inputs)]
     pairs = zip(request.needs, needs, strict=True)
     needs_outside = [need and not below for need, below in pairs]
-    request = dataclasses.replace(request, needs=needs, is_batched=True)
+    request = request._replace(needs=needs, is_batched=True)
     batch = Batch(program, needs_outside, (in_dims, size, randomness))
     outs, evaluation = dispatch(batch, inputs, request)
     updated = [in_dims[i] for i in evaluation.updated]

@@ -12,8 +12,7 @@ Rejected: a closure. It would hold all variables of the calls around.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     from remat._partial.following import Following
 
 
-@dataclass(slots=True)  # as in `remat._base.program`
-class Setting:
+class Setting(NamedTuple):
     """What a call was made in.
 
     Attributes:
@@ -55,8 +53,7 @@ class Setting:
     is_nested: bool
 
 
-@dataclass(slots=True)
-class Effects:
+class Effects(NamedTuple):
     """What a forward did to the user's leaves. A recompute is taken to do the same.
 
     Attributes:

@@ -8,8 +8,7 @@ Rejected: to compare values. Versions tell of a change, and cost nothing.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,8 +22,7 @@ from remat._torch import base_tensor, current_layer
 from remat._transform.checks import reading_refused, refuse_needed
 
 
-@dataclass(slots=True)  # as in `remat._base.program`
-class State:
+class State(NamedTuple):
     """What one call ran in.
 
     Attributes:

@@ -1,13 +1,13 @@
 """`bind`: torch's own randomness, drawn from a key.
 
-A mode sees torch's functions, and runs ours in place of those that draw. Composites of
-which it would see only the outside (`multi_head_attention_forward`) are run with the
-mode on again. Below it a guard sees the operations, and refuses those that drew all the
-same.
+A mode intercepts torch's functions. It replaces each one that draws with a keyed
+version. Some functions are composites (`multi_head_attention_forward`): the mode sees
+only the outer call, so it runs the body again with the mode on. Below the mode, a guard
+sees every operation and refuses one that still draws from a global stream.
 
 Invariant: what a body draws is a function of the key, and no global stream moves.
-Rejected: seeding a generator from the key and putting it in the place of the global
-one. That has no vmap, and gives other numbers on each device.
+Rejected: seeding a generator from the key and using it in place of the global one. A
+generator does not work under vmap, and its numbers differ from device to device.
 """
 
 import functools
@@ -63,9 +63,9 @@ _UNASKED: dict[str, Any] = dict.fromkeys(_ASKS, _never)
 
 
 def _scope(func: Any) -> dict[str, Any]:
-    """Return those globals that `func` names, as they are now."""
+    """Return the globals that `func` names, with their current values."""
     code = func.__code__
-    # Without `__name__`: else Dynamo takes the globals of the module of this name.
+    # Without `__name__`: with it, Dynamo would use the globals of the named module.
     names = ("__builtins__", *known_code(func).names.loaded)
     scope = _those(names, func.__globals__) | _UNASKED
     if "overrides" in code.co_names:
@@ -79,15 +79,15 @@ def _those(names: Iterable[str], scope: dict[str, Any]) -> dict[str, Any]:
     return {name: scope[name] for name in names if name in scope}
 
 
-# Deleted by: a way to call a torch function past its asking for a mode.
+# Delete this once torch lets a function be called without its check for modes.
 def _unasking(func: Any) -> Any:
-    """Return a function that runs `func`'s own code, whichever mode there is."""
+    """Return a function that runs `func`'s own code, whichever modes are active."""
     args = func.__name__, func.__defaults__, func.__closure__
     return FunctionType(func.__code__, _scope(func), *args)
 
 
-# Those that draw through functions which have a rule. (The last two ask for no mode
-# but in Dynamo, which does not trace them, and leaves the frame as it is.)
+# Functions that draw by calling functions that have a rule. (The last two check for a
+# mode only in Dynamo. Dynamo does not trace them and leaves the frame as it is.)
 _COMPOSITES: dict[Any, Any] = {
     f: _unasking(f)
     for f in (
@@ -111,11 +111,12 @@ class Bound(TorchFunctionMode):
     """Draws from a key where torch would draw from a global stream.
 
     Attributes:
-        key: what all draws are folded in from.
-        guard: the mode that refuses other draws. Rules, which make none, run without.
-        count: how many there were. The i-th draws from `fold_in(key, i)`.
-        depth: how many of torch's checkpoints the block itself is in.
-        worker: which of a DataLoader's workers entered the block.
+        key: the key of the block. Draw i uses `fold_in(key, i)`.
+        guard: the mode that refuses other draws. Rules run without it, since they draw
+            from no global stream.
+        count: the number of draws so far.
+        depth: how many of torch's checkpoints enclose the block.
+        worker: the DataLoader worker that entered the block, if any.
     """
 
     def __init__(self, key: Key, guard: Guard | None) -> None:
@@ -136,7 +137,7 @@ class Bound(TorchFunctionMode):
         return fold_in(key, i)
 
     def _key_here(self) -> Key:
-        """Return the key that draws of this process and mode are folded in from."""
+        """Return the key of the block, as this process and mode must use it."""
         if is_shared_by_examples(self.key.data):
             raise RandomnessError(_SHARED.format(where=user_line()))
         data = as_fake(self.key.data)
@@ -144,7 +145,7 @@ class Bound(TorchFunctionMode):
         worker = get_worker_info()
         if worker is None or worker is self.worker:
             return key
-        # Forked in the block, and others with it: all count on from the same.
+        # Workers that are forked in the block all continue from the same count.
         return fold_in(key, worker.seed)
 
     @override
@@ -156,7 +157,7 @@ class Bound(TorchFunctionMode):
         body = _COMPOSITES.get(func)
         if body is not None:
             if not torch.compiler.is_compiling():
-                # What was patched in its module since.
+                # Its module may have been patched since.
                 body.__globals__.update(_scope(func))
             with self:
                 return body(*args, **kwargs)
@@ -173,14 +174,14 @@ class Bound(TorchFunctionMode):
 
 
 class _Guard(Guard):
-    """Refuses draws, but for those of a recompute: remat puts the streams back."""
+    """Refuses draws outside a recompute. In a recompute remat restores the streams."""
 
     @override
     def is_off(self) -> bool:
         return is_recomputing()
 
 
-# --- What Dynamo traces, where there is no guard ----------------------------------
+# --- What Dynamo traces, without a guard ------------------------------------------
 
 
 # Public functions that draw and have no rule.
@@ -189,7 +190,7 @@ _UNKEYED = ("binomial", "poisson", "_sample_dirichlet", "_standard_gamma")
 
 @constant_in_traces
 def _show_draws() -> bool:
-    """Let Dynamo send to modes what it would put into the graph as it is."""
+    """Make Dynamo pass these functions to modes. It would put them into the graph."""
     show_to_traced_modes(
         [*_RULES, *_COMPOSITES, *(getattr(torch, n) for n in _UNKEYED)]
     )
@@ -198,7 +199,7 @@ def _show_draws() -> bool:
 
 @constant_in_traces
 def _is_unkeyed(func: Any) -> bool:
-    """Say whether a function without a rule draws, as far as its name and tags tell."""
+    """Say whether a function without a rule draws, judging by its name and tags."""
     if isinstance(func, OpOverloadPacket):
         return any(_is_unkeyed(getattr(func, name)) for name in func.overloads())
     if not isinstance(func, OpOverload):
@@ -212,11 +213,11 @@ _KEYED_NAMES = {f.__name__ for f in [*_RULES, *_COMPOSITES]}
 
 
 def _traceable(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what is to be traced for a function that has no rule."""
+    """Return what Dynamo should trace for a function that has no rule."""
     if _is_unkeyed(func) and not _has_generator(args, kwargs):
         name = getattr(func, "__name__", "an operation")
         raise RandomnessError(_REFUSED.format(op=name, where="a compiled function"))
-    # Deleted by: Dynamo tracing the method, which attention uses, with a mode on.
+    # Attention calls this method. Delete this once Dynamo traces it with a mode on.
     return torch.unflatten if func is Tensor.unflatten else func
 
 
@@ -229,15 +230,15 @@ def _has_generator(args: Any, kwargs: Any) -> bool:
 
 
 def _is_generator(value: Any) -> bool:
-    # Tensors first: Dynamo traces no `isinstance` of a tensor and a class that answers
-    # it itself, as this one does.
+    # Tensors first: `torch.Generator` has an `__instancecheck__` of its own, and Dynamo
+    # cannot trace that for a tensor.
     return not isinstance(value, Tensor) and isinstance(value, torch.Generator)
 
 
 _CHECKPOINTED = (
-    "remat: a draw in torch.utils.checkpoint, of a key bound outside of it: {where}\n"
-    "Its recompute would draw something else. Use remat.remat in its place, or\n"
-    "bind inside of the checkpointed function."
+    "remat: torch.utils.checkpoint runs a draw of a key bound outside of it: {where}\n"
+    "Its recompute would draw other numbers. Use remat.remat instead of\n"
+    "torch.utils.checkpoint, or call bind inside the checkpointed function."
 )
 _REFUSED = (
     "remat: {op} drew from a global stream inside remat.random.bind, which has no\n"
@@ -247,13 +248,15 @@ _REFUSED = (
 
 
 _SHARED = (
-    "remat: a draw for each example, which randomness='different' of torch.func.vmap\n"
-    "asks for, of one key that all examples share in remat.random.bind: {where}\n"
-    "Map over split(key, n) and bind inside, or write randomness='same'."
+    "remat: randomness='different' of torch.func.vmap asks for other numbers for each\n"
+    "example, but all examples share the key of remat.random.bind: {where}\n"
+    "Map over split(key, n) and call bind inside the mapped function, or use\n"
+    "randomness='same'."
 )
 _LATER = (
     "remat: bind cannot decorate {name}, a generator or coroutine function: its body\n"
-    "runs after the call. Decorate what it calls, or what runs it to its end."
+    "runs after the call. Decorate a function that it calls, or one that runs it to\n"
+    "the end."
 )
 
 
@@ -269,13 +272,13 @@ _RUNS_LATER = (
 
 
 class _Block:
-    """What `bind` returns: a context to enter as often as one likes, or a decorator."""
+    """What `bind` returns: a context manager to enter any number of times, or a decorator."""
 
     def __init__(self, key: Key) -> None:
         self._key = key
         self._open: list[tuple[Guard | None, Bound]] = []
 
-    @eager_only  # as a frame of its own, after a graph break; inlined it is traced
+    @eager_only  # after a graph break it runs as a frame of its own; inlined, it traces
     def __enter__(self) -> None:
         # Dynamo traces no dispatch mode.
         guard = None if torch.compiler.is_compiling() else _Guard(_REFUSED)
@@ -306,56 +309,59 @@ class _Block:
 def bind(key: KeyLike) -> _Block:
     """Make torch's own randomness in a block, or a function, a function of a key.
 
-    The i-th call that draws, counted from 0, draws from ``fold_in(key, i)``, in the
-    numbers of this package: ``F.dropout(x, p)`` is ``dropout(fold_in(key, i), x, p)``
-    and ``torch.rand(3)`` is ``uniform(fold_in(key, i), 3)``. A call that draws nothing,
-    such as dropout in evaluation mode, is torch's own and is not counted. The global
-    streams of torch do not move, unless the body seeds them: ``torch.manual_seed`` is
-    torch's own, and changes no draw of the block. What is passed a generator draws from
-    that.
+    The i-th call that draws, counted from 0, uses ``fold_in(key, i)`` and the samplers
+    of this package: ``F.dropout(x, p)`` is ``dropout(fold_in(key, i), x, p)`` and
+    ``torch.rand(3)`` is ``uniform(fold_in(key, i), 3)``. A call that draws nothing,
+    such as dropout in evaluation mode, runs torch's own code and is not counted. A call
+    that is passed a generator draws from that generator. The global streams of torch do
+    not move unless the body seeds them: ``torch.manual_seed`` is torch's own, and does
+    not change the draws of the block.
 
-    Keyed are ``torch.rand``, ``randn``, ``randint`` (and ``_like``), ``randperm``,
-    ``bernoulli``, ``normal`` and ``multinomial``; the in-place ``bernoulli_``,
-    ``cauchy_``, ``exponential_``, ``geometric_``, ``log_normal_``, ``normal_``,
-    ``random_`` and ``uniform_``; and what is built from these, as are ``torch.nn.init``
-    and most of ``torch.distributions``. Of ``torch.nn``: every dropout, ``rrelu``,
-    ``gumbel_softmax``, fractional pooling, attention (written out, where it drops) and
-    the dropout between recurrent layers. Anything else that draws is refused: samplers
-    of the Poisson, binomial, gamma and Dirichlet distributions, a scripted function, an
-    operator that draws inside. Gradients are those of torch: a draw is a constant.
+    These functions are keyed: ``torch.rand``, ``randn``, ``randint`` (and ``_like``),
+    ``randperm``, ``bernoulli``, ``normal`` and ``multinomial``; the in-place
+    ``bernoulli_``, ``cauchy_``, ``exponential_``, ``geometric_``, ``log_normal_``,
+    ``normal_``, ``random_`` and ``uniform_``; and what is built from them, such as
+    ``torch.nn.init`` and most of ``torch.distributions``. In ``torch.nn`` these are
+    keyed: every dropout, ``rrelu``, ``gumbel_softmax``, fractional pooling, attention
+    (with dropout it runs as its formula), and the dropout between recurrent layers.
+    Every other draw is refused: samplers of the Poisson, binomial, gamma and Dirichlet
+    distributions, a scripted function, an operator that draws inside. Gradients are
+    those of torch: a draw is a constant.
 
-    Each entry, or call of a decorated function, counts from 0 again; what ``bind``
-    returns may be entered any number of times. Of two blocks, one in the other, the
-    inner counts. A block is of one thread: threads that are started in it draw from the
-    global stream, unseen, so decorate what they run. Forked workers of a ``DataLoader``
-    are in the block that they are forked in, and fold in the seed of the worker.
+    Each entry, or call of a decorated function, counts from 0 again. What ``bind``
+    returns may be entered any number of times. In nested blocks the inner one applies.
+    A block belongs to one thread. A thread that is started in it draws from the global
+    stream and nothing reports it, so decorate the function that the thread runs. Forked
+    workers of a ``DataLoader`` are in the block in which they are forked, and fold in
+    the seed of the worker.
 
-    Under ``torch.func.vmap`` over keys, bind inside the function that is mapped: each
-    example draws its own numbers, with any ``randomness``. Examples that share a key
-    share the draws, so there ``randomness="different"`` is refused. A tensor that is
-    the same for all examples cannot be filled in place with numbers that are not; torch
-    says so.
+    To map over keys with ``torch.func.vmap``, call ``bind`` inside the mapped function:
+    each example then draws its own numbers, with any ``randomness``. Examples that
+    share a key share the draws, so ``randomness="different"`` is refused there. A
+    tensor that all examples share cannot be filled in place with numbers that differ
+    between examples; torch raises an error.
 
     ``torch.compile`` traces a block by the same rules, into one graph. It cannot see
-    into operations that someone registered: those are refused that are tagged
-    ``nondeterministic_seeded``. A compiled function that is called in a block from
-    outside runs as if it were not compiled; with ``fullgraph=True`` torch raises.
+    into operators that users register: one tagged ``nondeterministic_seeded`` is
+    refused. A compiled function that is called in a block from outside runs as if it
+    were not compiled; with ``fullgraph=True`` torch raises.
 
-    What :func:`remat.remat` recomputes draws the same again. ``torch.utils.checkpoint``
-    would not: a draw in one is refused, unless the block is within it too.
+    A recompute by :func:`remat.remat` draws the same numbers again. A recompute by
+    ``torch.utils.checkpoint`` would not: a draw inside a checkpoint is refused, unless
+    the block is inside it too.
 
     Args:
         key: one key, or its data. It may be batched by vmap.
 
     Returns:
-        A context manager, and a decorator of functions that run when they are called.
+        A context manager, which also decorates functions that run when they are called.
 
     Raises:
-        RandomnessError: in the block, where something drew that is not keyed, in a
-            checkpoint of torch's, or of a key shared by examples that are to differ. It
-            names the line, and the operation, and the global stream is as it was.
+        RandomnessError: in the block, when an operation that is not keyed draws, when a
+            checkpoint of torch draws, or when examples that should differ share a key.
+            The message names the operation and the line. The global stream is unmoved.
         ValueError: ``key`` is an array of keys.
-        TypeError: what is decorated is a generator or coroutine function.
+        TypeError: the decorated function is a generator or coroutine function.
 
     Example:
         >>> from torch import nn
@@ -371,8 +377,8 @@ def bind(key: KeyLike) -> _Block:
     if data.ndim != 1:
         raise ValueError(
             f"remat: bind takes one key, got keys of shape {list(data.shape[:-1])}. To "
-            "have one for each example, bind inside the function that torch.func.vmap "
-            "maps over them."
+            "use one key for each example, call bind inside the function that "
+            "torch.func.vmap maps over the keys."
         )
     if torch.compiler.is_compiling():
         _show_draws()

@@ -1,11 +1,11 @@
-"""Choices among things: orders, samples with and without replacement, categories.
+"""Random choices: permutations, samples with and without replacement, categories.
 
-Invariant: a thing of probability 0 is never chosen while one of more is left.
-Rejected: the alias method and rejection, whose work depends on the values.
+Invariant: an entry of probability 0 is never chosen while a likelier one is left.
+Rejected: the alias method and rejection sampling, whose work depends on the values.
 
-Sources: a greatest logit plus Gumbel noise is a category, Gumbel, "Statistical theory
-of extreme values", 1954; the greatest few are draws without replacement, Efraimidis and
-Spirakis, "Weighted random sampling with a reservoir", 2006.
+Sources: the argmax of logits plus Gumbel noise is a sample of the categories: Gumbel,
+"Statistical theory of extreme values", 1954. The largest few are a sample without
+replacement: Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006.
 """
 
 import math
@@ -23,15 +23,16 @@ from remat.random._samplers import randint
 def permutation(
     key: KeyLike, x: int | Tensor, axis: int = 0, independent: bool = False
 ) -> Tensor:
-    """Return things in a random order, each order being as likely as any other.
+    """Return entries in a random order. Every order is equally likely.
 
-    The order is that of 64 random bits for each. Derivatives flow to ``x``.
+    Each entry gets 64 random bits, and the entries are sorted by them. Derivatives flow
+    to ``x``.
 
     Args:
         key: a key, or an array of them.
         x: a tensor, or an integer n for ``torch.arange(n)``.
-        axis: the dimension of ``x`` that is put in another order.
-        independent: whether every row along it has an order of its own.
+        axis: the dimension of ``x`` to permute.
+        independent: whether every row along it gets an order of its own.
 
     Returns:
         A tensor of shape ``(*key.shape, *x.shape)``.
@@ -75,16 +76,16 @@ def _length(x: int | Tensor, axis: int) -> int:
         return x.shape[_axis(axis, x)]
     if isinstance(x, Key):
         raise TypeError(
-            "remat: cannot choose from keys; choose from range(n) and index them, as "
-            "in keys[remat.random.permutation(key, len(keys))]."
+            "remat: cannot choose from keys. Choose indices and index the keys, as in "
+            "keys[remat.random.permutation(key, len(keys))]."
         )
     if x < 0:
-        raise ValueError(f"remat: cannot choose from {x} things.")
+        raise ValueError(f"remat: cannot choose from {x} entries.")
     return x
 
 
 def _take(x: int | Tensor, index: Tensor, axis: int, batch: int) -> Tensor:
-    """Return `x` at an index in one dimension, the index's `batch` dimensions first."""
+    """Index `x` along one axis. The first `batch` dimensions of the index come first."""
     if not isinstance(x, Tensor):
         return index
     axis = _axis(axis, x)
@@ -102,28 +103,30 @@ def choice(
 ) -> Tensor:
     """Draw from the entries of a tensor along one axis.
 
-    With replacement, by :func:`randint`, or by inverting the sums of ``p`` at a uniform
-    number, in the dtype of ``p`` but at least float32. Without, the first of a
-    :func:`permutation`, or those of greatest :func:`gumbel` noise plus ``log(p)``.
-    Derivatives flow to ``a`` and not to ``p``.
+    With replacement, the draws are those of :func:`randint`. With ``p``, a uniform
+    number is looked up in the cumulative sums of ``p`` instead, in the dtype of ``p``
+    but at least float32. Without replacement, the draws are the first entries of a
+    :func:`permutation`. With ``p``, they are the entries with the largest sum of
+    ``log(p)`` and :func:`gumbel` noise. Derivatives flow to ``a`` and not to ``p``.
 
     Args:
         key: a key, or an array of them.
         a: a tensor, or an integer n for ``torch.arange(n)``.
-        shape: of the draws from each key.
+        shape: the shape of the draws from each key.
         replace: whether an entry may be drawn twice by one key.
-        p: how likely each entry is, up to a factor: not negative, of shape ``[n]``. By
-            default all are equally likely. Without replacement as many must be above 0
-            as are drawn. Values are checked on the CPU, outside traces and transforms.
-        axis: the dimension of ``a`` that is drawn from.
+        p: the weight of each entry, of shape ``[n]`` and not negative. The weights need
+            not sum to 1. By default all entries are equally likely. Without
+            replacement, at least as many weights must be above 0 as entries are drawn.
+            Values are checked on the CPU, outside traces and transforms.
+        axis: the dimension of ``a`` to draw from.
 
     Returns:
         A tensor of shape ``key.shape`` and then ``a.shape``, with ``shape`` in place of
         the axis.
 
     Raises:
-        ValueError: there is nothing to draw from, or not enough without replacement, or
-            ``p`` is of another shape or of values that are no weights.
+        ValueError: there are no entries, or too few without replacement, or ``p`` has
+            another shape or is not a tensor of weights.
         IndexError: ``a`` has no such axis.
 
     Example:
@@ -156,15 +159,15 @@ def _check_choice(n: int, count: int, replace: bool) -> None:
 def _check_weights(p: Tensor, n: int, least: int) -> None:
     if tuple(p.shape) != (n,):
         raise ValueError(
-            f"remat: `p` has shape {list(p.shape)}; it must be [{n}], a probability "
-            "for each thing to choose from."
+            f"remat: `p` has shape {list(p.shape)}; it must be [{n}], one weight for "
+            "each entry."
         )
     if not is_readable(p):
         return
     if not ((p >= 0) & p.isfinite()).all() or (p > 0).sum() < least:
         raise ValueError(
-            f"remat: `p` must be finite and not negative, and at least {least} of it "
-            f"above 0; got {p.tolist()}."
+            "remat: `p` must be finite and not negative, with at least "
+            f"{least} weights above 0; got {p.tolist()}."
         )
 
 
@@ -172,7 +175,7 @@ def _invert(key: KeyLike, shape: tuple[int, ...], p: Tensor) -> Tensor:
     dtype = torch.promote_types(p.dtype, torch.float32)
     sums = _scaled(p.detach().to(dtype)).cumsum(0)
     u = draw(_ops.uniform, consumed(key), shape, dtype)
-    # To the right of equal sums: what has probability 0 is skipped.
+    # Right of equal sums, so that entries of probability 0 are skipped.
     index = torch.searchsorted(sums, u * sums[-1], right=True)
     return index.clamp(max=p.shape[0] - 1)
 
@@ -184,8 +187,9 @@ _EXPONENT = {
 
 
 def _scaled(p: Tensor) -> Tensor:
-    """Return weights, times a power of two that makes the greatest one about 1."""
-    # Exact, so no draw changes; but sums overflow no more, nor do products vanish.
+    """Return the weights times the power of two that makes the largest about 1."""
+    # A power of two is exact, so no draw changes. Sums cannot overflow any more, and
+    # products cannot underflow.
     bits, mask = _EXPONENT[p.dtype]
     power = (p.max().view(bits) & mask).view(p.dtype)
     return p / power.clamp(min=torch.finfo(p.dtype).tiny)
@@ -205,18 +209,18 @@ def categorical(
 ) -> Tensor:
     """Draw categories whose probabilities are ``softmax(logits, axis)``.
 
-    That is where ``logits`` plus :func:`gumbel` noise, in float32 or float64, is
-    greatest. A logit of -inf is never drawn while another is left. No derivative flows
-    to ``logits``.
+    A draw is the argmax of ``logits`` plus :func:`gumbel` noise, in float32 or float64.
+    A logit of -inf is never drawn while another is left. No derivative flows to
+    ``logits``.
 
     Args:
         key: a key, or an array of them.
-        logits: logarithms of probabilities, each row up to a constant.
-        axis: the dimension of ``logits`` along which the categories are.
-        shape: of the draws from each key, by default ``logits.shape`` without the axis,
-            which must broadcast to it.
-        replace: whether, for one row, a category may be drawn twice. Without, ``shape``
-            must end in that of the default.
+        logits: logarithms of probabilities; each row may be shifted by a constant.
+        axis: the dimension of ``logits`` that holds the categories.
+        shape: the shape of the draws from each key. By default it is ``logits.shape``
+            without the axis, which must broadcast to ``shape``.
+        replace: whether a category may be drawn twice for one row. If False, ``shape``
+            must end in the default shape.
 
     Returns:
         A tensor of int64 of shape ``(*key.shape, *shape)``.
@@ -237,8 +241,9 @@ def categorical(
     prefix = shape[: max(0, len(shape) - len(rows))]
     if not (fits(rows, shape) if replace else (*prefix, *rows) == shape):
         raise ValueError(
-            f"remat: the shape {list(shape)} of the draws does not end in, or is not "
-            f"broadcast to by, that of the rows of logits, {list(rows)}."
+            f"remat: the shape of the draws is {list(shape)}, but the rows of `logits` "
+            f"have shape {list(rows)}. The draws' shape must end in the rows' shape; "
+            "with replacement the rows may also broadcast to it."
         )
     if replace:
         return _noisy(key, (*shape, n), logits).argmax(-1)

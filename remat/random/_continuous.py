@@ -1,8 +1,8 @@
 """Continuous distributions that are functions of a uniform number.
 
 Invariant: a result is finite, and derivatives flow from it to every parameter.
-Rejected: the logarithm of a uniform number in float16 or bfloat16, of which there are
-2048 or 256. These compute in float32.
+Rejected: the logarithm of a uniform number in float16 or bfloat16. These dtypes have
+only 2048 or 256 uniform numbers, so they compute in float32.
 """
 
 import math
@@ -42,9 +42,9 @@ def gumbel(
 ) -> Tensor:
     """Draw from the Gumbel distribution, ``loc - scale * log(-log(u))``.
 
-    The ``u`` are those of :func:`uniform` in float32, or in float64 for float64; 0 is
-    replaced by the least normal number. So values are at most 16.7 (36.8) above
-    ``loc``. Derivatives flow to the parameters.
+    ``u`` is drawn by :func:`uniform` in float32, or in float64 for float64. A ``u`` of
+    0 is replaced by the smallest normal number. So values are at most 16.7 scales above
+    ``loc`` (36.8 in float64). Derivatives flow to the parameters.
 
     Args:
         key: a key, or an array of them.
@@ -80,8 +80,8 @@ def exponential(
 ) -> Tensor:
     """Draw from the exponential distribution, ``-scale * log(1 - u)``.
 
-    The ``u`` are those of :func:`uniform` in float32, or in float64 for float64. So
-    values are in [0, 16.7] (36.8) times ``scale``. Derivatives flow to ``scale``.
+    ``u`` is drawn by :func:`uniform` in float32, or in float64 for float64. So values
+    are from 0 to 16.7 scales (36.8 in float64). Derivatives flow to ``scale``.
 
     Args:
         key: a key, or an array of them.
@@ -116,9 +116,9 @@ def laplace(
 ) -> Tensor:
     """Draw from the Laplace distribution, of density ``exp(-|x - loc| / scale)``.
 
-    The logarithm is of the ``u`` of :func:`uniform` in float32, or in float64 for
-    float64. So values are at most 16 (36.1) times ``scale`` from ``loc``. Derivatives
-    flow to the parameters.
+    It is computed from a number that :func:`uniform` draws in float32, or in float64
+    for float64. So values are at most 16 scales from ``loc`` (36.1 in float64).
+    Derivatives flow to the parameters.
 
     Args:
         key: a key, or an array of them.
@@ -142,7 +142,7 @@ def laplace(
     dtype = float_dtype(dtype)
     check_scale("scale", scale)
     u = _wide_uniform(key, shape_for(key, shape, loc=loc, scale=scale), dtype)
-    # On [-1, 1): the one number that has no logarithm moves to its neighbour.
+    # On [-1, 1). At -1 the logarithm is infinite, so -1 moves to its neighbour.
     u = (2 * u - 1).clamp(min=torch.finfo(u.dtype).eps - 1)
     return moved(-u.sign() * (-u.abs()).log1p(), loc, scale).to(dtype)
 
@@ -156,14 +156,14 @@ def truncated_normal(
 ) -> Tensor:
     """Draw from the standard normal distribution between two bounds, both excluded.
 
-    The numbers invert the distribution function at one of the ``u`` of :func:`uniform`,
-    on the side where it is accurate, so far tails are right too: up to 12 standard
-    deviations in float32, and 37 in float64. Past that all are next to the nearer
-    bound. Derivatives flow to the bounds.
+    The inverse of the distribution function is applied to a number that :func:`uniform`
+    draws, on the side where the function is accurate. So far tails are right too: up to
+    12 standard deviations in float32, and 37 in float64. Beyond that, every value is
+    next to the nearer bound. Derivatives flow to the bounds.
 
     Args:
         key: a key, or an array of them.
-        lower: a number, -inf too, or a tensor that broadcasts to the result.
+        lower: a number (-inf is allowed), or a tensor that broadcasts to the result.
         upper: likewise, above ``lower``.
         shape: of the numbers drawn from each key; None for that of the bounds.
         dtype: a floating-point dtype, by default torch's default.
@@ -185,7 +185,7 @@ def truncated_normal(
     if not (isinstance(lower, Tensor) or isinstance(upper, Tensor)):
         _check_between(lower, upper, dtype)
     u = _wide_uniform(key, shape_for(key, shape, lower=lower, upper=upper), dtype)
-    # Rounded first: the result is to be within the bounds that its dtype has.
+    # Rounded first: the result must lie within the bounds as its dtype rounds them.
     low = as_parameter(lower, u.to(dtype))
     high = as_parameter(upper, u.to(dtype))
     x = _between(u, low.to(u.dtype), high.to(u.dtype)).to(dtype)
@@ -196,24 +196,24 @@ def truncated_normal(
 
 def _check_between(lower: float, upper: float, dtype: torch.dtype) -> None:
     some = lower < upper
-    # While compiling the digits of a number would be constants of the graph.
+    # While compiling, `rounded` would make the number a constant of the graph.
     if some and not torch.compiler.is_compiling():
         most = torch.finfo(dtype).max
         low, high = rounded(max(lower, -most), dtype), rounded(min(upper, most), dtype)
         some = low < number_below(high, dtype)
     if not some:
         raise ValueError(
-            f"remat: expected lower < upper, got {lower} and {upper}; between them "
-            f"{dtype} has nothing to draw."
+            f"remat: expected lower < upper with a value of {dtype} between them, got "
+            f"{lower} and {upper}."
         )
 
 
 def _between(u: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return what a fraction `u` of the normal mass between the bounds is below."""
-    # Near 1 the distribution function has no digits; near 0 it has all.
+    """Return the number below which a fraction `u` of the mass between bounds lies."""
+    # The distribution function is accurate near 0 and loses its digits near 1.
     right = low > 0
     a, b = torch.where(right, -high, low), torch.where(right, -low, high)
-    # Not torch.special.ndtr, which has no digits there either.
+    # Not torch.special.ndtr, which is not accurate near 0 either.
     below_a, below_b = (0.5 * (-math.sqrt(0.5) * x).erfc() for x in (a, b))
     p = below_a + u * (below_b - below_a)
     x = torch.special.ndtri(p.clamp(min=torch.finfo(p.dtype).tiny))

@@ -1,8 +1,9 @@
 """What the samplers share: from parameters to a shape, from a key to numbers.
 
-Invariant: numbers have the shape `key.shape + shape`, and are those of each key alone.
-Rejected: letting a parameter widen the result. Whether it does would depend on the
-number of keys.
+Invariant: numbers have the shape `key.shape + shape`, and each key's numbers are the
+ones that it would give alone.
+Rejected: letting a parameter widen the result. Whether it widens the result would
+depend on the number of keys.
 """
 
 import math
@@ -23,7 +24,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def consumed(key: KeyLike) -> Tensor:
-    """Return the data of a key that is drawn from now."""
+    """Return the data of a key, and count the key as consumed."""
     data = data_of(key)
     _reuse.consume(data)
     return data
@@ -41,11 +42,11 @@ def draw(
 
 
 def shape_for(key: KeyLike, shape: Shape, **parameters: Value) -> tuple[int, ...]:
-    """Return the shape asked for, by default that of the parameters together.
+    """Return the requested shape; by default, the broadcast shape of the parameters.
 
     Raises:
-        ValueError: a parameter would widen what is drawn. That is seen here, before
-            the key is consumed.
+        ValueError: a parameter would widen the result. This check comes before the key
+            is consumed.
     """
     tensors = {name: p for name, p in parameters.items() if isinstance(p, Tensor)}
     if shape is None:
@@ -60,17 +61,17 @@ def shape_for(key: KeyLike, shape: Shape, **parameters: Value) -> tuple[int, ...
 
 _WIDENS = (
     "remat: `{}` has shape {}, which does not broadcast to the draws' {}. Pass a "
-    "`shape` that it fits, or None for that of the parameters."
+    "`shape` that it broadcasts to, or None to use the parameters' shape."
 )
 
 
 def as_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape that is given as a number, as a sequence of them or as None."""
+    """Return the shape given by a number, a sequence of numbers or None."""
     if shape is None:
         return ()
     lengths = tuple(map(integer, shape if isinstance(shape, Iterable) else (shape,)))
     if any(n < 0 for n in lengths):
-        raise ValueError(f"remat: no tensor has the shape {list(lengths)}.")
+        raise ValueError(f"remat: no shape has negative lengths, got {list(lengths)}.")
     return lengths
 
 
@@ -84,37 +85,37 @@ def as_parameter(value: Value, like: Tensor) -> Tensor:
     """Return a parameter as a tensor of the dtype and device of the draws `like`."""
     if not isinstance(value, Tensor):
         if torch.compiler.is_compiling():
-            # A sum, for `full` would make its number a constant of the graph.
+            # A sum, because `full` would make the number a constant of the graph.
             return torch.zeros((), dtype=like.dtype, device=like.device) + value
         return torch.full((), value, dtype=like.dtype, device=like.device)
     return value.to(like.dtype)
 
 
 def is_readable(value: Tensor) -> bool:
-    """Say whether values cost nothing to read: not on a GPU, nor in a trace."""
+    """Say whether values cost nothing to read: they do on a GPU and in a trace."""
     if must_inline() or current_layer() is not None:
         return False
     return type(value) in (Tensor, torch.nn.Parameter) and value.is_cpu
 
 
 def float_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype asked for, by default torch's, if it is one that has draws."""
+    """Return the requested dtype, by default torch's. Refuse one that has no draws."""
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if dtype not in _FLOATS:
         raise TypeError(
-            f"remat: this distribution has no values in {dtype}. Use one of float16, "
-            "bfloat16, float32, float64."
+            f"remat: this distribution has no values in {dtype}. Use float16, "
+            "bfloat16, float32 or float64."
         )
     return dtype
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that arithmetic for `dtype` is done in."""
+    """Return the dtype in which to compute results of `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def is_number(value: Value, number: float) -> bool:
-    """Say whether a parameter is, whatever it is traced with, this number."""
+    """Say whether a parameter is this number in every trace."""
     return isinstance(value, (int, float)) and value == number
 
 
@@ -140,11 +141,11 @@ def below(t: Tensor) -> Tensor:
     bits = t.view(_BITS[t.dtype.itemsize])
     down = torch.where(bits > 0, bits - 1, bits + 1)
     down = torch.where(bits == 0, torch.iinfo(bits.dtype).min + 1, down)
-    # Exact; and integers carry no derivative, so that of the step is none.
+    # Exact. Integers carry no derivative, so the step has none.
     return t - (bits.view(t.dtype) - down.view(t.dtype))
 
 
-# Binary digits, and the exponent of the least normal number as frexp gives it.
+# Binary digits, and the exponent of the smallest normal number as frexp gives it.
 _FORMATS = {
     torch.float16: (11, -13),
     torch.bfloat16: (8, -125),
@@ -154,7 +155,7 @@ _FORMATS = {
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
-    """Return the value that torch rounds a number to, ten times as fast as a tensor."""
+    """Round a number as torch does. This is ten times as fast as making a tensor."""
     if dtype.itemsize == 2:
         number = rounded(number, torch.float32)
     digits, least = _FORMATS[dtype]
@@ -163,7 +164,7 @@ def rounded(number: float, dtype: torch.dtype) -> float:
 
 
 def number_below(value: float, dtype: torch.dtype) -> float:
-    """Return the largest value of a dtype below another one of it."""
+    """Return the next smaller value of a dtype."""
     digits, least = _FORMATS[dtype]
     fraction, exponent = math.frexp(value)
     # Below a power of two, values are twice as dense.

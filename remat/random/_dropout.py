@@ -1,9 +1,9 @@
-"""Dropout whose mask is a function of a key, and so is computed again, never stored.
+"""Dropout whose mask is a function of a key. It is recomputed and never stored.
 
-Invariant: the graph holds the key, 16 bytes, and no mask; and the backward, which is
-dropout of the cotangent, drops what the forward dropped.
-Rejected: leaving that to remat, which saves the mask's memory only where it recomputes
-the whole function.
+Invariant: the graph holds the key, 16 bytes, and no mask. The backward is dropout of
+the cotangent, and drops the same elements as the forward.
+Rejected: leaving the mask to remat. That saves its memory only when the whole function
+is recomputed.
 """
 
 import math
@@ -24,26 +24,30 @@ from remat.random._samplers import check_probability
 def dropout(key: KeyLike, x: Tensor, p: Value, training: bool = True) -> Tensor:
     """Zero each element with probability ``p``, and scale the others by 1 / (1 - p).
 
-    What is dropped is where ``bernoulli(key, p, x.shape)`` is true. The backward draws
-    that again from the key: no mask is stored. (Under ``torch.func`` and in a trace
-    there is a mask, with the same numbers; :func:`remat.remat` or the compiler decide
-    what is kept.) What is dropped is 0, were it NaN or infinite.
+    An element is dropped where ``bernoulli(key, p, x.shape)`` is True. The backward
+    draws the mask again from the key, so no mask is stored. (Under ``torch.func`` and
+    in a trace there is a mask, with the same values; :func:`remat.remat` or the
+    compiler decides what is saved.) A dropped element is 0, even if it was NaN or
+    infinite.
 
     Args:
-        key: a key, or an array of them whose shape ``x.shape`` begins with: each for
-            its own part of ``x``. Not looked at where nothing is dropped.
+        key: a key, or an array of keys. ``x.shape`` must begin with the shape of the
+            array: each key is for its own part of ``x``. If nothing can be dropped, the
+            key is ignored.
         x: a tensor of floating-point or complex numbers.
-        p: the probability, a number or a tensor that broadcasts to ``x``; derivatives
-            flow to the scale factor in it. For 0 ``x`` is returned as it is.
+        p: the probability, a number or a tensor that broadcasts to ``x``. Derivatives
+            flow to it through the scale factor. For the number 0, ``x`` is returned as
+            it is.
         training: False to return ``x`` as it is.
 
     Returns:
-        A tensor like ``x``; outside ``torch.func`` and traces of its memory format too.
+        A tensor like ``x``. Outside ``torch.func`` and traces it also has the memory
+        format of ``x``.
 
     Raises:
-        ValueError: ``p`` is a number outside [0, 1], or ``x`` is not of a shape that
-            begins with the key's, or on another device.
-        TypeError: ``x`` has integers.
+        ValueError: ``p`` is a number outside [0, 1], or ``x.shape`` does not begin with
+            the key's shape, or ``x`` is on another device.
+        TypeError: ``x`` has an integer dtype.
 
     Example:
         >>> from remat import random
@@ -60,27 +64,31 @@ def dropout(key: KeyLike, x: Tensor, p: Value, training: bool = True) -> Tensor:
 
 def _check(data: Tensor, x: Tensor, p: Value) -> None:
     if not (x.is_floating_point() or x.is_complex()):
-        raise TypeError(f"remat: dropout of {x.dtype}; convert it to floating point.")
+        raise TypeError(
+            f"remat: dropout of {x.dtype} is not possible. Convert `x` to floating "
+            "point."
+        )
     shape = data.shape[:-1]
     if x.shape[: len(shape)] != shape:
         raise ValueError(
-            f"remat: keys of shape {list(shape)} for an `x` of shape {list(x.shape)}, "
-            "which does not begin with it. Pass one key, or one for each part of `x`."
+            f"remat: keys of shape {list(shape)} for an `x` of shape {list(x.shape)}: "
+            "the shape of `x` must begin with the shape of the keys. Pass one key, or "
+            "one for each part of `x`."
         )
     if x.device != data.device:
         raise ValueError(
-            f"remat: `x` is on {x.device} and the key on {data.device}. Use "
+            f"remat: `x` is on {x.device} and the key is on {data.device}. Pass "
             "key.to(x.device)."
         )
     if isinstance(p, Tensor) and not fits(p.shape, x.shape):
         raise ValueError(
-            f"remat: `p` has shape {list(p.shape)}, which does not broadcast to that "
-            f"of `x`, {list(x.shape)}."
+            f"remat: `p` has shape {list(p.shape)}, which does not broadcast to the "
+            f"shape of `x`, {list(x.shape)}."
         )
 
 
 def _drop(x: Tensor, data: Tensor, p: float) -> Tensor:
-    # There a graph would be made of the rules below, and hold what they make.
+    # Transforms and traces would build a graph of the rules below, and save the mask.
     if not x.requires_grad or current_layer() is not None or must_inline():
         return _masked(x, data, p)
     return _Dropout.apply(x, data, p)
@@ -92,11 +100,11 @@ def _numbers_for(x: Tensor, data: Tensor) -> Tensor:
 
 
 def _masked(x: Tensor, data: Tensor, p: float) -> Tensor:
-    # With all dropped, 1 keeps the derivative of nothing from being NaN.
+    # When everything is dropped, a scale of 1 keeps derivatives from being NaN.
     scale = 1 / (1 - p) if p < 1 else 1.0
     drop = _numbers_for(x, data) < p
-    # In place the product keeps the memory format of `x`. Not under vmap: there `drop`
-    # alone may be a batch.
+    # In place, so that the product keeps the memory format of `x`. Not under vmap,
+    # where `drop` may be batched and `x` not.
     if current_layer() is None:
         return (x * scale).masked_fill_(drop, 0)
     return torch.where(drop, 0.0, x * scale)
@@ -107,13 +115,13 @@ def _drop_tensor(x: Tensor, data: Tensor, p: Tensor) -> Tensor:
     scale = (1 / torch.where(some, 1 - p, 1.0)).to(x.dtype)
     drop = _numbers_for(x, data) < p
     if current_layer() is None:
-        # The result has the memory format of the mask, and so has the gradient.
+        # The result and the gradient get the memory format of the mask.
         drop = torch.empty_like(x, dtype=torch.bool).copy_(drop)
     return torch.where(drop, 0.0, x * scale)
 
 
 class _Dropout(Function):
-    """Its rules are itself, of another tensor, so every derivative is right."""
+    """Dropout is linear: its backward and jvp are dropout with the same mask."""
 
     @staticmethod
     @override

@@ -1,11 +1,11 @@
-"""Keys: what a draw is a function of.
+"""Keys. Every draw is a function of a key.
 
-A key is 128 bits, a seed and an offset into its stream, held in a tensor so that it may
-be batched, traced and sent to a device.
+A key is 128 bits: a seed, and an offset into the stream of the seed. A tensor holds
+them, so a key can be batched, traced and sent to a device.
 
 Invariant: a key never changes. Drawing twice from one gives the same numbers twice.
-Rejected: a tensor subclass. Every operation that is not refused one by one unwraps it,
-so that `key + 1` is a tensor; and torch.func's transforms are fragile around them.
+Rejected: a tensor subclass. Operations unwrap it unless each one is refused, so that
+`key + 1` would be a tensor. And torch.func's transforms are fragile with subclasses.
 """
 
 import math
@@ -28,22 +28,22 @@ IMPL = "philox4x32-10"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Key:
-    """A key, or an array of keys: what random numbers are a function of.
+    """A key, or an array of keys. Random numbers are functions of a key.
 
-    Made by :func:`key`, :func:`split` and :func:`fold_in`. It is indexed and iterated
-    over like an array of shape ``shape``; two are equal if they would draw the same
-    numbers. It is a pytree, so it goes through ``vmap``, ``grad``, ``make_fx`` and
-    ``torch.compile`` as an argument or a result.
+    Make one with :func:`key`, :func:`split` or :func:`fold_in`. It can be indexed and
+    iterated over like an array of shape ``shape``. Two keys are equal if they draw the
+    same numbers. A key is a pytree, so it can be an argument or a result under
+    ``vmap``, ``grad``, ``make_fx`` and ``torch.compile``.
 
     Args:
         data: uint64 of shape ``[*shape, 2]``: the seed and the offset of each key, as
-            ``torch.func._random`` has them.
-        impl: the generator. There is one.
+            in ``torch.func._random``.
+        impl: the name of the generator. There is only one.
 
     Raises:
         TypeError: ``data`` is not a tensor of uint64.
-        ValueError: its last dimension is not of length 2.
-        NotImplementedError: ``impl`` is another generator.
+        ValueError: the last dimension of ``data`` does not have length 2.
+        NotImplementedError: ``impl`` names another generator.
 
     Example:
         >>> key(42)
@@ -74,7 +74,7 @@ class Key:
 
     @property
     def device(self) -> torch.device:
-        """Where the key is, and so what is drawn from it."""
+        """The device of the key, and of what is drawn from it."""
         return self.data.device
 
     def to(self, device: torch.device | str | int) -> "Key":
@@ -83,7 +83,9 @@ class Key:
 
     def __len__(self) -> int:
         if not self.ndim:
-            raise TypeError("remat: len() of one key; only an array of keys has one.")
+            raise TypeError(
+                "remat: len() of one key is not defined. An array of keys has a length."
+            )
         return self.data.shape[0]
 
     def __iter__(self) -> Iterator["Key"]:
@@ -102,7 +104,7 @@ class Key:
                 f"remat: {used} indices for keys of shape {tuple(self.shape)}. To get "
                 "several keys from one, use remat.random.split."
             )
-        # The seed and the offset are not to be indexed, wherever an ellipsis is.
+        # The last dimension, seed and offset, must stay, wherever an ellipsis is.
         rest = slice(None) if any(p is Ellipsis for p in parts) else Ellipsis
         return Key(self.data[(*parts, rest)], self.impl)
 
@@ -117,8 +119,8 @@ class Key:
     @override
     def __hash__(self) -> NoReturn:
         raise TypeError(
-            "remat: a key cannot be hashed, as a tensor's values cannot. To use one in "
-            "a set or as a dictionary's key, take `tuple(key.data.tolist())`."
+            "remat: a key cannot be hashed, because a tensor holds its values. In a "
+            "set or as a dictionary's key, use `tuple(key.data.tolist())`."
         )
 
     @override
@@ -139,14 +141,14 @@ class Key:
     def __bool__(self) -> NoReturn:
         raise TypeError(
             "remat: a key is neither true nor false. Write `key is not None`, or "
-            "`remat.random.bernoulli(key)` for a random one."
+            "`remat.random.bernoulli(key)` for a random bool."
         )
 
     def _not_a_number(self, *_: object) -> NoReturn:
         raise TypeError(
-            "remat: a key is not a number, so there is no arithmetic on it. For "
-            "another key use remat.random.fold_in(key, n) or split(key); for its bits, "
-            "remat.random.key_data(key)."
+            "remat: a key is not a number, so there is no arithmetic on it. To make "
+            "another key, use remat.random.fold_in(key, n) or split(key). To read its "
+            "bits, use remat.random.key_data(key)."
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _not_a_number
@@ -164,16 +166,16 @@ def _unpickle(data: Tensor, impl: str) -> Key:
     return Key(data.view(torch.uint64), impl)
 
 
-# It only makes a key, so `torch.load(weights_only=True)` may call it.
+# `_unpickle` only makes a key, so `torch.load(weights_only=True)` may call it.
 torch.serialization.add_safe_globals([_unpickle])
 
 pytree.register(Key, "remat.random.Key", children=["data"], static=["impl"])
-# A Key, or its data: what torch.func._random calls a key.
+# A Key, or its data. (torch.func._random calls the data a key.)
 KeyLike: TypeAlias = Key | Tensor
 
 
 def _dims_used(part: Any) -> int:
-    """Return how many dimensions one part of an index stands for."""
+    """Return how many dimensions one part of an index consumes."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     if isinstance(part, (int, torch.SymInt, slice)):
@@ -187,18 +189,18 @@ def _check_data(data: Any) -> None:
     if not isinstance(data, Tensor) or data.dtype is not torch.uint64:
         got = data.dtype if isinstance(data, Tensor) else type(data).__name__
         raise TypeError(
-            f"remat: expected a key or a tensor of torch.uint64, got {got}. To make a "
-            "key, use remat.random.key(seed)."
+            f"remat: expected a key or a tensor of torch.uint64, got {got}. Make a "
+            "key with remat.random.key(seed)."
         )
     if not data.ndim or data.shape[-1] != 2:
         raise ValueError(
             "remat: a key's data has shape [*batch, 2], a seed and an offset; got "
-            f"{list(data.shape)}. To make a key, use remat.random.key(seed)."
+            f"{list(data.shape)}. Make a key with remat.random.key(seed)."
         )
 
 
 def data_of(key: KeyLike) -> Tensor:
-    """Return the data of a key, or a raw key as it is."""
+    """Return the data of a key. A raw tensor is returned as it is."""
     if isinstance(key, Key):
         return key.data
     _check_data(key)
@@ -214,19 +216,19 @@ def _like(key: KeyLike, data: Tensor) -> KeyLike:
 
 
 def key(seed: int, *, device: torch.device | str | int | None = None) -> Key:
-    """Return the key that a seed stands for.
+    """Make a key from a seed.
 
     Args:
-        seed: any integer of 64 bits, signed or not: -1 is 2**64 - 1.
-        device: where to put the key; what is drawn from it will be there. By default
-            the default device.
+        seed: any integer of 64 bits, signed or unsigned: -1 is 2**64 - 1.
+        device: the device of the key, and of what is drawn from it. By default it is
+            torch's default device.
 
     Returns:
         A key of shape ``()``.
 
     Raises:
         OverflowError: the seed has more than 64 bits.
-        TypeError: it is not an integer.
+        TypeError: the seed is not an integer.
 
     Example:
         >>> key(42)
@@ -242,12 +244,12 @@ def key(seed: int, *, device: torch.device | str | int | None = None) -> Key:
     word = _ops.as_int64(seed)
     if not (isinstance(word, torch.SymInt) or torch.compiler.is_compiling()):
         return Key(torch.tensor([word, 0], device=device).view(torch.uint64))
-    # A product, for a symbol of a trace is no constant.
+    # A product, because a symbol of a trace is not a constant.
     return Key((torch.tensor([1, 0], device=device) * word).view(torch.uint64))
 
 
 def integer(number: Any) -> int:
-    """Return an integer, which a symbol of a trace is too, and stays."""
+    """Return a number as an integer. A symbol of a trace is returned as it is."""
     if isinstance(number, (int, torch.SymInt)):
         return number  # pyrefly: ignore[bad-return]
     return operator.index(number)
@@ -260,17 +262,17 @@ def split(key: Tensor, num: int | tuple[int, ...] = 2) -> Tensor: ...
 def split(key: KeyLike, num: int | tuple[int, ...] = 2) -> KeyLike:
     """Return new keys, independent of one another and of draws from the key.
 
-    This consumes the key: draw from the new ones.
+    This consumes the key. Draw from the new keys, not from it.
 
     Args:
-        key: a key, or an array of them, each of which is split.
-        num: how many, or their shape.
+        key: a key, or an array of keys. Each key of an array is split.
+        num: the number of new keys, or their shape.
 
     Returns:
         Keys of shape ``(num, *key.shape)``; a raw tensor for a raw tensor.
 
     Raises:
-        ValueError: a number is negative.
+        ValueError: ``num`` is negative.
 
     Example:
         >>> k1, k2 = split(key(42))
@@ -293,15 +295,15 @@ def fold_in(key: Key, data: int | Tensor) -> Key: ...
 @overload
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor: ...
 def fold_in(key: KeyLike, data: int | Tensor) -> KeyLike:
-    """Return the key that belongs to a number: of a step, a layer, an example.
+    """Return the key for a number, such as that of a step, a layer or an example.
 
-    Distinct numbers give independent keys. The key itself is not consumed, but do not
-    split it too: ``fold_in(key, i)`` is ``split(key, n)[i]``.
+    Distinct numbers give independent keys. This does not consume the key. But do not
+    split the same key: ``fold_in(key, i)`` is ``split(key, n)[i]``.
 
     Args:
         key: a key, or an array of them.
-        data: an integer, at least 0 and less than 2**64, or a tensor of integers; one
-            of 64 signed bits counts modulo 2**64.
+        data: an integer from 0 to 2**64 - 1, or a tensor of integers. Signed integers
+            count modulo 2**64.
 
     Returns:
         A key of the shape that ``key.shape`` and ``data.shape`` broadcast to; a raw
@@ -309,7 +311,7 @@ def fold_in(key: KeyLike, data: int | Tensor) -> KeyLike:
 
     Raises:
         ValueError: ``data`` is negative or has more than 64 bits.
-        TypeError: it is not an integer.
+        TypeError: ``data`` is not an integer.
 
     Example:
         >>> fold_in(key(42), 7)
@@ -326,10 +328,10 @@ def clone(key: Key) -> Key: ...
 @overload
 def clone(key: Tensor) -> Tensor: ...
 def clone(key: KeyLike) -> KeyLike:
-    """Return the same key, to be consumed once more on purpose.
+    """Return the same key, to consume it once more on purpose.
 
-    It draws the same numbers. Under :func:`check_key_reuse` that is one more
-    consumption allowed.
+    The clone draws the same numbers. :func:`check_key_reuse` then allows one more
+    consumption of the key.
 
     Args:
         key: a key, or an array of them.
@@ -347,7 +349,7 @@ def clone(key: KeyLike) -> KeyLike:
 
 
 def key_data(key: KeyLike) -> Tensor:
-    """Return the bits of a key, as ``torch.func._random`` takes them.
+    """Return the bits of a key, in the form that ``torch.func._random`` takes.
 
     Args:
         key: a key, or an array of them.
@@ -363,19 +365,19 @@ def key_data(key: KeyLike) -> Tensor:
 
 
 def wrap_key_data(data: Tensor, *, impl: str = IMPL) -> Key:
-    """Return the key that has these bits: the inverse of :func:`key_data`.
+    """Return the key with these bits. This is the inverse of :func:`key_data`.
 
     Args:
         data: uint64 of shape ``[*shape, 2]``.
-        impl: the generator. There is one.
+        impl: the name of the generator. There is only one.
 
     Returns:
         A key of shape ``shape``.
 
     Raises:
         TypeError: ``data`` is not a tensor of uint64.
-        ValueError: its last dimension is not of length 2.
-        NotImplementedError: ``impl`` is another generator.
+        ValueError: the last dimension of ``data`` does not have length 2.
+        NotImplementedError: ``impl`` names another generator.
 
     Example:
         >>> wrap_key_data(torch.tensor([42, 0], dtype=torch.uint64)) == key(42)

@@ -1,10 +1,11 @@
-"""Numbers as torch's own random functions draw them, but from a key.
+"""Keyed versions of torch's own random functions, with torch's dtypes and defaults.
 
-Each function takes a key and a shape or the tensor to fill, and returns the numbers.
+Each function takes a key, and a shape or the tensor to fill. It returns the numbers.
 
 Invariant: parameters that torch refuses are refused, if their values can be read at no
-cost. Rejected: the samplers of this package, which draw floating-point numbers alone
-and have other defaults.
+cost.
+Rejected: using this package's samplers as they are. They draw only floating-point
+numbers and have other defaults.
 """
 
 import math
@@ -43,7 +44,7 @@ def gaussian(key: Key, shape: Any, dtype: Any, mean: Any = 0, std: Any = 1) -> T
 
 
 def integers(key: Key, shape: Any, low: Any, high: Any, dtype: Any) -> Tensor:
-    check(low < high, "integers are drawn from [low, high), not empty", (low, high))
+    check(low < high, "integers are drawn from [low, high), so low < high", (low, high))
     if dtype in _DRAWN:
         return randint(key, shape, low, high, dtype)
     if high - low < 2**63:
@@ -58,7 +59,7 @@ _DRAWN = {
 
 
 def _wide_integers(key: Key, shape: Any, low: int, span: int) -> Tensor:
-    """Return words modulo a span from 2**63 to 2**64, as int64 patterns, and `low`."""
+    """Return `low` plus words modulo a span from 2**63 to 2**64, as int64 patterns."""
     words = bits(key, shape, torch.uint64).view(torch.int64)
     if span < 2**64:
         # As an int64 the span is negative, and so are the words that reach it.
@@ -79,7 +80,7 @@ def check(is_valid: bool, what: str, got: Any) -> None:
 
 
 def check_all(holds: Callable[[], Tensor], t: Tensor, what: str) -> None:
-    """Check values where they can be read at no cost: not on a GPU, nor in a trace."""
+    """Check values if reading them is free: not on a GPU and not in a trace."""
     unread = t.device.type != "cpu" or type(t) not in (Tensor, Parameter)
     if unread or current_layer() is not None or must_inline():
         return
@@ -136,7 +137,7 @@ def geometric_(key: Key, x: Tensor, p: float) -> Tensor:
     return (torch.log1p(-u) / math.log1p(-p)).ceil().clamp_min(1)
 
 
-# How many bits of a floating dtype's integers `random_` fills, as torch does.
+# `random_` fills a floating dtype with integers of this many bits, as torch does.
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 

@@ -83,7 +83,7 @@ OPERATIONS = {
     ),
     "changes a view": (
         with_write_to_view,
-        ("clone", "recomputed", "perhaps read by the backward of what changes .*"),
+        ("clone", "recomputed", "perhaps read by the backward of a change to .*"),
     ),
     "has its memory taken": (
         with_numpy,

@@ -102,7 +102,7 @@ def error_of(fn, **options):
 
 def sequences(text):
     """The names of the operations that the two halves of a message list."""
-    before, after = text.split("recomputation:\n")
+    before, after = text.split("recompute:\n")
     listed = before.split("forward:\n")[1]
     return [
         [
@@ -196,7 +196,7 @@ def test_each_operation_of_the_forward_has_its_line(fn):
 def test_the_operation_of_the_recomputation_has_its_line_too():
     """It is where the user has to look."""
     text = str(error_of(swapped, prune=True))
-    now = text.split("recomputation:\n")[1].splitlines()[-1]
+    now = text.split("recompute:\n")[1].splitlines()[-1]
     assert re.match(r"    aten\.tanh\.default  # .*:\d+, in swapped$", now)
 
 
