@@ -1,5 +1,6 @@
 """What every test gets: a fixed torch seed, one thread, and no record of a call."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,21 @@ def _no_modes_left() -> Iterator[None]:
     yield
     assert not torch._C._len_torch_function_stack()
     assert not torch._C._len_torch_dispatch_stack()
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tables are written in full, however narrow the terminal is.
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    """Leave all to reference counts."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture
