@@ -91,7 +91,7 @@ faults: $(VENV)/.dev
 	@PYTHONPATH=tests $(PY) tests/plant_faults.py $(ARGS)
 
 uncached: $(VENV)/.dev
-	@REMAT_NO_CACHE=1 $(TEST) $(CORE) $(ARGS)
+	@REMAT_NO_CACHE=1 $(TEST) $(filter-out tests/random,$(CORE)) $(ARGS)
 
 # `-m ""` takes back what pyproject.toml leaves out.
 full: check docs uncached
