@@ -1,13 +1,13 @@
-"""Assertions and counters for functions that should equal one another, only cheaper.
+"""Assertions and counters: two functions should be equal, and one should cost less.
 
-Two functions are the *same* when their values, structures, dtypes and gradients are; a
-transform is *worth it* when fewer ops run or fewer bytes live. Equality alone proves
-nothing about a transform that may be the identity, so tests pair ``assert_same`` with
-``count_ops``, ``peak_bytes`` or ``live_bytes``.
+``assert_same`` and ``assert_same_gradients`` compare values, structures, dtypes and
+gradients. ``count_ops``, ``peak_bytes`` and ``live_bytes`` measure cost. Equality alone
+proves nothing about a transform, which may be the identity. So tests check both.
 
-Bytes come from the profiler's memory events, which report every allocation and every
-free to the byte, on CPU too. Rejected: ``tracemalloc``, which does not see tensors, and
-``resource.getrusage``, which sees whole pages and only their peak.
+Invariant: bytes are exact. They come from the profiler's memory events, which report
+every allocation and every free, on the CPU too.
+Rejected: ``tracemalloc``, which does not see tensors, and ``resource.getrusage``, which
+sees only whole pages and their peak.
 """
 
 import gc
@@ -39,13 +39,13 @@ from remat._torch import call_kernel
 def count_ops() -> Iterator[Counter[str]]:
     """Count the kernels that run inside the block, by name.
 
-    The count is taken below ``torch.func``: a call under ``grad`` and ``vmap`` counts
-    the batched kernel that runs in the end, once. Bookkeeping that autograd dispatches
-    (``detach``, ``alias``, ``view``) is counted too.
+    Kernels are counted below ``torch.func``: a call under ``grad`` and ``vmap`` counts
+    once, as the batched kernel that runs in the end. Operations that autograd
+    dispatches for bookkeeping (``detach``, ``alias``, ``view``) are counted too.
 
     Yields:
         A counter from op name (``"mm"``, ``"add_"``, ``"mylib::op"`` outside ATen) to
-        the number of calls so far; an op that did not run counts 0.
+        the number of calls so far. An op that did not run counts 0.
 
     Example:
         >>> x = torch.ones(3)
@@ -87,17 +87,17 @@ class _CountingMode(TorchDispatchMode):
 def memory_timeline(fn: Callable[[], object]) -> list[int]:
     """Run ``fn`` and return the bytes alive after each allocation and each free.
 
-    Zero is what was alive before the call: tensors that exist already do not count, and
-    are not subtracted when ``fn`` frees them. The result of ``fn`` is kept until the
-    last entry is taken. Cyclic garbage is collected before and not during the call, so
-    that memory held by a reference cycle shows.
+    The count starts at zero: tensors that exist before the call do not count, and are
+    not subtracted when ``fn`` frees them. The result of ``fn`` stays alive until the
+    last entry. Cyclic garbage is collected before the call and not during it, so memory
+    that a reference cycle holds counts as alive.
 
     Args:
-        fn: Called once, without arguments. State that its first call leaves behind for
-            good counts as alive, so call it once before where that matters.
+        fn: Called once, without arguments. State that a first call sets up (such as a
+            cache) counts as alive. To leave it out, call ``fn`` once before.
 
     Returns:
-        Live bytes on all devices together, in order of events.
+        The live bytes on all devices together, after each event in order.
 
     Example:
         >>> x = torch.ones(1000)
@@ -132,10 +132,9 @@ def peak_bytes(fn: Callable[[], object]) -> int:
 
 
 def live_bytes(fn: Callable[[], object]) -> int:
-    """Run ``fn`` and return the bytes it leaves alive while its result is held.
+    """Run ``fn`` and return the bytes that are alive afterwards, with its result.
 
-    For a forward pass that is what the backward pass has to work with: the residuals
-    and the result itself.
+    For a forward, these are the residuals and the result.
 
     Args:
         fn: Called once, without arguments, as in ``memory_timeline``.
@@ -154,7 +153,7 @@ def live_bytes(fn: Callable[[], object]) -> int:
 
 def _memory_events(fn: Callable[[], object]) -> list[int]:
     """Run ``fn`` and return the size of each allocation, negative for each free."""
-    # Kineto writes two lines to stderr at each start; it reads this at the first one.
+    # Kineto writes two lines to stderr at each start. It reads this at its first start.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     profiler = profile(profile_memory=True)
     with profiler:
@@ -175,19 +174,20 @@ def assert_same(
     """Assert that two pytrees agree in structure, metadata and values.
 
     Tensors must agree in dtype, shape, device, layout and ``requires_grad``, and bit
-    for bit in value (any NaN equals any NaN, and zero equals negative zero); other
-    leaves in type and by ``==``.
+    for bit in value. (Any NaN equals any NaN, and zero equals negative zero.) Other
+    leaves must agree in type and by ``==``.
 
     Args:
-        actual: What was computed.
-        expected: What it should be.
-        reassociated: True where the same floating-point sums may have been added up in
-            another order: values then have to agree to rounding in their own dtype,
-            relative to the largest value of the tensor. A dtype where the sums were
-            taken in that (lower) precision, as under autocast.
+        actual: The computed value.
+        expected: The value it should be.
+        reassociated: True if the same floating-point sums may be added up in another
+            order. Then values must agree to rounding in their own dtype, relative to
+            the largest value of the tensor. Pass a dtype if the sums were computed in
+            that (lower) precision, as under autocast.
 
     Raises:
-        AssertionError: Naming the first leaf that differs, how, and what both are.
+        AssertionError: a leaf differs. The message names the first such leaf, how it
+            differs, and both values.
 
     Example:
         >>> ones = torch.ones(2)
@@ -221,24 +221,24 @@ def assert_same_gradients(
 ) -> None:
     """Assert that two functions agree in their result and in every gradient.
 
-    Each runs forward and ``.backward()`` on its own copy of the arguments, with the
-    same random cotangent for every output that requires grad. A gradient that is None
-    has to be None in both.
+    Each function runs its forward and ``.backward()`` on its own copy of the arguments.
+    Both get the same random cotangents, one for every output that requires grad. If one
+    gradient is None, the other must be None too.
 
     Args:
         fn: The function under test.
-        reference: The function it should equal.
-        *args: Arguments for both; tensors that require grad are differentiated to.
-        wrt: A pytree of further leaf tensors to differentiate to, such as
-            ``dict(module.named_parameters())``. These are shared, not copied; their
-            ``.grad`` is as before in the end.
-        reassociated: As in ``assert_same``, for the gradients; results are always
+        reference: The function that it should equal.
+        *args: Arguments for both. Gradients are computed for tensors that require grad.
+        wrt: A pytree of further leaf tensors that get gradients, such as
+            ``dict(module.named_parameters())``. These are shared, not copied. Their
+            ``.grad`` is restored at the end.
+        reassociated: As in ``assert_same``, for the gradients. Results are always
             compared bit for bit.
         **kwargs: Keyword arguments for both.
 
     Raises:
-        AssertionError: Naming the first leaf of the results or gradients that differs;
-            also if no output requires grad, for then there is nothing to compare.
+        AssertionError: a leaf of the results or of the gradients differs; the message
+            names the first. Or no output requires grad, so there is nothing to compare.
 
     Example:
         >>> x = torch.linspace(0, 1, 5, requires_grad=True)
@@ -271,7 +271,7 @@ def _assert_named(
 def _value_and_gradients(
     fn: Callable[..., Any], args: Any, kwargs: Any, wrt: Any
 ) -> tuple[Any, Any]:
-    """Run ``fn`` forward and backward; gradients come in the tree of the inputs."""
+    """Run ``fn`` forward and backward. Gradients have the structure of the inputs."""
     args, kwargs = _copy((args, kwargs))
     inputs = {"args": args, "kwargs": kwargs, "wrt": wrt}
     leaves, treedef = pytree.flatten(inputs)
@@ -290,13 +290,13 @@ def _value_and_gradients(
 
 
 def _gradient(leaf: Any) -> Tensor | str:
-    # Not None: in a pytree that is structure, which would be compared without a path.
+    # Not None, which a pytree treats as structure: a difference would have no path.
     grad = leaf.grad if isinstance(leaf, Tensor) else None
     return "no gradient" if grad is None else grad
 
 
 def _copy(tree: Any) -> Any:
-    """Copy the tensors of a pytree to leaves; one tensor seen twice stays one."""
+    """Copy the tensors of a pytree to new leaves. Copy a repeated tensor once."""
     leaves, treedef = pytree.flatten(tree)
     copies = {
         id(leaf): leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -311,7 +311,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _cotangents(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Random but always the same: ones would hide a mixed-up cotangent."""
+    """Return random cotangents with a fixed seed. Ones would hide a mix-up."""
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device)
@@ -352,7 +352,7 @@ def _value_difference(
     )
     if close:
         message += (
-            " They agree to rounding: if the same sum may be added up in another order"
+            " They agree to rounding. If the same sum may be added up in another order"
             " here, pass reassociated=True."
         )
     return message

@@ -272,7 +272,7 @@ _RUNS_LATER = (
 
 
 class _Block:
-    """What `bind` returns: a context manager to enter any number of times, or a decorator."""
+    """What `bind` returns: a reusable context manager that is also a decorator."""
 
     def __init__(self, key: Key) -> None:
         self._key = key

@@ -85,7 +85,7 @@ def _length(x: int | Tensor, axis: int) -> int:
 
 
 def _take(x: int | Tensor, index: Tensor, axis: int, batch: int) -> Tensor:
-    """Index `x` along one axis. The first `batch` dimensions of the index come first."""
+    """Index `x` along one axis. The index's first `batch` dimensions come first."""
     if not isinstance(x, Tensor):
         return index
     axis = _axis(axis, x)

@@ -92,7 +92,7 @@ def as_parameter(value: Value, like: Tensor) -> Tensor:
 
 
 def is_readable(value: Tensor) -> bool:
-    """Say whether values cost nothing to read: they do on a GPU and in a trace."""
+    """Say whether values are free to read: not on a GPU and not in a trace."""
     if must_inline() or current_layer() is not None:
         return False
     return type(value) in (Tensor, torch.nn.Parameter) and value.is_cpu
@@ -115,7 +115,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_number(value: Value, number: float) -> bool:
-    """Say whether a parameter is this number in every trace."""
+    """Say whether a parameter is a Python number with this value."""
     return isinstance(value, (int, float)) and value == number
 
 

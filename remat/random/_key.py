@@ -189,13 +189,13 @@ def _check_data(data: Any) -> None:
     if not isinstance(data, Tensor) or data.dtype is not torch.uint64:
         got = data.dtype if isinstance(data, Tensor) else type(data).__name__
         raise TypeError(
-            f"remat: expected a key or a tensor of torch.uint64, got {got}. Make a "
-            "key with remat.random.key(seed)."
+            f"remat: expected a key or a tensor of torch.uint64, got {got}. To make a "
+            "key, use remat.random.key(seed)."
         )
     if not data.ndim or data.shape[-1] != 2:
         raise ValueError(
             "remat: a key's data has shape [*batch, 2], a seed and an offset; got "
-            f"{list(data.shape)}. Make a key with remat.random.key(seed)."
+            f"{list(data.shape)}. To make a key, use remat.random.key(seed)."
         )
 
 

@@ -44,7 +44,7 @@ def gaussian(key: Key, shape: Any, dtype: Any, mean: Any = 0, std: Any = 1) -> T
 
 
 def integers(key: Key, shape: Any, low: Any, high: Any, dtype: Any) -> Tensor:
-    check(low < high, "integers are drawn from [low, high), so low < high", (low, high))
+    check(low < high, "integers from [low, high) need low < high", (low, high))
     if dtype in _DRAWN:
         return randint(key, shape, low, high, dtype)
     if high - low < 2**63:

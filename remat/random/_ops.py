@@ -1,16 +1,17 @@
-"""The stream as operations of torch: one node in a graph, whatever is drawn.
+"""The random stream as torch operators. A draw is one node in a graph.
 
 `data` is always uint64[..., 2], a row (seed, offset) for each key.
 
-Invariant: the operations are functional and take no generator, so that vmap with
-`randomness="error"`, make_fx and torch.compile see arithmetic; and a batch gives what
-its keys give one by one. Rejected: arithmetic on tensors in their place, which is 177
-nodes for a key, and 100 kernels where Python's integers do.
+Invariant: the operators are functional and take no generator, so vmap with
+`randomness="error"`, make_fx and torch.compile treat them as arithmetic. A batch of
+keys gives the same numbers as its keys one by one.
+Rejected: arithmetic on tensors instead of operators. One key would take 177 nodes, and
+100 kernels where Python's integers are enough.
 
-On a device for which torch has kernels of its own (CUDA from 2.12, CPU from 2.14) these
-are used, once they were seen to agree with ours. Normal numbers are equal to rounding
-only, as logarithms and cosines are: theirs are used where ours would be slow, off the
-CPU.
+On some devices torch has kernels of its own (CUDA from 2.12, CPU from 2.14). These are
+used, once a check has shown that they agree with ours. Normal numbers agree only to
+rounding, because logarithms and cosines do. So torch's normal kernel is used off the
+CPU only, where ours would be slow.
 """
 
 import functools
@@ -28,7 +29,7 @@ from remat.random import _philox
 
 
 def split(data: Tensor, num: int) -> Tensor:
-    """Return `num` keys for each: uint64[num, ..., 2]."""
+    """Return `num` new keys for each key: uint64[num, ..., 2]."""
     return (_split if is_unwatched(data) else torch.ops.remat.split)(data, num)
 
 
@@ -57,8 +58,8 @@ def fold_in(data: Tensor, value: int | Tensor) -> Tensor:
 
 
 def as_int64(word: int) -> int:
-    """Return the signed integer that has the bits of a word, as operations take it."""
-    # A symbol of a trace is never as much, and stays as it is.
+    """Return the int64 with the bits of a word. Operators take words as int64."""
+    # A symbol of a trace is always below 2**63, and is returned as it is.
     return word if word < 2**63 else word - 2**64
 
 
@@ -68,7 +69,7 @@ def bits(data: Tensor, n: int, width: int) -> Tensor:
     Args:
         data: The keys.
         n: How many words.
-        width: 8, 16 or 32, zero-extended; or 64, the bit pattern of an int64.
+        width: 8, 16 or 32 (zero-extended), or 64 (the bit pattern of an int64).
     """
     return (_bits if is_unwatched(data) else torch.ops.remat.bits)(data, n, width)
 
@@ -77,7 +78,7 @@ def uniform(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """Return numbers uniform in [0, 1), multiples of 2**-precision: dtype[..., n].
 
     Raises:
-        TypeError: there is no such draw of the dtype.
+        TypeError: the dtype has no uniform draw.
     """
     if dtype not in _philox.UNIFORM:
         raise TypeError(_NO_DRAW.format(name="uniform", got=dtype))
@@ -89,7 +90,7 @@ def normal(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """Return standard normal numbers: dtype[..., n].
 
     Raises:
-        TypeError: there is no such draw of the dtype.
+        TypeError: the dtype has no normal draw.
     """
     if dtype not in _philox.NORMAL:
         raise TypeError(_NO_DRAW.format(name="normal", got=dtype))
@@ -100,7 +101,7 @@ def normal(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 _NO_INTEGERS = {torch.bool, torch.complex32, torch.complex64, torch.complex128}
 _NOT_INTEGERS = (
     "remat: `fold_in` takes an integer or a tensor of integers, got a tensor of {got}. "
-    "Convert it, or fold in its position."
+    "Convert the tensor, or fold in a position instead."
 )
 _OUT_OF_RANGE = (
     "remat: `fold_in` takes an integer from 0 to 2**64 - 1, got {got}. Take it modulo "
@@ -108,7 +109,7 @@ _OUT_OF_RANGE = (
 )
 _NO_DRAW = (
     "remat: `{name}` draws float64, float32, float16 or bfloat16, got dtype={got}. "
-    "Convert what is drawn."
+    "Draw one of these and convert the result."
 )
 
 
@@ -123,7 +124,7 @@ def _split(data: Tensor, num: int) -> Tensor:
 
 
 def _fold_in(data: Tensor, value: int) -> Tensor:
-    # Not torch's own, which takes no integers above 2**63 - 1 before 2.14.
+    # Not torch's own: before 2.14 it refuses integers above 2**63 - 1.
     return _philox.split(data.reshape(-1, 2), 1, value).view(data.shape)
 
 
@@ -164,7 +165,7 @@ def _read(data: Tensor, n: int, dtype: torch.dtype, reading: Any) -> Tensor:
 def _fill(kernel: Any, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     out = torch.empty(*data.shape[:-1], n, dtype=dtype, device=data.device)
     if out.numel():
-        # A key for each number, the same along a row.
+        # The kernel takes a key for each number. All numbers of a row share one.
         keys = data.contiguous()
         kernel(keys.unsqueeze(-2) if data.ndim > 1 else keys, out)
     return out
@@ -175,16 +176,16 @@ def _fill(kernel: Any, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _native(device: torch.device) -> Any | None:
-    """Return torch's own module for a device, if its numbers there are the stream's."""
+    """Return torch's own module for a device, if it draws the same numbers as ours."""
     native = native_random(device.type)
     try:
         return native if native is not None and _agrees(native, device) else None
     except (RuntimeError, TypeError, AttributeError):
-        return None  # it changed: ours is right anyway
+        return None  # torch's private module changed; ours still works
 
 
 def _agrees(native: Any, device: torch.device) -> bool:
-    """Say whether a few draws give the same bits, or nearly so the normal ones."""
+    """Say whether a few draws agree: normal numbers to rounding, others bit for bit."""
     keys = torch.tensor(_KEYS, dtype=torch.uint64, device="cpu")
     theirs = keys.to(device)
     same = torch.equal(native.split(theirs, 3).cpu(), _philox.split(keys, 3))
@@ -200,7 +201,7 @@ def _agrees(native: Any, device: torch.device) -> bool:
 _KEYS = [[42, 0], [2**64 - 1, 2**64 - 1], [2**40 + 3, 2**32 - 2]]
 
 
-# --- What the shapes are ----------------------------------------------------------
+# --- Shapes -----------------------------------------------------------------------
 
 
 def _split_shape(data: Tensor, num: int) -> Tensor:
@@ -208,7 +209,7 @@ def _split_shape(data: Tensor, num: int) -> Tensor:
 
 
 def _fold_in_shape(data: Tensor, value: int) -> Tensor:
-    del value  # any is one key
+    del value  # every value gives one key
     return data.new_empty(data.shape)
 
 
@@ -217,7 +218,7 @@ def _fold_in_tensor_shape(data: Tensor, value: Tensor) -> Tensor:
 
 
 def _bits_shape(data: Tensor, n: int, width: int) -> Tensor:
-    del width  # all are held by int64
+    del width  # int64 holds every width
     return data.new_empty(*data.shape[:-1], n, dtype=torch.int64)
 
 
@@ -225,7 +226,7 @@ def _draw_shape(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     return data.new_empty(*data.shape[:-1], n, dtype=dtype)
 
 
-# --- What a batch is: more keys ---------------------------------------------------
+# --- vmap: a batch is more keys ---------------------------------------------------
 
 
 Batched = Callable[..., tuple[Tensor, int]]
@@ -233,7 +234,7 @@ Batched = Callable[..., tuple[Tensor, int]]
 
 def _more_keys(op: Any, out_dim: int) -> Batched:
     def rule(info: Any, in_dims: Any, data: Tensor, *args: Any) -> tuple[Tensor, int]:
-        del info  # the batch is as large as it is
+        del info  # the batch size is not needed
         return op(data.movedim(in_dims[0], 0), *args), out_dim
 
     return rule
@@ -243,7 +244,7 @@ def _more_keys_or_values(op: Any) -> Batched:
     def rule(
         info: Any, in_dims: Any, data: Tensor, value: Tensor
     ) -> tuple[Tensor, int]:
-        del info  # the batch is as large as it is
+        del info  # the batch size is not needed
         key, number = in_dims
         rank = max(data.ndim - 1 - (key is not None), value.ndim - (number is not None))
         if key is not None:
@@ -256,7 +257,7 @@ def _more_keys_or_values(op: Any) -> Batched:
 
 
 def _with_rank(batch: Tensor, ndim: int) -> Tensor:
-    """Put dimensions of size one behind the first."""
+    """Insert dimensions of size one after the first."""
     return batch[(slice(None), *[None] * (ndim - batch.ndim))]
 
 

@@ -1,13 +1,13 @@
 """The random stream: Philox4x32-10, laid out as torch lays it out.
 
-A key is a row (seed, offset) of 64-bit words. Block `i` of its stream is the cipher of
-the counter (offset + i) mod 2**64 under the seed: four 32-bit words, kept here in two
-64-bit ones. Few blocks are computed by Python's integers, with one in every 128 bits of
-a number; many by int64 tensors, in chunks that stay in the cache.
+A key is a row (seed, offset) of 64-bit words. Block `i` of its stream is the counter
+(offset + i) mod 2**64, encrypted under the seed: four 32-bit words, held here in two
+64-bit words. Python's integers compute a few blocks: each block takes 128 bits of one
+large integer. int64 tensors compute many blocks, in chunks that fit in the cache.
 
-Invariant: element e of a draw depends on the key, the dtype and e alone: not on how
-many are drawn, with which other keys, nor on which of the two ways.
-Rejected: Threefry, which takes twice the operations and has no kernels in torch.
+Invariant: element e of a draw depends only on the key, the dtype and e. The number of
+elements, the other keys and the way of computing do not matter.
+Rejected: Threefry. It takes twice the operations and has no kernels in torch.
 
 Sources: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
 SC 2011; the layout of `torch.func._random`, experimental in torch since 2.12; Box and
@@ -28,12 +28,12 @@ WEYL = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 MASK = 0xFFFFFFFF
 
-FEW = 640  # blocks, above which tensors are faster than Python's integers
-# Blocks in a chunk, which is an eighth of a draw within these bounds: enough for two of
-# torch's threads, and 5 buffers of it in the cache.
+FEW = 640  # with more blocks, tensors are faster than Python's integers
+# The least and the most blocks in a chunk. Within these bounds a chunk is an eighth of
+# a draw: enough work for two of torch's threads, and five buffers fit in the cache.
 CHUNK = 49_152, 131_072
-# A kernel, of a logarithm say, may end a tensor by other code than it began it, and so
-# with other bits. Blocks come in multiples of this many, that the end holds no values.
+# A kernel (such as the logarithm) may compute the end of a tensor by other code, with
+# other bits. So blocks are padded to multiples of this, and the end holds no values.
 PAD = 32
 
 
@@ -41,12 +41,12 @@ def philox(counter: Any, key: Any, lanes: int = 1) -> Any:
     """Encrypt a counter of four 32-bit words under a key of two.
 
     Args:
-        counter: Four integers. Or four integers with a word in every 128 bits.
-        key: Two of the same.
-        lanes: The integer that has the lowest bit of each of its words set.
+        counter: Four words. Or four large integers, with one word in every 128 bits.
+        key: Two words, or two such integers.
+        lanes: An integer with the lowest bit of each word set.
 
     Returns:
-        Four of the same.
+        Four words, or four such integers.
     """
     (a, b, c, d), (k, m) = counter, key
     low, step, other = MASK * lanes, WEYL[0] * lanes, WEYL[1] * lanes
@@ -87,7 +87,7 @@ def _padded(blocks: int) -> int:
 
 @functools.lru_cache(64)
 def _pattern(rows: int, count: int) -> tuple[int, int]:
-    """Return the integers with 1, and with its place in the row, in every block."""
+    """Return two integers: one has 1 in every block, one its position in the row."""
     places = [i.to_bytes(16, "little") for i in range(count)]
     return _packed([(1).to_bytes(16, "little")] * count * rows), _packed(places * rows)
 
@@ -96,7 +96,7 @@ def _pattern(rows: int, count: int) -> tuple[int, int]:
 
 
 def _constant(number: float, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return a number as operations on that dtype take it at half the cost."""
+    """Return a number as a tensor. Operations take that at half the cost."""
     return torch.tensor(number, dtype=dtype, device="cpu")
 
 
@@ -106,19 +106,19 @@ _WEYL = [_constant(number) for number in WEYL]
 
 
 def _by_tensors(seed: Tensor, offset: Tensor, index: Tensor, scratch: Tensor) -> Tensor:
-    """Return the blocks at `offset + index`, padded, in the scratch: int64[:].
+    """Compute the blocks at `offset + index` in the scratch, padded: int64[:].
 
     Args:
         seed: int64, broadcasts with the next two.
         offset: int64.
         index: int64.
-        scratch: int64[:], room for five of the padded size.
+        scratch: int64[:], large enough for five buffers of the padded size.
     """
     shape = torch.broadcast_shapes(offset.shape, index.shape)
     size = _padded(shape.numel())
     buffers = scratch[: 5 * size].view(5, size)
     a, c, b, d, p = buffers[:, : shape.numel()].view(5, *shape)
-    # Keys and products are let grow: only the low 32 bits of `b`, `d`, `k`, `m` count.
+    # Keys and products may overflow: only the low 32 bits of `b`, `d`, `k`, `m` count.
     k, m = seed.clone(), seed >> _WORD
     torch.add(offset, index, out=a)
     torch.bitwise_right_shift(a, _WORD, out=b)
@@ -149,10 +149,11 @@ def _next_word(product: Tensor, last: Tensor, key: Tensor, *, out: Tensor) -> No
 def _chunks(
     keys: Tensor, start: int, count: int
 ) -> Iterator[tuple[slice, slice, bool, Tensor]]:
-    """Yield chunks: of which keys, which of their blocks, whether flipped, the blocks.
+    """Yield chunks: a slice of keys, a slice of blocks, whether flipped, the blocks.
 
-    Flipped are those with more keys than blocks of each: keys then vary the fastest, as
-    operations run along the longer dimension. The blocks are padded: int64[:].
+    A chunk with more keys than blocks of each key is flipped: the keys vary fastest,
+    because operations are faster along the longer dimension. The blocks are padded:
+    int64[:].
     """
     few, many = CHUNK
     total = len(keys) * count
@@ -182,10 +183,10 @@ class Reading(NamedTuple):
     """How blocks become values.
 
     Attributes:
-        per_block: Values in a block.
-        read: Makes values of blocks, which it may destroy.
-        low: The bits to keep of each.
-        step: What to multiply them by, once they have the dtype of the result.
+        per_block: The number of values in a block.
+        read: Turns blocks into values. It may overwrite the blocks.
+        low: A mask of the bits to keep of each value.
+        step: A factor, applied when values have the dtype of the result.
     """
 
     per_block: int
@@ -201,10 +202,10 @@ def draw(
 
     Args:
         keys: uint64[k, 2].
-        n: How many of each.
-        dtype: Of the result.
-        reading: Which values these are.
-        start: The block to begin with, as an int64.
+        n: How many values of each stream.
+        dtype: The dtype of the result.
+        reading: How blocks become values.
+        start: The first block, as an int64.
     """
     per_block = reading.per_block
     count = -(-n // per_block)
@@ -221,7 +222,7 @@ def draw(
 
 
 def _write(out: Tensor, words: Tensor, flipped: bool, reading: Reading) -> None:
-    """Write the values of some blocks of some keys, which have padding at the end."""
+    """Write the values of some padded blocks of some keys."""
     rows, n = out.shape
     per_block, read, low, step = reading
     count = -(-n // per_block)
@@ -247,7 +248,7 @@ KEYS = Reading(2, _same)
 
 
 def split(keys: Tensor, num: int, start: int = 0) -> Tensor:
-    """Return a key for each of `num` blocks: uint64[num, k, 2]."""
+    """Return one key for each of the next `num` blocks: uint64[num, k, 2]."""
     words = draw(keys, 2 * num, torch.int64, KEYS, start).view(len(keys), num, 2)
     return words.transpose(0, 1).contiguous().view(torch.uint64)
 
@@ -264,7 +265,7 @@ def _unsigned_quarters(words: Tensor) -> Tensor:
 
 
 def _halves(words: Tensor) -> Tensor:
-    """Return each two words as one, the first of them high."""
+    """Join each two words to one. The first word becomes the high half."""
     first = words.bitwise_left_shift(_WORD)
     return first.add_(words.bitwise_right_shift_(_WORD).bitwise_and_(_LOW))
 
@@ -284,7 +285,7 @@ def _uniform(precision: int, dtype: torch.dtype) -> Reading:
     return Reading(4, _quarters, _constant(low, torch.int32), step)
 
 
-# In [0, 1): multiples of 2**-precision, from the low bits.
+# Uniform numbers in [0, 1) are the low bits, times 2**-precision.
 _PRECISION = {
     torch.float64: 53,
     torch.float32: 24,
@@ -304,7 +305,7 @@ class _Normal(NamedTuple):
     turn: Tensor
 
     def pairs(self, pairs: Tensor) -> Tensor:
-        """Return two normal numbers for two uniform ones in (0, 1]."""
+        """Turn pairs of uniform numbers in (0, 1] into pairs of normal numbers."""
         u, v = pairs.view(-1, 2).unbind(-1)
         radius = u.log().mul_(self.minus_two).sqrt_()
         return torch.polar(radius, v * self.turn).view(pairs.dtype)
@@ -319,13 +320,13 @@ _NARROW, _WIDE = _normal(torch.float32), _normal(torch.float64)
 
 
 def _narrow(words: Tensor) -> Tensor:
-    """Return two numbers for each 64 bits, the halves of which are a pair: float32."""
+    """Turn the two halves of each 64 bits into two normal numbers: float32."""
     u = words.view(torch.uint32).to(torch.float32)
     return _NARROW.pairs(u.mul_(_NARROW.step).add_(_NARROW.half_step))
 
 
 def _wide(words: Tensor) -> Tensor:
-    """Return two numbers for each 128 bits, the halves of which are a pair: float64."""
+    """Turn the two halves of each 128 bits into two normal numbers: float64."""
     high, low = words.view(torch.uint32).to(torch.float64).view(-1, 2).unbind(-1)
     u = (low * _WIDE.step).add_(_WIDE.half_step).add_(high)
     return _WIDE.pairs(u.mul_(_WIDE.step))

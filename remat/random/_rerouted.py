@@ -1,12 +1,12 @@
-"""What torch's own random functions do inside `bind`: the same, drawn from a key.
+"""Rules for torch's random functions inside `bind`: each draws from a key instead.
 
-A rule is called with `draw`, which gives the next key, and the arguments of the torch
-function that it stands for.
+A rule is called with `draw` and the arguments of the torch function that it replaces.
+`draw()` returns the next key.
 
 Invariant: a call that draws nothing (dropout in evaluation mode) takes no key, and runs
 torch's own kernel.
-Rejected: to fill `torch.empty(...)` in place. Under vmap a key may be batched where the
-empty tensor is not, and that cannot be written.
+Rejected: filling `torch.empty(...)` in place. Under vmap the key may be batched when
+the empty tensor is not. Batched values cannot be written to such a tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,20 +45,21 @@ def _deliver(
     pin_memory: bool | None = False,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Return what `make(device, dtype)` draws, as the options of a factory say."""
+    """Call `make(device, dtype)` and apply the options of a factory function."""
     if layout not in (None, torch.strided):
         raise ValueError(
-            f"remat: bind draws strided tensors, got layout {layout}; convert the draw"
+            f"remat: bind draws strided tensors only, got layout={layout}. Leave out "
+            "`layout` and convert the result."
         )
     if out is not None:
         return _into(out, make(out.device, out.dtype))
-    # Of a tensor: Dynamo does not trace the question for the default device.
+    # Read from a tensor: Dynamo does not trace torch.get_default_device.
     device = torch.empty(()).device if device is None else torch.device(device)
     value = make(device, dtype or default or torch.get_default_dtype())
     if pin_memory:
         value = value.pin_memory()
     if requires_grad:
-        value.requires_grad = True  # as by torch.rand, also where torch.func is at work
+        value.requires_grad = True  # as torch.rand does, under torch.func too
     return value
 
 
@@ -99,7 +100,7 @@ def _deliver_like(
     value = _deliver(make, input.dtype, **options)
     value = laid_out(value, input, memory_format)
     if requires_grad:
-        value.requires_grad = True  # as by torch.rand, also where torch.func is at work
+        value.requires_grad = True  # as torch.rand does, under torch.func too
     return value
 
 
@@ -117,7 +118,7 @@ def laid_out(
     ).stride()
     order = sorted(range(like.ndim), key=lambda dim: -strides[dim])
     back = sorted(range(like.ndim), key=order.__getitem__)
-    # Not copied into an empty tensor: under vmap that may be batched less.
+    # Not copied into an empty tensor, which under vmap may not be batched.
     return value.permute(order).contiguous().permute(back)
 
 
@@ -174,7 +175,7 @@ def _randperm(draw: Draw, n: int, **options: Any) -> Tensor:
 # -- In place -------------------------------------------------------------------------
 
 
-# Python's keywords cannot be parameters.
+# `from` is a keyword of Python, so a parameter cannot have that name.
 _NAMES = {"from": "low", "to": "high"}
 
 
@@ -192,7 +193,7 @@ def _in_place(value: Callable[..., Tensor]) -> Rule:
 
 
 def _constant_in(value: Tensor, *parameters: Any) -> Tensor:
-    """Return `value`, with the gradient of zero that torch gives to its parameters."""
+    """Return `value` with a zero gradient to its parameters, as torch gives."""
     for p in parameters:
         if isinstance(p, Tensor) and p.requires_grad:
             value = torch.where(torch.ones_like(p, dtype=torch.bool), value, p)
@@ -277,7 +278,7 @@ def _multinomial(
 
 
 def _with_replacement(key: Key, p: Tensor, num: int) -> Tensor:
-    # Divided by the last, so that it is exactly one: no draw is beyond it.
+    # Divided by the last sum, so that it becomes exactly one: no draw is beyond it.
     total = p.to(numbers.wide(p)).cumsum(-1)
     cumulative = total / total[..., -1:]
     u = uniform(key, (*p.shape[:-1], num), cumulative.dtype)
@@ -285,7 +286,7 @@ def _with_replacement(key: Key, p: Tensor, num: int) -> Tensor:
 
 
 def _without_replacement(key: Key, p: Tensor, num: int) -> Tensor:
-    # The first of exponential clocks to ring, as torch does: Efraimidis and Spirakis,
+    # Largest weight over an exponential number, as in torch: Efraimidis and Spirakis,
     # "Weighted random sampling with a reservoir", 2006.
     return (p / numbers.exponential_(key, p)).topk(num).indices
 

@@ -1,10 +1,11 @@
-"""What torch's dropout, attention and recurrent kernels do inside `bind`.
+"""Rules for torch's dropout, attention and recurrent kernels inside `bind`.
 
-Like `_rerouted`: a rule is called with `draw` and the arguments of what it stands for.
+As in `_rerouted`, a rule is called with `draw` and the arguments of the torch function
+that it replaces.
 
-Invariant: with nothing dropped the result is what torch's own formula gives.
-Rejected: to hand torch's attention a mask. Its kernel takes one, but warns on every
-process that it is meant for tests.
+Invariant: if nothing is dropped, the result is what torch's own formula gives.
+Rejected: passing a dropout mask to torch's attention kernel. It takes one, but it warns
+in every process that this is meant for tests.
 """
 
 import math
@@ -36,7 +37,7 @@ def _whole(x: Tensor) -> tuple[int, ...]:
 def _features(x: Tensor) -> tuple[int, ...]:
     if x.dim() < 2:
         raise ValueError(
-            "remat: feature dropout needs a batch and features, at least 2 dimensions; "
+            "remat: feature dropout needs at least 2 dimensions, batch and features; "
             f"got {x.dim()}."
         )
     return (*x.shape[:2], *(1 for _ in x.shape[2:]))
@@ -50,17 +51,17 @@ def _zeroed(key: Key, x: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
 
 
 def _mask(key: Key, x: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
-    # The result has the strides of the mask, if that is as large.
+    # A mask of the full shape gives the result its strides.
     mask = bernoulli(key, p, shape)
     return laid_out(mask, x) if shape == x.shape else mask
 
 
-# Minus what selu tends to: Klambauer et al., "Self-Normalizing Neural Networks", 2017.
+# Minus the limit of selu: Klambauer et al., "Self-Normalizing Neural Networks", 2017.
 _ALPHA = 1.7580993408473766
 
 
 def _saturated(key: Key, x: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
-    """Drop to selu's limit; then scale and shift, to keep mean and variance."""
+    """Drop to the limit of selu. Then scale and shift to keep mean and variance."""
     if p == 1:
         return x * 0
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
@@ -87,7 +88,7 @@ def _native_dropout(
     if not _drops(p, train, input):
         return torch.native_dropout(input, p, train)
     key = draw().to(input.device)
-    # The same numbers: the second is no other draw.
+    # A clone, so that the second use draws the same numbers.
     dropped = bernoulli(clone(key), p, input.shape)
     return dropout(key, input, p), ~dropped
 
@@ -112,7 +113,7 @@ def _rrelu(plain: Any) -> Rule:
     return rule
 
 
-# -- What torch.nn.functional calls them ----------------------------------------------
+# -- The same functions, under the names of torch.nn.functional -----------------------
 
 
 def _named(rule: Rule, in_place: Rule, default: bool) -> Rule:
@@ -150,12 +151,12 @@ def _gumbel_softmax(
     eps: float = 1e-10,
     dim: int = -1,
 ) -> Tensor:
-    del eps  # deprecated in torch, and without effect there too
+    del eps  # torch deprecated it and ignores it too
     noise = gumbel(draw().to(logits.device), tuple(logits.shape), logits.dtype)
     soft = ((logits + noise) / tau).softmax(dim)
     if not hard:
         return soft
-    # Straight through: the value of the one, the gradient of the other.
+    # Straight-through estimator: the value of `one_hot`, the gradient of `soft`.
     index = soft.argmax(dim, keepdim=True)
     one_hot = torch.zeros_like(soft).scatter(dim, index, 1.0)
     return one_hot - soft.detach() + soft
@@ -187,7 +188,7 @@ def _attention(
     if is_causal:
         attn_mask = _causal(attn_mask, query, key)
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-    # Of half precision only the result is, as in torch.
+    # In half precision only the result is rounded to it, as in torch.
     inside = torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
         q, k, v = (t.to(inside) for t in (query, key, value))
@@ -213,7 +214,7 @@ def _causal(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
     if attn_mask is not None:
         raise ValueError(
             "remat: scaled_dot_product_attention takes either attn_mask or "
-            "is_causal=True, got both"
+            "is_causal=True, got both. Pass one of them."
         )
     size = query.shape[-2], key.shape[-2]
     return torch.ones(size, dtype=torch.bool, device=query.device).tril()
@@ -226,7 +227,7 @@ def _repeated(heads: Tensor, query: Tensor) -> Tensor:
 def _weights(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    # Half of the scale on each side, as torch's formula has it, against overflow.
+    # Each side takes the root of the scale, as in torch's formula, against overflow.
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     half = math.sqrt(abs(scale))
     scores = (query * math.copysign(half, scale)) @ (key * half).transpose(-2, -1)
@@ -236,7 +237,7 @@ def _weights(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     else:
         scores = scores + attn_mask
-    # A query that may look at nothing gets zeros, as in torch, and no gradient of NaN.
+    # A query with every key masked gets zeros, as in torch. So no gradient is NaN.
     blind = (scores == -math.inf).all(-1, keepdim=True)
     return scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
 
@@ -266,16 +267,16 @@ def _fractional_pool(pool: Any, dims: int) -> Rule:
 
 
 def _recurrent(plain: Any) -> Rule:
-    """Return the rule that runs layer by layer, and drops between them."""
+    """Return a rule that runs one layer at a time, with dropout between layers."""
 
     def rule(draw: Draw, *args: Any) -> Any:
-        # Packed sequences come as data and batch sizes.
+        # A packed sequence is two arguments: data and batch sizes.
         count = 2 if isinstance(args[3], (list, tuple)) else 1
         inputs, rest = args[:count], args[count:]
         x, *sizes = inputs
         hx, params, biases, layers, p, train, bidirectional, *batch_first = rest
         if not _drops(p, train, x) or layers == 1:
-            # With dropout, were it nowhere, some kernels draw a state for it.
+            # 0.0, because with dropout some kernels draw a state even if nothing drops.
             how = (hx, params, biases, layers, 0.0, train, bidirectional)
             return plain(*inputs, *how, *batch_first)
         key = draw().to(x.device)

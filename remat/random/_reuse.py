@@ -1,10 +1,10 @@
-"""Find keys that are consumed twice, while someone asks for it.
+"""Find keys that are consumed twice inside `check_key_reuse`.
 
-Consumption is counted by the bits of the key, so that copies count together.
+Consumption is counted by the bits of the key, so copies of a key count together.
 
-Invariant: a draw outside `check_key_reuse` looks at one empty list, and no more.
-Rejected: marking the key object as consumed. It would go by the object, where equal
-keys draw equal numbers, and a key that is batched is another object each time.
+Invariant: outside `check_key_reuse`, a draw looks at one empty list and does no more.
+Rejected: marking the key object as consumed. Equal keys draw equal numbers even if they
+are different objects, and a batched key is a new object each time.
 """
 
 import functools
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 class _Ledger:
-    """Which keys were consumed where.
+    """The keys consumed so far, and where.
 
     Attributes:
-        used: the line that consumed each key last.
-        allowed: how many more times each may be consumed.
+        used: the source line that first consumed each key.
+        allowed: how many more times each key may be consumed.
     """
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class _Ledger:
         self.allowed: Counter[tuple[int, int]] = Counter()
 
 
-# One entry for each block that is open, in any thread.
+# One entry for each open block, in any thread.
 _open: list[None] = []
 _ledger: ContextVar[_Ledger | None] = ContextVar("_ledger", default=None)
 
 
 class _Block(AbstractContextManager[None]):
-    """A block, or several inside one another, in which keys are checked."""
+    """A block that checks keys. It may be entered again inside itself."""
 
     def __init__(self) -> None:
         self._tokens: list[Token[_Ledger | None]] = []
@@ -80,30 +80,33 @@ _STEPWISE = (
     inspect.isasyncgenfunction,
 )
 _RUNS_LATER = (
-    "remat: {name} is a generator or coroutine function, whose body runs after its "
-    "call and so would not be checked. Write `with remat.random.check_key_reuse():` in "
-    "it, around what draws."
+    "remat: {name} is a generator or coroutine function. Its body runs after its "
+    "call, so it would not be checked. Write `with remat.random.check_key_reuse():` "
+    "inside the function, around the draws."
 )
 
 
 def check_key_reuse() -> _Block:
-    """Raise where a key is consumed a second time: the numbers would be the same.
+    """Raise an error when a key is consumed twice: the numbers would be the same.
 
-    Samplers and :func:`split` consume a key; each key of an array is consumed by
-    itself. :func:`fold_in` does not, though keys it makes from one key and one number
-    are equal and count as one. A :func:`clone` may be consumed besides the original.
-    A recompute by :func:`remat.remat`, or of a dropout mask, is no reuse.
+    Samplers and :func:`split` consume a key. Each key of an array counts by itself.
+    :func:`fold_in` does not consume its key. But two keys that it makes from the same
+    key and number are equal, and count as one key. A :func:`clone` may be consumed in
+    addition to the original. A recompute by :func:`remat.remat`, or of a dropout mask,
+    is not a reuse. A recompute by ``torch.utils.checkpoint`` is.
 
-    It sees keys with values, in this thread; not what ``torch.compile`` or ``make_fx``
-    trace, nor what compiled code draws. It reads them, which on an accelerator waits
-    for it: meant for tests and debugging. Blocks inside one another count together.
-    Also a decorator, of functions that are no generators or coroutines.
+    The check reads the values of keys. On an accelerator this waits for the device, so
+    use it in tests and for debugging. It sees the keys that this thread consumes. It
+    does not see keys that ``torch.compile`` or ``make_fx`` trace, nor draws of compiled
+    code. Nested blocks count together.
 
-    The recompute of ``torch.utils.checkpoint`` is a call like others, and so a reuse.
+    The result is a context manager, and a decorator of functions other than generator
+    and coroutine functions.
 
     Raises:
-        KeyReuseError: in the block, naming both lines.
-        TypeError: it decorates a function whose body runs later.
+        KeyReuseError: in the block, on the second consumption. The message names both
+            source lines.
+        TypeError: the decorated function is a generator or coroutine function.
 
     Example:
         >>> from remat import random
@@ -118,13 +121,13 @@ def check_key_reuse() -> _Block:
 
 
 def consume(data: Tensor) -> None:
-    """Note that each key of `data` is consumed."""
+    """Count each key of `data` as consumed."""
     if _open and not must_inline():
         _consume(data)
 
 
 def allow(data: Tensor) -> None:
-    """Let each key of `data` be consumed once more."""
+    """Allow each key of `data` to be consumed once more."""
     if not _open or must_inline() or is_recomputing():
         return
     if (ledger := _ledger.get()) is not None:
@@ -149,8 +152,8 @@ def _consume(data: Tensor) -> None:
 
 
 def _rows(data: Tensor) -> list[tuple[int, int]]:
-    """Return the seed and offset of each key under all wrappers, if it has values."""
-    # Taken apart first: a vmap may batch over the last dimension of what it is given.
+    """Return seed and offset of each key, without wrappers; none if without values."""
+    # Split first: under the wrappers of vmap the last dimension may be another one.
     seed, offset = (base_tensor(data[..., i]).detach() for i in range(2))
     if type(seed) is not Tensor or seed.is_meta:
         return []
@@ -160,8 +163,9 @@ def _rows(data: Tensor) -> list[tuple[int, int]]:
 
 
 _REUSED = (
-    "remat: a key was consumed twice, so both draws are of the same random bits: "
+    "remat: a key was consumed twice, so both draws read the same random bits: "
     "(seed, offset) = {row}\n  first: {first}\n  again: {here}\n"
     "Draw from keys that remat.random.split(key) returns, or from fold_in(key, n) with "
-    "distinct n. If it is meant, consume remat.random.clone(key) the second time."
+    "distinct n. To reuse a key on purpose, consume remat.random.clone(key) the second "
+    "time."
 )

@@ -1,9 +1,9 @@
 """The basic distributions: bits, integers, coins, uniform and normal numbers.
 
-Invariant: no value is at a bound that is excluded, in any dtype; an event of
-probability 0 does not happen, and one of probability 1 does.
-Rejected: rejection sampling, which draws a number of times that depends on the values,
-so that neither vmap nor torch.compile could have it.
+Invariant: in every dtype, no value is at an excluded bound. An event of probability 0
+never happens, and an event of probability 1 always does.
+Rejected: rejection sampling. The number of its draws depends on the values, so it works
+neither under vmap nor under torch.compile.
 """
 
 from typing import Any
@@ -42,11 +42,11 @@ def uniform(
 ) -> Tensor:
     """Draw from the uniform distribution on ``[minval, maxval)``.
 
-    The numbers are ``u * (maxval - minval) + minval`` with the bounds and their
-    difference rounded to ``dtype``; float16 and bfloat16 compute in float32. They are
-    those of ``torch.func._random.uniform`` bit for bit, except that a number which
-    rounds to ``maxval`` becomes the largest one below. ``u`` is a multiple of
-    2**-24 in float32, of 2**-11, 2**-8 and 2**-53 in float16, bfloat16 and float64.
+    The numbers are ``u * (maxval - minval) + minval``. The bounds and their difference
+    are rounded to ``dtype``; float16 and bfloat16 compute in float32. The numbers are
+    those of ``torch.func._random.uniform`` bit for bit, with one exception: a number
+    that rounds to ``maxval`` becomes the largest value below it. ``u`` is a multiple of
+    2**-24 in float32, 2**-53 in float64, 2**-11 in float16 and 2**-8 in bfloat16.
     Derivatives flow to the bounds.
 
     Args:
@@ -54,8 +54,8 @@ def uniform(
         shape: of the numbers drawn from each key; None for that of the bounds.
         dtype: a floating-point dtype, by default torch's default.
         minval: lower bound, a number or a tensor that broadcasts to the result.
-        maxval: upper bound, likewise. A tensor bound not above ``minval`` gives
-            ``minval``.
+        maxval: upper bound, likewise. If it is a tensor and not above ``minval``, the
+            result is ``minval``.
 
     Returns:
         A tensor of shape ``(*key.shape, *shape)``, on the key's device.
@@ -75,8 +75,8 @@ def uniform(
     numbers = isinstance(minval, (int, float)) and isinstance(maxval, (int, float))
     if numbers:
         _check_bounds(dtype, minval, maxval)
-    # While compiling by tensors: `rounded` would make a number a constant of the graph.
-    # But not in small dtypes, which the compiler rounds less often than we do.
+    # While compiling, compute with tensors: `rounded` would make the number a constant
+    # of the graph. Not for small dtypes, which the compiler rounds less often than we.
     if numbers and not (torch.compiler.is_compiling() and dtype.itemsize > 2):
         return _uniform_between(key, shape, dtype, minval, maxval)
     u = draw(_ops.uniform, consumed(key), shape, dtype)
@@ -117,9 +117,9 @@ def normal(
 ) -> Tensor:
     """Draw from the normal distribution.
 
-    The numbers are ``z * std + mean``, computed in float32 for float16 and bfloat16,
-    with the ``z`` of ``torch.func._random.normal``: equal to rounding, since logarithm
-    and cosine are not the same on every device. Derivatives flow to the parameters.
+    The numbers are ``z * std + mean``; float16 and bfloat16 compute in float32. ``z``
+    equals that of ``torch.func._random.normal`` up to rounding: logarithm and cosine
+    differ between devices. Derivatives flow to the parameters.
 
     Args:
         key: a key, or an array of them.
@@ -151,8 +151,9 @@ def normal(
 def bernoulli(key: KeyLike, p: Value = 0.5, shape: Shape = None) -> Tensor:
     """Draw True with probability ``p``.
 
-    True is where a uniform number in float32 is below ``p``: never for 0, always for 1,
-    and otherwise right to 2**-24. No derivative flows to ``p``.
+    A draw is True if a uniform number in float32 is below ``p``: never for 0, always
+    for 1, and otherwise with probability ``p`` to within 2**-24. No derivative flows to
+    ``p``.
 
     Args:
         key: a key, or an array of them.
@@ -181,7 +182,7 @@ def bernoulli(key: KeyLike, p: Value = 0.5, shape: Shape = None) -> Tensor:
 
 
 def check_probability(p: Value) -> None:
-    """Raise if a number is no probability."""
+    """Raise if a number is not a probability."""
     if not isinstance(p, Tensor) and not 0 <= p <= 1:
         raise ValueError(f"remat: the probability `p` is {p}, outside [0, 1].")
 
@@ -208,7 +209,7 @@ def rademacher(
         tensor([-1, -1, -1,  1])
     """
     if not dtype.is_signed:
-        raise TypeError(f"remat: there is no -1 in {dtype}. Try torch.int64.")
+        raise TypeError(f"remat: there is no -1 in {dtype}. Use torch.int64.")
     return bernoulli(key, 0.5, as_shape(shape)).to(dtype) * 2 - 1
 
 
@@ -220,20 +221,21 @@ _WORDS = (
 
 def _check_words(dtype: torch.dtype, no: torch.dtype | None = None) -> None:
     if dtype not in _WORDS or dtype is no:
-        raise TypeError(f"remat: cannot draw integers of {dtype}. Try torch.int64.")
+        raise TypeError(f"remat: cannot draw integers of {dtype}. Use torch.int64.")
 
 
 def bits(key: KeyLike, shape: Shape = (), dtype: torch.dtype = torch.uint32) -> Tensor:
-    """Draw integers, each value of the dtype being as likely as any other.
+    """Draw integers. Every value of the dtype is equally likely.
 
-    These are the words of the stream: those of 32 bits as ``torch.func._random.bits``
-    has them, or their low bits; for 64 bits two words, the first one high.
+    The integers are the words of the stream. Those of 32 bits are the words that
+    ``torch.func._random.bits`` gives. Those of 8 and 16 bits are their low bits. Those
+    of 64 bits are two words; the first word is the high half.
 
     Args:
         key: a key, or an array of them.
         shape: of the integers drawn from each key.
-        dtype: signed or unsigned, of 8 to 64 bits. A signed integer has the bits that
-            the unsigned one of its size would have.
+        dtype: an integer dtype of 8 to 64 bits, signed or unsigned. A signed draw has
+            the same bits as the unsigned one.
 
     Returns:
         A tensor of shape ``(*key.shape, *shape)``, on the key's device.
@@ -259,28 +261,28 @@ def randint(
     maxval: int | Tensor,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """Draw integers from ``minval`` to ``maxval - 1``, each as likely as any other.
+    """Draw integers from ``minval`` to ``maxval - 1``. All are equally likely.
 
-    They are 64 bits of the stream modulo ``maxval - minval``, so no probability is off
-    by more than 2**-64 of itself times the range. As in ``torch.func._random.randint``,
-    32 bits are used where the dtype has no more and the bounds are Python integers less
-    than 2**28 apart: there that is 2**-32.
+    The integers are 64 bits of the stream modulo ``maxval - minval``. So the relative
+    error of a probability is at most 2**-64 times ``maxval - minval``. 32 bits are used
+    if the dtype has no more and the bounds are Python integers less than 2**28 apart,
+    as in ``torch.func._random.randint``. Then 2**-32 takes the place of 2**-64.
 
     Args:
         key: a key, or an array of them.
         shape: of the integers drawn from each key; None for that of the bounds.
         minval: the least integer, a number or a tensor that broadcasts to the result.
-        maxval: one more than the greatest, likewise. A tensor bound not above
-            ``minval`` gives ``minval``.
+        maxval: one more than the greatest, likewise. If it is a tensor and not above
+            ``minval``, the result is ``minval``.
         dtype: an integer dtype, but not uint64.
 
     Returns:
         A tensor of shape ``(*key.shape, *shape)``, on the key's device.
 
     Raises:
-        ValueError: ``maxval`` is not above ``minval``, a bound is outside ``dtype``
-            (of tensors that is seen on the CPU, outside traces and transforms), or a
-            tensor is of a shape that does not fit.
+        ValueError: ``maxval`` is not above ``minval``, a bound is outside ``dtype``, or
+            a tensor is of a shape that does not fit. Values of tensors are checked only
+            on the CPU, outside traces and transforms.
         TypeError: ``dtype`` is not an integer dtype or is uint64, or a bound is not an
             integer.
 
@@ -306,7 +308,7 @@ def randint(
 
 
 def _check_bound(name: str, value: Any, dtype: torch.dtype, above: int) -> None:
-    """Raise if a bound is no integer, or a tensor that has one out of range."""
+    """Raise if a bound is not an integer, or is a tensor with values out of range."""
     tensor = isinstance(value, Tensor)
     if value.dtype not in _WORDS if tensor else isinstance(value, (float, complex)):
         raise TypeError(f"remat: `{name}` is {value}; it must be an integer.")
@@ -324,15 +326,15 @@ def _check_range(low: int, high: int, dtype: torch.dtype) -> None:
     info = torch.iinfo(dtype)
     if not info.min <= low < high <= info.max + 1:
         raise ValueError(
-            f"remat: expected minval < maxval in the range of {dtype}, got {low} and "
-            f"{high}."
+            f"remat: expected minval < maxval within the range of {dtype}, got {low} "
+            f"and {high}."
         )
 
 
 def _modulo(words: Tensor, span: int) -> Tensor:
     """Return 64 bits, taken as unsigned, modulo an integer up to 2**64."""
     if span <= 2**31:
-        # One remainder: what it is of is below 2**63.
+        # One remainder is enough: its argument is below 2**63.
         high, low = (words >> 32).bitwise_and_(_LOW), words & _LOW
         return high.mul_(2**32 % span).add_(low) % span
     if span <= 2**62:
@@ -347,7 +349,7 @@ _LOW = 2**32 - 1
 
 def _modulo_each(words: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Return 64 bits modulo each distance between bounds, which is at least 1."""
-    # At 2**63 it wraps, to what has the same bits.
+    # From 2**63 on, the span wraps to the int64 with the same bits.
     span = torch.where(low < high, high - low, 1)
     return torch.where(
         span > 0, _modulo_wide(words, span.clamp(min=1)), _less(words, span)
@@ -355,7 +357,7 @@ def _modulo_each(words: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _less(words: Tensor, span: int | Tensor) -> Tensor:
-    """Return 64 bits modulo a distance above 2**63, given as its bits."""
+    """Return 64 bits modulo a distance of at least 2**63, given by its bits."""
     least = torch.iinfo(torch.int64).min
     return torch.where(words ^ least >= span ^ least, words - span, words)
 
@@ -363,7 +365,7 @@ def _less(words: Tensor, span: int | Tensor) -> Tensor:
 def _modulo_wide(words: Tensor, span: int | Tensor) -> Tensor:
     """Return 64 bits modulo a positive integer below 2**63."""
     half = ((words >> 1) & (2**63 - 1)) % span
-    # Twice that, but never as much as 2**63.
+    # Twice `half` modulo `span`, without reaching 2**63.
     twice = torch.where(half >= span - half, half - (span - half), half + half)
     odd = words & 1
     return torch.where(twice + odd == span, 0, twice + odd)

@@ -127,7 +127,7 @@ BAD = {
     "exponential_": (lambda x: x.exponential_(0.0), ONES, "lambd > 0, got 0.0"),
     "cauchy_": (lambda x: x.cauchy_(0.0, -1.0), ONES, "sigma > 0"),
     "geometric_": (lambda x: x.geometric_(1.5), ONES, "0 < p < 1"),
-    "randint": (lambda x: torch.randint_like(x, 3, 3), ONES, r"empty, got \(3, 3\)"),
+    "randint": (lambda x: torch.randint_like(x, 3, 3), ONES, r"high, got \(3, 3\)"),
     "dropout": (F.dropout2d, torch.ones(()), "2 dimensions"),
     "dimensions": (lambda x: x.expand(2, 2, 3).multinomial(1), ONES, "or 2 dim.*3"),
     "samples": (lambda x: x.multinomial(0), ONES, "at least 1 sample, got 0"),

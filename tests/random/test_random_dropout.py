@@ -101,7 +101,7 @@ REFUSED = {
     "integers": ((K, X.long(), 0.5), TypeError, r"dropout of torch.int64"),
     "a device": ((KEYS.to("meta"), X, 0.5), ValueError, "key.to.x.device"),
     "a shape": ((KEYS[0], X, 0.5), ValueError, r"shape \[3\] for an `x`"),
-    "dimensions": ((KEYS, X[:, 0, 0], 0.5), ValueError, "does not begin"),
+    "dimensions": ((KEYS, X[:, 0, 0], 0.5), ValueError, "must begin"),
     "no key": ((X, K, 0.5), TypeError, r"got torch.float32. To make a"),
     "shape of p": ((K, X, torch.ones(3)), ValueError, r"`p` has shape \[3"),
 }
