@@ -61,7 +61,7 @@ class Evaluation(NamedTuple):
         recomputation: how the program is recomputed; None to run it as it is.
         shared: the outputs that share memory with an input or with another output.
         asks_grad_mode: whether its backward depends on whether grad mode is on.
-        is_exact: whether some output does depend on each input that is used.
+        certain: the inputs that the outputs of its forward depended on, for certain.
         has_inference: whether some input is an inference tensor.
     """
 
@@ -73,7 +73,7 @@ class Evaluation(NamedTuple):
     recomputation: Any = None
     shared: Collection[int] = ()
     asks_grad_mode: bool = False
-    is_exact: bool = True
+    certain: Collection[Any] = ()
     has_inference: bool = False
 
 

@@ -12,7 +12,10 @@ import functools
 import os
 import sys
 import sysconfig
+import threading
 import types
+import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,11 +59,10 @@ def short(line: str, *, with_module: bool = True) -> str:
 def shown(file: str) -> str:
     """Return a file's name as a reader knows it: a notebook's cell by its number."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if shell is None:
-        return file
-    cell = shell.compile.format_code_name(file)
-    return " ".join(cell) if cell is not None else file
+    shell = getattr(ipython, "get_ipython", lambda: None)()
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    cell = None if name_of is None else name_of(file)
+    return file if cell is None else " ".join(cell)
 
 
 # Not that of a notebook or a prompt.
@@ -94,6 +96,32 @@ def _path_of(inner: nn.Module | None, frame: types.FrameType | None) -> str:
         found = _module_of(frame)
         inner, outer = inner or found, found or outer
         frame = frame.f_back
-    if inner is None or outer is None:
-        return ""
-    return next((name for name, m in outer.named_modules() if m is inner), "")
+    return "" if inner is None or outer is None else _name_in(outer, inner)
+
+
+class _Names(threading.local):
+    """The names in the module that a thread asked about last: a record asks often."""
+
+    outer: Any = None
+    names: dict[int, str] = {}  # noqa: RUF012 - never changed, only replaced
+
+
+_LAST = _Names()
+
+
+def _name_in(outer: nn.Module, inner: nn.Module) -> str:
+    """Return the name of a module in another one, "" if it is not in there."""
+    name = _LAST.names.get(id(inner), "")
+    known = _LAST.outer is not None and _LAST.outer() is outer
+    if not (known and name and _is_at(outer, name, inner)):
+        _LAST.outer = weakref.ref(outer)
+        _LAST.names = {id(m): name for name, m in outer.named_modules()}
+        name = _LAST.names.get(id(inner), "")
+    return name
+
+
+def _is_at(outer: nn.Module, name: str, inner: nn.Module) -> bool:
+    try:
+        return outer.get_submodule(name) is inner
+    except AttributeError:
+        return False

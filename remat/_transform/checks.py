@@ -14,7 +14,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import compress
+from itertools import compress, filterfalse
 from typing import Any, NamedTuple
 
 import torch
@@ -55,13 +55,13 @@ class Reached(NamedTuple):
     Attributes:
         inputs: their indices.
         asks_grad_mode: whether its backward depends on whether grad mode is on.
-        is_exact: whether each of these inputs is needed. The node of a call inside has
-            edges to what any of its outputs depends on, also to one that is not used.
+        certain: those that the outputs depend on. The node of a call inside has edges
+            to what any of its outputs depends on, also to one that is not used.
     """
 
     inputs: Sequence[int]
     asks_grad_mode: bool = True
-    is_exact: bool = True
+    certain: Collection[Any] = ()
 
 
 def reached_inputs(outs: Sequence[Any], inputs: Sequence[Tensor]) -> Reached:
@@ -77,12 +77,11 @@ def reached_inputs(outs: Sequence[Any], inputs: Sequence[Tensor]) -> Reached:
     if None in seen:
         raise CaptureError(_RETURNED_LEAF)
     seen.add(None)
-    for node in nodes:  # which grow
-        for parent, _ in node.next_functions:
-            if parent not in seen:
-                seen.add(parent)
-                known = accumulators if type(parent) is AccumulateGrad else nodes
-                known.append(parent)
+    calls = [*filter(_has_several_outputs, nodes)]
+    nodes = [*filterfalse(_has_several_outputs, nodes)]
+    _walk(nodes, seen, accumulators, calls)
+    certain = {id(node.variable) for node in accumulators}
+    _walk(calls, seen, accumulators, calls)
     used = []
     for node in accumulators:
         i = index.get(id(node.variable))
@@ -90,12 +89,29 @@ def reached_inputs(outs: Sequence[Any], inputs: Sequence[Tensor]) -> Reached:
             used.append(i)
         elif is_held(node):
             raise CaptureError(NOT_LIFTED.format(what=describe(node.variable)))
-    names = {*map(_name, map(type, nodes))}
+    names = {*map(_name, map(type, (*nodes, *calls)))}
     asks_grad_mode = not NODES_ASKING_GRAD_MODE.isdisjoint(names)
-    return Reached(sorted(used), asks_grad_mode, _CALL not in names)
+    return Reached(sorted(used), asks_grad_mode, {index.get(i) for i in certain})
 
 
-_CALL = "RematBackward"  # the node of a call, see `function`
+def _walk(
+    nodes: list[Any], seen: set[Any], accumulators: list[Any], calls: list[Any]
+) -> None:
+    """Add what is behind nodes: other nodes, leaves, and calls with several outputs."""
+    for node in nodes:  # which grow
+        for parent, _ in node.next_functions:
+            if parent not in seen:
+                seen.add(parent)
+                if type(parent) is AccumulateGrad:
+                    accumulators.append(parent)
+                else:
+                    (calls if _has_several_outputs(parent) else nodes).append(parent)
+
+
+def _has_several_outputs(node: Any) -> bool:
+    """Say whether a node is of a call of which several outputs have gradients."""
+    evaluation = getattr(node, "evaluation", None)
+    return evaluation is not None and sum(evaluation.differentiable) > 1
 
 
 def reaches_only_inputs(snapshot: Snapshot, request: Request) -> bool:

@@ -23,7 +23,6 @@ from remat._base.context import here
 from remat._base.errors import CaptureError
 from remat._base.program import Evaluation, OutsideVmap, Program, Request, fresh_leaves
 from remat._base.types import Fn
-from remat._capture.snapshot import Snapshot
 from remat._partial.cache import cache_of
 from remat._partial.decide import Situation, warn_if_asked, why_no_record
 from remat._partial.forward_plan import ForwardPlan
@@ -99,11 +98,11 @@ def _evaluate(
     outs = _run(call, program, inner, None if plan is None else plan.mode, state)
     before: Mapping[int, Tensor] = _NONE
     if copies:
-        before = _update_buffers(snapshot, inputs, copies)
+        before = _update_buffers(call, program, inputs, inner, copies)
         state = state.updated(before)
     again = _runner(call, program)
     refuse_changed_inputs(snapshot, inputs, inner, state.versions, needs, before, again)
-    used, asks_grad_mode, is_exact = _reached(call, outs, inner, request)
+    used, asks_grad_mode, certain = _reached(call, outs, inner, request)
     differentiable = [*map(_requires_grad, outs), *[False] * len(before)]
     results = [*map(Tensor.detach, outs), *before.values()]
     outside, recomputation, residuals = program.outside, None, 0
@@ -121,7 +120,7 @@ def _evaluate(
         recomputation,
         sharing_memory(outs, inner, copies),
         asks_grad_mode,
-        is_exact,
+        certain,
         has_inference,
     )
     if outside:
@@ -230,13 +229,19 @@ def _runner(call: Call, program: Program) -> Callable[[Sequence[Tensor]], object
 
 
 def _update_buffers(
-    snapshot: Snapshot, inputs: Sequence[Tensor], copies: dict[int, Tensor]
+    call: Call,
+    program: Program,
+    inputs: Sequence[Tensor],
+    inner: Sequence[Tensor],
+    copies: dict[int, Tensor],
 ) -> dict[int, Tensor]:
     """Write to buffers what the forward made of copies; return their values before."""
-    before = {}
+    snapshot = call.snapshot
+    before: dict[int, Tensor] = {}
     for i in written_to(inputs, copies, snapshot.buffers):
         if i not in snapshot.buffers:
-            raise changed_inside(snapshot, i)
+            changes = changes_of(snapshot, inner, _runner(call, program))
+            raise changed_inside(snapshot, i, changes)
         before[i] = update(inputs[i], copies[i])
     return before
 

@@ -159,5 +159,6 @@ class Primal(Program):
         assert evaluation is not None
         # Where nobody looked what the forward reached, there is nothing to compare.
         is_known = not checks.reaches_only_inputs(snapshot, evaluation.request)
-        if is_known and evaluation.is_exact:
+        missing = [i for i in missing if i in evaluation.certain]
+        if is_known and missing:
             checks.check_reached(snapshot, outs, inputs, missing)
