@@ -260,7 +260,11 @@ class Rematerialized(Generic[P, R]):
         # A builtin function, for one, binds no instance, and neither does this then.
         binds = hasattr(type(self.__wrapped__), "__get__")
         unbound = instance is None or not binds
-        return self if unbound else types.MethodType(self, instance)
+        if unbound:
+            return self
+        if torch.compiler.is_compiling():  # Dynamo makes no methods, and inlines it
+            return self.__wrapped__.__get__(instance, owner)
+        return types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__code__" and is_traced_symbolically():

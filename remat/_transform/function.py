@@ -212,7 +212,7 @@ class Remat(SingleLevelFunction):
                 outs = outs[: -evaluation.residuals]
                 differentiable = differentiable[: -evaluation.residuals]
         # Forward mode wants the tangent of a view to be a view, and a rule gives none.
-        if evaluation.shared and not (request.is_batched or in_forward_mode):
+        if evaluation.shared and not in_forward_mode:
             # The levels below record the views: there this node does not replace them.
             with torch.set_grad_enabled(not request.at_base):
                 outs = _as_views(outs, evaluation.shared)

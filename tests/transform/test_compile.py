@@ -122,3 +122,21 @@ def test_after_a_graph_break_within_grad_the_function_runs_uncompiled(backend):
         torch.manual_seed(seed)
         assert_same(got, grad(layer)(torch.ones(4)))
         assert ops["relu"] == 2
+
+
+class Decorated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @remat
+    def forward(self, x):
+        return self.linear(x).sin()
+
+
+def test_a_decorated_method_is_inlined(backend):
+    module = Decorated()
+    (want,) = torch.autograd.grad(module(x).sum(), module.linear.weight)
+    compiled = torch.compile(lambda x: module(x), backend=backend, fullgraph=True)
+    (got,) = torch.autograd.grad(compiled(x).sum(), module.linear.weight)
+    torch.testing.assert_close(got, want)

@@ -381,3 +381,65 @@ def test_nothing_is_refused_where_nothing_is_differentiated():
         remat(lambda a: a.mul_(2))(a.requires_grad_())
     with pytest.raises(MutationError, match="`x` was changed in place inside"):
         remat(lambda x: x.mul_(2).sin())(a * 1)
+
+
+# --- What the error says of the change --------------------------------------------
+
+
+def doubles(x, *others, w):
+    x.mul_(2)
+    return x * w
+
+
+ADDED = {
+    "in one call": lambda fn, x: fn(x, w=leaf(4)),
+    "in one node": lambda fn, x: grad(lambda w: fn(x, w=w).sum())(torch.ones(4)),
+    "under vmap": lambda fn, x: vmap(grad(lambda w, x: fn(x, w=w).sum()), (None, 0))(
+        torch.ones(4), x[None]
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 4)], ids=["a vector", "a matrix"])
+@pytest.mark.parametrize("how", ADDED)
+def test_the_error_names_the_operation_and_the_line(how, shape):
+    if how == "in one call" and shape == (4,):
+        shape = (5, 4)  # a vector is copied before the call
+    line = doubles.__code__.co_firstlineno + 1
+    where = rf"by aten\.mul_\.Tensor at {__file__}:{line}, in doubles\. A recompute"
+    with pytest.raises(MutationError, match=where):
+        ADDED[how](remat(doubles), torch.ones(shape))
+
+
+def without_memory(t):
+    t.untyped_storage().resize_(0)
+    return t
+
+
+@pytest.mark.parametrize(
+    "other",
+    [without_memory(torch.ones(3000)), torch.eye(3).to_sparse()],
+    ids=["freed", "sparse"],
+)
+def test_an_input_that_cannot_be_copied_leaves_the_operation_unnamed(other):
+    with pytest.raises(MutationError, match=r"changed in place inside .*:\d+\)\. A"):
+        remat(doubles)(torch.ones(4, 4), other, w=leaf(4))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [grad, lambda f: vmap(grad(f)), lambda f: grad(lambda x: vmap(f)(x).sum())],
+    ids=["grad", "vmap(grad)", "grad(vmap)"],
+)
+def test_a_view_that_is_returned_with_its_base_is_not_changed(transform):
+    def transposed(x):
+        y = x * 2
+        return y, y.mT
+
+    def loss(x):
+        a, b = remat(transposed)(x)
+        a.mul_(3)
+        return (a.sin() + 2 * b.sin()).sum()
+
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        transform(loss)(torch.rand(3, 3, 3))

@@ -373,3 +373,15 @@ def test_an_error_that_the_function_catches_is_raised_at_its_end():
     with pytest.raises(RecomputeError, match="forward:"):
         y.sum().backward()
     assert x.grad is None
+
+
+@pytest.mark.parametrize("nested", [lambda fn: fn, remat], ids=["alone", "nested"])
+def test_an_input_that_a_recompute_does_not_reach_is_named(nested):
+    def sometimes(a, b):
+        y = nested(torch.sin)(a)
+        return y * b if runs() == 0 else y * 2
+
+    a, b = torch.rand(2, 3)
+    out, pull = torch.func.vjp(remat(sometimes), a, b)
+    with pytest.raises(RecomputeError, match="do not depend on `b`"):
+        pull(out)
