@@ -1,4 +1,4 @@
-"""JAX's rematerialization for PyTorch: a function transform over `torch.func`."""
+"""JAX's `jax.checkpoint` for PyTorch: recompute values instead of storing them."""
 
 from remat import policies as policies, random as random
 from remat._base.errors import (

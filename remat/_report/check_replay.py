@@ -1,13 +1,14 @@
 """`check_replay`: whether a recompute computes what the forward did, bit for bit.
 
-Called by users, from `remat.testing`. The function runs twice, as the forward of a
-rematerialized call and as its recompute. A mode copies what each operation of the
-forward made, and another mode compares that with the recompute (`bitwise`).
+Called by users, from `remat.testing`. The function runs twice: as the forward of a
+rematerialized call, and as its recompute. In the forward, a mode copies the results of
+each operation. In the recompute, another mode compares them (`bitwise`).
 
-Invariant: a value is compared as soon as it is made, so the report is on the operation
-where the two runs first differ. Rejected: comparing gradients, which tell that
-something differs and not what. Rejected: keeping hashes, which take no memory. The
-distance of two values would need a third run, which may do something else.
+Invariant: a value is compared as soon as it is made, so the report names the operation
+where the two runs first differ.
+Rejected: comparing gradients. They show that something differs, but not what.
+Rejected: keeping hashes, which take no memory. Reporting the distance of two values
+would need a third run, which may differ again.
 """
 
 import operator
@@ -40,13 +41,13 @@ from remat._transform.saved import Saved, setting_of
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What `check_replay` found to be the same twice.
+    """What `check_replay` compared and found equal.
 
     Attributes:
-        operations: how many the function ran.
-        values: how many tensors were compared: those that operations made or wrote, and
-            those that were there before and were read.
-        nbytes: the bytes of those tensors.
+        operations: the number of operations that the function ran.
+        values: the number of tensors compared: those that operations made or wrote, and
+            those that existed before and were read.
+        nbytes: the bytes of the compared tensors.
     """
 
     operations: int
@@ -55,26 +56,26 @@ class Agreement:
 
 
 def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
-    """Run a function and its recompute, and compare bit by bit all that they compute.
+    """Run a function and its recompute, and compare everything they compute.
 
-    Use it if gradients are wrong, or if `RecomputeError` is raised. It names the
-    operation where the recompute first differs from the forward, and says how. Both
-    run once and in full, without a policy or pruning, so a difference is found also in
-    what a policy saves. Buffers are updated and random streams moved once, as by one
-    call.
+    Use this if gradients are wrong, or if `RecomputeError` is raised. The comparison is
+    bit for bit. It names the operation where the recompute first differs from the
+    forward, and says how. Both runs are in full, without a policy or pruning, so values
+    that a policy would save are compared too. Buffers are updated and random streams
+    moved once, as by one call.
 
-    Host memory holds a copy of all that operations make, and of the inputs that they
-    read: more than the function needs without `remat`. On the device it takes what one
-    call of `remat` takes. Views are not copied.
+    Host memory holds a copy of every result, and of the inputs that operations read.
+    This is more than the function needs without `remat`. Device memory is that of one
+    call of `remat`. Views are not copied.
 
-    Not compared are uninitialized memory (`empty`, `new_empty`, ...), the states of
-    random streams that attention returns, the scratch memory of kernels of batch norm
-    and recurrent layers, and meta tensors, which have no values. Compiled functions run
-    eagerly here.
+    Some values are not compared: uninitialized memory (`empty`, `new_empty`, ...), the
+    states of random streams that attention returns, the scratch memory of kernels of
+    batch norm and recurrent layers, and meta tensors, which have no values. Compiled
+    functions run eagerly here.
 
     Args:
         fn: the function, rematerialized or not.
-        *args: its arguments. If no tensor that it is passed or refers to requires grad,
+        *args: its arguments. If no tensor that is passed or referred to requires grad,
             every floating argument is treated as if it did.
         **kwargs: its keyword arguments.
 
@@ -82,9 +83,10 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
         How much was compared.
 
     Raises:
-        RecomputeError: the recompute ran another operation, or one gave other bits.
-        RuntimeError: called under a transform of torch.func, forward-mode AD or
-            torch.compile; or an input is a meta or fake tensor.
+        RecomputeError: the recompute ran another operation, or an operation gave other
+            bits.
+        RuntimeError: `check_replay` is called under a transform of torch.func,
+            forward-mode AD or torch.compile; or an input is a meta or fake tensor.
 
     Example:
         >>> import time, torch
@@ -131,7 +133,7 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
 
 _NO_VALUES = (
     "remat: check_replay compares values, and a meta or fake tensor has none. Pass "
-    "tensors that are on a device."
+    "tensors with values."
 )
 _GRADLESS = (
     "remat: recomputing {label} gave outputs that require grad: {now}, where in the "

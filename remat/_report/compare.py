@@ -1,11 +1,10 @@
-"""`compare`: what policies save, against what they recompute.
+"""`compare`: what policies save, and what they recompute.
 
-Called by users. The call is run once and recorded. A policy is then a plan of the
-record: planning needs no tensors, so many policies are compared for the price of one
-forward.
+Called by users. The call runs once and is recorded. Each policy then gives a plan of
+the record. Planning needs no tensors, so many policies cost one forward.
 
-Invariant: each row is what `explain` says of the same call under that policy.
-Rejected: one call for each policy, which could draw or decide something else.
+Invariant: each row is what `explain` reports for the same call under that policy.
+Rejected: one call for each policy. The calls could draw or decide differently.
 """
 
 from collections.abc import Iterable
@@ -47,28 +46,28 @@ def compare(
     prune: Prune | Literal["own"] = "own",
     **kwargs: Any,
 ) -> Comparison:
-    """Tabulate what policies save against what they recompute.
+    """Compare policies: what each saves, and what each recomputes.
 
     The function is called once, as by `explain`, and every policy is planned on the
-    record of that call. If it calls `remat` within it, it is called once per policy.
-    The first row is plain: what autograd keeps without remat, and nothing recomputed.
-    The second row is remat without a policy.
+    record of that call. If the function itself calls `remat`, it is called once per
+    policy. The first row is plain code without remat: what autograd saves, and nothing
+    recomputed. The second row is remat without a policy.
 
     Args:
         fn: the function, rematerialized or not. Its own policy gets no row.
         *args: its arguments. Meta and fake tensors are accepted.
-        policies: each anything that `remat` takes as a policy; by default the usual
-            ones of JAX.
+        policies: the policies, each of which is anything that `remat` accepts as a
+            policy. The default is a selection of JAX's policies.
         prune: as for `explain`.
-        **kwargs: its keyword arguments. None of them can be called `policies` or
-            `prune`: bind such an argument with `functools.partial`.
+        **kwargs: its keyword arguments. They cannot be named `policies` or `prune`:
+            bind such an argument with `functools.partial`.
 
     Returns:
-        The comparison. `print` shows a table, a notebook too, and `.plot()` a chart.
+        The comparison. `print` and notebooks show a table, and `.plot()` draws a chart.
 
     Raises:
-        RuntimeError: called under a transform of torch.func, forward-mode AD or
-            torch.compile.
+        RuntimeError: `compare` is called under a transform of torch.func, forward-mode
+            AD or torch.compile.
         TypeError: one of the policies is not a policy.
         ValueError: no tensor requires grad.
 
@@ -100,8 +99,8 @@ def compare(
 
 
 _NOT_COMPARED = (
-    "remat: compare was given a function without anything to differentiate: no "
-    "floating tensor is passed, and none that it refers to requires grad."
+    "remat: compare found nothing to differentiate: no floating tensor is passed, and "
+    "no tensor that the function refers to requires grad. Pass a floating tensor."
 )
 
 

@@ -1,12 +1,11 @@
 """`explain`: what `remat` does with each operation of a call, and why.
 
-Called by users, and by `compare` for each policy. The call is run once and recorded
-(`examine`); `outcome` says what becomes of it, and `reasons` says why.
+Called by users, and by `compare` for each policy. The call runs once and is recorded
+(`examine`). `outcome` says what happens to each operation, and `reasons` says why.
 
-Invariant: the totals are those of a call: the bytes that stay alive between forward and
-backward once one backward has succeeded, and the FLOPs that the backward spends on
-recomputing. Rejected: estimates of peak memory. What is alive around the call is not
-known here.
+Invariant: the totals are those of a call after one backward has succeeded. They are the
+bytes that stay alive until the backward, and the FLOPs that the backward recomputes.
+Rejected: estimates of peak memory. What is alive around the call is not known here.
 """
 
 import dataclasses
@@ -36,33 +35,35 @@ def explain(
     prune: Prune | Literal["own"] = "own",
     **kwargs: Any,
 ) -> Explanation:
-    """Say what `remat` does with each operation of a call, and why.
+    """Explain what `remat` does with each operation of a call, and why.
 
-    The function is called once, on the tensors given, without a backward. If no tensor
-    that it is passed or refers to requires grad, every floating argument is treated as
-    if it did. Afterwards buffers, random streams and `.grad` are as they were. Changes
-    that the function makes to Python objects stay.
+    The function is called once on the given tensors, without a backward. Buffers,
+    random streams and `.grad` are restored afterwards. Changes that the function makes
+    to Python objects stay. If no tensor that is passed or referred to requires grad,
+    every floating argument is treated as if it did.
 
-    The totals are those of a call after a backward has succeeded: only from then on are
-    inputs dropped that no backward reads. All outputs are taken to be differentiated; a
+    The totals are those of a call after a backward has succeeded: from then on, inputs
+    that no backward reads are dropped. All outputs are assumed to be differentiated. A
     backward that reaches only some of them recomputes less.
 
     Args:
         fn: the function, rematerialized or not.
-        *args: its arguments. Meta and fake tensors are accepted, for a model larger
-            than memory.
-        policy: as for `remat`. "own" means the policy that `fn` was rematerialized
-            with, and None if it was not.
-        prune: as for `remat`. "own" means likewise, and "auto" if it was not.
-        **kwargs: its keyword arguments. None of them can be called `policy` or `prune`:
-            bind such an argument with `functools.partial`.
+        *args: its arguments. Meta and fake tensors are accepted, so the model can be
+            larger than memory.
+        policy: as for `remat`. "own" means the policy of a rematerialized `fn`, and
+            None for another `fn`.
+        prune: as for `remat`. "own" means the option of a rematerialized `fn`, and
+            "auto" for another `fn`.
+        **kwargs: its keyword arguments. They cannot be named `policy` or `prune`: bind
+            such an argument with `functools.partial`.
 
     Returns:
-        The explanation. `print` and notebooks show a table, and `.plot()` a chart.
+        The explanation. `print` and notebooks show a table, and `.plot()` draws a
+        chart.
 
     Raises:
-        RuntimeError: called under a transform of torch.func, forward-mode AD or
-            torch.compile.
+        RuntimeError: `explain` is called under a transform of torch.func, forward-mode
+            AD or torch.compile.
         CaptureError: the function cannot be recomputed, or a tensor has no storage.
 
     Example:

@@ -44,16 +44,19 @@ class Residual:
     """One storage that stays alive for the backward.
 
     Attributes:
-        dtype: of the tensor; None for the state of a random stream.
-        shape: of the tensor that the storage was made for, or that was passed.
-        device: where it is.
+        dtype: the dtype of the tensor, or None for the state of a random stream.
+        shape: the shape of the tensor that the storage was made for, or that was
+            passed.
+        device: the device of the storage.
         nbytes: the bytes of the whole storage, even if only a view of it was saved.
-        origin: where it comes from: "from the argument x['w'][0]", "from the captured
-            `self.up.weight`", "output of sin", "named 'y'" if `checkpoint_name` gave it
-            that name, or "from a constant" if its origin is unknown.
-        source: the user's line that made or named it, "file.py:12, in block", or "".
-        readers: what reads it in the backward, in the order of the forward; empty if
-            torch does not tell, as for a Function written in C++.
+        origin: where the storage comes from: "from the argument x['w'][0]", "from the
+            captured `self.up.weight`", "output of sin", "named 'y'" if
+            `checkpoint_name` gave that name, or "from a constant" if the origin is
+            unknown.
+        source: the user's line that made or named it ("file.py:12, in block", or in a
+            notebook "Cell In[9]:10"), or "".
+        readers: the operations whose backward reads it, in the order of the forward.
+            Empty if torch does not tell, as for a Function written in C++.
         place: "pinned host" or "disk" if it was offloaded there, else "".
     """
 

@@ -1,10 +1,10 @@
-"""The values that `explain` and `compare` return: numbers, which print as tables.
+"""The reports that `explain` and `compare` return: numbers that print as tables.
 
-Made by `explain` and `compare`, shown by `render`.
+`explain` and `compare` make them, and `render` shows them.
 
-Invariant: they hold neither tensors nor the user's function, so that they pickle and
-compare. Rejected: a report that is only text. A program that chooses a policy needs the
-numbers.
+Invariant: reports hold neither tensors nor the user's function, so they pickle and
+compare.
+Rejected: a report that is only text. A program that chooses a policy needs the numbers.
 """
 
 from abc import ABC, abstractmethod
@@ -22,15 +22,15 @@ from remat.policies import Policy
 
 @dataclass(frozen=True, slots=True)
 class ExplainedInput:
-    """What becomes of an input of the call.
+    """An input of the call, and whether it is saved.
 
     Attributes:
-        name: as the author of the function would write it: "params['w']".
+        name: the input as the author of the function would write it: "params['w']".
         dtype: its dtype.
         shape: its shape.
-        nbytes: the bytes of its storage; 0 if an earlier input has the same storage.
-        kept: whether it is kept for the backward.
-        why: why it is kept, or is not.
+        nbytes: the bytes of its storage, or 0 if an earlier input has the same storage.
+        kept: whether it is saved for the backward.
+        why: the reason.
     """
 
     name: str
@@ -43,20 +43,21 @@ class ExplainedInput:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedOp:
-    """What becomes of one operation of the call.
+    """An operation of the call, and what happens to its result.
 
     Attributes:
         name: the name of the operation: "mm".
-        source: the user's line: "file.py:12, in block".
-        outputs: what it returned.
-        nbytes: the bytes of its outputs; 0 for a view.
+        source: the user's line: "file.py:12, in block", or in a notebook
+            "Cell In[9]:10".
+        outputs: the values that it returned.
+        nbytes: the bytes of its outputs, or 0 for a view.
         flops: its floating-point operations, as torch's `FlopCounterMode` counts them.
-        fate: what becomes of it: "saved", "offloaded", "recomputed", or "dead" if it is
-            neither saved nor recomputed.
-        times: how often the backward recomputes it: more than once if nested calls of
-            `remat` do.
-        kept: the bytes of its outputs that are saved.
-        why: why it has that fate.
+        fate: "saved", "offloaded", "recomputed", or "dead" if it is neither saved nor
+            recomputed.
+        times: how often the backward recomputes it. This can be more than once with
+            nested calls of `remat`.
+        kept: the bytes of its outputs that are saved or offloaded.
+        why: the reason for its fate.
         is_view: whether its outputs are views of its inputs.
     """
 
@@ -73,11 +74,11 @@ class ExplainedOp:
 
 
 class _Shown(ABC):
-    """A report that prints as a table, in a terminal, in a notebook and by rich."""
+    """A report that shows as a table: in a terminal, in a notebook and with rich."""
 
     @abstractmethod
     def _table(self) -> _render.Table:
-        """Return the table that is shown."""
+        """Return the table to show."""
 
     def __str__(self) -> str:
         return _render.text(self._table())
@@ -91,20 +92,20 @@ class _Shown(ABC):
 
 @dataclass(frozen=True)
 class Explanation(_Shown):
-    """What `explain` returns: a value that prints as a table.
+    """The report of `explain`. It prints as a table.
 
     Attributes:
         label: the name of the function.
         policy: the policy of the call, or None.
         inputs: the inputs of the call.
-        ops: its operations, in order.
-        pruned: whether a recompute leaves out what the backward does not need.
-        reason: why it does not; "" if it does.
-        plain_bytes: the bytes that stay alive for the backward without remat. An upper
-            bound: in-place operations on views do not tell what they save.
-        held_bytes: of the saved bytes, those that the graph holds as it would without
-            remat: Python numbers, and what a Function keeps on its ctx.
-        streams: the random streams whose states are kept. They are in no total.
+        ops: the operations of the call, in order.
+        pruned: whether a recompute skips operations that the backward does not need.
+        reason: why a recompute skips nothing, or "" if it does skip.
+        plain_bytes: the bytes that stay alive for the backward without remat. This is
+            an upper bound: in-place operations on views do not tell what they save.
+        held_bytes: the part of the saved bytes that the graph holds without remat too:
+            Python numbers, and what a Function keeps on its ctx.
+        streams: the random streams whose states are saved. They are in no total.
         advice: what to change, and why.
     """
 
@@ -137,12 +138,12 @@ class Explanation(_Shown):
 
     @property
     def recomputed_flops(self) -> int:
-        """The FLOPs that the backward spends on recomputing."""
+        """The FLOPs that the backward recomputes."""
         return sum(op.flops * op.times for op in self.ops)
 
     @property
     def recomputed_share(self) -> float:
-        """The recomputed FLOPs as a share of the forward's: 1.0 for all of them."""
+        """The recomputed FLOPs, divided by the FLOPs of the forward."""
         return self.recomputed_flops / self.flops if self.flops else 0.0
 
     def plot(self, ax: Any = None) -> Any:
@@ -209,14 +210,14 @@ def _op_row(op: ExplainedOp) -> tuple[tuple[str, ...], str]:
 
 @dataclass(frozen=True, slots=True)
 class ComparedPolicy:
-    """What one policy costs.
+    """What one policy saves and recomputes.
 
     Attributes:
-        name: how the policy prints; "plain" for no remat at all.
+        name: the policy as it prints, or "plain" for code without remat.
         saved_bytes: the bytes that stay alive for the backward and are not offloaded.
         offloaded_bytes: the bytes that are offloaded.
-        recomputed_flops: the FLOPs that the backward spends on recomputing.
-        recomputed_share: the same as a share of the forward's FLOPs.
+        recomputed_flops: the FLOPs that the backward recomputes.
+        recomputed_share: the recomputed FLOPs, divided by the FLOPs of the forward.
     """
 
     name: str
@@ -228,19 +229,19 @@ class ComparedPolicy:
 
 @dataclass(frozen=True)
 class Comparison(_Shown):
-    """What `compare` returns: a value that prints as a table.
+    """The report of `compare`. It prints as a table.
 
     Attributes:
         label: the name of the function.
-        rows: first plain, which recomputes nothing, then remat without a policy, then
-            remat with each policy.
+        rows: one row each for plain code, remat without a policy, and remat with each
+            policy, in this order.
     """
 
     label: str
     rows: tuple[ComparedPolicy, ...]
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw recomputed FLOPs recomputedst saved bytes, a point for each policy.
+        """Draw recomputed FLOPs against saved bytes, a point for each policy.
 
         Args:
             ax: the matplotlib axes to draw on; None for new ones.

@@ -1,14 +1,14 @@
 """`saved_residuals`: what a function keeps alive between its forward and its backward.
 
 Called by users. The function runs once under a mode that notes where each storage comes
-from (`ledger`). Then the graph is asked what its nodes saved, and dropped: a storage
-that loses a reference was held by the graph, in whatever way.
+from (`ledger`). Then the report reads what the nodes of the graph saved, and drops the
+graph: the graph held every storage that loses a reference.
 
 Invariant: a storage is listed once, with all its bytes, if and only if the graph of the
 outputs holds it. The report changes no tensor and moves no random stream.
 Rejected: saved-tensor hooks. They do not see what a Function keeps on its ctx, and
-torch.func refuses to run under them. Rejected: a trace of the function, as in JAX. The
-report would be on the trace.
+torch.func refuses to run under them.
+Rejected: a trace of the function, as in JAX. It would report the trace and not the run.
 """
 
 import gc
@@ -71,41 +71,43 @@ if TYPE_CHECKING:
 def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
     """List what stays alive for the backward after the forward of a function.
 
-    The function, rematerialized or not, is called once, on the tensors given. If no
-    tensor that it is passed or refers to requires grad, every floating argument is
-    treated as if it did, as in JAX. Afterwards tensors that were written to in place
-    (such as the running statistics of batch norm), random streams and the `.grad` of
-    inputs are as they were. Changes that the function makes to Python objects stay, and
-    so does a write by an operator whose schema hides it.
+    The function is called once on the given tensors. It may be rematerialized or not.
+    If no tensor that is passed or referred to requires grad, every floating argument is
+    treated as if it did, as in JAX. Afterwards the report restores random streams, the
+    `.grad` of inputs, and tensors that the function wrote to in place (such as the
+    running statistics of batch norm). Changes to Python objects stay. A write by an
+    operator whose schema does not declare it stays too.
 
     Each storage is listed once, in this order: constants, arguments, captured tensors,
-    then the others as they were made. Their bytes add up to what the graph of the
-    outputs holds. An output is listed only if the backward reads it, and a leaf that
-    only receives a gradient is not listed. For a call of `remat`, what its policy saves
-    is listed, offloaded or not, and so are the states of random streams. A first call
-    keeps all inputs. With pruning, calls after the first backward drop the inputs that
-    it did not read, and so does the report, which is such a call.
+    then the others in the order in which they were made. Their bytes add up to what the
+    graph of the outputs holds. An output is listed only if the backward reads it. A
+    leaf that only receives a gradient is not listed.
 
-    Compiled functions run eagerly here, and what they save then is listed. A few
-    functions of torch, such as `ctc_loss`, take another path under a dispatch mode, and
-    that path is reported. Two kinds of nodes do not tell what they saved: Functions
-    written in C++, and in-place operations on views. What they hold is listed without
-    readers if it was passed or an operation made it; the 8 bytes of a Python number
-    are not.
+    For a call of `remat`, the list has what its policy saves or offloads, and the
+    states of random streams. A first call saves all inputs. With pruning, calls after
+    the first backward drop the inputs that it did not read. The report is such a call,
+    so it lists what the next call would save.
+
+    Compiled functions run eagerly here, and the list has what the eager run saves. A
+    few functions of torch, such as `ctc_loss`, take another path under a dispatch mode,
+    and the list is of that path. Two kinds of nodes do not tell what they saved:
+    Functions written in C++, and in-place operations on views. A tensor that they hold
+    is listed without readers if it was passed or an operation made it. The 8 bytes of a
+    Python number are not listed.
 
     Args:
         fn: the function.
-        *args: its arguments. Meta and fake tensors are accepted, for a model larger
-            than memory.
+        *args: its arguments. Meta and fake tensors are accepted, so the model can be
+            larger than memory.
         **kwargs: its keyword arguments.
 
     Returns:
         The residuals. The list is empty if no output requires grad.
 
     Raises:
-        RuntimeError: called under a transform of torch.func, forward-mode AD or
-            torch.compile.
-        CaptureError: `fn` holds a lazy or scripted module, or what it saved has no
+        RuntimeError: `saved_residuals` is called under a transform of torch.func,
+            forward-mode AD or torch.compile.
+        CaptureError: `fn` holds a lazy or scripted module, or a saved tensor has no
             storage.
 
     Source: JAX's `jax.ad_checkpoint.saved_residuals`.
@@ -137,7 +139,7 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
 
 
 def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
-    """Print what `saved_residuals` lists, one residual per line, and the total.
+    """Print the list of `saved_residuals`, one residual per line, and the total.
 
     Args:
         fn: the function.

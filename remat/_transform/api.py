@@ -1,10 +1,10 @@
 """`remat`: the decorator, and the callable that it returns.
 
-Users call these. A call of that callable asks `lowering` what becomes of it, and passes
-it to `saved` or `function`.
+Users call both. The callable asks `lowering` how to run a call, and passes the call to
+`saved` or `function`.
 
-Invariant: with nothing to differentiate, calling it is calling the function.
-Rejected: a closure for the callable. It could not be pickled, and a call around it
+Invariant: if there is nothing to differentiate, the callable just calls the function.
+Rejected: a closure for the callable. A closure cannot be pickled, and an enclosing call
 could not rebuild it with other captured tensors.
 """
 
@@ -44,7 +44,7 @@ from remat.policies import Decision, Policy, as_policy, nothing_saveable
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# A method: of `S`, and called with what is left.
+# A method: `S` is the type of `self`, and `Q` are the other parameters.
 S = TypeVar("S")
 Q = ParamSpec("Q")
 T = TypeVar("T")
@@ -94,62 +94,63 @@ def remat(
 ) -> Any:
     """Return a function equal to `fn` that recomputes values instead of storing them.
 
-    Between the forward and the backward only the inputs of a call stay alive, and the
-    results that a policy keeps and the backward reads. The inputs are the tensors in
-    its arguments, and those that `fn` reaches through closures, defaults, globals,
-    bound objects and modules. The backward runs `fn` again on the same tensors, in the
-    same random, autocast and device state.
+    The forward computes the same values as `fn`. It does not store the values that the
+    backward needs. It saves the inputs of the call, and the results that the policy
+    chooses. The backward runs `fn` again on the same inputs, and computes the other
+    values then. This run has the random, autocast and device state of the forward.
 
-    Under `.backward()` the graph is the one that plain code makes, and gradients are
-    those of plain code bit for bit. The second run computes the tensors that the graph
-    saves, and ends with the last of them. Under `torch.func` a call is one function
-    whose backward is itself such a call, so that the same holds under its transforms
-    and for higher derivatives. With nothing to differentiate, calling the result is
-    calling `fn`, and no policy is asked.
+    The inputs are the tensors in the arguments, and the tensors that `fn` reaches
+    through closures, defaults, globals, bound objects and modules.
 
-    The first call of a kind records what `fn` does. Later recomputes leave out the
-    operations that the backward does not read. Once that has worked, calls do not keep
-    inputs that no recompute reads. A record only saves work: where it does not fit
-    a call, `fn` runs as it is.
+    Under `.backward()` the graph is that of plain code. Gradients equal those of plain
+    code bit for bit. The recompute ends with the last value that the graph needs. Under
+    `torch.func` a call is one function, and its backward is such a call again. So it
+    works under every transform and for higher derivatives. If there is nothing to
+    differentiate, the result just calls `fn`, and asks no policy.
 
-    Use it as `remat(fn)`, `@remat` or `@remat(...)`, on functions, methods, partials,
-    callable objects and modules. A module is called, not wrapped: keep the module
-    itself registered with its parent, and write `remat(self.block)(x)`.
+    With a policy or pruning, the first call of a kind records what `fn` does. Later
+    recomputes skip the operations that the backward does not need. Later calls do not
+    save the inputs that no recompute reads. A record only saves work: if it does not
+    fit a call, `fn` runs in full.
+
+    Write `remat(fn)`, `@remat` or `@remat(...)`. `fn` is a function, a method, a
+    partial, a callable object or a module. A module is called, not wrapped: keep the
+    module itself registered with its parent, and write `remat(self.block)(x)`.
 
     Args:
         fn: the function. Its arguments and results are pytrees. Leaves that are not
             tensors pass through.
-        policy: which results are kept: one of `remat.policies`, or what
+        policy: which results to save. It is one of `remat.policies`, or anything that
             `remat.policies.as_policy` accepts, such as a function of an operation.
-            `None` keeps none. A call within another call follows the policies of both.
-            In forward mode nothing is kept.
-        prune: whether a recompute leaves out what the backward does not read.
-            `True` for always, `False` for never, `"auto"` where that saves more than
-            following the record costs, by its FLOPs and bytes. A policy is followed
-            anyhow, so with one `"auto"` is always. Results never depend on it.
+            `None` saves no result. A call within another call follows both policies. In
+            forward mode nothing is saved.
+        prune: whether a recompute skips operations that the backward does not need.
+            `True` always skips them, and `False` never. `"auto"` skips them if that
+            saves more FLOPs and bytes than it costs; with a policy it always does.
+            Results never depend on it.
         rng: `"replay"` restores the global random streams for a recompute.
             `"error"` refuses a `fn` that draws from them.
         higher_order: whether `.backward()` differentiates a call as `torch.func` does.
-            Then the backward is itself such a call, and a second derivative
-            (`create_graph=True`) recomputes as well. Otherwise what a first backward
-            with `create_graph=True` computes stays in memory, as in plain code. See
-            "Higher derivatives" in the docs for what it refuses in return.
-        *others: refused, as are other options.
-        **unknown: refused.
+            If True, the backward is such a call again, and a second derivative
+            (`create_graph=True`) recomputes too. If False, the values of a backward
+            with `create_graph=True` stay in memory, as in plain code. The docs list
+            under "Higher derivatives" what `higher_order=True` refuses.
+        *others: not accepted.
+        **unknown: not accepted.
 
     Returns:
-        A callable with the signature, name and docstring of `fn`, which is its
-        `__wrapped__`.
+        A callable with the signature, name and docstring of `fn`. Its `__wrapped__` is
+        `fn`.
 
     Raises:
-        TypeError: `fn` is not callable, is a class, a generator function or a coroutine
-            function, `policy` is not a policy, or there are other arguments. The
-            message says what to write instead.
-        ValueError: an option has no such value.
-        RecomputeError: in a backward, where `fn` does something else than it did in the
-            forward, or reads an input that no recompute had read before and that
-            was not kept. `prune=False` keeps them all.
-        RematError: on a call, where `fn` does what cannot be recomputed.
+        TypeError: `fn` is not callable, or is a class, a generator function or a
+            coroutine function; or `policy` is not a policy; or there are other
+            arguments. The message says what to write instead.
+        ValueError: an option has an unknown value.
+        RecomputeError: in a backward, if the recompute of `fn` differs from the
+            forward. Also if it reads an input that no earlier recompute read and that
+            was not saved; `prune=False` saves all inputs.
+        RematError: on a call, if `fn` does something that cannot be recomputed.
 
     Source: JAX's `jax.checkpoint`. The exchange of time for memory is from Griewank,
     "Achieving logarithmic growth of temporal and spatial complexity in reverse
@@ -161,15 +162,15 @@ def remat(
         >>> def f(w, x):
         ...     return torch.tanh(w @ torch.tanh(w @ x)).sum()
         >>> w, x = torch.ones(2, 2) / 4, torch.ones(2, 2)
-        >>> def tanhs_and_products(f):
+        >>> def tanhs_and_matmuls(f):
         ...     with count_ops() as ops:
         ...         torch.func.grad(f, argnums=(0, 1))(w, x)
         ...     return ops["tanh"], ops["mm"]
-        >>> tanhs_and_products(f)
+        >>> tanhs_and_matmuls(f)
         (2, 6)
-        >>> tanhs_and_products(remat(f, prune=True))
+        >>> tanhs_and_matmuls(remat(f, prune=True))
         (4, 8)
-        >>> tanhs_and_products(remat(f, policy=policies.dots_saveable))
+        >>> tanhs_and_matmuls(remat(f, policy=policies.dots_saveable))
         (4, 6)
     """
     refuse_arguments(fn, others, [*unknown])
@@ -205,7 +206,7 @@ class Rematerialized(Generic[P, R]):
     """What `remat` returns.
 
     Attributes:
-        __wrapped__: the function. Attributes not set here are the function's.
+        __wrapped__: the function. Other attributes are looked up on the function.
     """
 
     __wrapped__: Callable[P, R]
@@ -218,11 +219,11 @@ class Rematerialized(Generic[P, R]):
             functools.update_wrapper(self, fn)
             name = fn.__qualname__
         self._name, self._where, self._options = name, where, options
-        # Made by the first call that needs it: Dynamo does not trace it.
+        # Made by the first call that needs it, because Dynamo cannot trace it.
         self._label: Label | None = None
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function, to be recomputed if something is differentiated."""
+        """Call the function. A backward recomputes it."""
         fn, options = self.__wrapped__, self._options
         lowering = lowering_of(options)
         if lowering is Lowering.INLINED:
@@ -251,13 +252,13 @@ class Rematerialized(Generic[P, R]):
     ) -> "Rematerialized[P, R]": ...
     @overload
     def __get__(
-        # By its `__call__`: not every type checker takes a class's own arguments apart.
+        # Typed as a callable: not every type checker splits the class's own parameters.
         self: Callable[Concatenate[S, Q], T],
         instance: S,
         owner: type | None = None,
     ) -> Callable[Q, T]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        # A builtin function, for one, binds no instance, and neither does this then.
+        # A builtin function binds no instance, so its rematerialized form must not.
         binds = hasattr(type(self.__wrapped__), "__get__")
         unbound = instance is None or not binds
         if unbound:
@@ -270,7 +271,7 @@ class Rematerialized(Generic[P, R]):
         if name == "__code__" and is_traced_symbolically():
             raise TypeError(_SYMBOLIC.format(label=self.__remat_label__))
         if name.startswith("__"):
-            # TorchScript asks a method for its globals, and shows the message of this.
+            # TorchScript asks a method for its globals, and shows this error's message.
             raise AttributeError(_SCRIPTED if name == "__globals__" else name)
         return getattr(self.__wrapped__, name)
 
@@ -288,14 +289,14 @@ class Rematerialized(Generic[P, R]):
 
     @property
     def __remat_label__(self) -> Label:
-        """What messages call it."""
+        """The name of the function in messages."""
         if self._label is None:
             self._label = label_of(self._name, self._where)
         return self._label
 
     @property
     def __remat_options__(self) -> tuple[str, Options]:
-        """What it takes to rematerialize another function alike."""
+        """What is needed to rematerialize another function in the same way."""
         return self._where, self._options
 
 
@@ -306,13 +307,14 @@ _SCRIPTED = (
 )
 _SYMBOLIC = (
     "remat: torch.fx cannot trace {label} itself. Trace the function without remat "
-    "(`fn.__wrapped__`), or one that calls it: a trace holds no recompute."
+    "(`fn.__wrapped__`), or trace a function that calls {label}. A trace holds no "
+    "recompute."
 )
 not_scriptable(remat, _SCRIPTED)
 
 
 def _find(decorated: Any) -> Any:
-    """Return what the name of `decorated` leads to; itself, if it is a decorator."""
+    """Return what the name of `decorated` refers to: itself, if it was decorated."""
     try:
         found: Any = importlib.import_module(decorated.__module__)
         for part in decorated.__qualname__.split("."):

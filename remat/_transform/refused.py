@@ -1,10 +1,10 @@
-"""Refuses wrong arguments of `remat`, and functions that it cannot rematerialize.
+"""Refuse wrong arguments of `remat`, and functions that it cannot rematerialize.
 
-`api` calls it when a function is decorated, so that the error is at that line.
+`api` calls this when a function is decorated, so the error is raised at that line.
 
 Invariant: each message says what to write instead.
-Rejected: Python's own messages. They do not know the options of other checkpoint APIs,
-which users may pass.
+Rejected: Python's own messages. Users may pass options of other checkpoint APIs, and
+Python does not know these.
 """
 
 import inspect
@@ -22,11 +22,11 @@ def refuse_arguments(fn: Any, others: Sequence[Any], unknown: Sequence[str]) -> 
 
     Args:
         fn: the first argument.
-        others: those that were passed by position after it.
-        unknown: the names of keyword arguments that it does not know.
+        others: further positional arguments.
+        unknown: the names of keyword arguments that `remat` does not have.
 
     Raises:
-        TypeError: there are some, or the first is a policy.
+        TypeError: there are such arguments, or `fn` is a policy.
     """
     if isinstance(fn, Policy):
         raise TypeError(_POLICY.format(first=""))
@@ -42,10 +42,11 @@ def refuse_arguments(fn: Any, others: Sequence[Any], unknown: Sequence[str]) -> 
 
 
 def refuse_function(fn: Any) -> None:
-    """Refuse what is not a function of tensors.
+    """Refuse anything that is not a function of tensors.
 
     Raises:
-        TypeError: it is a class, a generator function or a coroutine function.
+        TypeError: `fn` is not callable, or is a classmethod, a class, a generator
+            function or a coroutine function.
     """
     if isinstance(fn, classmethod):
         raise TypeError("remat: write @classmethod above @remat, not below")
@@ -63,30 +64,30 @@ def refuse_function(fn: Any) -> None:
         raise TypeError(_LATER.format(name=fn.__qualname__, kind="coroutine function"))
 
 
-_POLICY = "remat: a policy is passed by name: remat({first}policy=...)"
+_POLICY = "remat: pass a policy by name: remat({first}policy=...)"
 _CALLED = (
-    "remat: remat takes one positional argument, the function. It returns a function: "
-    "call that, as in remat(fn)(x)."
+    "remat: remat takes one positional argument, the function. It returns a function. "
+    "Call the returned function, as in remat(fn)(x)."
 )
 _UNEXPECTED = "remat() got an unexpected keyword argument {name!r}. {advice}"
 _UNKNOWN = "The options are policy, prune, rng and higher_order."
 _NOT_NEEDED = {
-    "static_argnums": "what is not a tensor is passed to the function as it is.",
+    "static_argnums": "arguments that are not tensors pass through as they are.",
     "prevent_cse": "a recompute is never merged with the forward.",
-    "concrete": "the function runs as it is, on values.",
+    "concrete": "the function always runs on concrete values.",
     "use_reentrant": "there is one implementation, which works under every transform.",
     "preserve_rng_state": "the random state is always restored.",
-    "determinism_check": "under .backward() the shape, dtype and node of what is saved "
-    "are compared. `remat.testing.check_replay` compares values.",
-    "context_fn": "pass policy=... to choose what is saved.",
+    "determinism_check": "under .backward() the shape, dtype and node of every saved "
+    "tensor are compared. `remat.testing.check_replay` compares values.",
+    "context_fn": "pass policy=... to choose what to save.",
     "debug": "an error names the operations that differ.",
-    "early_stop": "a recompute ends with the last value that is read.",
+    "early_stop": "a recompute always ends with the last value that is read.",
 }
 _CLASS = (
-    "remat: {name} is a class. Apply remat to {which} of it, or decorate the method "
-    "that computes, `forward` say."
+    "remat: {name} is a class. Apply remat to {which} of that class, or decorate its "
+    "method that computes, such as `forward`."
 )
 _LATER = (
-    "remat: `{name}` is a {kind}, whose body runs after the call has ended. Apply "
-    "remat to the function that computes each value."
+    "remat: `{name}` is a {kind}. Its body runs after the call has ended. Apply remat "
+    "to the function that computes each value."
 )

@@ -1,8 +1,8 @@
-"""Policies: which intermediates of a rematerialized function may be kept.
+"""Policies: which intermediates of a rematerialized function to save.
 
-A policy is asked about each operation that the function runs, `policy(op) -> Decision`.
-To save means that a result *may* be kept: it is kept only if the backward reads it.
-Policies are plain values, so they compare, hash, pickle, print and combine:
+A policy is asked about each operation that the function runs: `policy(op) -> Decision`.
+A result that the policy saves is kept only if the backward reads it. Policies are plain
+values: they compare, hash, pickle, print and combine.
 
 >>> dots_saveable | save_only_these_names("attention")
 (dots_saveable | save_only_these_names('attention'))
@@ -10,18 +10,18 @@ Policies are plain values, so they compare, hash, pickle, print and combine:
 The names and their meanings are JAX's, with these differences:
 
 - `save_anything_except_these_names` does what it says. In JAX it saves everything,
-  since one operation makes a value and another one names it. Here the name belongs to
-  the result of the operation that made the value.
-- `save_from_both_policies(p, q)` is `p | q`, and takes policies that offload.
+  because one operation makes a value and another operation names it. Here the name
+  belongs to the result of the operation that made the value.
+- `save_from_both_policies(p, q)` is `p | q`, and accepts policies that offload.
 - A name that is not a string, a string in place of a policy, and an unknown destination
-  are errors at once. JAX accepts such a policy, which then keeps nothing.
-- Convolution and every kernel of attention are dots, and so is any operator passed to
-  `register_dot`.
+  are errors at once. JAX accepts such a policy, which then saves nothing.
+- Convolutions and all attention kernels are dots, and so is any operator that is passed
+  to `register_dot`.
 
-Dots "with no batch dims" are, as in JAX, products of two matrices or vectors. `x @ w`
-with a matrix `w` is one whatever the dimensions of `x`, and so is its einsum: torch
-runs both as the product of two matrices. Under `vmap` over both operands a product of
-matrices has a batch dimension, and is recomputed: use `dots_saveable` or names there.
+Dots "with no batch dims" are products of two matrices or vectors, as in JAX. `x @ w`
+with a matrix `w` is such a product for every number of dimensions of `x`, and so is its
+einsum: torch runs both as the product of two matrices. Under `vmap` over both operands
+the product has a batch dimension and is recomputed. Use `dots_saveable` or names there.
 """
 
 from remat._base.op import Op as Op, Value as Value

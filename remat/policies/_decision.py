@@ -1,11 +1,11 @@
-"""What a policy may answer, and the order of the answers.
+"""The decisions of a policy, and their order.
 
 Policies return decisions, and `_graph/residual.py` carries them out.
 
-Invariant: the answers are ordered by how near a kept result is: RECOMPUTE <
+Invariant: decisions are ordered by how near the result stays: RECOMPUTE <
 OFFLOAD_TO_DISK < OFFLOAD < SAVE. So one of any two is nearer.
-Rejected: OFFLOAD with a destination in it, as in JAX. Two of them would have no order,
-and policies that offload to different places could not be combined.
+Rejected: OFFLOAD with a destination as a field, as in JAX. Two destinations would have
+no order, so policies that offload to different places could not be combined.
 """
 
 from enum import Enum
@@ -15,9 +15,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 
 class Decision(Enum):
-    """What may become of the result of an operation, from far to near.
+    """What to do with the result of an operation, from farthest to nearest.
 
-    It is true if the result is kept. `a | b` is the nearer of two, `a & b` the farther.
+    `bool(decision)` is False for RECOMPUTE and True for the others. `a | b` is the
+    nearer of two decisions, and `a & b` is the farther.
 
     Example:
         >>> Decision.SAVE & Decision.OFFLOAD
@@ -27,13 +28,13 @@ class Decision(Enum):
     """
 
     RECOMPUTE = 0
-    """It is recomputed if the backward reads it."""
+    """Recompute the result if the backward reads it."""
     OFFLOAD_TO_DISK = 1
-    """It may be kept in a file."""
+    """Save the result in a file."""
     OFFLOAD = 2
-    """It may be kept in pinned memory of the host."""
+    """Save the result in pinned memory of the host."""
     SAVE = 3
-    """It may be kept where it is."""
+    """Save the result where it is."""
 
     def __bool__(self) -> bool:
         return self is not Decision.RECOMPUTE
@@ -63,7 +64,7 @@ _OF_TORCH = {
 
 
 def decision_of(answer: object) -> Decision | None:
-    """Return the decision that an answer means; None if it is not an answer."""
+    """Return the decision that an answer means, or None if it is not an answer."""
     if isinstance(answer, Decision):
         return answer
     if isinstance(answer, bool):
@@ -77,7 +78,7 @@ def destination(to: object, taker: str) -> Decision:
     """Return the decision to offload to a destination.
 
     Raises:
-        ValueError: there is no such destination.
+        ValueError: the destination is unknown.
     """
     if isinstance(to, str) and to in DESTINATIONS:
         return DESTINATIONS[to]
@@ -86,7 +87,7 @@ def destination(to: object, taker: str) -> Decision:
 
 
 def check_offload(src: object, dst: object, taker: str) -> None:
-    """Check the `offload_src` and `offload_dst` of a policy of JAX.
+    """Check the `offload_src` and `offload_dst` of one of JAX's policies.
 
     Raises:
         ValueError: one of them is unknown.

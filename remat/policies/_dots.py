@@ -2,8 +2,8 @@
 
 Invariant: a dot sums over a dimension, and its cost per byte of output grows with that
 dimension. So convolution and attention are dots, and outer products are not.
-Rejected: torch's FLOP registry. It lacks mv, dot and quantized products, and has a
-custom operator only if its author registered a formula. (All that it has are dots.)
+Rejected: torch's FLOP registry. It lacks mv, dot and quantized products. It has a
+custom operator only if its author registered a formula. (All operators in it are dots.)
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ def _always(op: Op) -> bool:
 
 
 def _from(first: int) -> Batched:
-    """Return how to tell whether a bmm has batch dimensions: if both operands do.
+    """Return a test of whether a bmm has batch dimensions. It does if both operands do.
 
-    Einsum makes a bmm of a single pair of matrices, too.
+    Einsum makes a bmm of a single pair of matrices too.
     """
 
     def batched(op: Op) -> bool:
@@ -114,7 +114,7 @@ _PREFIX = "aten._scaled_dot_product_"
 
 
 def _batched(func: Any) -> Batched | None:
-    """Return how to tell whether a dot has batch dimensions; None if not a dot."""
+    """Return a test of whether a dot has batch dimensions, or None if not a dot."""
     called = family(func)
     if called.startswith(_PREFIX):  # each version of torch adds some
         return _always
@@ -122,23 +122,23 @@ def _batched(func: Any) -> Batched | None:
 
 
 def register_dot(operator: Any, *, batched: bool = False) -> None:
-    """Have the policies about dots count an operator as a dot: a GEMM of your own.
+    """Register an operator as a dot, such as a GEMM of your own.
 
-    Nothing changes for functions that were recorded before, so register where the
-    operator is defined. Registering again changes nothing. May be called from any
-    thread.
+    The policies about dots then treat it as a dot. Functions that were recorded before
+    do not change, so register the operator next to its definition. A repeated
+    registration has no effect. You can call this from any thread.
 
     Args:
-        operator: the operator, `torch.ops.mine.gemm` or the function that
-            `torch.library.custom_op` made; all its overloads count.
-        batched: whether it has batch dimensions. Then `dots_saveable` keeps it, and
-            `dots_with_no_batch_dims_saveable` does not.
+        operator: the operator: `torch.ops.mine.gemm`, or the function that
+            `torch.library.custom_op` made. All its overloads count.
+        batched: whether it has batch dimensions. If it has, `dots_saveable` saves its
+            results, and `dots_with_no_batch_dims_saveable` does not.
 
     Raises:
         TypeError: `operator` is not an operator.
-        ValueError: it is a dot already, with another `batched`.
+        ValueError: the operator is a dot already, with another `batched`.
 
-    Source: JAX has no such function; libraries with their own GEMMs copy its policies.
+    Source: JAX has no such function. Libraries with their own GEMMs copy its policies.
 
     Example:
         >>> import torch
@@ -156,8 +156,8 @@ def register_dot(operator: Any, *, batched: bool = False) -> None:
     if {have, want} == {_always, _never}:
         raise ValueError(
             f"remat: register_dot: torch.ops.{family(operator)} is a dot already, and "
-            f"batched={not batched}; got batched={batched}. Say the same in each call, "
-            "or leave this one out."
+            f"batched={not batched}; got batched={batched}. Pass the same value in "
+            "each call, or remove this call."
         )
 
 
@@ -166,12 +166,12 @@ def register_dot(operator: Any, *, batched: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Dots(Policy):
-    """Keeps dots, with or without those that have batch dimensions."""
+    """Saves dots, with or without those that have batch dimensions."""
 
     batched: bool
 
     def decide(self, op: Op) -> bool:
-        """Say whether it is such a dot."""
+        """Say whether the operation is such a dot."""
         batched = _batched(op.func)
         return batched is not None and (self.batched or not batched(op))
 
@@ -180,9 +180,9 @@ class Dots(Policy):
 
 
 dots_saveable = Dots(batched=True)
-"""Keeps products of matrices and vectors, convolutions and attention."""
+"""Saves products of matrices and vectors, convolutions and attention."""
 dots_with_no_batch_dims_saveable = Dots(batched=False)
-"""Keeps products of matrices and vectors without batch dimensions."""
+"""Saves products of matrices and vectors without batch dimensions."""
 checkpoint_dots = dots_saveable
 checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
@@ -190,17 +190,17 @@ checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 def offload_dot_with_no_batch_dims(
     offload_src: str = "device", offload_dst: str = "pinned_host"
 ) -> Policy:
-    """Offload what `dots_with_no_batch_dims_saveable` keeps, and recompute the rest.
+    """Offload what `dots_with_no_batch_dims_saveable` saves, and recompute the rest.
 
     Args:
-        offload_src: "device".
-        offload_dst: "pinned_host", or "disk", which JAX does not have.
+        offload_src: must be "device".
+        offload_dst: "pinned_host" or "disk". JAX does not have "disk".
 
     Returns:
         The policy.
 
     Raises:
-        ValueError: one of them is something else.
+        ValueError: `offload_src` or `offload_dst` is something else.
 
     Source: `jax.checkpoint_policies.offload_dot_with_no_batch_dims`.
 

@@ -1,10 +1,10 @@
-"""Functions as policies: of which kind one is, and what the user may have meant.
+"""Functions as policies: which kind a function is, and advice on likely mistakes.
 
 Called by `as_policy`.
 
-Invariant: what is returned can be hashed, and called with one operation.
-Rejected: doing what was probably meant. `policy="dots"` would have to mean the same in
-every later version.
+Invariant: the returned function can be hashed, and called with one operation.
+Rejected: guessing the policy that the user meant. `policy="dots"` would have to mean
+the same in every later version.
 """
 
 import inspect
@@ -24,33 +24,33 @@ Ask: TypeAlias = Callable[[Op], Answer]
 
 
 def asked(fn: object) -> Ask:
-    """Return `fn`, a function of ours or of torch's kind, as one of an operation.
+    """Return a policy function of ours or of torch's kind as a function of an `Op`.
 
     Raises:
-        TypeError: it cannot be called in either way, or cannot be hashed.
+        TypeError: `fn` has neither signature, or cannot be hashed.
     """
     hint = advice(fn)
     if hint or not callable(fn):
         raise TypeError(
             f"remat: not a policy: {fn!r}, a {type(fn).__name__}. {hint}A policy "
             "is one of remat.policies, None, a list of operators, a function "
-            "(op) -> bool or Decision, or torch's kind, "
+            "(op) -> bool or Decision, or a function of torch's kind, "
             "(ctx, op, *args, **kwargs) -> CheckpointPolicy."
         )
     try:
         hash(fn)
     except TypeError:
         raise TypeError(
-            f"remat: policy {fn!r} is not hashable, and policies are compared. Make "
-            "its class a frozen dataclass, or leave __eq__ out."
+            f"remat: policy {fn!r} is not hashable, but remat compares policies. Make "
+            "its class a frozen dataclass, or remove __eq__ from it."
         ) from None
     if _takes(fn, 1):
         return fn
     if _takes(fn, 3):
         return Selective(fn)
     raise TypeError(
-        f"remat: policy {fn!r} can be called neither as policy(op) nor, like those of "
-        "torch's selective checkpointing, as policy(ctx, op, *args, **kwargs)"
+        f"remat: policy {fn!r} can be called neither as policy(op) nor as "
+        "policy(ctx, op, *args, **kwargs), as in torch's selective checkpointing"
     )
 
 
@@ -68,7 +68,7 @@ def printed(ask: Ask) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
 
-# --- What was meant -----------------------------------------------------------------
+# --- Advice on likely mistakes ------------------------------------------------------
 
 
 PUBLIC = (
@@ -91,12 +91,12 @@ def advice(obj: object) -> str:
     if isinstance(obj, bool):
         return f"Do you mean remat.policies.{_CONSTANTS[obj]}? "
     if is_operator(obj):
-        return "Do you mean a list of it, [...]? "
+        return "Do you mean a list with this operator, [...]? "
     if isinstance(obj, type):
         return "It is a class: pass an instance. "
     if str(getattr(obj, "__module__", "")).startswith("remat."):
         made = getattr(obj, "__name__", "")
         return f"It makes policies: pass {made}(...). " if made in PUBLIC else ""
     if getattr(obj, "func", obj) is create_selective_checkpoint_contexts:
-        return "Pass what it is called with: the function or the list. "
+        return "Pass its argument instead: the function or the list. "
     return ""

@@ -17,12 +17,12 @@ from remat.policies._policy import Policy
 
 @dataclass(frozen=True)
 class OnlyNames(Policy):
-    """Keeps the values that have one of these names."""
+    """Saves the values that have one of these names."""
 
     only: frozenset[str]
 
     def decide(self, op: Op) -> bool:
-        """Say whether it has one of the names."""
+        """Say whether the value has one of the names."""
         return not self.only.isdisjoint(op.names)
 
     @property
@@ -37,18 +37,18 @@ class OnlyNames(Policy):
 
 @dataclass(frozen=True)
 class AnyNamesBut(Policy):
-    """Keeps the values that have a name other than these."""
+    """Saves the values that have a name other than these."""
 
     but: frozenset[str]
 
     def decide(self, op: Op) -> bool:
-        """Say whether it has another name."""
+        """Say whether the value has another name."""
         return bool(op.names - self.but)
 
     @property
     @override
     def names(self) -> frozenset[str]:
-        """The names that are mentioned."""
+        """The names that the policy mentions."""
         return self.but
 
     def __repr__(self) -> str:
@@ -57,12 +57,12 @@ class AnyNamesBut(Policy):
 
 @dataclass(frozen=True)
 class NamesMatching(Policy):
-    """Keeps the values with a name that a pattern matches as a whole."""
+    """Saves the values that have a name which the pattern matches in full."""
 
     pattern: re.Pattern[str]
 
     def decide(self, op: Op) -> bool:
-        """Say whether it has such a name."""
+        """Say whether the value has such a name."""
         return any(map(self.pattern.fullmatch, op.names))
 
     def __repr__(self) -> str:
@@ -72,16 +72,16 @@ class NamesMatching(Policy):
 
 
 def save_only_these_names(*names: str) -> Policy:
-    """Keep the values that `checkpoint_name` calls by one of these names.
+    """Save the values that `checkpoint_name` gave one of these names.
 
     Args:
-        *names: the names; without any, nothing is kept.
+        *names: the names. Without names, the policy saves nothing.
 
     Returns:
         The policy.
 
     Raises:
-        TypeError: a name is not a string, but a list that was not unpacked, say.
+        TypeError: a name is not a string (such as a list that was not unpacked).
 
     Source: `jax.checkpoint_policies.save_only_these_names`.
 
@@ -97,12 +97,12 @@ def save_only_these_names(*names: str) -> Policy:
 
 
 def save_any_names_but_these(*names: str) -> Policy:
-    """Keep every value that has a name other than these.
+    """Save every value that has a name other than these.
 
-    A value without a name is not kept.
+    A value without a name is not saved.
 
     Args:
-        *names: the names. A value that has one of them and another is kept.
+        *names: the names. A value that has one of them and another name is saved.
 
     Returns:
         The policy.
@@ -124,7 +124,7 @@ def save_any_names_but_these(*names: str) -> Policy:
 
 
 def save_anything_except_these_names(*names: str) -> Policy:
-    """Keep every value, named or not, that has none of these names.
+    """Save every value that has none of these names, named or not.
 
     Args:
         *names: the names.
@@ -135,8 +135,9 @@ def save_anything_except_these_names(*names: str) -> Policy:
     Raises:
         TypeError: a name is not a string.
 
-    Source: `jax.checkpoint_policies.save_anything_except_these_names`, whose
-    documentation this follows: it ignores its names.
+    Source: the documentation of JAX's
+    `jax.checkpoint_policies.save_anything_except_these_names`. The code of JAX ignores
+    the names.
 
     Example:
         >>> import torch
@@ -150,17 +151,17 @@ def save_anything_except_these_names(*names: str) -> Policy:
 
 
 def save_names_matching(pattern: str | re.Pattern[str]) -> Policy:
-    r"""Keep the values with a name that a regular expression matches as a whole.
+    r"""Save the values that have a name which a regular expression matches in full.
 
     Args:
-        pattern: the expression, or what `re.compile` made of it.
+        pattern: the regular expression, or a pattern that `re.compile` returned.
 
     Returns:
         The policy.
 
     Raises:
         TypeError: `pattern` is neither a string nor a pattern of strings.
-        ValueError: it is not a regular expression.
+        ValueError: `pattern` is not a regular expression.
 
     Example:
         >>> import torch
@@ -191,22 +192,22 @@ def save_and_offload_only_these_names(
     offload_src: str = "device",
     offload_dst: str = "pinned_host",
 ) -> Policy:
-    """Keep the values of some names, offload those of others, recompute the rest.
+    """Save the values with some names, offload those with others, recompute the rest.
 
-    A value that has a name of both kinds is saved.
+    A value that has a name of each kind is saved.
 
     Args:
         names_which_can_be_saved: names of the values to save where they are.
-        names_which_can_be_offloaded: names of the values to offload. No name is in
-            both.
-        offload_src: "device".
-        offload_dst: "pinned_host", or "disk", which JAX does not have.
+        names_which_can_be_offloaded: names of the values to offload. A name must not
+            be in both lists.
+        offload_src: must be "device".
+        offload_dst: "pinned_host" or "disk". JAX does not have "disk".
 
     Returns:
         The policy.
 
     Raises:
-        TypeError: a name is not a string, or the names are one string.
+        TypeError: a name is not a string, or a string is passed instead of a list.
         ValueError: a name is in both, or `offload_src` or `offload_dst` is unknown.
 
     Source: `jax.checkpoint_policies.save_and_offload_only_these_names`.
@@ -225,7 +226,7 @@ def save_and_offload_only_these_names(
     if both := saved & offloaded:
         raise ValueError(
             f"remat: {taker}: {_listed(both)} can be saved and can be offloaded; "
-            "give each name to one of the two"
+            "put each name in one of the two lists"
         )
     away = OnlyNames(offloaded).but_offload(to=offload_dst)
     return OnlyNames(saved) | away

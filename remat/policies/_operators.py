@@ -1,9 +1,9 @@
-"""torch's operators as names: unlike the objects, names pickle and compare.
+"""torch's operators as names. Names pickle and compare, and operator objects do not.
 
-Invariant: `name` of an overload and of its packet differ, and `torch.ops.` in front of
-either is an expression for it.
+Invariant: `name` of an overload differs from `name` of its packet. Each name with
+`torch.ops.` in front is an expression for the operator.
 Rejected: names from users, such as `"aten::mm"`. A typo would make a policy that does
-nothing, while a typo in `torch.ops.aten.nm` is an AttributeError.
+nothing. A typo in `torch.ops.aten.nm` is an AttributeError.
 """
 
 from functools import cache
@@ -44,7 +44,7 @@ def checked(operator: object, taker: str) -> Any:
     """Return `operator`, which was passed to the function called `taker`.
 
     Raises:
-        TypeError: it is not an operator.
+        TypeError: `operator` is not an operator.
     """
     if is_operator(operator):
         return operator
@@ -52,8 +52,8 @@ def checked(operator: object, taker: str) -> Any:
     base = said.split("::")[-1].split(".")[0]
     known = base.isidentifier() and hasattr(torch.ops.aten, base)
     raise TypeError(
-        f"remat: {taker} takes operators, as torch.ops.aten.mm (all its overloads) or "
-        f"torch.ops.aten.mm.default (one); got {operator!r}, a "
+        f"remat: {taker} takes operators, such as torch.ops.aten.mm (all overloads) or "
+        f"torch.ops.aten.mm.default (one overload); got {operator!r}, a "
         f"{type(operator).__name__}."
         + (f" Do you mean torch.ops.aten.{base}?" if known else "")
     )

@@ -1,25 +1,25 @@
-"""What a policy is, how policies combine, and what else may stand for one.
+"""What a policy is, how policies combine, and what `as_policy` accepts as a policy.
 
 `_partial` asks a policy about each operation of a recorded forward: may its result be
-kept for the backward, and where? The answers (`Decision`) are ordered from far to near,
-and policies combine as their answers do:
+kept for the backward, and where? The decisions are ordered from far to near, and
+policies combine as their decisions do:
 
     p | q   kept if either keeps it, in the nearer of the two places
     p & q   kept if both keep it, in the farther of the two places
     ~p      saved if p does not keep it, else recomputed
     p - q   what p keeps and q does not: p & ~q
 
-Both `|` and `&` are associative, commutative, idempotent and distributive, each absorbs
+Both `|` and `&` are associative, commutative, idempotent and distributive. Each absorbs
 the other, and De Morgan's laws hold. `p & ~p` keeps nothing, and `p | ~p` keeps
 everything. `~~p` is p, except that it saves what p offloads.
 
-Invariant: a policy is a value. It compares by how it is made, hashes, pickles if the
-functions in it do, and prints as the expression that makes it.
-Rejected: where to offload as an attribute of the policy. Nested calls run under
+Invariant: a policy is a value. It compares by its structure and hashes. It pickles if
+its functions do, and prints as the expression that makes it.
+Rejected: the offload destination as an attribute of the policy. Nested calls run under
 `inner | outer`, and the two may offload to different places.
-Rejected: closures. They neither compare nor print, so no cache would know that two are
-the same.
-Rejected: a `~p` that offloads what p offloads. Then `~~p == p` for all p, but `q & ~p`,
+Rejected: closures. They neither compare nor print, so a cache could not see that two
+are the same.
+Rejected: a `~p` that offloads what p offloads. Then `~~p == p` for all p. But `q & ~p`,
 "q without p", would keep what p keeps.
 """
 
@@ -43,10 +43,10 @@ from remat.policies._operators import checked, family, name
 
 
 class Policy(ABC):
-    """Which results may be kept from forward to backward: a value that can be called.
+    """Which results to save for the backward. A policy is a value that can be called.
 
-    A result that may be kept is kept only if the backward reads it. A policy combines
-    with policies and with whatever `as_policy` takes:
+    A result that the policy saves is kept only if the backward reads it. A policy
+    combines with other policies, and with anything that `as_policy` accepts:
     `dots_saveable | (lambda op: op.nbytes < 64)`.
 
     Example:
@@ -57,13 +57,13 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, op: Op) -> Answer:
-        """Return what this policy says of `op`: `policy(op)`, unchecked."""
+        """Return the answer for `op`. `policy(op)` checks it."""
 
     def __call__(self, op: Op) -> Decision:
-        """Return what may become of the result of `op`.
+        """Return the decision for the result of `op`.
 
         Raises:
-            TypeError: a function of the user returned something else.
+            TypeError: a function of the user returned something other than a decision.
         """
         answer = self.decide(op)
         decision = decision_of(answer)
@@ -79,13 +79,13 @@ class Policy(ABC):
 
     @property
     def names(self) -> frozenset[str]:
-        """The names that it mentions. `checkpoint_name` should give each to a value."""
+        """The names in the policy. `checkpoint_name` should give each to a value."""
         parts = vars(self).values()
         return frozenset().union(*(p.names for p in parts if isinstance(p, Policy)))
 
     @property
     def is_data(self) -> bool:
-        """Whether it holds no function of the user's, which may hold anything."""
+        """Whether the policy holds no function of the user, which may hold anything."""
         for part in vars(self).values():
             if isinstance(part, Policy) and not part.is_data:
                 return False
@@ -93,7 +93,7 @@ class Policy(ABC):
 
     @property
     def cache_key(self) -> Any:
-        """What is equal for equal policies, and does not hold the user's functions."""
+        """A key that is equal for equal policies and holds no function of the user."""
         return self if self.is_data else weakref.ref(self)
 
     def __or__(self, other: object) -> "Policy":
@@ -121,8 +121,8 @@ class Policy(ABC):
         """Return a policy that keeps the same results, and offloads some of them.
 
         Args:
-            which: a policy. What both keep is offloaded to `to`, whatever either says.
-                None offloads all that this one keeps.
+            which: a policy. Results that both policies keep are offloaded to `to`. None
+                offloads every result that this policy keeps.
             to: "pinned_host" for the host's memory, or "disk" for a file.
 
         Returns:
@@ -130,7 +130,7 @@ class Policy(ABC):
 
         Raises:
             TypeError: `which` is not a policy.
-            ValueError: `to` is something else.
+            ValueError: `to` is not a known destination.
 
         Example:
             >>> from remat.policies import dots_saveable, save_larger_than
@@ -144,7 +144,7 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class Always(Policy):
-    """Says the same of every operation, as JAX's two constants do."""
+    """Returns the same decision for every operation, as JAX's two constants do."""
 
     decision: Decision
 
@@ -162,14 +162,14 @@ class Always(Policy):
 
 
 nothing_saveable = Always(Decision.RECOMPUTE)
-"""Keeps nothing: every result is recomputed, as with `policy=None`."""
+"""Saves nothing: every result is recomputed, as with `policy=None`."""
 everything_saveable = Always(Decision.SAVE)
-"""Keeps all that the backward reads, as without remat."""
+"""Saves everything that the backward reads, as without remat."""
 
 
 @dataclass(frozen=True)
 class Pair(Policy):
-    """Two policies, which are asked in this order."""
+    """Two policies, asked in this order."""
 
     left: Policy
     right: Policy
@@ -186,7 +186,7 @@ class Union(Pair):
     @property
     @override
     def cache_key(self) -> Any:
-        """Those of both policies: a nested call makes a new union each time."""
+        """The keys of both policies: a nested call makes a new union each time."""
         return self if self.is_data else (self.left.cache_key, self.right.cache_key)
 
     def __repr__(self) -> str:
@@ -207,7 +207,7 @@ class Intersection(Pair):
 
 @dataclass(frozen=True)
 class Complement(Policy):
-    """Saved if the other does not keep it."""
+    """Saved if the policy `of` does not keep it."""
 
     of: Policy
 
@@ -228,7 +228,7 @@ class ButOffload(Policy):
     to: str
 
     def decide(self, op: Op) -> Decision:
-        """Return the decision of `policy`, or to offload."""
+        """Return the decision of `policy`, or the one to offload."""
         decision = self.policy(op)
         offloaded = decision and self.which(op)
         return DESTINATIONS[self.to] if offloaded else decision
@@ -243,30 +243,30 @@ class ButOffload(Policy):
 
 
 def _union(left: Policy, right: Policy) -> Policy:
-    """Return `left | right`, or one of them if that does the same."""
+    """Return `left | right`, or one of the two if it decides the same."""
     if left == right or right == nothing_saveable:
         return left
     return right if left == nothing_saveable else Union(left, right)
 
 
 def _intersection(left: Policy, right: Policy) -> Policy:
-    """Return `left & right`, or one of them if that does the same."""
+    """Return `left & right`, or one of the two if it decides the same."""
     if left == right or right == everything_saveable:
         return left
     return right if left == everything_saveable else Intersection(left, right)
 
 
-# --- What else may stand for a policy -----------------------------------------------
+# --- What `as_policy` accepts -------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Operators(Policy):
-    """Keeps the results of some operators, which it holds by name."""
+    """Saves the results of some operators. It holds them by name."""
 
     operators: frozenset[str]
 
     def decide(self, op: Op) -> bool:
-        """Say whether it is one of the operators."""
+        """Say whether the operation calls one of the operators."""
         return name(op.func) in self.operators or family(op.func) in self.operators
 
     def __repr__(self) -> str:
@@ -276,20 +276,20 @@ class Operators(Policy):
 
 
 def save_ops(*operators: Any) -> Policy:
-    """Keep the results of these operators.
+    """Save the results of these operators.
 
     Args:
-        *operators: each an overload (`torch.ops.aten.mm.default`), a packet for all
+        *operators: each is an overload (`torch.ops.aten.mm.default`), a packet for all
             overloads (`torch.ops.aten.mm`), a higher-order operator
             (`torch.ops.higher_order.flex_attention`) or a function that
             `torch.library.custom_op` made. Policies see the operators that run below
-            autograd: often `aten.addmm` and never `aten.linear`.
+            autograd: often `aten.addmm`, and never `aten.linear`.
 
     Returns:
-        The policy. Without operators it keeps nothing.
+        The policy. Without operators it saves nothing.
 
     Raises:
-        TypeError: one of them is something else: a string or `torch.mm`, say.
+        TypeError: an argument is not an operator (such as a string, or `torch.mm`).
 
     Source: torch's selective checkpointing, which takes a list of overloads.
 
@@ -306,12 +306,12 @@ def save_ops(*operators: Any) -> Policy:
 
 @dataclass(frozen=True)
 class Function(Policy):
-    """Asks a function of the operation."""
+    """Asks a user's function about the operation."""
 
     fn: Ask
 
     def decide(self, op: Op) -> Answer:
-        """Return what the function says."""
+        """Return the function's answer."""
         return self.fn(op)
 
     @property
@@ -328,22 +328,26 @@ _COLLECTIONS: tuple[type, ...] = list, tuple, set, frozenset
 
 
 def as_policy(obj: object) -> Policy:
-    """Return the policy that `obj` stands for.
+    """Convert `obj` to a policy.
 
     Args:
-        obj: a policy; None for `nothing_saveable`; a decision of ours or of torch's,
-            which then holds for every operation; a list, tuple or set of operators, for
-            `save_ops`; a function `(op) -> bool | Decision`; or a policy function of
-            torch's selective checkpointing, `(ctx, op, *args, **kwargs) -> bool |
-            CheckpointPolicy`. A function that can be called with one argument is taken
-            for the first kind. A function must be hashable, and must decide alike for
-            equal operations: one decision may serve many calls.
+        obj: one of these:
+            a policy;
+            None, for `nothing_saveable`;
+            a `Decision` or a `CheckpointPolicy` of torch, for every operation;
+            a list, tuple or set of operators, for `save_ops`;
+            a function `(op) -> bool | Decision`;
+            a policy function of torch's selective checkpointing, `(ctx, op, *args,
+            **kwargs) -> bool | CheckpointPolicy`.
+            A function that can be called with one argument counts as a function of
+            `op`. A function must be hashable. It must give the same answer for equal
+            operations, because remat reuses an answer in later calls.
 
     Returns:
         The policy.
 
     Raises:
-        TypeError: `obj` stands for no policy.
+        TypeError: `obj` cannot be converted to a policy.
 
     Example:
         >>> import torch
@@ -365,17 +369,17 @@ def as_policy(obj: object) -> Policy:
 
 
 def save_from_both_policies(policy_1: object, policy_2: object) -> Policy:
-    """Keep what either policy keeps, in the nearer of the two places: `p | q`.
+    """Save what either policy saves, in the nearer of the two places: `p | q`.
 
     Args:
-        policy_1: a policy, or what `as_policy` takes.
-        policy_2: another.
+        policy_1: a policy, or anything that `as_policy` accepts.
+        policy_2: another one.
 
     Returns:
         The policy.
 
     Raises:
-        TypeError: one of them is not a policy.
+        TypeError: an argument is not a policy.
 
     Source: `jax.checkpoint_policies.save_from_both_policies`, which refuses policies
     that offload.

@@ -1,9 +1,9 @@
-"""Policy functions of torch's selective checkpointing, asked about an `Op`.
+"""Policy functions of torch's selective checkpointing, as functions of an `Op`.
 
-Invariant: such a function is called as torch would call it, with stand-ins that have
-only the metadata of the tensors.
-Rejected: tensors on the meta device. A function that asks for the device would decide
-otherwise.
+Invariant: such a function is called as torch would call it. Its tensors have metadata
+and no data.
+Rejected: tensors on the meta device. A function that reads the device would decide
+differently.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,11 @@ from remat.policies._decision import Answer, Decision
 
 @dataclass(frozen=True)
 class Selective:
-    """A policy function of torch's selective checkpointing, as one of an operation.
+    """A policy function of torch's selective checkpointing, as a function of an `Op`.
 
-    As under torch it is not asked about detach and metadata, and `ctx.is_recompute` is
-    False. MUST and PREFER mean the same here; only a compiler tells them apart.
+    As in torch, it is not asked about `detach` and metadata operations, and
+    `ctx.is_recompute` is False. MUST and PREFER mean the same here; only a compiler
+    distinguishes them.
     """
 
     fn: Callable[..., Answer]
@@ -51,8 +52,8 @@ class StandIn(Tensor):
         """Refuse every operation."""
         del call  # there is nothing to compute with
         raise TypeError(
-            "remat: a policy may read what a tensor is (shape, dtype, device), not "
-            f"what it holds; it called {func}"
+            "remat: a policy may read the shape, dtype and device of a tensor, but not "
+            f"its values; it called {func}"
         )
 
 
@@ -78,7 +79,7 @@ def stand_in(value: Value) -> Tensor:
 
 
 def call_of(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that `op` was called with, stand-ins for its tensors.
+    """Return the arguments of `op`, with metadata-only tensors for its tensors.
 
     Example:
         >>> import torch

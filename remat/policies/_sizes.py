@@ -1,7 +1,8 @@
 """Policies by the size of a result.
 
-Invariant: sizes are in bytes, as memory is.
-Rejected: sizes in elements. A policy would keep twice the bytes in float32 as in half.
+Invariant: sizes are in bytes, like memory.
+Rejected: sizes in elements. A policy would save twice as many bytes in float32 as in
+half precision.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from remat.policies._policy import Policy
 
 @dataclass(frozen=True)
 class Size(Policy):
-    """Keeps results by the bytes of all outputs of an operation together."""
+    """Saves results by the total bytes of an operation's outputs."""
 
     larger: bool
     than: float
@@ -26,17 +27,17 @@ class Size(Policy):
 
 
 def save_larger_than(nbytes: float) -> Policy:
-    """Keep the results of operations whose outputs have more than `nbytes` bytes.
+    """Save the results of operations whose outputs have more than `nbytes` bytes.
 
     Args:
-        nbytes: the bytes, of all outputs of one operation together.
+        nbytes: the total bytes of all outputs of one operation.
 
     Returns:
         The policy.
 
     Raises:
         TypeError: `nbytes` is not a number.
-        ValueError: it is negative.
+        ValueError: `nbytes` is negative.
 
     Source: Keras' `RematScope(mode="larger_than")`, which counts elements.
 
@@ -51,17 +52,17 @@ def save_larger_than(nbytes: float) -> Policy:
 
 
 def save_smaller_than(nbytes: float) -> Policy:
-    """Keep the results of operations whose outputs have fewer than `nbytes` bytes.
+    """Save the results of operations whose outputs have fewer than `nbytes` bytes.
 
     Args:
-        nbytes: the bytes, of all outputs of one operation together.
+        nbytes: the total bytes of all outputs of one operation.
 
     Returns:
         The policy.
 
     Raises:
         TypeError: `nbytes` is not a number.
-        ValueError: it is negative.
+        ValueError: `nbytes` is negative.
 
     Example:
         >>> from remat.policies import dots_saveable
@@ -78,5 +79,7 @@ def _checked_bytes(nbytes: object, taker: str) -> float:
             f"{type(nbytes).__name__}"
         )
     if not nbytes >= 0:
-        raise ValueError(f"remat: {taker} takes a number of bytes; got {nbytes!r}")
+        raise ValueError(
+            f"remat: {taker} takes a number of bytes, at least 0; got {nbytes!r}"
+        )
     return nbytes

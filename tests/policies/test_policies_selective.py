@@ -136,7 +136,7 @@ def test_a_policy_of_torch_may_read_metadata_and_not_values():
     def reads(ctx, func, *args, **kwargs):
         return args[0].sum() > 0
 
-    with pytest.raises(TypeError, match=r"shape, dtype, device.*not what it holds"):
+    with pytest.raises(TypeError, match=r"shape, dtype and device.*not its values"):
         as_policy(reads)(op(SIN, (2, 3)))
 
 

@@ -39,7 +39,7 @@ async def generates_and_waits(x):
 
 def body_runs_later(fn):
     name = fn.__name__
-    return f"`{name}` is a .* function, whose body runs after the call has ended"
+    return f"`{name}` is a .* function. Its body runs after the call has ended"
 
 
 def needless(name):
@@ -68,7 +68,7 @@ REFUSED = {
     "tensor": (torch.ones(2), {}, TypeError, "is not callable"),
     "list": ([torch.exp], {}, TypeError, "is not callable"),
     "module class": (Layer, {}, TypeError, "Layer is a class. Apply remat to a module"),
-    "class": (Waves, {}, TypeError, "Waves is a class. Apply remat to an object of it"),
+    "class": (Waves, {}, TypeError, "Waves is a class. Apply remat to an object of"),
     **{
         fn.__name__: (fn, {"prune": True}, TypeError, body_runs_later(fn))
         for fn in (generates, waits, generates_and_waits)
@@ -89,13 +89,16 @@ POSITIONAL = {
     "none": ((wave, None), r"one positional argument.* remat\(fn\)\(x\)"),
     "policy": (
         (wave, policies.dots_saveable),
-        r"a policy is passed by name: remat\(fn, policy=\.\.\.\)",
+        r"pass a policy by name: remat\(fn, policy=\.\.\.\)",
     ),
     "policy alone": (
         (policies.dots_saveable,),
-        r"a policy is passed by name: remat\(policy=\.\.\.\)",
+        r"pass a policy by name: remat\(policy=\.\.\.\)",
     ),
-    "call": ((wave, torch.ones(2)), r"call that, as in remat\(fn\)\(x\)"),
+    "call": (
+        (wave, torch.ones(2)),
+        r"Call the returned function, as in remat\(fn\)\(x\)",
+    ),
 }
 
 
