@@ -25,7 +25,7 @@ html_title = f"remat {release}"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-# The notebooks are stored with outputs, and tests/test_notebooks.py runs them.
+# The notebooks are stored with outputs, and tests/whole/test_notebooks.py runs them.
 nb_execution_mode = "off"
 
 autodoc_typehints = "description"

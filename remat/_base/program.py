@@ -78,14 +78,19 @@ class Evaluation(NamedTuple):
 
 
 class OutsideVmap(NamedTuple):
-    """What is differentiated only outside a vmap: inputs used, and outputs, by index.
+    """What is differentiated only outside a vmap, by index.
 
-    And whether the backward of that depends on whether grad mode is on.
+    Attributes:
+        used: the inputs.
+        differentiable: the outputs.
+        asks_grad_mode: whether its backward depends on whether grad mode is on.
+        certain: the inputs that the outputs depend on, for certain.
     """
 
     used: Sequence[int]
     differentiable: Sequence[int]
     asks_grad_mode: bool
+    certain: Collection[Any]
 
 
 class Program:

@@ -143,6 +143,7 @@ def _joined(evaluation: Evaluation, outside: Sequence[OutsideVmap]) -> Evaluatio
         used=sorted(used),
         differentiable=differentiable,
         asks_grad_mode=asks,
+        certain={*evaluation.certain}.union(*(f.certain for f in outside)),
     )
 
 

@@ -7,6 +7,7 @@ Rejected: Python's own messages. Users may pass options of other checkpoint APIs
 Python does not know these.
 """
 
+import functools
 import inspect
 import types
 from collections.abc import Sequence
@@ -55,13 +56,27 @@ def refuse_function(fn: Any) -> None:
     if isinstance(fn, type):
         which = "a module" if issubclass(fn, nn.Module) else "an object"
         raise TypeError(_CLASS.format(name=fn.__qualname__, which=which))
-    function = fn.__func__ if isinstance(fn, types.MethodType) else fn
+    function = _innermost(fn)
     is_python = isinstance(function, types.FunctionType)
     flags = function.__code__.co_flags if is_python else 0
+    kind = ""
     if flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
-        raise TypeError(_LATER.format(name=fn.__qualname__, kind="generator function"))
+        kind = "generator function"
     if flags & inspect.CO_COROUTINE:
-        raise TypeError(_LATER.format(name=fn.__qualname__, kind="coroutine function"))
+        kind = "coroutine function"
+    if kind:
+        raise TypeError(_LATER.format(name=function.__qualname__, kind=kind))
+
+
+def _innermost(fn: Any) -> Any:
+    """Return the function behind methods and partials."""
+    while True:
+        if isinstance(fn, functools.partial):
+            fn = fn.func
+        elif isinstance(fn, (types.MethodType, staticmethod)):
+            fn = fn.__func__
+        else:
+            return fn
 
 
 _POLICY = "remat: pass a policy by name: remat({first}policy=...)"

@@ -336,8 +336,8 @@ class Batch(Program):
             if mode is not None:
                 mode.note_saved(outs)
             differentiable = [j for j, o in enumerate(outs) if requires_grad(o)]
-            used, asks_grad_mode, _ = reached_inputs(outs, inner)
-            found = OutsideVmap(used, differentiable, asks_grad_mode)
+            used, asks_grad_mode, certain = reached_inputs(outs, inner)
+            found = OutsideVmap(used, differentiable, asks_grad_mode, certain)
             self.outside = (*self.unbatched.outside, found)
             return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
 

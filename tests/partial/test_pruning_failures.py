@@ -47,14 +47,14 @@ def test_a_call_works_after_an_exception(policy, place, at):
         @staticmethod
         def backward(ctx, cotangent):
             if broken[0] and place == "backward":
-                raise BrokenError
+                raise BrokenError("by the user")
             return cotangent * 2
 
     def fn(x, w):
         runs.note(None)
         h = Raises.apply(x @ w)
         if broken[0] and place == ("forward", "recomputation")[len(runs) > 1]:
-            raise BrokenError
+            raise BrokenError("by the user")
         # No policy keeps a constant: it is made again, for which the function runs.
         return dead_end(h.exp() * torch.full((4, 4), 0.5, dtype=h.dtype))
 
@@ -63,7 +63,7 @@ def test_a_call_works_after_an_exception(policy, place, at):
         runs.clear()
         if call == at:
             broken[0] = True
-            with pytest.raises(BrokenError):
+            with pytest.raises(BrokenError, match="by the user"):
                 of_backward(ours, (X, W))
             broken[0] = False
             continue
@@ -85,7 +85,7 @@ def test_an_exception_of_a_hook_is_raised_after_one_run(policy):
         def hook(grad):
             calls.append(None)
             if len(calls) == 1:
-                raise BrokenError
+                raise BrokenError("by the user")
 
         h.register_hook(hook)
         return dead_end(h.exp())
@@ -93,7 +93,7 @@ def test_an_exception_of_a_hook_is_raised_after_one_run(policy):
     ours = remat(fn, policy=policy, prune=True)
     x = leaves_of(X)[0]
     loss = scalar(ours(x))
-    with pytest.raises(BrokenError):
+    with pytest.raises(BrokenError, match="by the user"):
         torch.autograd.grad(loss, x)
     assert len(calls) == 1
 

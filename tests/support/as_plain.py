@@ -19,7 +19,7 @@ def assert_as_plain(program, *, evaluations=2, plain=1, wrap=remat):
     expected, actual = results
     assert_same(actual, expected)
     assert_not_vanishing(expected)
-    assert counts == [plain, evaluations]
+    assert counts == [plain, evaluations], f"{counts} evaluations"
 
 
 def assert_recomputed(run, plain, ours, wrap=remat):
@@ -27,7 +27,7 @@ def assert_recomputed(run, plain, ours, wrap=remat):
     expected, once = run(plainly)
     found, again = run(wrap)
     assert_same(found, expected)
-    assert (once, again) == (plain, ours)
+    assert (once, again) == (plain, ours), f"{once} and {again} times"
 
 
 def leaf(seed=1, shape=(4, 4)):

@@ -32,7 +32,7 @@ def assert_shows_the_user_alone(error, times):
 def test_the_check_fails_where_remats_frames_are():
     with pytest.raises(TypeError, match="is not callable") as found:
         remat(3)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="assert"):
         assert_shows_the_user_alone(found.value, 1)
 
 
