@@ -14,7 +14,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import compress, filterfalse
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -77,11 +77,13 @@ def reached_inputs(outs: Sequence[Any], inputs: Sequence[Tensor]) -> Reached:
     if None in seen:
         raise CaptureError(_RETURNED_LEAF)
     seen.add(None)
-    calls = [*filter(_has_several_outputs, nodes)]
-    nodes = [*filterfalse(_has_several_outputs, nodes)]
+    calls = [n for n in nodes if _name(type(n)) == _CALL and _has_several_outputs(n)]
+    if calls:
+        nodes = [node for node in nodes if node not in calls]
     _walk(nodes, seen, accumulators, calls)
-    certain = {id(node.variable) for node in accumulators}
-    _walk(calls, seen, accumulators, calls)
+    certain = [*accumulators]
+    if calls:
+        _walk(calls, seen, accumulators, calls)
     used = []
     for node in accumulators:
         i = index.get(id(node.variable))
@@ -91,7 +93,10 @@ def reached_inputs(outs: Sequence[Any], inputs: Sequence[Tensor]) -> Reached:
             raise CaptureError(NOT_LIFTED.format(what=describe(node.variable)))
     names = {*map(_name, map(type, (*nodes, *calls)))}
     asks_grad_mode = not NODES_ASKING_GRAD_MODE.isdisjoint(names)
-    return Reached(sorted(used), asks_grad_mode, {index.get(i) for i in certain})
+    if len(certain) == len(accumulators):
+        return Reached(sorted(used), asks_grad_mode, used)
+    known = {index.get(id(node.variable)) for node in certain}
+    return Reached(sorted(used), asks_grad_mode, known)
 
 
 def _walk(
@@ -102,16 +107,21 @@ def _walk(
         for parent, _ in node.next_functions:
             if parent not in seen:
                 seen.add(parent)
-                if type(parent) is AccumulateGrad:
+                kind = type(parent)
+                if kind is AccumulateGrad:
                     accumulators.append(parent)
+                elif kind.__name__ == _CALL and _has_several_outputs(parent):
+                    calls.append(parent)
                 else:
-                    (calls if _has_several_outputs(parent) else nodes).append(parent)
+                    nodes.append(parent)
+
+
+_CALL = "RematBackward"  # the name of a call's nodes, see `function`
 
 
 def _has_several_outputs(node: Any) -> bool:
-    """Say whether a node is of a call of which several outputs have gradients."""
-    evaluation = getattr(node, "evaluation", None)
-    return evaluation is not None and sum(evaluation.differentiable) > 1
+    """Say whether several outputs of the call that a node is of have gradients."""
+    return sum(node.evaluation.differentiable) > 1
 
 
 def reaches_only_inputs(snapshot: Snapshot, request: Request) -> bool:
