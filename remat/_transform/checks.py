@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from remat._base.context import is_followed
 from remat._base.errors import CaptureError, MutationError, RecomputeError
-from remat._base.program import Request
+from remat._base.program import Evaluation, Request
 from remat._base.tensors import describe, version_of, versions_of
 from remat._base.types import TENSORS
 from remat._capture.snapshot import Snapshot
@@ -121,7 +121,8 @@ _CALL = "RematBackward"  # the name of a call's nodes, see `function`
 
 def _has_several_outputs(node: Any) -> bool:
     """Say whether several outputs of the call that a node is of have gradients."""
-    return sum(node.evaluation.differentiable) > 1
+    evaluation = getattr(node, "evaluation", None)  # a user's class may have that name
+    return isinstance(evaluation, Evaluation) and sum(evaluation.differentiable) > 1
 
 
 def reaches_only_inputs(snapshot: Snapshot, request: Request) -> bool:

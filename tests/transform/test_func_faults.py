@@ -387,3 +387,27 @@ def test_a_size_is_an_argument_under_backward():
         return x.grad
 
     assert_rematerialized(transform, reshaped, evaluations=2)
+
+
+def test_a_function_of_the_users_may_be_named_as_the_node_of_a_call():
+    class Remat(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return cotangent * ctx.saved_tensors[0].cos()
+
+    def loss(wrap):
+        return lambda x: wrap(lambda x: Remat.apply(x * 2).exp())(x).sum()
+
+    x = torch.linspace(0, 1, 4)
+    with count_ops() as ops:
+        got = grad(loss(remat))(x)
+    assert_same(got, grad(loss(lambda fn: fn))(x))
+    assert ops["sin"] == 2
