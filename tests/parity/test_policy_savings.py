@@ -18,6 +18,7 @@ from support.policies import (
     points,
     settled,
 )
+from support.rules import SinByRule
 from torch.autograd import Function
 from torch.func import grad, jacfwd, jvp, linearize, vmap
 
@@ -200,29 +201,6 @@ def test_a_loop_of_bodies_under_a_policy(policy, products):
     fn = loop(remat(body, policy=policy, prune=True))
     assert_runs(fn, loop(body), MATRIX, sin=2, cos=4, dot=products)
     check_grads(fn, MATRIX)
-
-
-class SinByRule(Function):
-    """A sine with rules of its own, in reverse and in forward mode."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * ctx.saved_tensors[0].cos()
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        return tangent * ctx.saved_tensors[0].cos()
 
 
 class SinInReverse(Function):

@@ -1,4 +1,4 @@
-"""Functions with derivatives of their own: wrong ones, which show who used them."""
+"""Functions with derivatives of their own. Wrong ones show who used them."""
 
 from torch.autograd import Function
 
@@ -17,8 +17,8 @@ class TripledSin(Function):
         return 3 * cotangent * x.cos()
 
 
-class TripledSinForFunc(Function):
-    """The same, in the style that torch.func takes, and in forward mode too."""
+class SinByRule(Function):
+    """A sine with right rules, in reverse and in forward mode."""
 
     generate_vmap_rule = True
 
@@ -33,6 +33,18 @@ class TripledSinForFunc(Function):
 
     @staticmethod
     def backward(ctx, cotangent):
+        return cotangent * ctx.saved_tensors[0].cos()
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent * ctx.saved_tensors[0].cos()
+
+
+class TripledSinForFunc(SinByRule):
+    """The wrong one in the style that torch.func takes, and in forward mode too."""
+
+    @staticmethod
+    def backward(ctx, cotangent):
         (x,) = ctx.saved_tensors
         return 3 * cotangent * x.cos()
 
@@ -43,7 +55,7 @@ class TripledSinForFunc(Function):
 
 
 class StashedSin(Function):
-    """The same, which keeps a tensor on its context past torch's saved tensors."""
+    """The wrong one, which keeps a tensor on its context past torch's saved tensors."""
 
     @staticmethod
     def forward(ctx, x):
