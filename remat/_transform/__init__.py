@@ -12,7 +12,7 @@ Under base autograd: plain's own graph, which holds handles.
     saved_call          what is known of the call
     saved_inputs        what is saved of its inputs
     packing             the hook of the forward: what becomes a handle
-    scope               the context that a forward or a recompute runs in
+    in_call             the context that a forward or a recompute runs in
     refill              the recompute, once a handle is read
     filling             the hook of the recompute: it fills the handles
     leaves              what a recompute must leave as it was

@@ -37,9 +37,9 @@ from remat._torch import (
 )
 from remat._transform.checks import changed_inside, reading_refused
 from remat._transform.filling import Filling, Stop
+from remat._transform.in_call import InCall
 from remat._transform.leaves import PreserveGradients, PreserveMarks, PreserveMemory
 from remat._transform.saved_call import SavedCall
-from remat._transform.scope import Scope
 
 
 # The labels of calls whose backward recorded a graph, for `explain` to tell.
@@ -162,7 +162,7 @@ def recompute(
     """
     setting = call.setting
     with (
-        Scope(call, filling.pack, setting, call.inner, again=True),
+        InCall(call, filling.pack, setting, call.inner, again=True),
         _state_restored(call, tensors),
         _leaves_preserved(call),
     ):

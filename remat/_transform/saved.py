@@ -37,10 +37,10 @@ from remat._torch import current_layer, eager_only, top_hooks, unbatched, unwrap
 from remat._transform import refill
 from remat._transform.changes import changes_of
 from remat._transform.checks import addresses_of, changed_inside
+from remat._transform.in_call import InCall
 from remat._transform.leaves import are_marked, gradients_of, hooks_so_far
 from remat._transform.packing import Packing
 from remat._transform.saved_call import NONE, Effects, SavedCall, Setting
-from remat._transform.scope import Scope
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -117,7 +117,7 @@ class Saved(SavedCall):
         packing = Packing(self, self.setting.snapshot, inputs, self.inputs, observe)
         self.handles, self.metas = packing.handles, packing.metas
         try:
-            with Scope(self, packing.pack, self.setting, self.inner):
+            with InCall(self, packing.pack, self.setting, self.inner):
                 if following is None or following.mode is None:
                     result = fn(*args, **kwargs)
                 else:

@@ -25,7 +25,7 @@ from remat._torch import (
 from remat._transform.saved_call import Setting
 
 
-class Scope:
+class InCall:
     """A context in which a call runs.
 
     Args:
