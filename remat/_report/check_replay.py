@@ -33,8 +33,8 @@ from remat._report.bitwise import CompareValues, KeepValues, has_values
 from remat._report.inputs import Inputs
 from remat._report.labels import label_of, refuse_transforms
 from remat._torch import below_all_levels, unwrap_dead
-from remat._transform.api import Rematerialized
 from remat._transform.filling import Filling
+from remat._transform.module import recomputed_by
 from remat._transform.refill import recompute
 from remat._transform.saved import Saved, setting_of
 
@@ -101,8 +101,10 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     instead = "the transformed function: check_replay(torch.func.grad(f), x)"
     refuse_transforms("check_replay", instead)
     options, label = DEFAULT, label_of(fn)
-    if isinstance(fn, Rematerialized):
-        fn, options, label = fn.__wrapped__, fn._options, fn.__remat_label__
+    found = recomputed_by(fn)
+    if found is not None:
+        (fn, call) = found
+        options, label = call._options, call.__remat_label__
     if options.rng == "error":
         fn = without_draws(fn, label)
     inputs, search = Inputs(fn, args, kwargs), Search(shallow=True)

@@ -9,8 +9,6 @@ Rejected: estimates of peak memory. What is alive around the call is not known h
 """
 
 import dataclasses
-import functools
-import types
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -23,8 +21,10 @@ from remat._report.labels import label_of, refuse_transforms
 from remat._report.outcome import Outcome, outcome_of
 from remat._report.reasons import Reasons, name
 from remat._report.reports import ExplainedInput, ExplainedOp, Explanation
-from remat._transform.api import Rematerialized, remat
+from remat._transform.api import options_of
+from remat._transform.module import recomputed_by
 from remat._transform.refill import DIFFERENTIATED_AGAIN
+from remat._transform.refused import refuse_function
 
 
 def explain(
@@ -89,7 +89,7 @@ def explain(
 
 def unwrapped(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:
     """Return the function that is recomputed, its label, and the options."""
-    found = _remat_in(fn)
+    found = recomputed_by(fn)
     if found is None:
         own, inner, label = Options(), fn, label_of(fn)
     else:
@@ -97,25 +97,10 @@ def unwrapped(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:
         own, label = call._options, call.__remat_label__
     chosen: Any = own.policy if isinstance(policy, str) and policy == "own" else policy
     pruned = own.prune if prune == "own" else prune
-    made = remat(inner, policy=chosen, prune=pruned)._options
+    refuse_function(inner)
+    made = options_of(chosen, pruned)
     made = dataclasses.replace(made, rng=own.rng, higher_order=own.higher_order)
     return inner, label, made
-
-
-def _remat_in(fn: Any) -> tuple[Fn, Rematerialized[..., Any]] | None:
-    """Return what a rematerialized function recomputes, and that function.
-
-    Also of a method or a partial of one.
-    """
-    if isinstance(fn, Rematerialized):
-        return fn.__wrapped__, fn
-    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Rematerialized):
-        return types.MethodType(fn.__func__.__wrapped__, fn.__self__), fn.__func__
-    if isinstance(fn, functools.partial):
-        found = _remat_in(fn.func)
-        if found is not None:
-            return functools.partial(found[0], *fn.args, **fn.keywords), found[1]
-    return None
 
 
 def examined_again(

@@ -26,6 +26,7 @@ from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
 from remat._report.ledger import ARGUMENT, CAPTURED
 from remat._torch import device_generators, preserved_version, use_count
+from remat._transform.module import recomputed_by
 
 
 class Inputs:
@@ -92,8 +93,8 @@ class Inputs:
 
 def _named(fn: Any) -> Any:
     """Return the function that is wrapped, whose parameter names the user knows."""
-    while hasattr(type(fn), "__remat_options__"):
-        fn = fn.__wrapped__
+    while (found := recomputed_by(fn)) is not None:
+        fn, _ = found
     return fn
 
 

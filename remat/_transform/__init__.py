@@ -4,6 +4,8 @@ In: a call of `remat(fn)`. Out: the results of `fn`, with a graph that recompute
 To follow a call, read the files in this order.
 
     api, refused        the decorator, and what it refuses
+    rematerialized      what it returns: a callable
+    module              what it returns for a module: a module
     lowering            the one file that chooses
 
 Under base autograd: plain's own graph, which holds handles.

@@ -1,53 +1,34 @@
-"""`remat`: the decorator, and the callable that it returns.
+"""`remat`: the decorator.
 
-Users call both. The callable asks `lowering` how to run a call, and passes the call to
-`saved` or `function`.
+Users call it. It checks its arguments, and returns a `Rematerialized` function, or a
+module whose `forward` is one.
 
-Invariant: if there is nothing to differentiate, the callable just calls the function.
-Rejected: a closure for the callable. A closure cannot be pickled, and an enclosing call
-could not rebuild it with other captured tensors.
+Invariant: all that can be refused is refused here, at the user's line.
+Rejected: one class for functions and modules. A module is registered with its parent,
+saved and moved, and a callable that refers to it is none of that.
 """
 
 import functools
-import importlib
 import sys
-import types
 from collections.abc import Callable
-from typing import (
-    Any,
-    Concatenate,
-    Generic,
-    ParamSpec,
-    TypeAlias,
-    TypeVar,
-    overload,
-)
+from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from remat._ambient.draws import without_draws
-from remat._base.labels import Label, label_of
 from remat._base.source import shown
-from remat._base.tracebacks import hide_frames
 from remat._partial.options import Options, Prune, Rng
-from remat._torch import is_traced_symbolically, not_scriptable
-from remat._transform.call import Call
-from remat._transform.function import evaluate_differentiably
-from remat._transform.lowering import Lowering, lowering_of
-from remat._transform.primal import Primal
+from remat._torch import must_inline, not_scriptable
+from remat._transform.module import view_of
 from remat._transform.refused import refuse_arguments, refuse_function
-from remat._transform.saved import call_saved
+from remat._transform.rematerialized import SCRIPTED, Rematerialized
 from remat.policies import Decision, Policy, as_policy, nothing_saveable
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# A method: `S` is the type of `self`, and `Q` are the other parameters.
-S = TypeVar("S")
-Q = ParamSpec("Q")
-T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 # What `as_policy` accepts.
 PolicyLike: TypeAlias = (
     Policy
@@ -62,6 +43,16 @@ PolicyLike: TypeAlias = (
 )
 
 
+@overload
+def remat(
+    fn: M,
+    /,
+    *,
+    policy: PolicyLike = None,
+    prune: Prune = "auto",
+    rng: Rng = "replay",
+    higher_order: bool = False,
+) -> M: ...
 @overload
 def remat(
     fn: Callable[P, R],
@@ -114,8 +105,12 @@ def remat(
     fit a call, `fn` runs in full.
 
     Write `remat(fn)`, `@remat` or `@remat(...)`. `fn` is a function, a method, a
-    partial, a callable object or a module. A module is called, not wrapped: keep the
-    module itself registered with its parent, and write `remat(self.block)(x)`.
+    partial, a callable object or a module.
+
+    For a module the result is a module of the same class, with the same parameters,
+    names, attributes and hooks: it shares them. Only its `forward` is recomputed. Write
+    `self.block = remat(nn.Linear(8, 8))`, or `remat(self.block)(x)` where it is called.
+    `remat.nn.apply` changes the blocks of a model in place.
 
     Args:
         fn: the function. Its arguments and results are pytrees. Leaves that are not
@@ -140,7 +135,7 @@ def remat(
 
     Returns:
         A callable with the signature, name and docstring of `fn`. Its `__wrapped__` is
-        `fn`.
+        `fn`. For a module: a module.
 
     Raises:
         TypeError: `fn` is not callable, or is a class, a generator function or a
@@ -174,10 +169,8 @@ def remat(
         (4, 6)
     """
     refuse_arguments(fn, others, [*unknown])
-    if higher_order not in (False, True):
-        raise ValueError(f"remat: higher_order={higher_order!r}: use True or False")
-    options = Options(_checked(policy, prune, rng), prune, rng, higher_order)
-    where = "compiled code" if torch.compiler.is_compiling() else _caller()
+    options = options_of(policy, prune, rng, higher_order)
+    where = "compiled code" if torch.compiler.is_compiling() else caller()
     if fn is None:
         return functools.partial(_decorated, where=where, options=options)
     return _decorated(fn, where, options)
@@ -185,140 +178,39 @@ def remat(
 
 def _decorated(fn: Any, where: str, options: Options) -> Any:
     refuse_function(fn)
+    # A tracer knows the module, and not what is made while it traces.
+    if isinstance(fn, nn.Module) and not must_inline():
+        return view_of(fn, where, options)
     return Rematerialized(fn, where, options)
 
 
-def _caller() -> str:
-    caller = sys._getframe(2)
-    return f"{shown(caller.f_code.co_filename)}:{caller.f_lineno}"
+def caller() -> str:
+    """Return the line of the user's code that called the function that asks."""
+    frame = sys._getframe(2)
+    return f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def _checked(policy: PolicyLike, prune: object, rng: object) -> Policy | None:
+def options_of(
+    policy: PolicyLike = None,
+    prune: Any = "auto",
+    rng: Any = "replay",
+    higher_order: Any = False,
+) -> Options:
+    """Check the options of `remat`.
+
+    Raises:
+        TypeError: `policy` is not a policy.
+        ValueError: another option has an unknown value.
+    """
     if prune not in ("auto", True, False):
         raise ValueError(f"remat: prune={prune!r}: use 'auto', True or False")
     if rng not in ("replay", "error"):
         raise ValueError(f"remat: rng={rng!r}: use 'replay' or 'error'")
+    if higher_order not in (False, True):
+        raise ValueError(f"remat: higher_order={higher_order!r}: use True or False")
     checked = as_policy(policy)
-    return None if checked == nothing_saveable else checked
+    checked = None if checked == nothing_saveable else checked
+    return Options(checked, prune, rng, higher_order)
 
 
-class Rematerialized(Generic[P, R]):
-    """What `remat` returns.
-
-    Attributes:
-        __wrapped__: the function. Other attributes are looked up on the function.
-    """
-
-    __wrapped__: Callable[P, R]
-
-    def __init__(self, fn: Callable[P, R], where: str, options: Options) -> None:
-        if isinstance(fn, nn.Module) or not hasattr(fn, "__qualname__"):
-            self.__wrapped__ = fn
-            name = self.__name__ = type(fn).__qualname__
-        else:
-            functools.update_wrapper(self, fn)
-            name = fn.__qualname__
-        self._name, self._where, self._options = name, where, options
-        # Made by the first call that needs it, because Dynamo cannot trace it.
-        self._label: Label | None = None
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function. A backward recomputes it."""
-        fn, options = self.__wrapped__, self._options
-        lowering = lowering_of(options)
-        if lowering is Lowering.INLINED:
-            return fn(*args, **kwargs)
-        label = self._label or self.__remat_label__
-        try:
-            if lowering is Lowering.SAVED:
-                return call_saved(fn, label, args, kwargs, options)
-            if lowering is Lowering.FUNCTION:
-                call = Call(fn, label, args, kwargs, options)
-                inputs, needs = call.take_inputs()
-                outs = None
-                if not call.is_lazy:
-                    outs = evaluate_differentiably(Primal(call), inputs, needs)
-                if outs is not None:
-                    return call.join(outs, inputs)
-            plain = without_draws(fn, label) if options.rng == "error" else fn
-            return plain(*args, **kwargs)
-        except Exception as error:
-            hide_frames(error)
-            raise
-
-    @overload
-    def __get__(
-        self, instance: None, owner: type | None = None
-    ) -> "Rematerialized[P, R]": ...
-    @overload
-    def __get__(
-        # Typed as a callable: not every type checker splits the class's own parameters.
-        self: Callable[Concatenate[S, Q], T],
-        instance: S,
-        owner: type | None = None,
-    ) -> Callable[Q, T]: ...
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        # A builtin function binds no instance, so its rematerialized form must not.
-        binds = hasattr(type(self.__wrapped__), "__get__")
-        unbound = instance is None or not binds
-        if unbound:
-            return self
-        if torch.compiler.is_compiling():  # Dynamo makes no methods, and inlines it
-            return self.__wrapped__.__get__(instance, owner)
-        return types.MethodType(self, instance)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "__code__" and is_traced_symbolically():
-            raise TypeError(_SYMBOLIC.format(label=self.__remat_label__))
-        if name.startswith("__"):
-            # TorchScript asks a method for its globals, and shows this error's message.
-            raise AttributeError(_SCRIPTED if name == "__globals__" else name)
-        return getattr(self.__wrapped__, name)
-
-    def __prepare_scriptable__(self) -> Any:
-        """Refuse to be compiled by TorchScript."""
-        raise TypeError(_SCRIPTED)
-
-    def __repr__(self) -> str:
-        return f"remat({self.__wrapped__!r})"
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        if _find(self) is self:
-            return self.__qualname__
-        return Rematerialized, (self.__wrapped__, self._where, self._options)
-
-    @property
-    def __remat_label__(self) -> Label:
-        """The name of the function in messages."""
-        if self._label is None:
-            self._label = label_of(self._name, self._where)
-        return self._label
-
-    @property
-    def __remat_options__(self) -> tuple[str, Options]:
-        """What is needed to rematerialize another function in the same way."""
-        return self._where, self._options
-
-
-_SCRIPTED = (
-    "remat: TorchScript cannot compile a rematerialized function. Script the function "
-    "without remat (`fn.__wrapped__`), trace it with torch.jit.trace, or use "
-    "torch.compile."
-)
-_SYMBOLIC = (
-    "remat: torch.fx cannot trace {label} itself. Trace the function without remat "
-    "(`fn.__wrapped__`), or trace a function that calls {label}. A trace holds no "
-    "recompute."
-)
-not_scriptable(remat, _SCRIPTED)
-
-
-def _find(decorated: Any) -> Any:
-    """Return what the name of `decorated` refers to: itself, if it was decorated."""
-    try:
-        found: Any = importlib.import_module(decorated.__module__)
-        for part in decorated.__qualname__.split("."):
-            found = getattr(found, part)
-    except (AttributeError, ImportError):
-        return None
-    return found
+not_scriptable(remat, SCRIPTED)

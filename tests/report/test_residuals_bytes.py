@@ -167,7 +167,7 @@ def test_batch_norm_to_the_byte_and_with_the_copies_that_remat_keeps(wrap):
     # The weight and the running statistics; a recompute reads the bias besides.
     found = assert_exact(wrap(norm), x, captured=16 * (3 + (wrap is ckpt)))
     copies = [r.origin for r in found if r.origin.startswith("copy")]
-    names = ["running_mean", "running_var", "num_batches_tracked"]
+    names = ["self.running_mean", "self.running_var", "self.num_batches_tracked"]
     expected = [f"copy of `{n}` as it was before the call" for n in names]
     assert copies == (expected if wrap is ckpt else [])
 

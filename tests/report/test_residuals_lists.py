@@ -240,13 +240,13 @@ def test_arguments_come_in_order_then_captured_then_program_order():
     assert made == ["mul", "named 'h'", "exp"]
 
 
-def test_parameters_of_a_module_itself_have_the_names_of_its_state_dict():
+def test_parameters_of_a_module_itself_are_named_by_self():
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     for fn in (module, ckpt(module)):
         found = origins(fn, torch.randn(2, 4))
         assert found[0] == "from the argument input"
         if fn is not module:
-            assert "from the captured `0.weight`" in found
+            assert "from the captured `self.0.weight`" in found
 
 
 def test_the_states_of_streams_that_remat_sets_back_are_listed_besides():

@@ -32,7 +32,7 @@ MODULES = {
 def test_norms_of_weights_over_steps(kind):
     def program(wrap, note):
         model = MODULES[kind]()
-        model.register_forward_pre_hook(lambda *_: note(None))
+        model[0].register_forward_pre_hook(lambda *_: note(None))
         return trained(model, make(3, 4, seed=2), wrap(model))
 
     assert_as_plain(program, evaluations=6, plain=3)
@@ -41,7 +41,7 @@ def test_norms_of_weights_over_steps(kind):
 def test_parameters_are_unfrozen_between_steps_and_before_a_backward():
     def program(wrap, note):
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-        model.register_forward_pre_hook(lambda *_: note(None))
+        model[0].register_forward_pre_hook(lambda *_: note(None))
         model[0].requires_grad_(False)
         call, x = wrap(model), make(3, 4, seed=2)
         first = call(x).tanh().sum()
@@ -86,7 +86,7 @@ def test_a_lazy_module():
         model = nn.Sequential(nn.LazyLinear(4), nn.Tanh()).double()
         call, x = wrap(model), leaf(2)
         call(x).sum().backward()
-        model.register_forward_pre_hook(lambda *_: note(None))
+        model[0].register_forward_pre_hook(lambda *_: note(None))
         call(x).exp().sum().backward()
         return x.grad, [p.grad for p in model.parameters()]
 

@@ -225,7 +225,7 @@ def test_a_function_of_a_leaf(case):
 def test_a_loss_of_what_a_forward_hook_collected():
     def program(wrap, note):
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-        model.register_forward_pre_hook(lambda *_: note(None))
+        model[0].register_forward_pre_hook(lambda *_: note(None))
         found = []
         model[1].register_forward_hook(lambda m, a, out: found.append(out))
         y = wrap(model)(make(3, 4, seed=2))

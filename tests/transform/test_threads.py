@@ -89,7 +89,7 @@ def test_different_functions_in_two_threads(transform):
 def test_the_same_module_in_several_threads(threads):
     block = Block()
     notes = Evaluations()
-    block.register_forward_pre_hook(lambda *_: notes.note(None))
+    block.layer.register_forward_pre_hook(lambda *_: notes.note(None))
     xs = torch.randn(threads, 4, 8)
 
     def step(call):

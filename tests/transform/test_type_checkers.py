@@ -49,7 +49,7 @@ def use(w: Tensor, layer: Layer) -> None:
     layer.forward("x")  # refused: a Tensor
     remat(block, policy="dots")  # refused: a Callable or a CheckpointPolicy
     remat(block, prune="never")  # refused
-    remat(3)  # refused
+    remat(3)  # refused: a Module
 """
 MYPY = """
 [mypy]

@@ -1,0 +1,239 @@
+"""Modules whose `forward` is recomputed: what `remat(module)` returns.
+
+Such a module has a class of its own: a subclass of the module's class, of the same
+name, whose `forward` is `remat` of the one that it inherits. Torch's parametrizations
+work like this, too. `recompute_in_place` gives a module that class. `view_of` makes
+another module of that class, a *view*: it shares the module's state, and its `forward`
+runs on the module.
+
+`api` and `remat.nn` call these.
+
+Invariant: a view has the module's own dictionary of attributes. So parameters, buffers,
+hooks, names and modes are the same in both, also after one of them changes.
+Rejected: a module that holds the module. It would add a level to all names. Rejected:
+to assign to `module.forward`. That is a cycle, and some libraries do it themselves.
+"""
+
+import functools
+import types
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from remat._partial.options import Options
+from remat._transform.rematerialized import Rematerialized
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Spec(NamedTuple):
+    """How a class recomputes its `forward`.
+
+    Attributes:
+        is_view: whether its modules are views.
+        is_own: whether they have a `forward` besides that of the class.
+        where: the line that asked for it.
+        options: of `remat`.
+    """
+
+    is_view: bool
+    is_own: bool
+    where: str
+    options: Options
+
+
+# A base class that has no layout, which the module's class follows.
+_Module: Any = nn.Module if TYPE_CHECKING else object
+
+
+class RematModule(_Module):
+    """A module whose `forward` is recomputed. Its other base class is the module's."""
+
+    # Of each subclass: the class that it was made of, and how it recomputes.
+    _remat_base: type[nn.Module]
+    _remat_spec: Spec
+    # Of a view: the module.
+    _remat_module: nn.Module
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Do nothing: the module's class may register each subclass that it gets."""
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not is_rematerialized(self):  # a library derived a class from ours
+            return super().__reduce_ex__(protocol)
+        if self._remat_spec.is_view:
+            return _view, (self._remat_module, self._remat_spec)
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        make, args, *state = reduced
+        if args and args[0] is type(self):  # as `object` does
+            make, args = _new, (self._remat_base, *args[1:])
+        return _again, (make, args, self._remat_spec), *state
+
+
+def is_rematerialized(module: nn.Module) -> bool:
+    """Say whether a module's class was made here; not whether it derives from one."""
+    return "_remat_spec" in vars(type(module))
+
+
+def recomputed_by(fn: Any) -> tuple[Any, Rematerialized[..., Any]] | None:
+    """Return what a rematerialized function recomputes, and that function.
+
+    Also of a method or a partial of one, and of a module.
+    """
+    if isinstance(fn, RematModule):
+        fn = fn.forward
+    if isinstance(fn, Rematerialized):
+        return fn.__wrapped__, fn
+    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Rematerialized):
+        return types.MethodType(fn.__func__.__wrapped__, fn.__self__), fn.__func__
+    if isinstance(fn, functools.partial):
+        found = recomputed_by(fn.func)
+        if found is not None:
+            return functools.partial(found[0], *fn.args, **fn.keywords), found[1]
+    return None
+
+
+# --- Modules ---
+
+
+def view_of(module: M, where: str, options: Options) -> M:
+    """Return a view of a module, whose `forward` is recomputed."""
+    spec = Spec(True, "forward" in vars(module), where, options)
+    return cast("M", _view(module, spec))
+
+
+def _view(module: nn.Module, spec: Spec) -> nn.Module:
+    view = object.__new__(_class_of(type(module), spec))
+    # Some modules hand attributes on to others.
+    object.__setattr__(view, "__dict__", vars(module))
+    object.__setattr__(view, "_remat_module", module)
+    return view
+
+
+def recompute_in_place(module: nn.Module, where: str, options: Options) -> None:
+    """Have the `forward` of a module recomputed."""
+    spec = Spec(False, "forward" in vars(module), where, options)
+    object.__setattr__(module, "__class__", _class_of(type(module), spec))
+
+
+def _new(kind: type[nn.Module], *args: Any) -> nn.Module:
+    return kind.__new__(kind, *args)
+
+
+def _again(make: Any, args: tuple[Any, ...], spec: Spec) -> nn.Module:
+    """Make a module again, which was copied or pickled."""
+    module = make(*args)
+    object.__setattr__(module, "__class__", _class_of(type(module), spec))
+    return module
+
+
+# --- Classes ---
+
+# By the class that they were made of.
+_CLASSES: weakref.WeakKeyDictionary[type, weakref.WeakValueDictionary[Spec, type]]
+_CLASSES = weakref.WeakKeyDictionary()
+
+
+def _class_of(base: type[nn.Module], spec: Spec) -> type[nn.Module]:
+    """Return the subclass of a class whose `forward` is recomputed."""
+    classes = _CLASSES.get(base)
+    if classes is None:
+        classes = _CLASSES[base] = weakref.WeakValueDictionary()
+    try:
+        made = classes.get(spec)
+    except TypeError:  # a policy that has no hash
+        return _made(base, spec)
+    if made is None:
+        made = classes[spec] = _made(base, spec)
+    return made
+
+
+def _made(base: type[nn.Module], spec: Spec) -> type[nn.Module]:
+    names: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_remat_base": base,
+        "_remat_spec": spec,
+        "forward": _OwnForward(spec) if spec.is_own else _Forward(spec),
+    }
+    if spec.is_view:
+        names["__slots__"] = ("_remat_module",)
+    becomes = getattr(base, "cls_to_become", None)
+    if isinstance(becomes, type):  # a lazy module changes its class when it is called
+        names["cls_to_become"] = _class_of(becomes, spec)
+    if hasattr(base, "__deepcopy__"):
+        names["__deepcopy__"] = _deepcopied
+    bases = (base,) if issubclass(base, RematModule) else (RematModule, base)
+    return type(base)(base.__name__, bases, names)
+
+
+def _deepcopied(self: Any, memo: dict[int, Any]) -> Any:
+    """Copy a module whose class says how."""
+    spec, base = self._remat_spec, self._remat_base
+    if spec.is_view:
+        return _view(base.__deepcopy__(self._remat_module, memo), spec)
+    return _again(base.__deepcopy__, (self, memo), spec)
+
+
+# --- Their `forward` ---
+
+
+class _Forward:
+    """The `forward` that a module would have without us, recomputed.
+
+    It is looked up in each call: a library may replace that of the class.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self._call: Rematerialized[..., Any] | None = None
+
+    def __set_name__(self, kind: Any, name: str) -> None:
+        self._kind = kind
+
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Any:
+        if module is None:
+            return self._recomputed(self._kind._remat_base.forward)
+        forward = self._without_us(module)
+        if torch.compiler.is_compiling():
+            return forward
+        is_method = type(forward) is types.MethodType
+        if is_method and type(forward.__func__) is types.FunctionType:
+            call = self._recomputed(forward.__func__)
+            return types.MethodType(call, forward.__self__)
+        return Rematerialized(forward, self._spec.where, self._spec.options)
+
+    def _recomputed(self, fn: Any) -> Any:
+        call = self._call
+        if call is None or call.__wrapped__ is not fn:
+            call = Rematerialized(fn, self._spec.where, self._spec.options)
+            self._call = call
+        return call
+
+    def _without_us(self, module: Any) -> Any:
+        if self._spec.is_view and type(module) is self._kind:
+            module = module._remat_module
+            is_script = isinstance(module, torch.jit.ScriptModule)
+            return module if is_script else module.forward
+        if self._spec.is_own and "forward" in vars(module):
+            return vars(module)["forward"]
+        inherited: Any = super(self._kind, module)
+        return inherited.forward
+
+
+class _OwnForward(_Forward):
+    """That of a module that has one besides that of its class, and may get another."""
+
+    def __set__(self, module: nn.Module, forward: Any) -> None:
+        vars(module)["forward"] = forward
+
+    def __delete__(self, module: nn.Module) -> None:
+        del vars(module)["forward"]

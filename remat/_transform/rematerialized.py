@@ -1,0 +1,158 @@
+"""What `remat` returns for a function: a callable whose calls are recomputed.
+
+Users call it. It asks `lowering` how to run a call, and passes the call to `saved` or
+`function`.
+
+Invariant: if there is nothing to differentiate, the callable just calls the function.
+Rejected: a closure. A closure cannot be pickled, and an enclosing call could not
+rebuild it with other captured tensors.
+"""
+
+import functools
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+import torch
+from torch import nn
+
+from remat._ambient.draws import without_draws
+from remat._base.labels import Label, label_of
+from remat._base.tracebacks import hide_frames
+from remat._partial.options import Options
+from remat._torch import is_traced_symbolically
+from remat._transform.call import Call
+from remat._transform.function import evaluate_differentiably
+from remat._transform.lowering import Lowering, lowering_of
+from remat._transform.primal import Primal
+from remat._transform.saved import call_saved
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# A method: `S` is the type of `self`, and `Q` are the other parameters.
+S = TypeVar("S")
+Q = ParamSpec("Q")
+T = TypeVar("T")
+
+
+class Rematerialized(Generic[P, R]):
+    """What `remat` returns.
+
+    Attributes:
+        __wrapped__: the function. Other attributes are looked up on the function.
+    """
+
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, fn: Callable[P, R], where: str, options: Options) -> None:
+        if isinstance(fn, nn.Module) or not hasattr(fn, "__qualname__"):
+            self.__wrapped__ = fn
+            name = self.__name__ = type(fn).__qualname__
+        else:
+            functools.update_wrapper(self, fn)
+            name = fn.__qualname__
+        self._name, self._where, self._options = name, where, options
+        # Made by the first call that needs it, because Dynamo cannot trace it.
+        self._label: Label | None = None
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function. A backward recomputes it."""
+        fn, options = self.__wrapped__, self._options
+        lowering = lowering_of(options)
+        if lowering is Lowering.INLINED:
+            return fn(*args, **kwargs)
+        label = self._label or self.__remat_label__
+        try:
+            if lowering is Lowering.SAVED:
+                return call_saved(fn, label, args, kwargs, options)
+            if lowering is Lowering.FUNCTION:
+                call = Call(fn, label, args, kwargs, options)
+                inputs, needs = call.take_inputs()
+                outs = None
+                if not call.is_lazy:
+                    outs = evaluate_differentiably(Primal(call), inputs, needs)
+                if outs is not None:
+                    return call.join(outs, inputs)
+            plain = without_draws(fn, label) if options.rng == "error" else fn
+            return plain(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    @overload
+    def __get__(
+        self, instance: None, owner: type | None = None
+    ) -> "Rematerialized[P, R]": ...
+    @overload
+    def __get__(
+        # Typed as a callable: not every type checker splits the class's own parameters.
+        self: Callable[Concatenate[S, Q], T],
+        instance: S,
+        owner: type | None = None,
+    ) -> Callable[Q, T]: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        # A builtin function binds no instance, so its rematerialized form must not.
+        binds = hasattr(type(self.__wrapped__), "__get__")
+        unbound = instance is None or not binds
+        if unbound:
+            return self
+        if torch.compiler.is_compiling():  # Dynamo makes no methods, and inlines it
+            return self.__wrapped__.__get__(instance, owner)
+        return types.MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__code__" and is_traced_symbolically():
+            raise TypeError(_SYMBOLIC.format(label=self.__remat_label__))
+        if name.startswith("__"):
+            # TorchScript asks a method for its globals, and shows this error's message.
+            raise AttributeError(SCRIPTED if name == "__globals__" else name)
+        return getattr(self.__wrapped__, name)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse to be compiled by TorchScript."""
+        raise TypeError(SCRIPTED)
+
+    def __repr__(self) -> str:
+        return f"remat({self.__wrapped__!r})"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if _find(self) is self:
+            return self.__qualname__
+        return Rematerialized, (self.__wrapped__, self._where, self._options)
+
+    @property
+    def __remat_label__(self) -> Label:
+        """The name of the function in messages."""
+        if self._label is None:
+            self._label = label_of(self._name, self._where)
+        return self._label
+
+    @property
+    def __remat_options__(self) -> tuple[str, Options]:
+        """What is needed to rematerialize another function in the same way."""
+        return self._where, self._options
+
+
+SCRIPTED = (
+    "remat: TorchScript cannot compile a rematerialized function. Script the function "
+    "without remat (`fn.__wrapped__`), trace it with torch.jit.trace, or use "
+    "torch.compile."
+)
+_SYMBOLIC = (
+    "remat: torch.fx cannot trace {label} itself. Trace the function without remat "
+    "(`fn.__wrapped__`), or trace a function that calls {label}. A trace holds no "
+    "recompute."
+)
+
+
+def _find(decorated: Any) -> Any:
+    """Return what the name of `decorated` refers to: itself, if it was decorated."""
+    try:
+        found: Any = importlib.import_module(decorated.__module__)
+        for part in decorated.__qualname__.split("."):
+            found = getattr(found, part)
+    except (AttributeError, ImportError):
+        return None
+    return found
