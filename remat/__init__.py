@@ -1,6 +1,7 @@
 """JAX's `jax.checkpoint` for PyTorch: recompute values instead of storing them."""
 
-from remat import policies as policies, random as random
+from remat import nn as nn, policies as policies, random as random
+from remat._base.context import is_recomputing as is_recomputing
 from remat._base.errors import (
     CaptureError as CaptureError,
     KeyReuseError as KeyReuseError,

@@ -123,6 +123,11 @@ def recompute_in_place(module: nn.Module, where: str, options: Options) -> None:
     object.__setattr__(module, "__class__", _class_of(type(module), spec))
 
 
+def undo_in_place(module: nn.Module) -> None:
+    """Have the `forward` of a module not recomputed any more."""
+    object.__setattr__(module, "__class__", cast("Any", module)._remat_base)
+
+
 def _new(kind: type[nn.Module], *args: Any) -> nn.Module:
     return kind.__new__(kind, *args)
 

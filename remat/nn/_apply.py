@@ -1,0 +1,184 @@
+"""Recompute blocks of a model in place, and undo it.
+
+Users call both functions.
+
+Invariant: the model stays what it is: its parameters, keys, names and hooks. Only the
+class of each selected module changes, and only in its `forward`.
+Rejected: to put a wrapper where each block was. Code that refers to the blocks, and
+checkpoints on disk, would have to know of the wrappers.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from remat._transform.api import caller, options_of
+from remat._transform.module import (
+    RematModule,
+    is_rematerialized,
+    recompute_in_place,
+    undo_in_place,
+)
+from remat.nn._enable import switch_off
+from remat.nn._select import as_selectors, blocks, selected
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def apply(
+    model: M,
+    select: Any = None,
+    *,
+    policy: Any = None,
+    prune: Any = "auto",
+    rng: Any = "replay",
+    higher_order: bool = False,
+) -> M:
+    """Recompute the `forward` of submodules in the backward, instead of storing values.
+
+    The model is changed in place, and computes the same values and gradients. The
+    parameters, the keys of its `state_dict`, names, hooks and `repr` stay. Hooks of a
+    selected module run outside of the recompute, once. A selected module can be copied
+    and pickled, also by `torch.save`.
+
+    Args:
+        model: the model.
+        select: which modules. A class; a name as in `named_modules()`, in which `*`
+            stands for one part (`"layers.*"`) and `**` for several; a function of a
+            name and a module that returns a bool; or a list of these. A mapping from
+            these to policies gives each module the policy of the first that selects it.
+            `None` selects the repeated blocks of the model: see `remat.nn.blocks`.
+        policy: as of `remat.remat`. Not with a mapping.
+        prune: as of `remat.remat`.
+        rng: as of `remat.remat`.
+        higher_order: as of `remat.remat`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: a selector selects nothing; or a module is selected that is
+            recomputed already; or both a mapping and a policy are given.
+        TypeError: `model` is not a module, or something is not a selector or a policy.
+
+    Example:
+        >>> import remat
+        >>> from remat.testing import count_ops
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        >>> model = remat.nn.apply(nn.Sequential(layer(), layer()))
+        >>> with count_ops() as ops:
+        ...     model(torch.ones(2, 4)).sum().backward()
+        >>> ops["tanh"]
+        4
+        >>> [*model.state_dict()][:2]
+        ['0.0.weight', '0.0.bias']
+    """
+    _refuse_others("apply", model)
+    where = caller()
+    chosen = _chosen(model, select, policy)
+    options = [options_of(policy, prune, rng, higher_order) for _, _, policy in chosen]
+    for name, module, _ in chosen:
+        _refuse(model, name, module)
+    for (_, module, _), each in zip(chosen, options, strict=True):
+        recompute_in_place(module, where, each)
+    return model
+
+
+def remove(model: M) -> M:
+    """Undo `remat.nn.apply` and `remat.nn.enable`: the model stores its values again.
+
+    Args:
+        model: the model, which is changed in place. Modules that `remat.remat` returned
+            are plain modules afterwards, too.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: `model` is not a module; or after `remat.nn.apply` a library gave one
+            of its modules a class of its own, as `fully_shard` does.
+
+    Example:
+        >>> import remat
+        >>> from remat.testing import count_ops
+        >>> layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        >>> model = remat.nn.remove(remat.nn.apply(layer, nn.Sequential))
+        >>> with count_ops() as ops:
+        ...     model(torch.ones(2, 4)).sum().backward()
+        >>> ops["tanh"]
+        1
+    """
+    _refuse_others("remove", model)
+    for name, module in model.named_modules():
+        if isinstance(module, RematModule) and not is_rematerialized(module):
+            kind = type(module).__qualname__
+            raise TypeError(_DERIVED.format(name=_shown(name), kind=kind))
+    for module in model.modules():
+        while isinstance(module, RematModule):
+            undo_in_place(module)
+    switch_off(model)
+    return model
+
+
+def _chosen(
+    model: nn.Module, select: Any, policy: Any
+) -> list[tuple[str, nn.Module, Any]]:
+    """Return the names and modules that are selected, and the policy of each."""
+    if select is None:
+        found = blocks(model)
+        if not found:
+            raise ValueError(_NO_BLOCKS.format(model=type(model).__name__))
+        return [(name, module, policy) for name, module in found.items()]
+    selectors = as_selectors(select)
+    policies = [policy] * len(selectors)
+    if isinstance(select, Mapping):
+        if policy is not None:
+            raise ValueError(_TWO_POLICIES)
+        policies = [*select.values()]
+    return [(n, module, policies[k]) for n, module, k in selected(model, selectors)]
+
+
+def _refuse_others(function: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"remat.nn.{function}: {kind} is not a module. Pass a model.")
+
+
+def _refuse(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Refuse a module that is recomputed already, or cannot be."""
+    if isinstance(module, RematModule):
+        shown, kind = _shown(name), type(module).__name__
+        where = module._remat_spec.where
+        raise ValueError(_TWICE.format(name=shown, kind=kind, where=where))
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(_SCRIPT.format(name=_shown(name)))
+
+
+def _shown(name: str) -> str:
+    return f"`{name}`" if name else "the model itself"
+
+
+_TWICE = (
+    "remat.nn.apply: {name} ({kind}) is recomputed already, since {where}. Call "
+    "remat.nn.remove(model) first, or select other modules."
+)
+_SCRIPT = (
+    "remat.nn.apply: {name} is a TorchScript module, whose class is fixed. Use "
+    "remat(module) in its place, or apply remat before torch.jit.script."
+)
+_DERIVED = (
+    "remat.nn.remove: {name} is of the class {kind}, which a library derived after "
+    "remat.nn.apply, as fully_shard and parametrizations do. Undo that first."
+)
+_NO_BLOCKS = (
+    "remat.nn.apply: this {model} has no list of blocks: no ModuleList or Sequential "
+    "has two items of a class that has submodules. Say which modules you mean: pass a "
+    "class, a name such as 'layers.*', or a function of a name and a module."
+)
+_TWO_POLICIES = (
+    "remat.nn.apply: `select` gives each module a policy, so leave out `policy`."
+)

@@ -1,0 +1,143 @@
+"""Which submodules of a model are meant: by class, by name, or the repeated blocks.
+
+Called by `apply`.
+
+Invariant: a selector that selects nothing is an error. A name may be misspelled.
+Rejected: to select by the type of each layer where nothing is said. To recompute a
+single linear layer saves nothing: it stores its input in any case.
+"""
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import nn
+
+
+# A class, a name with wildcards, or a function of a name and a module.
+Selector: TypeAlias = type[nn.Module] | str | Callable[[str, nn.Module], bool]
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the repeated blocks of a model: what `remat.nn.apply` recomputes.
+
+    A block is an item of an `nn.ModuleList` or `nn.Sequential` that has submodules, if
+    the list has another item of its class. If a block has such a list of its own, as an
+    attribute, it is a stage of the model, and the items of that list are the blocks.
+
+    Args:
+        model: the model. It is not changed.
+
+    Returns:
+        The blocks by their names in `model.named_modules()`.
+
+    Example:
+        >>> from remat.nn import blocks
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        >>> model = nn.ModuleDict({"body": nn.ModuleList([layer(), layer()])})
+        >>> [*blocks(model)]
+        ['body.0', 'body.1']
+    """
+    return dict(_blocks_in(model, ""))
+
+
+def _blocks_in(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    found = _repeated(module)
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        is_stage = any(map(_repeated, (child, *child.children())))
+        if key in found and not is_stage:
+            yield path, child
+        else:
+            yield from _blocks_in(child, path)
+
+
+def _repeated(module: nn.Module) -> Sequence[str]:
+    """Return the items of a list of modules that occur in it more than once."""
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return ()
+    items = [(key, m) for key, m in module.named_children() if any(m.children())]
+    counts = Counter(type(m) for _, m in items)
+    return [key for key, m in items if counts[type(m)] > 1]
+
+
+def selected(
+    model: nn.Module, selectors: Iterable[Selector]
+) -> list[tuple[str, nn.Module, int]]:
+    """Return the modules that selectors select, and the first that does.
+
+    Args:
+        model: the model.
+        selectors: in order.
+
+    Returns:
+        Names, modules, and indices of selectors.
+
+    Raises:
+        TypeError: something is not a selector.
+        ValueError: a selector selects nothing.
+    """
+    selectors = [*selectors]
+    tests = [_test_of(selector) for selector in selectors]
+    found, useful = [], set[int]()
+    for name, module in model.named_modules():
+        hits = [k for k, test in enumerate(tests) if test(name, module)]
+        useful.update(hits)
+        if hits:
+            found.append((name, module, hits[0]))
+    useless = [s for k, s in enumerate(selectors) if k not in useful]
+    if useless:
+        raise ValueError(_nothing(model, useless[0]))
+    return found
+
+
+def _test_of(selector: Any) -> Callable[[str, nn.Module], bool]:
+    if isinstance(selector, type) and issubclass(selector, nn.Module):
+        return lambda name, module: isinstance(module, selector)
+    if isinstance(selector, str):
+        pattern = _pattern(selector)
+        return lambda name, module: pattern.fullmatch(name) is not None
+    if callable(selector) and not isinstance(selector, (type, nn.Module)):
+        return selector
+    raise TypeError(_NO_SELECTOR.format(selector=selector))
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """Return a pattern of names, in which `*` stands for one part of a name."""
+    parts = (
+        r"[^.]+(?:\.[^.]+)*"
+        if part == "**"
+        else fnmatch.translate(part).removesuffix(r"\Z").replace(".*", "[^.]*")
+        for part in text.split(".")
+    )
+    return re.compile(r"\.".join(parts))
+
+
+def as_selectors(select: Any) -> Sequence[Selector]:
+    """Return one selector or several as a sequence."""
+    if isinstance(select, Mapping):
+        return [*select]
+    if isinstance(select, (list, tuple, set, frozenset)):
+        return [*select]
+    return [select]
+
+
+def _nothing(model: nn.Module, selector: Any) -> str:
+    names = [name for name, _ in model.named_modules() if name]
+    shown = getattr(selector, "__name__", repr(selector))
+    return _NOTHING.format(
+        shown=shown, model=type(model).__name__, names=", ".join(names[:8])
+    )
+
+
+_NO_SELECTOR = (
+    "remat.nn.apply: {selector!r} selects no modules. Pass a class of modules, a name "
+    "such as 'layers.*', a function of a name and a module, or a list of these."
+)
+_NOTHING = (
+    "remat.nn.apply: {shown} selects no module of this {model}. Its modules are: "
+    "{names}, ... In a name `*` stands for one part and `**` for several."
+)
