@@ -90,7 +90,9 @@ class Filling:
         if self._is_replay or any(issubclass(node, FunctionCtx) for node in nodes):
             # Hooks may put Functions in between that change nothing, as FSDP's do.
             return False
-        return _name_of(nodes[0]) != _name_of(nodes[1])
+        names = [*map(_name_of, nodes)]
+        # TorchScript fuses operations into such a node once it has run them.
+        return names[0] != names[1] and "CppFunction" not in names
 
     def differs(self) -> RecomputeError:
         """Return the error that the recompute and the forward save different things."""

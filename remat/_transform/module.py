@@ -123,9 +123,15 @@ def recompute_in_place(module: nn.Module, where: str, options: Options) -> None:
     object.__setattr__(module, "__class__", _class_of(type(module), spec))
 
 
-def undo_in_place(module: nn.Module) -> None:
-    """Have the `forward` of a module not recomputed any more."""
-    object.__setattr__(module, "__class__", cast("Any", module)._remat_base)
+def undone(module: RematModule) -> nn.Module:
+    """Return a module whose `forward` is not recomputed any more.
+
+    That is the module itself, or the one that a view is of.
+    """
+    if module._remat_spec.is_view:
+        return module._remat_module
+    object.__setattr__(module, "__class__", module._remat_base)
+    return module
 
 
 def _new(kind: type[nn.Module], *args: Any) -> nn.Module:
@@ -151,10 +157,7 @@ def _class_of(base: type[nn.Module], spec: Spec) -> type[nn.Module]:
     classes = _CLASSES.get(base)
     if classes is None:
         classes = _CLASSES[base] = weakref.WeakValueDictionary()
-    try:
-        made = classes.get(spec)
-    except TypeError:  # a policy that has no hash
-        return _made(base, spec)
+    made = classes.get(spec)
     if made is None:
         made = classes[spec] = _made(base, spec)
     return made

@@ -19,7 +19,7 @@ from remat._transform.module import (
     RematModule,
     is_rematerialized,
     recompute_in_place,
-    undo_in_place,
+    undone,
 )
 from remat.nn._enable import switch_off
 from remat.nn._select import as_selectors, blocks, selected
@@ -92,11 +92,11 @@ def remove(model: M) -> M:
     """Undo `remat.nn.apply` and `remat.nn.enable`: the model stores its values again.
 
     Args:
-        model: the model, which is changed in place. Modules that `remat.remat` returned
-            are plain modules afterwards, too.
+        model: the model, which is changed in place. Where `remat.remat` returned one of
+            its modules, the module that was passed to it is put in.
 
     Returns:
-        The model.
+        The model; if `remat.remat` returned it, the module that was passed.
 
     Raises:
         TypeError: `model` is not a module; or after `remat.nn.apply` a library gave one
@@ -117,11 +117,19 @@ def remove(model: M) -> M:
         if isinstance(module, RematModule) and not is_rematerialized(module):
             kind = type(module).__qualname__
             raise TypeError(_DERIVED.format(name=_shown(name), kind=kind))
+    model = _undone(model)
     for module in model.modules():
-        while isinstance(module, RematModule):
-            undo_in_place(module)
+        children = module._modules
+        for name, child in children.items():
+            children[name] = _undone(child)
     switch_off(model)
     return model
+
+
+def _undone(module: Any) -> Any:
+    while isinstance(module, RematModule):
+        module = undone(module)
+    return module
 
 
 def _chosen(

@@ -82,10 +82,9 @@ def enable(
 
 def switch_off(model: nn.Module) -> None:
     """Switch off what `enable` switched on."""
-    for module in model.modules():
-        if _is_ours(module):
-            module.gradient_checkpointing = False
-            delattr(module, _FUNCTION)
+    for module in filter(_is_ours, model.modules()):
+        vars(module)["gradient_checkpointing"] = False
+        delattr(module, _FUNCTION)
 
 
 @dataclass(frozen=True)

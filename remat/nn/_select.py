@@ -82,7 +82,8 @@ def selected(
     """
     selectors = [*selectors]
     tests = [_test_of(selector) for selector in selectors]
-    found, useful = [], set[int]()
+    found: list[tuple[str, nn.Module, int]] = []
+    useful: set[int] = set()
     for name, module in model.named_modules():
         hits = [k for k, test in enumerate(tests) if test(name, module)]
         useful.update(hits)

@@ -1,0 +1,367 @@
+"""`remat.nn.apply` recomputes chosen submodules, in place, and `remove` undoes it."""
+
+import copy
+import io
+
+import pytest
+import torch
+from support.runs import assert_replayed
+from support.zoo import make
+from torch import nn
+from torch.func import functional_call, grad
+from torch.nn.utils import parametrize
+
+import remat
+from remat import policies
+from remat.testing import assert_same, count_ops
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh().exp())
+
+
+class Other(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x).sin().exp()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.head = Other()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().sum()
+
+
+X = make(3, 4, seed=2).float()
+
+
+def model_of(kind=Model):
+    torch.manual_seed(0)
+    return kind()
+
+
+def counted(model, x=X):
+    with count_ops() as ops:
+        model(x).backward()
+    return ops["tanh"], ops["sin"]
+
+
+def applied(select=None, **options):
+    return remat.nn.apply(model_of(), select, **options)
+
+
+# --- What is selected ---
+
+
+SELECTORS = {
+    "none": (None, (6, 1)),
+    "a class": (Block, (6, 1)),
+    "classes": ([Block, Other], (6, 2)),
+    "a name": ("layers.1", (4, 1)),
+    "a wildcard": ("layers.*", (6, 1)),
+    "a part of a name": ("layers.[02]", (5, 1)),
+    "several parts": ("**", (6, 2)),
+    "a function": (lambda name, m: name.endswith("2") or name == "head", (4, 2)),
+    "names and classes": (("layers.0", Other), (4, 2)),
+}
+
+
+@pytest.mark.parametrize("case", SELECTORS)
+def test_what_a_selector_selects(case):
+    select, expected = SELECTORS[case]
+    model = applied(select)
+    assert counted(model) == expected
+    plain = model_of()
+    plain(X).backward()
+    grads = [p.grad for p in model.parameters()]
+    assert_same(grads, [p.grad for p in plain.parameters()])
+
+
+def test_a_policy_for_each_module():
+    selectors = {
+        "layers.0": policies.everything_saveable,
+        Block: policies.dots_saveable,
+        "head": None,
+    }
+    model = applied(selectors)
+    found = [module._remat_spec.options.policy for module in model.layers]
+    assert found == [policies.everything_saveable] + [policies.dots_saveable] * 2
+    counted(model)
+    assert counted(model) == (5, 2)
+
+
+@pytest.mark.parametrize("policy", [policies.dots_saveable, policies.nothing_saveable])
+def test_one_policy_for_all(policy):
+    model = applied(policy=policy)
+    saves = policy is policies.dots_saveable
+    counted(model)
+    with count_ops() as ops:
+        model(X).backward()
+    assert ops["addmm"] == 7 if saves else 10
+
+
+def test_the_whole_model_by_its_class():
+    assert counted(applied(Model)) == (6, 2)
+    assert counted(applied("")) == (6, 2)
+
+
+# --- The blocks of a model ---
+
+
+class Stages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.stages = nn.ModuleList(
+            [self.Stage(2), self.Stage(3)],
+        )
+
+    class Stage(nn.Module):
+        def __init__(self, depth):
+            super().__init__()
+            self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
+            self.last = nn.Linear(4, 4)
+
+
+class Experts(nn.Module):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.ModuleDict({"experts": nn.ModuleList([Block(), Block()])})
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer(), self.Layer()])
+
+
+def test_blocks_are_repeated_items_of_lists():
+    assert [*remat.nn.blocks(Model())] == ["layers.0", "layers.1", "layers.2"]
+    assert [*remat.nn.blocks(nn.Sequential(Block(), Other(), Block()))] == ["0", "2"]
+
+
+def test_the_blocks_of_stages():
+    names = [f"stages.{i}.blocks.{j}" for i, n in ((0, 2), (1, 3)) for j in range(n)]
+    assert [*remat.nn.blocks(Stages())] == names
+    nested = nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(2)))
+    assert [*remat.nn.blocks(nested)] == ["0.0", "0.1", "1.0", "1.1"]
+
+
+def test_the_experts_of_a_layer_are_part_of_it():
+    assert [*remat.nn.blocks(Experts())] == ["layers.0", "layers.1"]
+
+
+def test_layers_without_submodules_are_no_blocks():
+    assert remat.nn.blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == {}
+
+
+# --- The model stays what it is ---
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        lambda m: [*m.state_dict()],
+        lambda m: [n for n, _ in m.named_parameters()],
+        lambda m: [(n, type(c).__name__) for n, c in m.named_modules()],
+        repr,
+    ],
+    ids=["state_dict", "parameters", "modules", "repr"],
+)
+def test_names_are_those_without_it(names):
+    model = applied([Block, Other])
+    assert names(model) == names(model_of())
+    assert counted(model) == (6, 2)
+
+
+def test_it_returns_the_model_and_its_blocks_stay_the_objects_they_are():
+    model = model_of()
+    layers = [*model.layers]
+    assert remat.nn.apply(model) is model
+    assert [*model.layers] == layers
+    assert all(isinstance(layer, Block) for layer in layers)
+
+
+def test_training_equals_plain():
+    def program(wrap):
+        model = model_of()
+        if wrap is remat.remat:
+            remat.nn.apply(model, [Block, Other])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(model(X))
+            losses[-1].backward()
+            optimizer.step()
+        return losses, [*model.parameters()]
+
+    assert_replayed(program, tanh=(9, 18), sin=(3, 6))
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, saved_and_loaded], ids=["copy", "save"]
+)
+def test_copies_and_pickles_recompute(again):
+    model = applied(policy=policies.dots_saveable)
+    other = again(model)
+    assert counted(other) == counted(model) == (6, 1)
+    with pytest.raises(
+        ValueError, match=r"`layers\.0` \(Block\) is recomputed already"
+    ):
+        remat.nn.apply(other)
+    assert counted(remat.nn.remove(other)) == (3, 1)
+    assert counted(model) == (6, 1)
+
+
+def test_hooks_run_once_outside_of_the_recompute():
+    model, fired = model_of(), []
+    model.layers[0].register_forward_hook(lambda *_: fired.append("before apply"))
+    remat.nn.apply(model)
+    model.layers[0].register_forward_pre_hook(lambda *_: fired.append("after apply"))
+    model.layers[0].register_full_backward_hook(lambda *_: fired.append("backward"))
+    assert counted(model, X.clone().requires_grad_()) == (6, 1)
+    assert fired == ["after apply", "before apply", "backward"]
+
+
+def test_under_functional_call_and_grad():
+    def program(wrap):
+        model = model_of()
+        if wrap is remat.remat:
+            remat.nn.apply(model)
+        params = {n: p.detach() * 1.5 for n, p in model.named_parameters()}
+        return grad(lambda params: functional_call(model, params, (X,)))(params)
+
+    assert_replayed(program, tanh=(3, 6), reassociated=True)
+
+
+def test_a_module_that_is_used_twice_is_selected_once():
+    block = Block()
+    model = nn.Sequential(block, block, nn.ModuleList())
+    model = remat.nn.apply(model[:2], Block)
+    with count_ops() as ops:
+        model(X).sum().backward()
+    assert ops["tanh"] == 4
+
+
+def test_a_module_with_a_forward_of_its_own():
+    model = model_of()
+    forward = model.head.forward
+    model.head.forward = lambda x: forward(x).tanh()
+    remat.nn.apply(model, Other)
+    assert counted(model) == (3 + 2, 2)
+    assert counted(remat.nn.remove(model)) == (3 + 1, 1)
+
+
+def test_parametrized_before_and_after():
+    model = model_of()
+    parametrize.register_parametrization(model.layers[0].up, "weight", nn.Tanh())
+    remat.nn.apply(model)
+    assert counted(model) == (3 + 1 + 4, 1)
+
+
+# --- Undone ---
+
+
+def test_remove_undoes_it():
+    model = applied([Block, Other])
+    assert remat.nn.remove(model) is model
+    assert {*map(type, model.layers)} == {Block}
+    assert counted(model) == (3, 1)
+    assert counted(remat.nn.apply(model)) == (6, 1)
+
+
+def test_remove_puts_back_the_modules_that_remat_was_applied_to():
+    blocks = Block(), Block()
+    model = nn.Sequential(remat.remat(blocks[0]), remat.remat(remat.remat(blocks[1])))
+    with count_ops() as ops:
+        remat.nn.remove(model)(X).sum().backward()
+    assert ops["tanh"] == 2
+    assert [*model] == [*blocks]
+    assert remat.nn.remove(remat.remat(blocks[0])) is blocks[0]
+
+
+def test_remove_where_nothing_is_applied_changes_nothing():
+    assert counted(remat.nn.remove(model_of())) == (3, 1)
+
+
+# --- Refused ---
+
+
+def test_twice_is_refused_and_names_the_module_and_the_line():
+    model = applied()
+    message = r"`layers\.0` \(Block\) is recomputed already, since .*test_apply\.py:\d+"
+    with pytest.raises(ValueError, match=message):
+        remat.nn.apply(model)
+    assert counted(model) == (6, 1)
+
+
+def test_a_refused_module_leaves_the_others_as_they_were():
+    model = applied("layers.1")
+    with pytest.raises(
+        ValueError, match=r"`layers\.1` \(Block\) is recomputed already"
+    ):
+        remat.nn.apply(model, Block)
+    assert counted(model) == (4, 1)
+
+
+REFUSED = {
+    "no such name": (lambda: applied("layer.*"), "'layer.*' selects no module of this"),
+    "no such class": (lambda: applied(nn.Conv2d), "Conv2d selects no module of this"),
+    "one of two": (lambda: applied([Block, "haed"]), "'haed' selects no module"),
+    "no blocks": (lambda: remat.nn.apply(Other()), "has no list of blocks"),
+    "two policies": (
+        lambda: applied({Block: None}, policy=policies.dots_saveable),
+        "gives each module a policy",
+    ),
+    "prune": (lambda: applied(prune="never"), "prune='never'"),
+    "no model": (lambda: remat.nn.apply(3), "int is not a module"),
+    "no selector": (lambda: applied(3), "3 selects no modules. Pass a class"),
+    "a module": (lambda: applied(nn.Tanh()), "selects no modules. Pass a class"),
+    "another class": (lambda: applied(dict), "selects no modules. Pass a class"),
+    "no policy": (lambda: applied(policy="dots"), "policy"),
+    "remove": (lambda: remat.nn.remove([]), "list is not a module"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    call, message = REFUSED[case]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_scripted_module_is_refused():
+    model = nn.ModuleDict({"scripted": torch.jit.script(nn.Linear(2, 2))})
+    with pytest.raises(TypeError, match="`scripted` is a TorchScript module"):
+        remat.nn.apply(model, "scripted")
+
+
+def test_remove_after_a_library_derived_a_class_is_refused():
+    model = applied()
+    model.layers[0].extra = nn.Parameter(torch.ones(2))
+    parametrize.register_parametrization(model.layers[0], "extra", nn.Tanh())
+    with pytest.raises(TypeError, match=r"`layers\.0` is of the class Parametrized"):
+        remat.nn.remove(model)
+    assert counted(model) == (6, 1)

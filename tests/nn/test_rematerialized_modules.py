@@ -1,0 +1,421 @@
+"""`remat(module)` is a module: it trains, moves, saves and loads as that one."""
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from support.runs import assert_replayed
+from support.zoo import make
+from torch import nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn.utils import parametrize
+
+from remat import explain, policies, remat
+from remat.testing import assert_same, count_ops
+
+
+class Block(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x, *, times=1):
+        return x + self.down(self.up(x).tanh().exp()) * self.scale * times
+
+    def extra_repr(self):
+        return "extra"
+
+
+class Model(nn.Module):
+    """Registers what it makes of its blocks."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.first, self.rest = wrap(Block()), nn.Sequential(wrap(Block()), Block())
+
+    def forward(self, x):
+        return self.rest(self.first(x)).square().sum()
+
+
+def model_of(wrap):
+    torch.manual_seed(0)
+    return Model(wrap)
+
+
+def plainly(module):
+    return module
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def tanhs(model, x):
+    with count_ops() as ops:
+        model(x).backward()
+    return ops["tanh"]
+
+
+X = make(3, 4, seed=2).float()
+
+
+# --- It is the module ---
+
+
+def test_it_trains_with_its_parent():
+    def program(wrap):
+        model = model_of(wrap)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(X)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        return losses, [*model.parameters()]
+
+    assert_replayed(program, tanh=(9, 15))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        lambda m: [*m.state_dict()],
+        lambda m: [n for n, _ in m.named_parameters()],
+        lambda m: [n for n, _ in m.named_buffers()],
+        lambda m: [(n, type(c).__name__) for n, c in m.named_modules()],
+        repr,
+    ],
+    ids=["state_dict", "parameters", "buffers", "modules", "repr"],
+)
+def test_names_are_those_without_it(names):
+    wrapped = model_of(remat)
+    assert names(wrapped) == names(model_of(plainly))
+    assert tanhs(wrapped, X) == 5
+
+
+def test_it_is_an_instance_of_the_class_that_it_wraps():
+    block = remat(Block())
+    assert isinstance(block, Block)
+    assert type(block).__name__ == "Block"
+    assert issubclass(type(block), Block)
+    assert type(block) is not Block
+
+
+def test_it_shares_all_that_the_module_has():
+    block = Block()
+    wrapped = remat(block)
+    wrapped.up = nn.Linear(4, 4)
+    wrapped.note = "seen"
+    wrapped.eval()
+    assert block.up is wrapped.up
+    assert (block.note, block.training) == ("seen", False)
+    wrapped.double()
+    assert block.down.weight.dtype == torch.float64
+
+
+def test_the_module_itself_stays_plain():
+    block = Block()
+    wrapped = remat(block)
+    assert tanhs(lambda x: block(x).sum(), X) == 1
+    assert tanhs(lambda x: wrapped(x).sum(), X) == 2
+
+
+def test_keyword_arguments_and_the_signature_of_forward():
+    wrapped = remat(Block())
+    assert inspect.signature(wrapped.forward) == inspect.signature(Block().forward)
+    assert_same(wrapped(X, times=2), Block.forward(wrapped, X, times=2))
+
+
+def test_hooks_fire_once_around_the_recompute():
+    fired = []
+    wrapped = remat(Block())
+    wrapped.register_forward_pre_hook(lambda *_: fired.append("before"))
+    wrapped.register_forward_hook(lambda m, args, out: fired.append(m) or out * 2)
+    y = wrapped(X)
+    assert tanhs(lambda x: wrapped(x).sum(), X) == 2
+    assert fired == ["before", wrapped, "before", wrapped]
+    assert_same(y, wrapped.forward(X) * 2)
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, saved_and_loaded], ids=["copy", "save"]
+)
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_copies_and_pickles_recompute_and_share_nothing(again, policy):
+    def wrap(module):
+        return remat(module, policy=policy)
+
+    model = model_of(wrap)
+    other = again(model)
+    assert type(other.first) is type(model.first)
+    assert tanhs(other, X) == tanhs(model, X) == 5
+    assert_same(
+        [p.grad for p in other.parameters()], [p.grad for p in model.parameters()]
+    )
+    assert not {*map(id, model.parameters())} & {*map(id, other.parameters())}
+    assert other.first.up is other.first._modules["up"]
+
+
+def test_a_copy_of_a_parent_keeps_the_module_and_its_view_one():
+    block = Block()
+    both = nn.ModuleList([block, remat(block)])
+    plain, view = copy.deepcopy(both)
+    assert plain.up.weight is view.up.weight
+    with torch.no_grad():
+        plain.up.weight.add_(1)
+    assert_same(plain(X), view(X))
+
+
+def test_state_dicts_load_both_ways():
+    plain, wrapped = model_of(plainly), model_of(remat)
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.add_(0.1)
+    wrapped.load_state_dict(plain.state_dict())
+    assert_same([*wrapped.parameters()], [*plain.parameters()])
+    plain.load_state_dict(wrapped.state_dict())
+    assert tanhs(wrapped, X) == 5
+
+
+def test_in_a_sequential_and_nested():
+    model = nn.Sequential(remat(Block()), remat(remat(Block())))
+    with count_ops() as ops:
+        model(X).sum().backward()
+    assert ops["tanh"] == 2 + 2
+    assert next(iter(model.state_dict())) == "0.scale"
+
+
+def test_what_is_not_there_is_an_attribute_error_of_the_module():
+    with pytest.raises(AttributeError, match="'Block' object has no attribute 'left'"):
+        _ = remat(Block()).left
+
+
+def test_to_another_dtype_and_device():
+    wrapped = remat(Block()).to(torch.float64)
+    assert tanhs(lambda x: wrapped(x).sum(), X.double()) == 2
+    assert remat(Block()).to("meta")(X.to("meta")).shape == X.shape
+
+
+def test_explain_reads_it():
+    found = explain(remat(Block(), policy=policies.dots_saveable), X)
+    assert {op.name: op.fate for op in found.ops}["tanh"] == "recomputed"
+
+
+# --- Where the module is not an ordinary one ---
+
+
+def test_a_lazy_module_stays_rematerialized_after_it_is_called():
+    wrapped = nn.Sequential(remat(nn.LazyLinear(4)), nn.Tanh())
+    wrapped(X)
+    assert isinstance(wrapped[0], nn.Linear)
+    assert wrapped[0].weight.shape == (4, 4)
+    assert "recompute" not in repr(wrapped)
+    assert type(wrapped[0]) is not nn.Linear
+
+
+def test_a_module_whose_forward_was_replaced():
+    def program(wrap):
+        torch.manual_seed(0)
+        block = Block()
+        forward = block.forward
+        block.forward = lambda x: forward(x).tanh()
+        wrapped = wrap(block)
+        wrapped(X).sum().backward()
+        return [p.grad for p in block.parameters()]
+
+    assert_replayed(program, tanh=(2, 4))
+
+
+def test_a_forward_that_is_replaced_later():
+    def program(wrap):
+        torch.manual_seed(0)
+        wrapped = wrap(Block())
+        forward = wrapped.forward
+        wrapped.forward = lambda x: forward(x).tanh()
+        wrapped(X).sum().backward()
+        return [p.grad for p in wrapped.parameters()]
+
+    assert_replayed(program, tanh=(2, 3))
+
+
+def test_a_class_that_gets_another_forward(monkeypatch):
+    def program(wrap):
+        torch.manual_seed(0)
+        wrapped = wrap(Block())
+        with monkeypatch.context() as patch:
+            patch.setattr(Block, "forward", lambda self, x: self.up(x).tanh().tanh())
+            wrapped(X).sum().backward()
+        return [p.grad for p in wrapped.up.parameters()]
+
+    assert_replayed(program, tanh=(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_scripted_module():
+    class Scripted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return (x * self.weight).sin().exp()
+
+    wrapped = nn.ModuleList([remat(torch.jit.script(Scripted()))])
+    assert [n for n, _ in wrapped.named_parameters()] == ["0.weight"]
+    x = torch.ones(3)
+    for _ in range(3):
+        wrapped[0](x).sum().backward()
+    expected = 3 * torch.cos(x) * torch.sin(x).exp()
+    assert_same(wrapped[0].weight.grad, expected, reassociated=True)
+
+
+def test_a_compiled_module_is_recomputed():
+    compiled = torch.compile(Block(), backend="eager")
+    wrapped = nn.Sequential(remat(compiled))
+    assert next(iter(wrapped.state_dict())) == "0._orig_mod.scale"
+    assert tanhs(lambda x: wrapped(x).sum(), X) == 2
+
+
+def test_compiled_code_with_it_inside():
+    model = model_of(remat)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_same(compiled(X), model(X))
+    assert tanhs(model, X) == 5
+
+
+def test_a_parametrization_of_it():
+    def program(wrap):
+        torch.manual_seed(0)
+        block = Block()
+        block.up = wrap(block.up)
+        parametrize.register_parametrization(block.up, "weight", nn.Tanh())
+        block(X).sum().backward()
+        return [p.grad for p in block.parameters()]
+
+    # One more where the parametrization is registered.
+    assert_replayed(program, tanh=(3, 4))
+
+
+def test_it_of_a_parametrized_module():
+    def program(wrap):
+        torch.manual_seed(0)
+        block = Block()
+        parametrize.register_parametrization(block.up, "weight", nn.Tanh())
+        block.up = wrap(block.up)
+        block(X).sum().backward()
+        return [p.grad for p in block.parameters()]
+
+    # One more where the parametrization is registered.
+    assert_replayed(program, tanh=(3, 4))
+
+
+def test_a_class_that_registers_its_subclasses():
+    made = []
+
+    class Registered(Block):
+        def __init_subclass__(cls, *, name, **kwargs):
+            made.append(name)
+
+    assert isinstance(remat(Registered()), Registered)
+    assert made == []
+
+
+# --- Transforms ---
+
+
+def test_functional_call_with_the_backward_outside():
+    def program(wrap):
+        model = model_of(wrap)
+        params = {n: p.detach() * 2 for n, p in model.named_parameters()}
+        for p in params.values():
+            p.requires_grad_()
+        functional_call(model, params, (X,)).backward()
+        return [p.grad for p in params.values()]
+
+    assert_replayed(program, tanh=(3, 5))
+
+
+def test_grad_and_hessian_vector_products():
+    def program(wrap):
+        model = model_of(wrap)
+        params = dict(model.named_parameters())
+
+        def loss(params):
+            return functional_call(model, params, (X,))
+
+        tangents = {n: torch.ones_like(p) for n, p in params.items()}
+        return torch.func.jvp(grad(loss), (params,), (tangents,))
+
+    assert_replayed(program, tanh=(3, 9), reassociated=True)
+
+
+def test_an_ensemble():
+    def program(wrap):
+        torch.manual_seed(0)
+        models = [wrap(Block()) for _ in range(3)]
+        params, buffers = stack_module_state(models)
+        base = copy.deepcopy(models[0]).to("meta")
+
+        def loss(params, buffers, x):
+            return functional_call(base, (params, buffers), (x,)).square().sum()
+
+        return vmap(grad(loss), (0, 0, None))(params, buffers, X)
+
+    assert_replayed(program, tanh=(1, 2), reassociated=True)
+
+
+# --- Lifetimes ---
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_both_are_freed_without_the_collector():
+    block = Block()
+    wrapped = remat(block)
+    wrapped(X).sum().backward()
+    refs = weakref.ref(block), weakref.ref(wrapped), weakref.ref(block.up)
+    del wrapped
+    assert (refs[0]() is block, refs[1]()) == (True, None)
+    del block
+    assert [ref() for ref in refs] == [None] * 3
+
+
+def test_a_class_is_freed_with_those_made_of_it():
+    class Local(Block):
+        pass
+
+    remat(Local())(X).sum().backward()
+    ref = weakref.ref(Local)
+    del Local
+    gc.collect()
+    assert ref() is None
+
+
+def test_a_class_is_made_once_for_each_place():
+    blocks = [remat(Block()) for _ in range(3)]
+    assert len({*map(type, blocks)}) == 1
+    assert type(remat(Block())) is not type(blocks[0])
+
+
+def test_pickles_hold_the_class_of_the_module():
+    text = pickle.dumps(remat(nn.Linear(2, 2)))
+    assert b"Linear" in text
+    assert isinstance(pickle.loads(text), nn.Linear)
