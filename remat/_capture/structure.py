@@ -1,9 +1,8 @@
-"""The structure of a function's result, around its tensors.
+"""The structure of a function's result: where in it each tensor is.
 
-Invariant: nothing here holds a tensor. A result that is one tensor has the treedef
-`None`: to flatten it would cost as much as the rest of a small call.
-Rejected: the treedef alone. An input that is returned as it is must be that very input,
-and a tensor that is returned twice must be one.
+Invariant: nothing here holds a tensor, or a value of the user's: a graph holds it.
+Rejected: a treedef. A result may be built of objects that no registry knows, and a
+recompute has to agree on its tensors alone.
 """
 
 from collections.abc import Sequence
@@ -11,82 +10,77 @@ from typing import Any
 
 from torch import Tensor
 
-from remat._base import pytree
 from remat._base.errors import RecomputeError
-from remat._base.types import Leaf, Outputs
+from remat._base.types import Outputs
+from remat._capture.results import Result
 
 
 class Out:
     """The structure of a function's result.
 
     Attributes:
-        treedef: how the leaves make up the result.
-        slots: for each leaf the index of an output, `~index` of an input returned as
-            it is, or `None`.
-        statics: the leaves that are no tensors, by position.
+        slots: for each place in the result the index of an output, or `~index` of an
+            input that is returned as it is.
         metas: shape, dtype and device of each output.
     """
 
-    __slots__ = ("metas", "slots", "statics", "treedef")
+    __slots__ = ("_of_tensors", "metas", "slots")
 
     def __init__(
-        self,
-        treedef: pytree.Treedef | None,
-        slots: list[int | None],
-        statics: dict[int, Leaf],
-        outs: Sequence[Tensor],
+        self, slots: dict[str, int], of_tensors: list[int], outs: Sequence[Tensor]
     ) -> None:
-        self.treedef, self.slots, self.statics = treedef, slots, statics
+        self.slots, self._of_tensors = slots, of_tensors
         self.metas = [(t.shape, t.dtype, t.device) for t in outs]
 
     @classmethod
-    def split(cls, result: Any, inputs: Sequence[Tensor]) -> tuple[Outputs, "Out"]:
-        """Take a result apart into the tensors computed and the structure."""
-        if isinstance(result, Tensor) and id(result) not in map(id, inputs):
-            return (result,), cls(None, [0], {}, (result,))
+    def split(
+        cls, result: Result, inputs: Sequence[Tensor], places: Sequence[str] = ()
+    ) -> tuple[Outputs, "Out"]:
+        """Return the tensors that were computed, and the structure.
+
+        Args:
+            result: the result.
+            inputs: of the run.
+            places: in the order in which the tensors are to be; as found by default.
+        """
+        tensors, own = result.tensors, result.own.tensors
         known = {id(t): ~i for i, t in enumerate(inputs)}
-        flat, treedef = pytree.flatten(result)
+        known.update((key, ~i) for key, i in own.items())
         outs: list[Tensor] = []
-        slots: list[int | None] = []
-        statics = {}
-        for k, leaf in enumerate(flat):
-            slot = None
-            if not isinstance(leaf, Tensor):
-                statics[k] = leaf
-            elif (slot := known.get(id(leaf))) is None:
-                slot = known[id(leaf)] = len(outs)
-                outs.append(leaf)
-            slots.append(slot)
-        return tuple(outs), cls(treedef, slots, statics, outs)
+        slots: dict[str, int] = {}
+        of_tensors = [0] * len(tensors)
+        for place in places or result.places:
+            index = result.places[place]
+            tensor = tensors[index]
+            slot = known.get(id(tensor))
+            if slot is None:
+                slot = known[id(tensor)] = len(outs)
+                outs.append(tensor)
+            slots[place] = of_tensors[index] = slot
+        return tuple(outs), cls(slots, of_tensors, outs)
 
-    def join(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> Any:
-        """Rebuild the result."""
-        if self.treedef is None:
-            return outs[0]
-        flat = [
-            self.statics[k] if s is None else outs[s] if s >= 0 else inputs[~s]
-            for k, s in enumerate(self.slots)
-        ]
-        return pytree.unflatten(self.treedef, flat)
+    def put_in(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> list[Any]:
+        """Return the tensors of a result, from those of its level."""
+        return [outs[s] if s >= 0 else inputs[~s] for s in self._of_tensors]
 
-    def split_again(self, result: Any, inputs: Sequence[Tensor]) -> Outputs:
+    def split_again(self, result: Result, inputs: Sequence[Tensor]) -> Outputs:
         """Take the result of a recompute apart, which must be built like this.
 
         Raises:
             RecomputeError: it is not.
         """
-        if self.treedef is None and isinstance(result, Tensor):
-            meta = (result.shape, result.dtype, result.device)
-            if meta == self.metas[0]:
-                return (result,)
-        outs, again = Out.split(result, inputs)
+        if result.places.keys() != self.slots.keys():
+            now, then = [*map(_shown, result.places)], [*map(_shown, self.slots)]
+            raise RecomputeError(_DIFFERENT.format(now=now, then=then))
+        # A dict or an object may have been filled in another order.
+        outs, again = Out.split(result, inputs, [*self.slots])
         if again.metas != self.metas or again.slots != self.slots:
             raise RecomputeError(_DIFFERENT.format(now=again.metas, then=self.metas))
-        if again.treedef != self.treedef:
-            raise RecomputeError(
-                _DIFFERENT.format(now=again.treedef, then=self.treedef)
-            )
         return outs
+
+
+def _shown(place: str) -> str:
+    return f"result{place}"
 
 
 _DIFFERENT = (
