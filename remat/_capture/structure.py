@@ -30,27 +30,18 @@ class Out:
         self, slots: dict[str, int], of_tensors: list[int], outs: Sequence[Tensor]
     ) -> None:
         self.slots, self._of_tensors = slots, of_tensors
-        self.metas = [(t.shape, t.dtype, t.device) for t in outs]
+        self.metas = _metas_of(outs)
 
     @classmethod
-    def split(
-        cls, result: Result, inputs: Sequence[Tensor], places: Sequence[str] = ()
-    ) -> tuple[Outputs, "Out"]:
-        """Return the tensors that were computed, and the structure.
-
-        Args:
-            result: the result.
-            inputs: of the run.
-            places: in the order in which the tensors are to be; as found by default.
-        """
+    def split(cls, result: Result, inputs: Sequence[Tensor]) -> tuple[Outputs, "Out"]:
+        """Return the tensors that were computed, and the structure."""
         tensors, own = result.tensors, result.own.tensors
         known = {id(t): ~i for i, t in enumerate(inputs)}
         known.update((key, ~i) for key, i in own.items())
         outs: list[Tensor] = []
         slots: dict[str, int] = {}
         of_tensors = [0] * len(tensors)
-        for place in places or result.places:
-            index = result.places[place]
+        for place, index in result.places.items():
             tensor = tensors[index]
             slot = known.get(id(tensor))
             if slot is None:
@@ -63,7 +54,7 @@ class Out:
         """Return the tensors of a result, from those of its level."""
         return [outs[s] if s >= 0 else inputs[~s] for s in self._of_tensors]
 
-    def split_again(self, result: Result, inputs: Sequence[Tensor]) -> Outputs:
+    def split_again(self, result: Result) -> Outputs:
         """Take the result of a recompute apart, which must be built like this.
 
         Raises:
@@ -72,11 +63,20 @@ class Out:
         if result.places.keys() != self.slots.keys():
             now, then = [*map(_shown, result.places)], [*map(_shown, self.slots)]
             raise RecomputeError(_DIFFERENT.format(now=now, then=then))
-        # A dict or an object may have been filled in another order.
-        outs, again = Out.split(result, inputs, [*self.slots])
-        if again.metas != self.metas or again.slots != self.slots:
-            raise RecomputeError(_DIFFERENT.format(now=again.metas, then=self.metas))
-        return outs
+        # By place: a dict may have been filled in another order. Tensors that were one
+        # may be two now, for under vmap an operation does not return what it is given.
+        outs: list[Tensor] = []
+        for place, slot in self.slots.items():
+            if slot == len(outs):
+                outs.append(result.tensors[result.places[place]])
+        metas = _metas_of(outs)
+        if metas != self.metas:
+            raise RecomputeError(_DIFFERENT.format(now=metas, then=self.metas))
+        return tuple(outs)
+
+
+def _metas_of(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.shape, t.dtype, t.device) for t in tensors]
 
 
 def _shown(place: str) -> str:

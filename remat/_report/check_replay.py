@@ -179,7 +179,7 @@ class _Twice(Saved):
     @override
     def run_again(self, run: Run) -> None:
         result = Result(self.setting.snapshot.call(run))
-        outs = self._out.split_again(result, run.tensors)
+        outs = self._out.split_again(result)
         now, then = [*map(_requires_grad, outs)], self._needs_grad
         if now != then:
             raise RecomputeError(_GRADLESS.format(label=self.label, now=now, then=then))

@@ -221,6 +221,32 @@ def test_auxiliary_results_of_grad():
     assert ops["sin"] == 2
 
 
+@under_func
+def test_an_operation_may_return_what_it_is_given_without_a_vmap_alone(transform):
+    def fn(x):
+        y = x.sin().exp()
+        one, other = torch.broadcast_tensors(y, x)
+        return y, one, [other]
+
+    def of(fn):
+        def loss(x):
+            y, one, (other,) = fn(x)
+            return (y * one * other).sum()
+
+        return loss
+
+    both(fn, X, of, transform)
+
+
+def test_a_class_that_code_of_the_standard_library_made_is_searched():
+    made = type("Made", (Attributes,), {"__module__": "abc"})
+
+    def of(fn):
+        return lambda x: fn(made(x, x)).left.sum()
+
+    both(lambda held: made(held.left.sin().exp(), held), X, of, sines=2)
+
+
 def test_a_large_result():
     def fn(x):
         y = x.sin().exp()

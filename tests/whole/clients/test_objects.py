@@ -6,7 +6,7 @@ from support.objects import assert_as_plain
 from support.transforms import TRANSFORMS
 from support.zoo import plainly
 from torch import distributions
-from torch.func import grad
+from torch.func import grad, hessian
 from torch.utils import _pytree
 
 from remat import remat
@@ -22,8 +22,7 @@ EDGES = torch.tensor([[0, 1, 2], [1, 2, 0]])
 
 
 def geometric():
-    data = pytest.importorskip("torch_geometric.data", reason="needs `clients`")
-    return data.Data, data.Batch, data.HeteroData
+    return pytest.importorskip("torch_geometric.data", reason="needs `clients`")
 
 
 def transformers():
@@ -34,21 +33,21 @@ def transformers():
 
 
 def test_a_graph_is_no_pytree():
-    assert geometric()[0] not in _pytree.SUPPORTED_NODES
+    assert geometric().Data not in _pytree.SUPPORTED_NODES
 
 
 @each_transform
 def test_graphs(how):
-    Data, _, _ = geometric()
+    data = geometric()
 
     def convolve(graph, w):
         y = (graph.x * w).sin().exp()
         x = y.index_add(0, graph.edge_index[0], y[graph.edge_index[1]])
-        return Data(x=x, before=graph.x, edge_index=graph.edge_index)
+        return data.Data(x=x, before=graph.x, edge_index=graph.edge_index)
 
     def loss_of(fn):
         def loss(w, x):
-            out = fn(Data(x=x, edge_index=EDGES), w)
+            out = fn(data.Data(x=x, edge_index=EDGES), w)
             assert out.num_nodes == 3
             assert out.edge_index is EDGES
             return (out.x * out.before).square().sum()
@@ -58,9 +57,10 @@ def test_graphs(how):
     assert_as_plain(how, loss_of, convolve)
 
 
-@each_transform
+# `linearize` cannot trace how a batch of graphs is made.
+@pytest.mark.parametrize("how", [how for how in TRANSFORMS if how != "linearize"])
 def test_a_batch_of_graphs_that_is_changed_and_returned(how):
-    Data, Batch, _ = geometric()
+    data = geometric()
 
     def change(batch, w):
         batch.y = (batch.x * w.repeat(2)).sin().exp()
@@ -68,8 +68,8 @@ def test_a_batch_of_graphs_that_is_changed_and_returned(how):
 
     def loss_of(fn):
         def loss(w, x):
-            batch = Batch.from_data_list(
-                [Data(x=x, edge_index=EDGES), Data(x=x * 2, edge_index=EDGES)]
+            batch = data.Batch.from_data_list(
+                [data.Data(x=x, edge_index=EDGES), data.Data(x=x * 2, edge_index=EDGES)]
             )
             assert fn(batch, w) is batch
             return (batch.y * batch.x).square().sum()
@@ -81,21 +81,21 @@ def test_a_batch_of_graphs_that_is_changed_and_returned(how):
 
 @each_transform
 def test_graphs_of_several_kinds(how):
-    _, _, HeteroData = geometric()
+    data = geometric()
 
     def convolve(graph, w):
-        out = HeteroData()
+        out = data.HeteroData()
         out["to"].x = (graph["from"].x * w).sin().exp()
         out["from", "edges", "to"].edge_index = graph["edges"].edge_index
         return out
 
     def loss_of(fn):
         def loss(w, x):
-            graph = HeteroData()
+            graph = data.HeteroData()
             graph["from"].x = x
             graph["from", "edges", "to"].edge_index = EDGES
             out = fn(graph, w)
-            assert out.node_types == ["to", "from"] or set(out.node_types) >= {"to"}
+            assert "to" in out.node_types
             return out["to"].x.square().sum()
 
         return loss
@@ -109,13 +109,13 @@ def test_graphs_of_several_kinds(how):
 @each_transform
 def test_outputs_of_models_and_caches(how):
     hf = transformers()
-    Output = hf.modeling_outputs.BaseModelOutputWithPast
+    output = hf.modeling_outputs.BaseModelOutputWithPast
 
     def attend(x, w, cache):
         h = (x * w).sin().exp()
         keys, values = cache.update(h[None, None, None], 2 * h[None, None, None], 0)
         states = (keys * values).sum((0, 1, 2))
-        return Output(
+        return output(
             last_hidden_state=states, past_key_values=cache, hidden_states=(x, h)
         )
 
@@ -230,19 +230,26 @@ def test_distributions(how, name):
     assert_as_plain(how, loss_of, make)
 
 
-@each_transform
-def test_a_divergence_of_categoricals(how):
+def test_a_divergence_of_categoricals():
     def make(prior, w):
         return categorical((prior.logits * w).sin().exp(), w)
 
     def loss_of(fn):
-        def loss(w, x):
-            prior = categorical(x, x)
+        def loss(w):
+            prior = categorical(w.exp(), w)
             return distributions.kl_divergence(fn(prior, w), prior)
 
         return loss
 
-    assert_as_plain(how, loss_of, make)
+    w = torch.linspace(0.1, 1, 3)
+    for transform in grad, hessian:
+        expected = transform(loss_of(make))(w)
+        with count_ops() as plain:
+            transform(loss_of(make))(w)
+        with count_ops() as ops:
+            found = transform(loss_of(remat(make)))(w)
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert ops["sin"] > plain["sin"]
 
 
 def test_the_comparison_fails_without_a_recompute():
