@@ -118,7 +118,7 @@ class ResultWalk(Search):
     def __init__(self, own: Own) -> None:
         super().__init__()
         self.tensors, self._own = self.found.tensors, own
-        self.places: dict[str, int] = {}
+        self.places: dict[Path, int] = {}
         self.hidden: list[Hidden] = []
         self._later: list[tuple[Any, Path]] = []
 
@@ -135,17 +135,14 @@ class ResultWalk(Search):
             return None
         if issubclass(kind, Tensor):
             index = self.found.index_of(value, path)
-            self._note(index, written(path)[1])
+            while path in self.places:  # two keys of a dict may be alike
+                path = path, "'"
+            self.places[path] = index
             return None if id(value) in self._own.tensors else TensorNode.of(index)
         original = self._own.originals.get(id(value))
         if original is not None:
             return OwnNode(original, super().visit(original, path))
         return super().visit(value, path)
-
-    def _note(self, index: int, text: str) -> None:
-        while text in self.places:  # such as keys that are written alike
-            text += "'"
-        self.places[text] = index
 
     @staticmethod
     @override
@@ -187,8 +184,10 @@ class ResultWalk(Search):
             if node is not None and is_changed(node, known):
                 search.remember(known, None)
         search.visit(value, None)
-        found = search.found.tensors
-        return any(id(t) not in self._own.tensors for t in found)
+        own = self._own
+        if any(id(known) in own.originals for known, _ in search.walked()):
+            return True  # to a replica, in place of the user's own object
+        return any(id(t) not in own.tensors for t in search.found.tensors)
 
 
 def _is_of_module(value: Any) -> bool:
@@ -201,7 +200,7 @@ def _is_of_module(value: Any) -> bool:
 
 def is_changed(node: Node, value: Any) -> bool:
     """Say whether a value stays the same value, and its tensors are exchanged."""
-    return isinstance(node, ObjectNode) or isinstance(value, _CHANGED)
+    return isinstance(node, ObjectNode) or issubclass(type(value), _CHANGED)
 
 
 # --- What is done at a value ---
@@ -257,10 +256,10 @@ def visit_instance(walk: Any, value: Any, path: Path) -> Node | None:
 def _tensors_behind(value: Any, seen: Any) -> bool:
     """Say whether an object leads to a tensor that is not among those seen."""
     ids = {*map(id, seen)}
-    behind = [r for r in gc.get_referents(value) if not isinstance(r, _TYPES)]
+    behind = [r for r in gc.get_referents(value) if not issubclass(type(r), _TYPES)]
     nearest = [*behind]
     for one in behind:
-        if isinstance(one, dict):
+        if type(one) is dict:
             nearest += one.values()
         elif type(one) in (list, tuple):
             nearest += one

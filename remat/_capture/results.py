@@ -20,6 +20,7 @@ from torch import Tensor
 from remat._capture.containers import FACTORY, DictNode
 from remat._capture.nodes import Composite, Node, ObjectNode, TensorNode
 from remat._capture.objects import set_attributes
+from remat._capture.paths import Path
 from remat._capture.result_walk import NOTHING, Hidden, Own, ResultWalk, is_changed
 
 
@@ -32,7 +33,7 @@ class Result:
 
     Attributes:
         tensors: those found, each once.
-        places: where each was found, and its index among those.
+        places: the path of each, and its index among those.
         own: see above.
     """
 
@@ -40,9 +41,11 @@ class Result:
 
     def __init__(self, value: Any, own: Own = NOTHING) -> None:
         self._value, self.own = value, own
+        self.places: dict[Path, int] = {}
         if type(value) is Tensor:  # to walk it would cost as much as a small call
             self._walk, self._node = None, TensorNode.of(0)
-            self.places, self.tensors = {"": 0}, [value]
+            self.tensors = [value]
+            self.places[None] = 0
             return
         self._walk = walk = ResultWalk(own)
         self._node = walk.visit(value, None)
@@ -171,7 +174,9 @@ def _change_dict(
 ) -> None:
     # Past a method of the user's, which may do more than set an item.
     base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-    nodes = {i: node.children.get(str(i)) for i in range(len(node.keys))}
+    nodes: dict[int, Node | None] = {}
+    if node.children:
+        nodes = {i: node.children.get(str(i)) for i in range(len(node.keys))}
     if not any(key is not None and key.live for key in nodes.values()):
         keys = [*value]
         for i, item in items.items():

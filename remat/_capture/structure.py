@@ -12,6 +12,7 @@ from torch import Tensor
 
 from remat._base.errors import RecomputeError
 from remat._base.types import Outputs
+from remat._capture.paths import Path, written
 from remat._capture.results import Result
 
 
@@ -19,7 +20,7 @@ class Out:
     """The structure of a function's result.
 
     Attributes:
-        slots: for each place in the result the index of an output, or `~index` of an
+        slots: for each path in the result the index of an output, or `~index` of an
             input that is returned as it is.
         metas: shape, dtype and device of each output.
     """
@@ -27,7 +28,7 @@ class Out:
     __slots__ = ("_of_tensors", "metas", "slots")
 
     def __init__(
-        self, slots: dict[str, int], of_tensors: list[int], outs: Sequence[Tensor]
+        self, slots: dict[Path, int], of_tensors: list[int], outs: Sequence[Tensor]
     ) -> None:
         self.slots, self._of_tensors = slots, of_tensors
         self.metas = _metas_of(outs)
@@ -39,7 +40,7 @@ class Out:
         known = {id(t): ~i for i, t in enumerate(inputs)}
         known.update((key, ~i) for key, i in own.items())
         outs: list[Tensor] = []
-        slots: dict[str, int] = {}
+        slots: dict[Path, int] = {}
         of_tensors = [0] * len(tensors)
         for place, index in result.places.items():
             tensor = tensors[index]
@@ -79,8 +80,8 @@ def _metas_of(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     return [(t.shape, t.dtype, t.device) for t in tensors]
 
 
-def _shown(place: str) -> str:
-    return f"result{place}"
+def _shown(place: Path) -> str:
+    return f"result{written(place)[1]}"
 
 
 _DIFFERENT = (
