@@ -13,15 +13,18 @@ holds the object would know another one.
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
 from remat._capture.containers import FACTORY, DictNode
 from remat._capture.nodes import Composite, Node, ObjectNode, TensorNode
 from remat._capture.objects import set_attributes
-from remat._capture.paths import Path
 from remat._capture.result_walk import NOTHING, Hidden, Own, ResultWalk, is_changed
+
+
+if TYPE_CHECKING:
+    from remat._capture.paths import Path
 
 
 class Result:

@@ -14,6 +14,7 @@ from support.objects import (
     Frozen,
     FrozenSlots,
     Plain,
+    Slots,
     assert_as_plain,
     scalar_of,
 )
@@ -24,7 +25,7 @@ from torch import nn
 from torch.func import grad, hessian, vmap
 
 from remat import RecomputeError, remat
-from remat.testing import assert_same, count_ops, live_bytes
+from remat.testing import assert_same, check_replay, count_ops, live_bytes
 
 
 higher = partial(remat, higher_order=True)
@@ -281,6 +282,60 @@ def test_results_of_nested_calls():
         found = hessian(loss(remat(outer(remat))))(X)
     assert_same(found, expected, reassociated=True)
     assert ops["sin"] > 4
+
+
+def test_methods_partials_and_weak_references_of_a_result():
+    def fn(x):
+        held = Attributes(x.sin().exp(), x)
+        read = partial(torch.mul, held.left)
+        return held, held.__getattribute__, read, weakref.ref(held), (weakref.ref(fn),)
+
+    def of(fn):
+        def loss(x):
+            held, get, read, ref, _ = fn(x)
+            assert ref() is held
+            assert get("left") is held.left
+            assert read.args[0] is held.left
+            return read(get("left")).sum()
+
+        return loss
+
+    both(fn, X, of, sines=2)
+
+
+def test_a_read_only_view_of_a_class_is_returned_as_it_is():
+    def of(fn):
+        def loss(x):
+            out = fn(x)
+            assert out.right["left"] is vars(Slots)["left"]
+            return out.left.sum()
+
+        return loss
+
+    both(lambda x: Plain(x.sin().exp(), vars(Slots)), X, of, sines=2)
+
+
+def test_a_set_of_computed_tensors_that_are_returned_besides():
+    def fn(x):
+        a, b = x.sin().exp(), x.sin().exp() * 2
+        return a, b, {a, b}
+
+    def of(fn):
+        def loss(x):
+            a, b, both_of_them = fn(x)
+            assert both_of_them == {a, b}
+            return (a * 3 + b).sum()
+
+        return loss
+
+    both(fn, X, of, sines=4)
+
+
+def test_check_replay_takes_any_result():
+    def fn(x):
+        return Plain(x.sin().exp(), SimpleNamespace(read=lambda: x))
+
+    assert check_replay(fn, leaf(3)).operations > 0
 
 
 # --- The user's own objects ---

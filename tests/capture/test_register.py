@@ -99,6 +99,20 @@ def test_at_base_the_result_is_the_very_object():
     assert ops["sin"] == 2
 
 
+def test_a_recompute_at_base_is_given_what_the_argument_held():
+    def fn(held, x):
+        return (held.tensors[0] * x).sin().exp()
+
+    held, x = Opaque([torch.full((3,), 2.0)], ()), leaf(3)
+    out = remat(fn)(held, x)
+    held.tensors[0] = torch.zeros(3)
+    with count_ops() as ops:
+        (found,) = torch.autograd.grad(out.sum(), x)
+    assert ops["sin"] == 1
+    expected = fn(Opaque([torch.full((3,), 2.0)], ()), x)
+    assert torch.equal(found, torch.autograd.grad(expected.sum(), x)[0])
+
+
 def test_an_argument_that_is_returned_is_that_very_object():
     held = Opaque([torch.ones(3)], ())
 
