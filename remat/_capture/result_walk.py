@@ -46,7 +46,7 @@ class Own(NamedTuple):
 
     Attributes:
         originals: the user's own value for each replica, by the replica's identity.
-        tensors: for each input, the index, by the identity of the user's own tensor.
+        tensors: for each input, its slot, by the identity of the user's own tensor.
         known: the identities of what the function could reach.
     """
 

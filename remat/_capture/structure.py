@@ -37,8 +37,8 @@ class Out:
     def split(cls, result: Result, inputs: Sequence[Tensor]) -> tuple[Outputs, "Out"]:
         """Return the tensors that were computed, and the structure."""
         tensors, own = result.tensors, result.own.tensors
-        known = {id(t): ~i for i, t in enumerate(inputs)}
-        known.update((key, ~i) for key, i in own.items())
+        known = slots_of(inputs)
+        known.update(own)
         outs: list[Tensor] = []
         slots: dict[Path, int] = {}
         of_tensors = [0] * len(tensors)
@@ -74,6 +74,11 @@ class Out:
         if metas != self.metas:
             raise RecomputeError(_DIFFERENT.format(now=metas, then=self.metas))
         return tuple(outs)
+
+
+def slots_of(inputs: Sequence[Tensor]) -> dict[int, int]:
+    """Return the slot of each input, by its identity."""
+    return dict(zip(map(id, inputs), range(-1, ~len(inputs), -1), strict=True))
 
 
 def _metas_of(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:

@@ -25,7 +25,7 @@ from remat._capture.result_walk import Hidden, Own
 from remat._capture.results import Emptied, Result
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
-from remat._capture.structure import Out
+from remat._capture.structure import Out, slots_of
 from remat._partial.options import DEFAULT, Options
 from remat._torch import current_layer, requires_grad_at_any_level, unwrap_dead
 from remat._transform.outer_levels import holds_graph
@@ -120,7 +120,7 @@ class Call:
             run.hand_on()
             if type(value) is Tensor:
                 return Result(value)
-            tensors = {id(t): i for i, t in enumerate(search.found.tensors)}
+            tensors = slots_of(search.found.tensors)
             return Result(value, Own(run.owners(), tensors, search.known()))
 
     def split(self, result: Result, inputs: Sequence[Tensor]) -> Outputs:
