@@ -11,6 +11,7 @@ from remat._base.errors import (
     RecomputeError as RecomputeError,
     RematError as RematError,
 )
+from remat._base.register import register as register
 from remat._partial.names import checkpoint_name as checkpoint_name
 from remat._report.compare import compare as compare
 from remat._report.explain import explain as explain

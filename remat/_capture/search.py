@@ -15,13 +15,11 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Generator
 from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
 
-from remat._base.types import INERT
 from remat._capture.kinds import (
     COPIED_ITERATORS,
     SEQUENCES,
@@ -43,6 +41,7 @@ from remat._capture.visits import (
     visit_method,
     visit_object,
     visit_partial,
+    visit_proxy,
     visit_sequence,
     visit_tensor,
     visit_wrapper,
@@ -56,6 +55,7 @@ _OF_CLASS: dict[type, Visit] = {
     types.CellType: visit_cell,
     types.SimpleNamespace: visit_object,
     types.BuiltinFunctionType: visit_builtin,
+    types.MappingProxyType: visit_proxy,
     types.ModuleType: visit_as_it_is,
     weakref.ref: visit_as_it_is,
     **dict.fromkeys(COPIED_ITERATORS, visit_copied),
@@ -93,14 +93,3 @@ class Search(Walk):
             if issubclass(kind, cls):
                 return visit
         return visit_wrapper if defines(kind, "__remat_options__") else visit_object
-
-
-def holds_tensors(value: Any) -> bool:
-    """Say whether an object that is no pytree holds tensors, or will make them."""
-    if type(value) in INERT:
-        return False
-    if isinstance(value, (Generator, Coroutine, AsyncGenerator)):
-        return True
-    search = Search()
-    search.visit(value, None)
-    return bool(search.found.tensors)

@@ -118,6 +118,7 @@ from remat._torch.process import (
 )
 from remat._torch.pytrees import (
     TORCH_NODES as TORCH_NODES,
+    register_torch_class as register_torch_class,
     register_torch_node as register_torch_node,
 )
 from remat._torch.storages import (

@@ -81,7 +81,7 @@ def _unflatten(*_: Any) -> _Node:
     return _Node()
 
 
-@expects("TORCH_NODES", "register_torch_node")
+@expects("TORCH_NODES", "register_torch_node", "register_torch_class")
 def _classes_of_pytrees_are_listed() -> None:
     assert {dict, list, tuple} <= pytrees.TORCH_NODES.keys()
     takes = inspect.signature(_pytree.register_pytree_node)
@@ -96,5 +96,6 @@ def _classes_of_pytrees_are_listed() -> None:
     # Not registered, which could not be undone.
     with replaced(vars(_pytree), "register_pytree_node", note):
         pytrees.register_torch_node(_Node, "name", ["a"], flatten, _unflatten)
+        pytrees.register_torch_class(_Node, flatten, _unflatten)
     keyed, _ = given[0].arguments["flatten_with_keys_fn"](None)
     assert keyed == [(_pytree.GetAttrKey("a"), 3)]

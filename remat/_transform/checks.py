@@ -28,6 +28,7 @@ from remat._base.errors import CaptureError, MutationError, RecomputeError
 from remat._base.program import Evaluation, Request
 from remat._base.tensors import describe, version_of, versions_of
 from remat._base.types import TENSORS
+from remat._capture.result_walk import Hidden
 from remat._capture.snapshot import Snapshot
 from remat._torch import (
     NODES_ASKING_GRAD_MODE,
@@ -253,8 +254,15 @@ def _was_assigned(tensor: Tensor, inner: Tensor) -> bool:
     return current_layer() is None and tensor.data_ptr() != inner.data_ptr()
 
 
-def refuse_leaks(snapshot: Snapshot, inner: Sequence[Tensor]) -> None:
+def refuse_leaks(
+    snapshot: Snapshot, inner: Sequence[Tensor], hidden: Sequence[Hidden]
+) -> None:
     """Refuse a function if something holds its graph, which should be gone by now.
+
+    Args:
+        snapshot: of the call.
+        inner: what the function ran on.
+        hidden: what in its result may hold it.
 
     Raises:
         CaptureError: it is.
@@ -267,7 +275,10 @@ def refuse_leaks(snapshot: Snapshot, inner: Sequence[Tensor]) -> None:
     torch.clear_autocast_cache()  # it may be of an autocast that is off by now
     gc.collect()
     if is_graph_held(inner):
-        raise CaptureError(_LEAKED.format(label=snapshot.label))
+        message = _LEAKED.format(label=snapshot.label)
+        if hidden:
+            message += hidden[0].told(_MAY_HIDE, snapshot.label)
+        raise CaptureError(message)
 
 
 # --- What a recompute must do ---
@@ -393,6 +404,10 @@ _LEAKED = (
     "remat: a tensor computed inside {label} left it other than by being returned "
     "(kept in a list, an attribute or a global, say). Under torch.func its gradient "
     "would be lost. Return it instead."
+)
+_MAY_HIDE = (
+    " If it is in the {kind} that is returned (`result{where}`), where remat cannot "
+    "see it, register the class: `{line}`."
 )
 _GRADLESS = (
     "remat: recomputing {label} gave outputs that require grad: {now}, where in the "

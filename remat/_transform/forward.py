@@ -78,7 +78,7 @@ def evaluate_forward(
     # The graph is gone by now, unless the function let something of it escape.
     refuse_backward(snapshot, inner)
     refuse_assigned_data(snapshot, inputs, inner, needs)
-    refuse_leaks(snapshot, inner)
+    refuse_leaks(snapshot, inner, call.hidden)
     return evaluated
 
 
