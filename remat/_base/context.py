@@ -92,7 +92,23 @@ class Decisions:
 
 
 def is_recomputing() -> bool:
-    """Say whether this thread runs a function again for a backward."""
+    """Say whether this thread runs a function again for a backward.
+
+    Code inside a rematerialized function asks this, to log or count once per call.
+
+    Returns:
+        True in a recompute; False in a forward and outside of all calls.
+
+    Example:
+        >>> from remat import is_recomputing, remat
+        >>> @remat
+        ... def layer(x):
+        ...     if not is_recomputing():
+        ...         print("mean", x.mean().item())
+        ...     return x.sin().sin()
+        >>> layer(torch.ones(3, requires_grad=True)).sum().backward()
+        mean 1.0
+    """
     return here().recomputing > 0
 
 

@@ -22,7 +22,7 @@ from remat._base.tracebacks import note
 from remat._base.types import Fn, Outputs
 from remat._capture.structure import Out
 from remat._torch import torch_functions
-from remat._transform import checks
+from remat._transform import checks, reached
 from remat._transform.buffers import copies_of_buffers
 from remat._transform.call import Call
 from remat._transform.forward import evaluate_forward
@@ -158,7 +158,7 @@ class Primal(Program):
         evaluation, snapshot = self.evaluation, self.call.snapshot
         assert evaluation is not None
         # Where nobody looked what the forward reached, there is nothing to compare.
-        is_known = not checks.reaches_only_inputs(snapshot, evaluation.request)
+        is_known = not reached.reaches_only_inputs(snapshot, evaluation.request)
         missing = [i for i in missing if i in evaluation.certain]
         if is_known and missing:
             checks.check_reached(snapshot, outs, inputs, missing)

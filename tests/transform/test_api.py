@@ -19,14 +19,14 @@ API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 FUNCTIONS = {
     *("remat", "checkpoint", "register"),
     *("saved_residuals", "print_saved_residuals", "Residual"),
-    *("checkpoint_name", "explain", "compare"),
+    *("checkpoint_name", "explain", "compare", "is_recomputing"),
     *("Explanation", "ExplainedOp", "ExplainedInput", "Comparison", "ComparedPolicy"),
 }
 ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),
     *("RandomnessError", "KeyReuseError", "OffloadError"),
 }
-NAMESPACES = {"policies", "random", "testing"}
+NAMESPACES = {"nn", "policies", "random", "testing"}
 
 
 def documented(page_text):
