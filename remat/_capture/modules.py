@@ -33,8 +33,8 @@ _ASIDE = tuple(
     for name, value in TEMPLATE.items()
     if isinstance(value, (dict, set)) and name not in {*REGISTRIES, *_HOOKS}
 )
-registries_of = operator.itemgetter(*REGISTRIES)
-hooks_of = operator.itemgetter(*_HOOKS)
+# What is registered, and hooks: dicts, most of which are empty.
+aside_of = operator.itemgetter(*REGISTRIES, *_HOOKS)
 _VACANT = dict.fromkeys((*REGISTRIES, *_HOOKS, *_ASIDE))
 _NO_HOOKS: dict[str, Any] = {}
 
