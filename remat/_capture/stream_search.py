@@ -28,7 +28,7 @@ import torch
 from remat._ambient.streams import Stream, stream_of
 from remat._base.code import STATES, is_library, is_library_class, known_code
 from remat._base.types import INERT, TENSORS
-from remat._capture.kinds import SEQUENCES
+from remat._capture.kinds import SEQUENCES, is_rematerialized
 from remat._capture.objects import attributes, by_class, defines
 from remat._torch import default_generators, is_compiled
 
@@ -36,6 +36,7 @@ from remat._torch import default_generators, is_compiled
 _LIMIT = 300  # values walked in a call
 _NOT_WALKED = TENSORS | INERT
 _MAPPINGS = (dict, weakref.WeakValueDictionary)
+_CONTAINERS = (*SEQUENCES, *_MAPPINGS)
 # Kinds of the standard library that may hold a stream and cannot be rebuilt.
 _OPENED = {
     *("argparse", "builtins", "collections", "contextlib", "functools", "itertools"),
@@ -163,8 +164,10 @@ class StreamSearch:
             return (value.fget,)
         if kind in (staticmethod, classmethod):
             return (value.__func__,)
-        if issubclass(kind, (*SEQUENCES, *_MAPPINGS)):
+        if issubclass(kind, _CONTAINERS):
             return _parts_of_container(value)
+        if is_rematerialized(kind):
+            return (value.__wrapped__,)
         return self._parts_of_object(kind, value)
 
     def _parts_of_object(self, kind: type, value: Any) -> Iterable[Any]:
@@ -189,14 +192,18 @@ class StreamSearch:
 
 def is_closed(fn: types.FunctionType) -> bool:
     """Say whether a function has variables of an outer one."""
+    if fn.__closure__ is None:
+        return False
     # `__class__` stands in every method that calls super().
-    return any(name != "__class__" for name in fn.__code__.co_freevars)
+    return fn.__code__.co_freevars != ("__class__",)
 
 
 def has_defaults(fn: types.FunctionType) -> bool:
     """Say whether a function has defaults that can change, or hold a tensor."""
-    inert = INERT.issuperset(map(type, fn.__defaults__ or ()))
-    return not inert or fn.__kwdefaults__ is not None
+    defaults = fn.__defaults__
+    if defaults is not None and not INERT.issuperset(map(type, defaults)):
+        return True
+    return fn.__kwdefaults__ is not None
 
 
 def _parts_of_function(fn: types.FunctionType, names: Iterable[str]) -> list[Any]:
