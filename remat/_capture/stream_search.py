@@ -124,7 +124,9 @@ class StreamSearch:
             for value in cls.__mro__[i].__dict__.values():
                 kind = type(value)
                 if kind is types.FunctionType:
-                    self.look_at_function(value, deeply=True)
+                    if id(value) not in self._seen:
+                        self._seen[id(value)] = value
+                        self.look_at_function(value, deeply=True)
                 elif kind not in _NOT_WALKED:
                     self.walk(value)
 
