@@ -247,11 +247,9 @@ class FunctionNode(Composite):
 
     def _scope_of_run(self) -> dict[str, Any]:
         """Return the globals for a run: a copy if some of them are to be others."""
-        scope = self.scope
-        then = self.variables
-        is_same = all(
-            map(operator.is_, map(scope.get, then, repeat(EMPTY)), then.values())
-        )
+        scope, then = self.scope, self.variables
+        now = map(scope.get, then, repeat(EMPTY))
+        is_same = all(map(operator.is_, now, then.values()))
         return scope if is_same and not self.stores else {**scope, **then}
 
 

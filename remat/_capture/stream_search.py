@@ -26,7 +26,13 @@ from typing import Any
 import torch
 
 from remat._ambient.streams import Stream, stream_of
-from remat._base.code import STATES, is_library, is_library_class, known_code
+from remat._base.code import (
+    STATES,
+    KnownCode,
+    is_library,
+    is_library_class,
+    known_code,
+)
 from remat._base.types import INERT, TENSORS
 from remat._capture.kinds import SEQUENCES, is_rematerialized
 from remat._capture.objects import attributes, by_class, defines
@@ -98,21 +104,20 @@ class StreamSearch:
             if stream is not None:
                 self.streams[id(value)] = stream
 
-    def look_at_function(self, fn: types.FunctionType, *, deeply: bool = False) -> None:
-        """Look at the code of a function, and walk its attributes.
-
-        Args:
-            fn: the function.
-            deeply: whether to walk its variables, defaults and globals too.
-        """
+    def look_deeply(self, fn: types.FunctionType) -> None:
+        """Look at a function, and walk its variables, defaults and globals."""
         known = known_code(fn)
+        self.look_at_function(fn, known)
+        if known.open or is_closed(fn) or has_defaults(fn):
+            self.walk_all(_parts_of_function(fn, known.open))
+
+    def look_at_function(self, fn: types.FunctionType, known: KnownCode) -> None:
+        """Look at the code of a function, and walk its attributes."""
         if known.names.handles_states or fn.__name__ in STATES:
             self.handles_states = True
         if fn.__dict__:
             self.compiled = self.compiled or is_compiled(fn.__dict__)
             self.walk_all(fn.__dict__.values())
-        if deeply and (known.open or is_closed(fn) or has_defaults(fn)):
-            self.walk_all(_parts_of_function(fn, known.open))
 
     def look_at_class(self, cls: type) -> None:
         """Walk what a class holds and what the code of its methods refers to."""
@@ -126,7 +131,7 @@ class StreamSearch:
                 if kind is types.FunctionType:
                     if id(value) not in self._seen:
                         self._seen[id(value)] = value
-                        self.look_at_function(value, deeply=True)
+                        self.look_deeply(value)
                 elif kind not in _NOT_WALKED:
                     self.walk(value)
 
@@ -158,7 +163,7 @@ class StreamSearch:
             self.look_at_class(value)
             return ()
         if kind is types.FunctionType:
-            self.look_at_function(value, deeply=True)
+            self.look_deeply(value)
             return ()
         if kind is types.MethodType:
             return value.__func__, value.__self__
