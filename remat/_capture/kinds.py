@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from remat._base.code import HEAP_TYPE
-from remat._capture.objects import by_class
+from remat._capture.objects import by_class, defines
 
 
 SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -72,6 +72,12 @@ def is_sharded(kind: type) -> bool:
         cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.distributed")
         for cls in kind.__mro__
     )
+
+
+@by_class
+def is_rematerialized(kind: type) -> bool:
+    """Say whether instances of a class are what `remat` returns."""
+    return defines(kind, "__remat_options__")
 
 
 @by_class

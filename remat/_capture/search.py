@@ -24,10 +24,11 @@ from remat._capture.kinds import (
     COPIED_ITERATORS,
     SEQUENCES,
     is_buffer,
+    is_rematerialized,
     is_spent_by_use,
 )
 from remat._capture.module_visits import visit_module
-from remat._capture.objects import by_class, defines
+from remat._capture.objects import by_class
 from remat._capture.stream_search import is_stream
 from remat._capture.visits import (
     visit_as_it_is,
@@ -92,4 +93,4 @@ class Search(Walk):
         for cls, visit in _OF_SUBCLASSES:
             if issubclass(kind, cls):
                 return visit
-        return visit_wrapper if defines(kind, "__remat_options__") else visit_object
+        return visit_wrapper if is_rematerialized(kind) else visit_object

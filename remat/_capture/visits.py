@@ -167,7 +167,7 @@ def visit_function(walk: Walk, fn: types.FunctionType, path: Path) -> Node | Non
     if known.is_settled and not (fn.__closure__ or has_more):
         walk.remember(fn, None)
         return None
-    walk.found.stream_search.look_at_function(fn)
+    walk.found.stream_search.look_at_function(fn, known)
     outer = walk.is_compiled
     # Compiled code reads globals from where it was compiled.
     walk.is_compiled = outer or is_compiled(fn.__dict__)

@@ -123,17 +123,20 @@ class PackedOutside(ReadOnce):
         return self.once(functools.partial(self.unpack, self.packed))
 
 
-def meta_of(tensor: Tensor) -> tuple[Any, ...]:
+def meta_of(tensor: Tensor, node: Any) -> tuple[Any, ...]:
     """Return the shape and dtype of a saved tensor, and the type of its node."""
     try:
-        return tensor.shape, tensor.dtype, type(tensor.grad_fn)
+        return tensor.shape, tensor.dtype, type(node)
     except RuntimeError:  # a nested tensor has no shape
-        return None, tensor.dtype, type(tensor.grad_fn)
+        return None, tensor.dtype, type(node)
+
+
+_STAND_INS = frozenset({Handle, VersionedTensor, PackedOutside})
 
 
 def unpack(packed: Any) -> Tensor:
     """Be the hook that gives a saved tensor back."""
-    if isinstance(packed, Tensor):
+    if type(packed) not in _STAND_INS:
         return packed
     try:
         return packed.unpacked()

@@ -65,14 +65,15 @@ class Filling:
             if is_of_torch_func(t):
                 saved.append(None)
                 return without_node(t)
-        value = t if t.is_leaf else t.detach()
+        node = t.grad_fn
+        value = t if node is None else t.detach()
         handle = self._handles.get(position)
         if handle is None:
             saved.append(None)
             if position >= len(metas):
                 raise self.differs()
             return value
-        meta = meta_of(t)
+        meta = meta_of(t, node)
         saved.append(meta)
         if meta != metas[position] and self._is_other(meta, metas[position]):
             raise self.differs()

@@ -64,7 +64,7 @@ class RematModule(_Module):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not is_rematerialized(self):  # a library derived a class from ours
+        if not has_remat_class(self):  # a library derived a class from ours
             return super().__reduce_ex__(protocol)
         if self._remat_spec.is_view:
             return _view, (self._remat_module, self._remat_spec)
@@ -77,7 +77,7 @@ class RematModule(_Module):
         return _again, (make, args, self._remat_spec), *state
 
 
-def is_rematerialized(module: nn.Module) -> bool:
+def has_remat_class(module: nn.Module) -> bool:
     """Say whether a module's class was made here; not whether it derives from one."""
     return "_remat_spec" in vars(type(module))
 
