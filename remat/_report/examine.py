@@ -34,7 +34,7 @@ from remat._partial.recorder import Recorder
 from remat._partial.storages import Storages
 from remat._report.inputs import Inputs
 from remat._report.labels import reader_of, stream_name
-from remat._report.ledger import Ledger, parts
+from remat._report.ledger import Ledger, is_parameter, parts
 from remat._torch import base_tensor
 from remat._transform.saved import Saved, setting_of
 
@@ -181,8 +181,9 @@ def _stays(leaf: Tensor) -> str:
     """Say why an input is kept even if no recompute reads it; "" if it is not."""
     if is_droppable(leaf):
         return ""
-    anyway = leaf.is_leaf and (leaf.requires_grad or isinstance(leaf, nn.Parameter))
-    return "a leaf is alive anyway" if anyway else "its kind of tensor is not dropped"
+    if is_parameter(leaf):
+        return "a leaf is alive anyway"
+    return "its kind of tensor is not dropped"
 
 
 def _as_real(tensor: Tensor) -> Tensor:
