@@ -11,7 +11,8 @@ In: a function and arguments. Out: values that print as tables and draw themselv
     bitwise, check_replay
                         whether a recompute gives the bits of its forward
     labels              names of functions, streams and graph nodes
-    reports, render     the values that are returned; tables and plots of them
+    reports             the values that are returned
+    render, plots       how they show: tables and plots
 
 Called by users and by `testing`.
 """

@@ -51,6 +51,7 @@ class Leaf:
         needs: whether it is differentiated.
         stays: why it is kept even if no recompute reads it; "" if it is not.
         is_copied: whether the forward writes to it, so that the call keeps a copy.
+        is_parameter: whether it is a leaf that requires grad.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Leaf:
     needs: bool
     stays: str
     is_copied: bool
+    is_parameter: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +175,8 @@ class _Examining(Saved):
     def _leaf(self, i: int, tensor: Tensor) -> Leaf:
         nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
         meta = tensor.dtype, tuple(tensor.shape), nbytes, self.inputs.needs[i]
-        name = self.name_of(i)
-        return Leaf(name, *meta, _stays(_as_real(tensor)), i in self.inputs.copied)
+        is_copied, stays = i in self.inputs.copied, _stays(_as_real(tensor))
+        return Leaf(self.name_of(i), *meta, stays, is_copied, is_parameter(tensor))
 
 
 def _stays(leaf: Tensor) -> str:

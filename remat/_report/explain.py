@@ -188,9 +188,8 @@ def _inputs(
         is_source = i in outcome.plan.residual_sources and leaf.needs
         is_linked = options.higher_order and is_source
         why = reasons.of_input(s) or _why(leaf, kept, is_linked, outcome.unpruned)
-        rows.append(
-            ExplainedInput(leaf.name, leaf.dtype, leaf.shape, nbytes, kept, why)
-        )
+        meta = leaf.name, leaf.dtype, leaf.shape
+        rows.append(ExplainedInput(*meta, nbytes, kept, why, leaf.is_parameter))
         counted |= {s} if kept else set()
     return tuple(rows), counted
 

@@ -7,7 +7,7 @@ compare.
 Rejected: a report that is only text. A program that chooses a policy needs the numbers.
 """
 
-from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from remat._base.op import Value
 from remat._base.source import short
-from remat._report import render as _render
+from remat._report import plots as _plots, render as _render
 from remat.policies import Policy
 
 
@@ -31,6 +31,7 @@ class ExplainedInput:
         nbytes: the bytes of its storage, or 0 if an earlier input has the same storage.
         kept: whether it is saved for the backward.
         why: the reason.
+        is_parameter: whether it is a leaf that requires grad, which is alive anyway.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ExplainedInput:
     nbytes: int
     kept: bool
     why: str
+    is_parameter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +75,8 @@ class ExplainedOp:
     is_view: bool
 
 
-class _Shown(ABC):
-    """A report that shows as a table: in a terminal, in a notebook and with rich."""
-
-    @abstractmethod
-    def _table(self) -> _render.Table:
-        """Return the table to show."""
-
-    def __str__(self) -> str:
-        return _render.text(self._table())
-
-    def _repr_html_(self) -> str:
-        return _render.html(self._table())
-
-    def __rich__(self) -> Any:
-        return _render.rich_table(self._table())
-
-
-@dataclass(frozen=True)
-class Explanation(_Shown):
+@dataclass(frozen=True, repr=False)
+class Explanation(_render.Shown):
     """The report of `explain`. It prints as a table.
 
     Attributes:
@@ -161,21 +146,38 @@ class Explanation(_Shown):
         ops = [op for op in self.ops if not op.is_view]
         labels = [f"{op.name} ({short(op.source)})" for op in ops]
         sizes, fates = [op.nbytes for op in ops], [op.fate for op in ops]
-        return _render.bars(labels, sizes, fates, self._table().title, ax)
+        return _plots.bars(labels, sizes, fates, self._table().title, ax)
 
     @override
     def _table(self) -> _render.Table:
         rows = [*map(_input_row, self.inputs)]
         rows += [_op_row(op) for op in self.ops if not op.is_view]
-        title = f"remat of {self.label}"
-        title += "" if self.policy is None else f" under {self.policy}"
+        parameters = [leaf for leaf in self.inputs if leaf.is_parameter]
+        plural = "" if len(parameters) == 1 else "s"
+        total = _render.size(sum(leaf.nbytes for leaf in parameters))
         return _render.Table(
-            title=title,
+            title=f"remat of {self._name}",
             columns=("operation", "line", "output", "#bytes", "#FLOPs", "fate", "why"),
             rows=tuple(row for row, _ in rows),
             kinds=tuple(kind for _, kind in rows),
             notes=tuple(self._notes()),
+            folded=tuple(i for i, x in enumerate(self.inputs) if x.is_parameter),
+            summary=f"{len(parameters)} parameter{plural}, {total}",
         )
+
+    @property
+    def _name(self) -> str:
+        under = "" if self.policy is None else f" under {self.policy}"
+        return f"{self.label}{under}"
+
+    @override
+    def __repr__(self) -> str:
+        fates = Counter(op.fate for op in self.ops if not op.is_view)
+        counts = ", ".join(f"{n} {fate}" for fate, n in fates.items())
+        operations = f"{fates.total()} operations ({counts})"
+        operations = operations if counts else "no operations"
+        sizes = f"{self.saved_bytes:,} bytes saved, {self.plain_bytes:,} plain"
+        return f"<Explanation of {self._name}: {operations}; {sizes}>"
 
     def _notes(self) -> Iterator[str]:
         less = f"; {self.offloaded_bytes:,} offloaded" if self.offloaded_bytes else ""
@@ -227,8 +229,8 @@ class ComparedPolicy:
     recomputed_share: float
 
 
-@dataclass(frozen=True)
-class Comparison(_Shown):
+@dataclass(frozen=True, repr=False)
+class Comparison(_render.Shown):
     """The report of `compare`. It prints as a table.
 
     Attributes:
@@ -239,6 +241,12 @@ class Comparison(_Shown):
 
     label: str
     rows: tuple[ComparedPolicy, ...]
+
+    @override
+    def __repr__(self) -> str:
+        sizes = [row.saved_bytes for row in self.rows]
+        between = f"{min(sizes):,} to {max(sizes):,} bytes saved"
+        return f"<Comparison for {self.label}: {len(self.rows)} rows; {between}>"
 
     def plot(self, ax: Any = None) -> Any:
         """Draw recomputed FLOPs against saved bytes, a point for each policy.
@@ -255,7 +263,7 @@ class Comparison(_Shown):
         names = [row.name for row in self.rows]
         sizes = [row.saved_bytes for row in self.rows]
         costs = [row.recomputed_flops for row in self.rows]
-        return _render.tradeoff(names, sizes, costs, self._table().title, ax)
+        return _plots.points(names, sizes, costs, self._table().title, ax)
 
     @override
     def _table(self) -> _render.Table:
