@@ -8,6 +8,7 @@ In: a function and arguments. Out: values that print as tables and draw themselv
     explain, reasons    each operation of a call, and why
     compare             what policies save, against what they recompute
     residuals           what stays alive for the backward, to the byte
+    timeline            the bytes that are alive during a call
     bitwise, check_replay
                         whether a recompute gives the bits of its forward
     labels              names of functions, streams and graph nodes
