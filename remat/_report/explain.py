@@ -5,7 +5,8 @@ Called by users, and by `compare` for each policy. The call runs once and is rec
 
 Invariant: the totals are those of a call after one backward has succeeded. They are the
 bytes that stay alive until the backward, and the FLOPs that the backward recomputes.
-Rejected: estimates of peak memory. What is alive around the call is not known here.
+Rejected: the peak of a program. What is alive around the call is not known here, so the
+peak is an estimate for the call alone.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from remat._partial.plan import Fate
 from remat._report.examine import Examined, Leaf, examine
 from remat._report.labels import label_of, refuse_transforms
 from remat._report.outcome import Outcome, outcome_of
+from remat._report.peak import bytes_recomputed
 from remat._report.reasons import Reasons, name
 from remat._report.reports import ExplainedInput, ExplainedOp, Explanation
 from remat._transform.api import Rematerialized, remat
@@ -133,7 +135,8 @@ def examined_again(
 
 def _nothing(label: str, options: Options) -> Explanation:
     return Explanation(
-        label, options.policy, (), (), False, _NO_GRAD, 0, 0, (), (_NO_GRAD_ADVICE,)
+        *(label, options.policy, (), (), False, _NO_GRAD, 0, 0, 0, ()),
+        advice=(_NO_GRAD_ADVICE,),
     )
 
 
@@ -156,6 +159,8 @@ def explained(
     ops = [_operation(i, found, outcome, reasons, counted) for i in indices]
     # The one node of such a call holds its inputs and residuals, and nothing else.
     held = frozenset[int]() if options.higher_order else itself - counted
+    roots = frozenset[int]().union(*found.record.roots)
+    again = bytes_recomputed(found, held | counted, roots)
     report = Explanation(
         label=label,
         policy=options.policy,
@@ -165,6 +170,7 @@ def explained(
         reason=unpruned,
         plain_bytes=bytes_of(plainly, saved_by_plain(plainly)),
         held_bytes=bytes_of(found, held),
+        recomputed_bytes=again,
         streams=found.streams,
         advice=(),
     )

@@ -90,6 +90,8 @@ class Explanation(_render.Shown):
             an upper bound: in-place operations on views do not tell what they save.
         held_bytes: the part of the saved bytes that the graph holds without remat too:
             Python numbers, and what a Function keeps on its ctx.
+        recomputed_bytes: the bytes that the largest recompute holds besides the saved
+            ones. With nested calls, this is the largest of them with those around it.
         streams: the random streams whose states are saved. They are in no total.
         advice: what to change, and why.
     """
@@ -102,6 +104,7 @@ class Explanation(_render.Shown):
     reason: str
     plain_bytes: int
     held_bytes: int
+    recomputed_bytes: int
     streams: tuple[str, ...]
     advice: tuple[str, ...]
 
@@ -110,6 +113,14 @@ class Explanation(_render.Shown):
         """The bytes that stay alive for the backward and are not offloaded."""
         kept = self.held_bytes + sum(i.nbytes for i in self.inputs if i.kept)
         return kept + sum(op.kept for op in self.ops if op.fate == "saved")
+
+    @property
+    def peak_bytes(self) -> int:
+        """An estimate of the peak: what is saved, and what the recompute holds.
+
+        Gradients and what single operations need are not counted.
+        """
+        return self.saved_bytes + self.recomputed_bytes
 
     @property
     def offloaded_bytes(self) -> int:
@@ -182,6 +193,7 @@ class Explanation(_render.Shown):
     def _notes(self) -> Iterator[str]:
         less = f"; {self.offloaded_bytes:,} offloaded" if self.offloaded_bytes else ""
         yield f"saved: {self.saved_bytes:,} bytes{less}; plain: {self.plain_bytes:,}"
+        yield f"estimated peak: {self.peak_bytes:,} bytes"
         if self.held_bytes:
             yield f"of these, the graph holds {self.held_bytes:,} itself"
         again = sum(op.times for op in self.ops if not op.is_view)
@@ -215,8 +227,12 @@ class ComparedPolicy:
     """What one policy saves and recomputes.
 
     Attributes:
-        name: the policy as it prints, or "plain" for code without remat.
+        name: the policy as it prints, or its name in the mapping that was passed;
+            "plain" for code without remat, and "as written" for the function with the
+            blocks that it calls.
         saved_bytes: the bytes that stay alive for the backward and are not offloaded.
+        peak_bytes: an estimate of the peak: the saved bytes, and what the recompute of
+            the largest call holds.
         offloaded_bytes: the bytes that are offloaded.
         recomputed_flops: the FLOPs that the backward recomputes.
         recomputed_share: the recomputed FLOPs, divided by the FLOPs of the forward.
@@ -224,6 +240,7 @@ class ComparedPolicy:
 
     name: str
     saved_bytes: int
+    peak_bytes: int
     offloaded_bytes: int
     recomputed_flops: int
     recomputed_share: float
@@ -235,8 +252,8 @@ class Comparison(_render.Shown):
 
     Attributes:
         label: the name of the function.
-        rows: one row each for plain code, remat without a policy, and remat with each
-            policy, in this order.
+        rows: one row each for the function as written, if it calls rematerialized
+            functions; for plain code; for remat without a policy; and for each policy.
     """
 
     label: str
@@ -275,9 +292,10 @@ class Comparison(_render.Shown):
         )
 
 
-_COSTS = "saved bytes", "offloaded", "FLOPs recomputed", "share"
+_COSTS = "saved bytes", "estimated peak", "offloaded", "FLOPs recomputed", "share"
 
 
 def _compared_row(row: ComparedPolicy) -> tuple[str, ...]:
-    numbers = row.saved_bytes, row.offloaded_bytes, row.recomputed_flops
-    return row.name, *(f"{n:,}" for n in numbers), f"{row.recomputed_share:.0%}"
+    sizes = row.saved_bytes, row.peak_bytes, row.offloaded_bytes
+    numbers = (f"{n:,}" for n in (*sizes, row.recomputed_flops))
+    return row.name, *numbers, f"{row.recomputed_share:.0%}"
