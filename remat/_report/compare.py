@@ -1,8 +1,8 @@
 """`compare`: what policies save, and what they recompute.
 
 Called by users. The call runs once and is recorded. Each policy then gives a plan of
-the record. Planning needs no tensors, so many policies cost one forward. A function that
-calls rematerialized functions, its *blocks*, runs once for each row.
+the record. Planning needs no tensors, so many policies cost one forward. A function
+that calls rematerialized functions, its *blocks*, runs once for each row.
 
 Invariant: each row is what `explain` reports for the same call under that policy.
 Rejected: one call for each policy. The calls could draw or decide differently.
