@@ -21,7 +21,8 @@ class Context:
         followed: how many of remat's modes see the operations of the thread.
         recomputing: how many recomputes it is inside of.
         decisions: of the calls within the innermost one, in order.
-        examining: called by each forward for a report, None where there is no report.
+        examining: what notes a run for a report, None where there is no report. Each
+            rematerialized function asks it how to run, and shows it what it saves.
         listeners: told of the names that `checkpoint_name` gives.
         inside: the calls whose forwards run, from the outermost in; for such a report.
         cells: the variables of functions that were made for runs whose graphs are being

@@ -57,7 +57,9 @@ class Packing:
         self.handles: list[weakref.ref[Handle] | None] = []
         self.metas: list[Any] = []
         examining = here().examining
-        self._observe = observe if examining is None else examining(call, observe)
+        if examining is not None:
+            observe = examining.observe(call, observe)
+        self._observe = observe
 
     def pack(self, t: Tensor) -> Any:
         """Be the hook that saves a tensor."""

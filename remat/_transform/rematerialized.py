@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from remat._ambient.draws import without_draws
+from remat._base.context import here
 from remat._base.labels import Label, label_of
 from remat._base.tracebacks import hide_frames
 from remat._partial.options import Options
@@ -64,6 +65,9 @@ class Rematerialized(Generic[P, R]):
         if lowering is Lowering.INLINED:
             return fn(*args, **kwargs)
         label = self._label or self.__remat_label__
+        examining = here().examining
+        if examining is not None:
+            lowering, options = examining.asked(self, lowering, args)
         try:
             if lowering is Lowering.SAVED:
                 return call_saved(fn, label, args, kwargs, options)

@@ -238,9 +238,9 @@ FAULTS = [
     ),
     Fault(
         "the peak is what is alive in the end",
-        "remat/testing.py",
-        "return max(memory_timeline(fn), default=0)",
-        "return (memory_timeline(fn) or [0])[-1]",
+        REPORT + "timeline.py",
+        "return max(self.bytes, default=0)",
+        "return (self.bytes or (0,))[-1]",
         ("tests/testing/test_measures.py",),
     ),
     Fault(
