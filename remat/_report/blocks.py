@@ -17,8 +17,10 @@ from typing import Any
 
 from remat._base.labels import name_in
 from remat._partial.options import Options
-from remat._transform.api import Rematerialized, remat
+from remat._transform.api import options_of
 from remat._transform.lowering import Lowering
+from remat._transform.module import module_of
+from remat._transform.rematerialized import Rematerialized
 from remat.policies import Policy
 
 
@@ -70,10 +72,7 @@ class Blocks:
 
 
 def _checked(policy: Any) -> Policy | None:
-    return remat(_nothing, policy=policy)._options.policy
-
-
-def _nothing() -> None: ...
+    return options_of(policy).policy
 
 
 def _is_of(key: Any, block: Rematerialized[..., Any], args: tuple[Any, ...]) -> bool:
@@ -83,6 +82,7 @@ def _is_of(key: Any, block: Rematerialized[..., Any], args: tuple[Any, ...]) -> 
     if isinstance(key, types.MethodType):
         of_method = key.__func__ is block and bool(args) and args[0] is key.__self__
         return of_method or key == block.__wrapped__
+    key = module_of(key)
     return any(key is part for part in _objects_of(block, args))
 
 

@@ -82,6 +82,12 @@ def has_remat_class(module: nn.Module) -> bool:
     return "_remat_spec" in vars(type(module))
 
 
+def module_of(value: Any) -> Any:
+    """Return the module that a view is of; anything else as it is."""
+    is_view = isinstance(value, RematModule) and value._remat_spec.is_view
+    return value._remat_module if is_view else value
+
+
 def recomputed_by(fn: Any) -> tuple[Any, Rematerialized[..., Any]] | None:
     """Return what a rematerialized function recomputes, and that function.
 
@@ -129,7 +135,7 @@ def undone(module: RematModule) -> nn.Module:
     That is the module itself, or the one that a view is of.
     """
     if module._remat_spec.is_view:
-        return module._remat_module
+        return module_of(module)
     object.__setattr__(module, "__class__", module._remat_base)
     return module
 

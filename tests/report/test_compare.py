@@ -276,6 +276,7 @@ class Method(nn.Module):
     ("key", "dots"),
     [
         (lambda a, b: a, 1),
+        (lambda a, b: remat(a), 1),
         (lambda a, b: a.forward, 1),
         (lambda a, b: Method.forward, 2),
         (lambda a, b: "Method.*", 2),
