@@ -1,6 +1,6 @@
 """JAX's `jax.checkpoint` for PyTorch: recompute values instead of storing them."""
 
-from remat import policies as policies, random as random
+from remat import compat as compat, policies as policies, random as random
 from remat._base.errors import (
     CaptureError as CaptureError,
     KeyReuseError as KeyReuseError,
