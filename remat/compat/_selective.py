@@ -24,6 +24,10 @@ def policy_of(context: object) -> Policy | None:
     """
     policy = selective_policy(context)
     if policy is None:
+        if hasattr(context, "respect_saved_tensors_hooks"):
+            # A subclass, which runs as it is. The hooks around it are those of the
+            # call, which count what the graph saves.
+            vars(context)["respect_saved_tensors_hooks"] = False
         return None
     if isinstance(policy, list):
         return as_policy(policy)
