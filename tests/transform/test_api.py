@@ -26,7 +26,7 @@ ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),
     *("RandomnessError", "KeyReuseError", "OffloadError"),
 }
-NAMESPACES = {"policies", "random", "testing"}
+NAMESPACES = {"compat", "policies", "random", "testing"}
 
 
 def documented(page_text):
