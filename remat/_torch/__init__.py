@@ -29,6 +29,7 @@ from remat._torch.autograd import (
     current_task as current_task,
     detach_dual as detach_dual,
     dual_level_active as dual_level_active,
+    execution_group as execution_group,
     forward_ad_enabled as forward_ad_enabled,
     grad_mode as grad_mode,
     is_for_transforms as is_for_transforms,
@@ -134,6 +135,7 @@ from remat._torch.surroundings import (
     checkpoint_depth as checkpoint_depth,
     is_autocast_active as is_autocast_active,
     parametrization_cache as parametrization_cache,
+    selective_policy as selective_policy,
     swap_parametrization_cache as swap_parametrization_cache,
 )
 from remat._torch.tensors import (

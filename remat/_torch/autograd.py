@@ -136,6 +136,12 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
+# Deleted by: `GraphExecGroup._get_current_group` being public.
+def execution_group() -> Any:
+    """Return the `GraphExecGroup` that this thread's backwards are in, or None."""
+    return torch._C._get_graph_exec_group()
+
+
 def when_done(callback: Callable[[], None]) -> None:
     """Have the backward that runs call `callback` when it has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad, graph
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import GraphExecGroup
 from typing_extensions import override
 
 from remat._torch import autograd, storages
@@ -44,6 +45,13 @@ def _dual_numbers_are_taken_apart() -> None:
         assert forward_ad.unpack_dual(autograd.without_tangent(dual)).tangent is None
         with autograd.forward_ad_enabled(False):
             assert not autograd.detach_dual(dual).requires_grad
+
+
+@expects("execution_group")
+def _groups_of_backwards_are_seen() -> None:
+    assert autograd.execution_group() is None
+    with GraphExecGroup() as group:
+        assert autograd.execution_group() is group
 
 
 @expects("pull_back")

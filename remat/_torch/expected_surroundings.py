@@ -5,6 +5,7 @@ Rejected: `torch.utils.checkpoint` as users call it, which imports Dynamo.
 """
 
 import inspect
+import types
 from typing import Any
 
 import torch
@@ -71,6 +72,29 @@ def _checkpoints_are_seen() -> None:
         call(use_reentrant=True)(note)(leaf())
     assert {*depths} == {1}
     assert surroundings.checkpoint_depth() == 0
+
+
+def _of_list(
+    operators: list[Any],
+) -> Any:
+    cells = {"policy_fn_or_list": types.CellType(operators)}
+    code: Any = surroundings._CODE_OF_LIST
+    closure = tuple(cells[name] for name in code.co_freevars)
+    return types.FunctionType(code, {}, closure=closure)
+
+
+@expects("selective_policy")
+def _selective_contexts_tell_their_policy() -> None:
+    # Not made by torch's function: their class imports Dynamo.
+    kind = checkpoint._CachingTorchDispatchMode
+    assert "policy_fn" in inspect.signature(kind).parameters
+    context: Any = object.__new__(kind)
+    context.policy_fn = leaf
+    assert surroundings.selective_policy(context) is leaf
+    operators: list[Any] = []
+    context.policy_fn = _of_list(operators)
+    assert surroundings.selective_policy(context) is operators
+    assert surroundings.selective_policy(None) is None
 
 
 class _Node:

@@ -21,6 +21,7 @@ from remat._ambient.draws import without_draws
 from remat._base.context import here
 from remat._base.labels import Label, label_of
 from remat._base.tracebacks import hide_frames
+from remat._base.types import Fn
 from remat._partial.options import Options
 from remat._torch import is_traced_symbolically
 from remat._transform.call import Call
@@ -36,6 +37,33 @@ R = TypeVar("R")
 S = TypeVar("S")
 Q = ParamSpec("Q")
 T = TypeVar("T")
+
+
+def call_lowered(
+    lowering: Lowering,
+    fn: Fn,
+    label: Label,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> Any:
+    """Call a function so that a backward recomputes it."""
+    try:
+        if lowering is Lowering.SAVED:
+            return call_saved(fn, label, args, kwargs, options)
+        if lowering is Lowering.FUNCTION:
+            call = Call(fn, label, args, kwargs, options)
+            inputs, needs = call.take_inputs()
+            outs = None
+            if not call.is_lazy:
+                outs = evaluate_differentiably(Primal(call), inputs, needs)
+            if outs is not None:
+                return call.join(outs, inputs)
+        plain = without_draws(fn, label) if options.rng == "error" else fn
+        return plain(*args, **kwargs)
+    except Exception as error:
+        hide_frames(error)
+        raise
 
 
 class Rematerialized(Generic[P, R]):
@@ -68,22 +96,7 @@ class Rematerialized(Generic[P, R]):
         examining = here().examining
         if examining is not None:
             lowering, options = examining.asked(self, lowering, args)
-        try:
-            if lowering is Lowering.SAVED:
-                return call_saved(fn, label, args, kwargs, options)
-            if lowering is Lowering.FUNCTION:
-                call = Call(fn, label, args, kwargs, options)
-                inputs, needs = call.take_inputs()
-                outs = None
-                if not call.is_lazy:
-                    outs = evaluate_differentiably(Primal(call), inputs, needs)
-                if outs is not None:
-                    return call.join(outs, inputs)
-            plain = without_draws(fn, label) if options.rng == "error" else fn
-            return plain(*args, **kwargs)
-        except Exception as error:
-            hide_frames(error)
-            raise
+        return call_lowered(lowering, fn, label, args, kwargs, options)
 
     @overload
     def __get__(

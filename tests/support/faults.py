@@ -43,8 +43,8 @@ FAULTS = [
     Fault(
         "a recompute runs to its end",
         TRANSFORM + "filling.py",
-        "        handle.value = value\n        self.left -= 1\n        if not self.left:",
-        "        handle.value = value\n        self.left -= 0.5\n        if not self.left:",
+        "        handle.value = value\n        self.left -= 1\n        if not self.left and",
+        "        handle.value = value\n        self.left -= 0.5\n        if not self.left and",
         ("tests/parity/test_golden.py",),
     ),
     Fault(

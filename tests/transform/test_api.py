@@ -26,7 +26,7 @@ ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),
     *("RandomnessError", "KeyReuseError", "OffloadError"),
 }
-NAMESPACES = {"nn", "policies", "random", "testing"}
+NAMESPACES = {"compat", "nn", "policies", "random", "testing"}
 
 
 def documented(page_text):
