@@ -42,6 +42,7 @@ from remat._torch.autograd import (
     pull_back as pull_back,
     pull_in_grad_mode as pull_in_grad_mode,
     push_hooks as push_hooks,
+    reads_what_is_written_late as reads_what_is_written_late,
     resume_hooks as resume_hooks,
     saved_by as saved_by,
     saved_tensors as saved_tensors,

@@ -136,6 +136,13 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
+# Deleted by: `rrelu` filling its noise before autograd saves it (pytorch issue 193671).
+def reads_what_is_written_late() -> bool:
+    """Say whether the node that runs saved a tensor that its operation wrote later."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().startswith("RreluWithNoise")
+
+
 # Deleted by: `GraphExecGroup._get_current_group` being public.
 def execution_group() -> Any:
     """Return the `GraphExecGroup` that this thread's backwards are in, or None."""

@@ -129,6 +129,24 @@ def _a_backward_tells_of_itself() -> None:
     assert autograd.current_task() == -1
 
 
+@expects("reads_what_is_written_late")
+def _rrelu_is_known_to_write_late() -> None:
+    told: list[bool] = []
+
+    def unpack(t: Tensor) -> Tensor:
+        told.append(autograd.reads_what_is_written_late())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+        x = leaf()
+        y = torch.nn.functional.rrelu(x * 2.0, training=True)
+        out = (y.sum() + x.exp().sum(),)
+    torch.autograd.grad(out, x)
+    assert True in told
+    assert False in told
+    assert not autograd.reads_what_is_written_late()
+
+
 class _Sine(Function):
     @staticmethod
     @override

@@ -33,6 +33,7 @@ from remat._torch import (
     eager_only,
     execution_group,
     keeps_graph,
+    reads_what_is_written_late,
     torch_functions,
     when_done,
 )
@@ -136,18 +137,23 @@ def _fill_fully(call: SavedCall, handles: Sequence[Handle], check: Any) -> None:
         call.metas,
         setting.snapshot.label,
         # Of a forward that still runs, nobody knows yet where it ends.
-        stops=options.stops_early or not is_whole,
+        stops=_stops_early(call) or not is_whole,
         compares=options.compares,
     )
     recompute(call, filling, _tensors(call), check)
     filling.end()
 
 
+def _stops_early(call: SavedCall) -> bool:
+    """Say whether the recompute ends once all handles have their values."""
+    return call.setting.options.stops_early and not reads_what_is_written_late()
+
+
 def _fill_along_plan(
     call: SavedCall, handles: Sequence[Handle], replaying: Replaying
 ) -> bool:
     """Recompute along a plan; say whether it fit."""
-    stops = call.setting.options.stops_early
+    stops = _stops_early(call)
     filling = Filling(handles, call.metas, call.label, stops=stops, is_replay=True)
     tensors = _tensors(call)
     try:
