@@ -121,5 +121,6 @@ def _classes_of_pytrees_are_listed() -> None:
     with replaced(vars(_pytree), "register_pytree_node", note):
         pytrees.register_torch_node(_Node, "name", ["a"], flatten, _unflatten)
         pytrees.register_torch_class(_Node, flatten, _unflatten)
+    assert len(given) == 2
     keyed, _ = given[0].arguments["flatten_with_keys_fn"](None)
     assert keyed == [(_pytree.GetAttrKey("a"), 3)]

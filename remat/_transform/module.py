@@ -229,6 +229,7 @@ class _Forward:
         call = self._call
         if call is None or call.__wrapped__ is not fn:
             call = Rematerialized(fn, self._spec.where, self._spec.options)
+            call._name = self._kind.__qualname__
             self._call = call
         return call
 
