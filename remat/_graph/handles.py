@@ -26,7 +26,7 @@ from remat._base.tensors import describe
 from remat._base.tracebacks import hide_frames
 from remat._capture.snapshot import Snapshot
 from remat._graph.residual import Offloaded, ReadOnce, Residual
-from remat._torch import keeps_graph, leave_hooks_on, viewed
+from remat._torch import keeps_graph, leave_hooks_on, top_hooks, viewed
 
 
 if TYPE_CHECKING:
@@ -159,8 +159,16 @@ def stored_by(packed: Any) -> list[Tensor]:
     return []
 
 
-# What torch.func saves inside a call is of levels that the call's hooks leave alone.
-leave_hooks_on(lambda: here().only_our_hooks)
+def _are_harmless() -> bool:
+    """Say whether the hooks here leave alone what torch.func saves at its levels."""
+    context = here()
+    if context.only_our_hooks or context.scope_pack is None:
+        return context.only_our_hooks
+    hooks = top_hooks(True)
+    return hooks is not None and hooks[0] is context.scope_pack
+
+
+leave_hooks_on(_are_harmless)
 
 
 _CHANGED = (

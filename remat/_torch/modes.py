@@ -7,7 +7,7 @@ than an operation.
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -164,6 +164,20 @@ def outside_dispatch_mode(mode: Any) -> Iterator[None]:
         dynamo.set_eval_frame(before)
 
 
+# Deleted by: the same.
+def leave_dispatch_mode(mode: LeanDispatchMode) -> None:
+    """Leave a mode, also if others that were entered inside of it are still active."""
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    inside = stack[[*map(id, stack)].index(id(mode)) + 1 :]
+    for _ in inside:
+        _python_dispatch._pop_mode()
+    mode.__exit__(None, None, None)
+    for other in inside:
+        _python_dispatch._push_mode(other)
+    for name in _FLAGS if inside else ():
+        setattr(_dispatch, name, True)
+
+
 # Deleted by: kernels that resolve lazy conjugates and negatives below a dispatch mode.
 # torch switches that off there, and kernels that are made of others (`pinv`) are wrong.
 def call_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -201,6 +215,14 @@ def viewed(
         return tensor.as_strided(shape, stride, offset)
 
 
+# Deleted by: views of another dtype whatever the shape, which modes do not see.
+def flat_view(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the whole storage of a tensor as a row of elements of a dtype."""
+    with unseen():
+        row = torch.empty(0, dtype=dtype, device=tensor.device)
+        return row.set_(tensor.untyped_storage())
+
+
 # Deleted by: views that modes do not get to see.
 def alias(tensor: Tensor) -> Tensor:
     """Return a view of all of a tensor, past all dispatch modes."""
@@ -218,16 +240,32 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-_ALL = functools.reduce(
-    operator.or_,
-    [
-        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-        for key in (
-            *("Python", "PythonTLSSnapshot", "PythonDispatcher", "PreDispatch"),
-            *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"),
-            *("AutogradFunctionality", "ADInplaceOrView", "Functionalize"),
-        )
-    ],
+def _key_set(names: Iterable[str]) -> Any:
+    keys = torch._C.DispatchKey
+    found = [getattr(keys, name) for name in names if hasattr(keys, name)]
+    return functools.reduce(operator.or_, map(torch._C.DispatchKeySet, found))
+
+
+_ALL = _key_set(
+    (
+        *("Python", "PythonTLSSnapshot", "PythonDispatcher", "PreDispatch"),
+        *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"),
+        *("AutogradFunctionality", "ADInplaceOrView", "Functionalize"),
+    )
+)
+
+
+# Deleted by: a public context in which operations run as a dispatch mode sees them.
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run the body below autograd and autocast, but above dispatch modes."""
+    with torch._C._ExcludeDispatchKeyGuard(_ABOVE_MODES):
+        yield
+
+
+_DEVICES = "CPU", "CUDA", "XPU", "MPS", "HPU", "XLA", "IPU", "MTIA", "PrivateUse1"
+_ABOVE_MODES = _key_set(
+    ("AutogradFunctionality", "ADInplaceOrView", *(f"Autocast{d}" for d in _DEVICES))
 )
 
 

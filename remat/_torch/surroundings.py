@@ -47,6 +47,11 @@ _checkpoint: Any = getattr(checkpoint, "_checkpoint_impl", checkpoint.checkpoint
 _CHECKPOINT: CodeType = inspect.unwrap(_checkpoint).__code__
 
 
+def is_of_checkpoint(hook: Any) -> bool:
+    """Say whether a hook for saved tensors is that of torch's checkpoint."""
+    return getattr(hook, "__module__", None) == checkpoint.__name__
+
+
 def checkpoint_depth() -> int:
     """Return how many calls of torch.utils.checkpoint this is within, by the stack."""
     depth = 0
