@@ -18,7 +18,7 @@ from remat._base.source import user_line
 from remat._graph.residual import OFFLOAD, Offloads
 from remat._partial.values import Arguments, Results
 from remat._scope.values import Given, Made
-from remat._torch import is_lazy
+from remat._torch import is_lazy, storage_id
 from remat.policies import Decision, Policy
 
 
@@ -67,10 +67,7 @@ def _is_stored(made: Made, tensor: Tensor, decision: Decision) -> bool:
         assert made.op is not None
         offloads = Offloads()
         stored = offloads.put(tensor.detach(), made.op, decision)
-        if (
-            offloads.stored[0].untyped_storage().data_ptr()
-            != tensor.untyped_storage().data_ptr()
-        ):
+        if storage_id(offloads.stored[0]) != storage_id(tensor):
             made.stored, made.operation = stored, None
             return False
     # What was made of it meanwhile reads it here.

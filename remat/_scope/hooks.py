@@ -160,8 +160,8 @@ class Kept(VersionedTensor):
     __slots__ = ("_hooks",)
 
     def __init__(self, tensor: Tensor, hooks: Hooks) -> None:
-        self.tensor, self.version = tensor, version_of(tensor)
-        self.index, self._hooks = None, hooks
+        super().__init__(tensor, version_of(tensor), _NAMELESS, None)
+        self._hooks = hooks
         if not tensor.is_leaf:
             # With its node, it would be a cycle that Python does not see.
             self.tensor = _detached(tensor)
@@ -175,6 +175,9 @@ class Kept(VersionedTensor):
     @override
     def _changed(self) -> str:
         return _CHANGED.format(what=describe(self.tensor))
+
+
+_NAMELESS: Any = None  # there is no call
 
 
 def _detached(tensor: Tensor) -> Tensor:

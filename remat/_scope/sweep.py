@@ -197,11 +197,9 @@ class Sweep:
         return tensors
 
     def _base(self, of: Given | Made, reader: Operation) -> Tensor:
-        return (
-            of.tensor(reader.func, reader.line)
-            if isinstance(of, Given)
-            else self.values[of]
-        )
+        if isinstance(of, Made):
+            return self.values[of]
+        return of.tensor(reader.func, reader.line)
 
     def _to_write(self, of: Given | Made, reader: Operation) -> Tensor:
         base = self._base(of, reader)

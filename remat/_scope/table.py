@@ -119,9 +119,9 @@ class Table:
 
     def settle(self) -> None:
         """Read the versions of what operations wrote to."""
-        unsettled, self._unsettled = self._unsettled, []
-        for entry, tensor in unsettled:
+        for entry, tensor in self._unsettled:
             entry.version = version_of(tensor)
+        self._unsettled.clear()
 
     def drop(self, entry: Entry) -> None:
         """Take an entry out."""

@@ -19,7 +19,7 @@ and has to be run from the start.
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,8 +27,11 @@ from torch import Tensor
 from remat._base.errors import MutationError
 from remat._base.tensors import describe, version_of
 from remat._base.types import TENSORS
-from remat._graph.residual import Offloaded
 from remat._torch import flat_view, is_of_torch_func, viewed
+
+
+if TYPE_CHECKING:
+    from remat._graph.residual import Offloaded
 
 
 class Block:
