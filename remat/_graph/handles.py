@@ -118,9 +118,13 @@ class PackedOutside(ReadOnce):
 
     def unpacked(self) -> Tensor:
         """Return the tensor."""
-        if self.unpack is unpack:
+        if self.unpack is unpack and isinstance(self.packed, _CHEAP):
             return unpack(self.packed)
         return self.once(functools.partial(self.unpack, self.packed))
+
+
+# What gives its tensor as often as it is asked, and does not compute it each time.
+_CHEAP = (Handle, VersionedTensor, PackedOutside)
 
 
 def meta_of(tensor: Tensor) -> tuple[Any, ...]:

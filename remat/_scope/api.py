@@ -14,7 +14,6 @@ import torch
 from remat._base.context import here
 from remat._base.errors import RematError
 from remat._base.source import user_line
-from remat._partial.naming import tell_no_more, tell_of_names
 from remat._scope.hooks import Hooks
 from remat._scope.recording import Recording
 from remat._scope.table import Table
@@ -25,7 +24,6 @@ from remat._torch import (
     eager_only,
     hooks_here,
     is_of_checkpoint,
-    leave_dispatch_mode,
     must_inline,
 )
 from remat.policies import as_policy
@@ -69,6 +67,7 @@ class scope:  # noqa: N801
     asked for it in pytorch issue 129867.
 
     Example:
+        >>> import remat
         >>> from remat.testing import count_ops
         >>> w = torch.ones(3, requires_grad=True)
         >>> with remat.scope():
@@ -118,8 +117,7 @@ class _Blocks:
         hooks.install()
         hooks.open += 1
         if not recording.blocks:
-            recording.__enter__()
-            tell_of_names(recording)
+            recording.begin()
         recording.blocks.append(block)
         return block
 
@@ -127,11 +125,12 @@ class _Blocks:
         """Close a block, the innermost or another one."""
         recording, hooks = self.recording, self._hooks
         recording.blocks.remove(block)
+        block.is_open = False
         self._table.settle()
         if not recording.blocks:
-            tell_no_more(recording)
-            leave_dispatch_mode(recording)
+            recording.end()
         hooks.open -= 1
+        self._table.forget_used_up()
         if len(self._table):
             hooks.install()
         else:

@@ -51,7 +51,7 @@ def choose_named(made: Made, tensor: Tensor, name: str) -> bool:
         tensor: the result, or a view of it.
         name: the name.
     """
-    policy: Policy | None = made.block.policy
+    policy: Policy | None = made.part.block.policy
     if policy is None or made.op is None or made.stored is not None:
         return False
     made.op = replace(made.op, names=made.op.names | {name})

@@ -93,10 +93,9 @@ class Hooks:
             self._remove()
 
     def _remove_after(self, task: int) -> None:
-        # What a backward does to the stack is undone at its end.
         if self._task != task:
             self._task = task
-            when_done(self.remove)
+            when_done(_AfterBackward(self))
 
     def _remove(self) -> None:
         top = top_hooks(True)
@@ -111,6 +110,22 @@ class Hooks:
         """Do what `remove` put off."""
         if self._is_due:
             self.remove()
+
+
+class _AfterBackward:
+    """Takes hooks away when a backward is over.
+
+    What its callbacks do to the stack is undone. They are freed after that.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+
+    def __call__(self) -> None:
+        """Do nothing yet."""
+
+    def __del__(self) -> None:
+        self._hooks.remove()
 
 
 class Asking:
@@ -143,7 +158,9 @@ def _handle_of(tensor: Tensor, table: Table) -> Handle | None:
     if tensor.requires_grad and tensor.is_leaf:
         return None
     entry = table.entry_of(tensor)
-    return None if entry is None else Handle(table, entry.made, Layout.of(tensor))
+    if entry is None or entry.made.is_blank:
+        return None
+    return Handle(table, entry.made, Layout.of(tensor))
 
 
 def _itself(tensor: Tensor, hooks: Hooks) -> Any:

@@ -24,6 +24,8 @@ from remat._partial.effects import (
     traits_of,
     updated_statistics,
 )
+from remat._partial.exposures import Exposures
+from remat._partial.naming import tell_no_more, tell_of_names
 from remat._scope.choosing import choose, choose_named
 from remat._scope.table import Entry, Table
 from remat._scope.values import Block, Layout, Made, Operation, has_layout
@@ -35,6 +37,8 @@ from remat._torch import (
     default_generators,
     eager_only,
     is_view_op,
+    leave_dispatch_mode,
+    leave_function_mode,
     no_torch_functions,
     read_settings,
     storage_id,
@@ -53,6 +57,7 @@ class Recording(LeanDispatchMode):
 
     Attributes:
         blocks: those that are open, in the order in which they were entered.
+        exposures: the mode that notices what is written past operations.
     """
 
     def __init__(self, table: Table) -> None:
@@ -60,6 +65,19 @@ class Recording(LeanDispatchMode):
         self._table = table
         self._error: Exception | None = None
         self.blocks: list[Block] = []
+        self.exposures = Exposures(self.expose)
+
+    def begin(self) -> None:
+        """See operations from now on."""
+        tell_of_names(self)
+        self.exposures.__enter__()
+        self.__enter__()
+
+    def end(self) -> None:
+        """See no more operations."""
+        leave_dispatch_mode(self)
+        leave_function_mode(self.exposures)
+        tell_no_more(self)
 
     @override
     @eager_only
@@ -82,24 +100,35 @@ class Recording(LeanDispatchMode):
             self._tie(tensors_of(result))
             return result
         traits = traits_of(func)
+        written_to = declared_writes(traits, args, kwargs)
+        self._take_as_given(inputs, written_to)
         operation = Operation(func, args, kwargs, table.operand_of)
-        targets = [
-            (t, table.entry_of(t)) for t in declared_writes(traits, args, kwargs)
-        ]
+        targets = [(t, table.entry_of(t)) for t in written_to]
         before = _states_before(traits, args, kwargs)
         result = call_kernel(func, *args, **kwargs)
         operation.streams = [(s, state) for s, state in before if s.read() != state]
-        new = self._new_among(tensors_of(result), inputs)
         written = [(t, e) for t, e in targets if e is not None]
+        new = self._new_among(tensors_of(result), inputs)
+        if len(written) < len(targets):
+            new.clear()  # it changed what it was given, so it cannot be run again
         if new or written:
             statistics = updated_statistics(traits, args, kwargs)
-            all_written = [*(t for t, _ in targets), *statistics]
-            operation.written = _places(all_written, args, kwargs)
+            operation.written = _places([*written_to, *statistics], args, kwargs)
             operation.settings, operation.line = read_settings(), user_line()
             self._note_writes(operation, written, args, kwargs)
             self._note_new(operation, new, args, kwargs, result)
         self._tie(tensors_of(result))
         return result
+
+    def _take_as_given(
+        self, inputs: Sequence[Tensor], written_to: Sequence[Tensor]
+    ) -> None:
+        """Take blank memory that is read as given: something unseen wrote to it."""
+        ids = {*map(id, written_to)}
+        for t in inputs:
+            entry = self._table.entry_at(t)
+            if entry is not None and entry.made.is_blank and id(t) not in ids:
+                self._table.drop(entry)
 
     def _new_among(
         self, results: Sequence[Tensor], inputs: Sequence[Tensor]
@@ -129,7 +158,7 @@ class Recording(LeanDispatchMode):
                 self._table.drop(entry)  # its storage was exchanged
             else:
                 k = next(i for i, other in enumerate(inputs) if other is t)
-                made = Made(self.blocks[-1], Layout.of(t), operation)
+                made = Made(self.blocks[-1].part(), Layout.of(t), operation)
                 operation.note_made(k, made, is_operand=True)
                 entry.made = made
                 self._table.wrote(entry, t)
@@ -143,7 +172,7 @@ class Recording(LeanDispatchMode):
         result: Any,
     ) -> None:
         block = self.blocks[-1]
-        makes = [(Made(block, Layout.of(t), operation), t) for _, t in new]
+        makes = [(Made(block.part(), Layout.of(t), operation), t) for _, t in new]
         if block.policy is not None and not operation.written:
             makes = self._chosen(makes, args, kwargs, result)
         numbers = {id(t): k for k, t in new}
@@ -173,6 +202,12 @@ class Recording(LeanDispatchMode):
             entry = self._table.entry_at(t)
             if entry is not None:
                 entry.tie(t)
+
+    def expose(self, tensor: Tensor) -> None:
+        """Be told that Python takes the memory of a tensor, and may write to it."""
+        entry = self._table.entry_at(tensor)
+        if entry is not None:
+            self._table.drop(entry)
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Be told that the value of a tensor has a name."""

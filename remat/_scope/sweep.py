@@ -28,12 +28,12 @@ from remat._base.errors import RecomputeError
 from remat._graph.residual import Offloaded
 from remat._scope.table import Table
 from remat._scope.values import (
-    Block,
     Given,
     Layout,
     Made,
     Operand,
     Operation,
+    Part,
     has_layout,
     mapped,
 )
@@ -94,7 +94,7 @@ def _read(handle: Handle) -> Tensor:
         # The backward holds the callback, and that the sweep.
         when_done(functools.partial(_end, sweep, weakref.ref(table)))
     if not keeps_graph():
-        sweep.used_up.add(handle.made.block)
+        sweep.used_up.add(handle.made.part)
     if handle not in sweep.unread:
         return Sweep([handle]).take(handle)
     return sweep.take(handle)
@@ -103,9 +103,11 @@ def _read(handle: Handle) -> Tensor:
 def _end(sweep: "Sweep", ref: "weakref.ref[Table]") -> None:
     """End a sweep, with its backward."""
     sweep.values.clear()
+    for part in sweep.used_up:
+        part.is_used_up = True
     table = ref()
     if table is not None:
-        table.forget(sweep.used_up)
+        table.forget_used_up()
 
 
 class Sweep:
@@ -117,13 +119,13 @@ class Sweep:
     Attributes:
         unread: those that were not read yet.
         values: what was recomputed and is still needed.
-        used_up: the blocks whose handles were read for the last time.
+        used_up: the parts of blocks whose handles were read for the last time.
     """
 
     def __init__(self, handles: Iterable[Handle]) -> None:
         self.unread: Any = weakref.WeakSet(handles)
         self.values: dict[Made, Tensor] = {}
-        self.used_up: set[Block] = set()
+        self.used_up: set[Part] = set()
         self._uses: Counter[Made] = Counter(h.made for h in [*self.unread])
         self._given_away: set[Made] = set()
         for operation in _needed_for([*self._uses]):

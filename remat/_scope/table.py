@@ -13,14 +13,17 @@ for a log would hold all that the loss was made of.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from remat._base.tensors import version_of
-from remat._scope.values import Block, Given, Layout, Made, Operand, has_layout
+from remat._scope.values import Given, Layout, Made, Operand, has_layout
 from remat._torch import StorageRef, storage_id
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class _Tie(weakref.ref[Tensor]):
@@ -131,11 +134,14 @@ class Table:
         if not self._entries:
             self.when_empty()
 
-    def forget(self, blocks: Iterable[Block]) -> None:
-        """Take out what was made in some blocks."""
-        blocks = {*blocks}
+    def forget_used_up(self) -> None:
+        """Take out what was made in blocks that are closed and used up.
+
+        A value that is kept, for a log say, would hold all that it was made of.
+        """
         for entry in [*self._entries.values()]:
-            if entry.made.block in blocks:
+            part = entry.made.part
+            if part.is_used_up and not part.block.is_open:
                 self.drop(entry)
 
     # --- Operands ---

@@ -27,24 +27,49 @@ from torch import Tensor
 from remat._base.errors import MutationError
 from remat._base.tensors import describe, version_of
 from remat._base.types import TENSORS
-from remat._torch import flat_view, is_of_torch_func, viewed
+from remat._torch import detached, flat_view, is_of_torch_func, viewed
 
 
 if TYPE_CHECKING:
+    from remat._base.op import Op
     from remat._graph.residual import Offloaded
 
 
 class Block:
-    """One `with` block, which its values refer to.
+    """One `with` block.
 
     Args:
         policy: of the block, joined with those around; None to save nothing.
+
+    Attributes:
+        is_open: whether operations may still be recorded.
     """
 
-    __slots__ = ("__weakref__", "policy")
+    __slots__ = ("_part", "is_open", "policy")
 
     def __init__(self, policy: Any) -> None:
-        self.policy = policy
+        self.policy, self.is_open = policy, True
+        self._part = Part(self)
+
+    def part(self) -> "Part":
+        """Return what values that are made now belong to."""
+        if self._part.is_used_up:
+            self._part = Part(self)
+        return self._part
+
+
+class Part:
+    """What a block makes until a backward frees a graph that reads it.
+
+    Attributes:
+        block: the block.
+        is_used_up: whether there was such a backward.
+    """
+
+    __slots__ = ("block", "is_used_up")
+
+    def __init__(self, block: Block) -> None:
+        self.block, self.is_used_up = block, False
 
 
 class Layout(NamedTuple):
@@ -101,7 +126,7 @@ class Given:
     __slots__ = ("__weakref__", "_nbytes", "_tensor", "_version", "_where")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor.detach(), version_of(tensor)
+        self._tensor, self._version = detached(tensor), version_of(tensor)
         self._nbytes = _nbytes_of(tensor)
 
     def tensor(self, reader: Any, where: str) -> Tensor:
@@ -134,21 +159,32 @@ class Made:
     """What an operation of a block left in a storage.
 
     Attributes:
-        block: in which it ran.
+        part: of the block in which it ran.
         layout: of the tensor that it returned there, or wrote to.
         operation: the operation; None if the value itself is stored.
         stored: the value itself, or how it was offloaded; None if it is recomputed.
         op: the operation as a policy sees it; None if there is no policy.
+        is_blank: whether it is memory that nobody has written to, by an operation. A
+            kernel that torch does not know may have.
     """
 
-    __slots__ = ("__weakref__", "block", "layout", "op", "operation", "stored")
+    __slots__ = (
+        *("__weakref__", "is_blank", "layout", "op", "operation", "part"),
+        "stored",
+    )
 
-    def __init__(
-        self, block: Block, layout: Layout, operation: "Operation", op: Any = None
-    ) -> None:
-        self.block, self.layout, self.op = block, layout, op
+    def __init__(self, part: Part, layout: Layout, operation: "Operation") -> None:
+        self.part, self.layout = part, layout
+        self.op: Op | None = None
+        self.is_blank = operation.func.overloadpacket.__name__ in _BLANK
         self.operation: Operation | None = operation
         self.stored: Given | Offloaded | None = None
+
+
+_BLANK = {
+    *("empty", "empty_like", "empty_permuted", "empty_strided"),
+    *("new_empty", "new_empty_strided"),
+}
 
 
 class Operand(NamedTuple):

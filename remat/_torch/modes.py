@@ -46,6 +46,13 @@ def under_function_modes(
         _swap_function_modes(before)
 
 
+# Deleted by: a function mode that can be left before those inside of it.
+def leave_function_mode(mode: overrides.TorchFunctionMode) -> None:
+    """Leave a mode, also if others that were entered inside of it are still active."""
+    stack = overrides._get_current_function_mode_stack()
+    _swap_function_modes([other for other in stack if other is not mode])
+
+
 def _swap_function_modes(modes: Sequence[overrides.TorchFunctionMode]) -> None:
     while function_mode_count():
         overrides._pop_mode()
@@ -195,6 +202,20 @@ def call_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 _LAZY = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+# Deleted by: `detach` sharing the count of changes below a dispatch mode, too.
+def detached(tensor: Tensor) -> Tensor:
+    """Detach a tensor, so that its changes are counted, also from a dispatch mode."""
+    before = _is_excluded(_COUNTS)
+    _set_excluded(_COUNTS, False)
+    try:
+        return tensor.detach()
+    finally:
+        _set_excluded(_COUNTS, before)
+
+
+_COUNTS = torch._C.DispatchKey.ADInplaceOrView
 
 
 # --- Outside of all of them ---

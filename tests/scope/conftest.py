@@ -1,0 +1,17 @@
+"""Each test starts without values, whatever the traceback of a failed one holds."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from remat._base.context import here
+from remat._scope import api
+from remat._torch import suspend_hooks
+
+
+@pytest.fixture(autouse=True)
+def _no_values_before() -> Iterator[None]:
+    suspend_hooks()
+    here().scope_pack = None
+    api._THREADS.blocks = api._Blocks()
+    yield
