@@ -62,14 +62,15 @@ def _refuse(_: Any) -> Any:
 
 
 @expects(
-    *("pop_hooks", "push_hooks", "resume_hooks", "suspend_hooks", "top_hooks"),
-    "without_hooks",
+    *("hooks_here", "pop_hooks", "push_hooks", "resume_hooks", "suspend_hooks"),
+    *("top_hooks", "without_hooks"),
 )
 def _hooks_are_suspended() -> None:
     x = leaf()
     with graph.saved_tensors_hooks(_refuse, _refuse):
         hooks = autograd.top_hooks(True)
         assert hooks == (_refuse, _refuse)
+        assert autograd.hooks_here() == [hooks]
         autograd.pop_hooks()
         assert autograd.top_hooks(True) is None
         autograd.push_hooks(*hooks)

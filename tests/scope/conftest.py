@@ -1,7 +1,5 @@
 """Each test starts without values, whatever the traceback of a failed one holds."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from remat._base.context import here
@@ -10,8 +8,7 @@ from remat._torch import suspend_hooks
 
 
 @pytest.fixture(autouse=True)
-def _no_values_before() -> Iterator[None]:
+def _no_values_before() -> None:
     suspend_hooks()
     here().scope_pack = None
     api._THREADS.blocks = api._Blocks()
-    yield
