@@ -151,7 +151,7 @@ def _what_is_entered_inside_of_a_mode_is_left_with_it() -> None:
 @expects("below_autograd", "detached")
 def _operations_run_below_autograd() -> None:
     x = torch.ones(2, requires_grad=True)
-    with modes.below_autograd(), torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), modes.below_autograd():
         y = x.sin()
         product = torch.ones(2, 2) @ torch.ones(2, 2)
         without_graph = modes.detached(x)

@@ -449,6 +449,17 @@ def test_autocast_casts_are_values():
     assert ops["mm"] == plain["mm"] + 1
 
 
+def test_autocast_around_the_backward_does_not_count():
+    def program(block):
+        with block():
+            x = A @ B
+        y = (x * C).sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            return grads(y, C)
+
+    assert_scoped(program, mm=1)
+
+
 def test_settings_are_those_of_the_block():
     def program(block):
         torch.set_default_dtype(torch.float64)
