@@ -27,6 +27,7 @@ from remat._report.residuals import (
     print_saved_residuals as print_saved_residuals,
     saved_residuals as saved_residuals,
 )
+from remat._scope.api import scope as scope
 from remat._transform.api import remat as remat
 
 

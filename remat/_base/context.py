@@ -29,22 +29,30 @@ class Context:
             differentiated; None where no graph is.
         only_our_hooks: whether all hooks for saved tensors here are of calls of remat.
             Those leave alone what torch.func saves at levels inside the call.
+        functions: how many calls run as Functions of remat.
+        scope_pack: the hook of `remat.scope` at the bottom of the stack of hooks; None
+            where no value of a block is left.
     """
 
     __slots__ = (
-        *("cells", "decisions", "examining", "followed", "inside", "listeners"),
-        *("only_our_hooks", "policy", "recomputing"),
+        *("cells", "decisions", "examining", "followed", "functions", "inside"),
+        *("listeners", "only_our_hooks", "policy", "recomputing", "scope_pack"),
     )
 
     def __init__(self) -> None:
         self.policy: Any = None
-        self.followed = self.recomputing = 0
+        self.followed = self.functions = self.recomputing = 0
         self.decisions: Decisions | None = None
         self.examining: Any = None
         self.inside: tuple[Any, ...] = ()
         self.listeners: list[Any] = []
         self.cells: list[Any] | None = None
         self.only_our_hooks = False
+        self.scope_pack: Any = None
+
+    def is_in_call(self) -> bool:
+        """Say whether a call runs, for the first time or again."""
+        return self.decisions is not None or self.functions + self.recomputing > 0
 
 
 class _Threads(threading.local):

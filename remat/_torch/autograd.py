@@ -114,6 +114,13 @@ def resume_hooks(suspended: list[Any]) -> None:
         push_hooks(*hooks)
 
 
+def hooks_here() -> list[Any]:
+    """Return the hooks for saved tensors, innermost first."""
+    hooks = suspend_hooks()
+    resume_hooks(hooks)
+    return hooks
+
+
 def without_hooks(fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn`, whose graph is dropped at once, without the user's saved-tensor hooks.
 

@@ -70,8 +70,8 @@ def _refuse(_: Any) -> Any:
 
 
 @expects(
-    *("pop_hooks", "push_hooks", "resume_hooks", "suspend_hooks", "top_hooks"),
-    "without_hooks",
+    *("hooks_here", "pop_hooks", "push_hooks", "resume_hooks", "suspend_hooks"),
+    *("top_hooks", "without_hooks"),
 )
 def _hooks_are_suspended() -> None:
     x = leaf()
@@ -82,6 +82,7 @@ def _hooks_are_suspended() -> None:
         assert autograd.top_hooks(True) is None
         autograd.push_hooks(*hooks)
         out = autograd.without_hooks(torch.sin, x)
+        assert autograd.hooks_here() == [hooks]
         suspended = autograd.suspend_hooks()
         assert autograd.top_hooks(True) is None
         autograd.resume_hooks(suspended)

@@ -57,6 +57,14 @@ def _parametrizations_are_cached() -> None:
         assert surroundings.parametrization_cache() is before[0]
 
 
+@expects("is_of_checkpoint")
+def _hooks_of_checkpoint_are_known() -> None:
+    frame: Any = checkpoint._checkpoint_hook.__init__
+    assert not surroundings.is_of_checkpoint(_hooks_of_checkpoint_are_known)
+    # The hooks are functions within that.
+    assert surroundings.is_of_checkpoint(frame)
+
+
 @expects("checkpoint_depth")
 def _checkpoints_are_seen() -> None:
     # Unwrapped and reentrant, as the others import Dynamo.

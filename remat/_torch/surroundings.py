@@ -74,6 +74,11 @@ _CODE_OF_LIST = next(
 )
 
 
+def is_of_checkpoint(hook: Any) -> bool:
+    """Say whether a hook for saved tensors is that of torch's checkpoint."""
+    return getattr(hook, "__module__", None) == checkpoint.__name__
+
+
 def checkpoint_depth() -> int:
     """Return how many calls of torch.utils.checkpoint this is within, by the stack."""
     depth = 0

@@ -98,13 +98,17 @@ class Primal(Program):
             context.recomputing -= 1
 
     def _run_forward(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
-        call = self.call
-        if call.wrapped:
-            with RefuseOuterLevels(call.wrapped, inputs, self.name_of):
+        call, context = self.call, here()
+        context.functions += 1
+        try:
+            if call.wrapped:
+                with RefuseOuterLevels(call.wrapped, inputs, self.name_of):
+                    result = self._under(mode, call.run_forward, inputs)
+                call.wrapped = ()
+            else:
                 result = self._under(mode, call.run_forward, inputs)
-            call.wrapped = ()
-        else:
-            result = self._under(mode, call.run_forward, inputs)
+        finally:
+            context.functions -= 1
         return call.split(result, inputs)
 
     def _recompute(self, out: Out, inputs: Sequence[Tensor], mode: Any) -> Outputs:

@@ -71,6 +71,7 @@ def setting_of(snapshot: Snapshot, vmaps: Sequence[Any], options: Options) -> Se
     """Return what a call is made in, here and now."""
     hooks = top_hooks(True)
     is_nested = hooks is not None and hooks[1] is unpack
+    is_nested = is_nested and hooks[0] is not here().scope_pack
     return Setting(snapshot, vmaps, options.joined(), options, hooks, is_nested)
 
 

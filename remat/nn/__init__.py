@@ -6,9 +6,12 @@ In: a model. Out: the same model, whose blocks are recomputed in a backward.
     _select     which submodules are meant
     _enable     the gradient checkpointing of transformers and diffusers, done by remat
 
+    _noise      a parametrization that adds noise to a weight
+
 Called by users.
 """
 
 from remat.nn._apply import apply as apply, remove as remove
 from remat.nn._enable import enable as enable
+from remat.nn._noise import weight_noise as weight_noise
 from remat.nn._select import blocks as blocks
