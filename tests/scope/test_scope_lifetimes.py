@@ -60,8 +60,8 @@ def test_the_value_is_freed_with_its_last_reference():
 
     timeline = memory_timeline(forward)
     # The value and the product, then neither.
-    assert max(timeline) // BYTES == 2
-    assert timeline[-1] // BYTES == 0
+    assert timeline.peak // BYTES == 2
+    assert timeline.bytes[-1] // BYTES == 0
 
 
 def test_masks_and_noise_are_not_stored_and_states_are_no_tensors():

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 
 FUNCTIONS = {
-    *("remat", "checkpoint", "register"),
+    *("remat", "checkpoint", "register", "scope"),
     *("saved_residuals", "print_saved_residuals", "Residual"),
     *("checkpoint_name", "explain", "compare", "is_recomputing"),
     *("Explanation", "ExplainedOp", "ExplainedInput", "Comparison", "ComparedPolicy"),
