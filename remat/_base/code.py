@@ -131,7 +131,9 @@ def _is_settled(name: str, scope: dict[str, Any]) -> bool:
 
 
 def is_library_class(cls: type) -> bool:
-    """Say whether a class is the standard library's or a package's."""
+    """Say whether a class is the standard library's or a package's, or of remat's."""
+    if MADE in cls.__dict__:
+        return True
     module: Any = sys.modules.get(str(cls.__module__))
     if module is builtins:
         # Code that was executed without a module's name makes classes of builtins too.
@@ -139,6 +141,7 @@ def is_library_class(cls: type) -> bool:
     return module is not None and is_library(vars(module))
 
 
+MADE = "_remat_base"  # an attribute of classes that remat makes, for modules
 HEAP_TYPE = 1 << 9  # CPython: made by a class statement
 
 
