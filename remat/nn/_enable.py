@@ -70,13 +70,11 @@ def enable(
     """
     options = options_of(policy, prune, rng, higher_order)
     checkpoint = Checkpoint(caller(), options)
-    owners = [m for m in model.modules() if _takes_function(m)]
+    owners = [m for m in model.modules() if _takes_function(m) and _has_blocks(m)]
     if not owners:
         raise TypeError(_NOT_SUPPORTED.format(model=type(model).__name__))
     for owner in _outermost(owners):
         getattr(owner, _SWITCH)(enable=True, gradient_checkpointing_func=checkpoint)
-    if not any(_is_ours(m) for m in model.modules()):
-        raise TypeError(_NOT_SUPPORTED.format(model=type(model).__name__))
     return model
 
 
@@ -109,6 +107,11 @@ def _takes_function(module: nn.Module) -> bool:
     if switch is None:
         return False
     return "gradient_checkpointing_func" in inspect.signature(switch).parameters
+
+
+def _has_blocks(owner: nn.Module) -> bool:
+    """Say whether a module in there asks whether to call the function."""
+    return any(hasattr(m, "gradient_checkpointing") for m in owner.modules())
 
 
 def _outermost(owners: list[nn.Module]) -> list[nn.Module]:
