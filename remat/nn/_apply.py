@@ -186,7 +186,7 @@ _DERIVED = (
 _NO_BLOCKS = (
     "remat.nn.apply: this {model} has no list of blocks: no ModuleList, ModuleDict or "
     "Sequential has two items of a class that has submodules. Say which modules you "
-    "mean: pass a class, a name such as 'layers.*', or a function of a name and a module."
+    "mean: pass a class, a name such as 'layers.*', or a function of a name and module."
 )
 _TWO_POLICIES = (
     "remat.nn.apply: `select` gives each module a policy, so leave out `policy`."

@@ -174,7 +174,7 @@ def test_the_blocks_of_a_model(name):
 def test_blocks_that_are_recomputed_in_different_ways_are_the_same_blocks():
     model = nn.Sequential(Block(), Block())
     remat.nn.apply(model, {"0": None, "1": remat.policies.dots_saveable})
-    with pytest.raises(ValueError, match="`0` .* is recomputed already"):
+    with pytest.raises(ValueError, match=r"`0` .* is recomputed already"):
         remat.nn.apply(model)
 
 
