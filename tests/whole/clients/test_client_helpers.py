@@ -109,6 +109,10 @@ def test_a_model_without_gradients_fails():
     run = train(CLIENT, model)
     with pytest.raises(AssertionError, match=r"no gradient for \['1.0.weight'"):
         assert_moved(model, run)
+    assert_moved(model, run, is_adapted=True)
+    model.requires_grad_(True).zero_grad()
+    with pytest.raises(AssertionError, match=r"no gradient for \['0.0.weight'"):
+        assert_moved(model, run, is_adapted=True)
 
 
 @styles
