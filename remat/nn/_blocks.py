@@ -9,7 +9,7 @@ layer saves nothing: it stores its input in any case.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch import nn
@@ -20,14 +20,14 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of a model: what `remat.nn.apply` recomputes.
 
     A block is an item of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` that
-    consists of several layers, if that list, or another one of the model, has two items
-    of its class. A layer is a module that has a parameter of two or more dimensions. If
-    no item consists of several layers, items that consist of one layer and others, such
-    as an activation, count too.
+    consists of several layers, if the class of one such item of the list occurs twice:
+    in a list, or in lists that are not inside of items of other classes. A layer is a
+    module that has a parameter of two or more dimensions. If no item consists of
+    several layers, those that consist of one layer and an activation, say, count too.
 
-    Lists in a list are one list. A *stage* is no block, but the items of its lists are.
-    It is an item that is an `nn.Sequential` of blocks, or that has lists of blocks and
-    at most one submodule with layers besides.
+    A *stage* is no block, but the items of its lists are. It is an item that is an
+    `nn.Sequential` of blocks, or that has lists of blocks and at most one submodule
+    with layers besides.
 
     Args:
         model: the model. It is not changed.
@@ -55,6 +55,7 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+_LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 # A class, by its name: libraries derive one for each module, of the same name.
 _Kind = tuple[str, str]
 
@@ -64,7 +65,7 @@ class _Rule(NamedTuple):
 
     Attributes:
         fewest: the layers that it has at least.
-        kinds: the classes of which some list has two items.
+        kinds: the classes that occur twice.
     """
 
     fewest: int
@@ -74,34 +75,46 @@ class _Rule(NamedTuple):
 def _kinds(model: nn.Module, rule: _Rule) -> Iterator[_Kind]:
     """Return the classes of all blocks."""
     for module in model.modules():
-        for block in _repeated(module, rule).values():
-            if type(block) is not nn.Sequential:  # says nothing of what is in it
-                yield _kind(block)
+        yield from _repeated(_in_list(module, rule).values())
+    yield from _repeated(_outermost_items(model, rule))
+
+
+def _repeated(modules: Iterable[nn.Module]) -> Iterator[_Kind]:
+    """Return the classes that occur twice, but Sequential: that says nothing."""
+    counts = Counter(_kind(m) for m in modules if type(m) is not nn.Sequential)
+    return (kind for kind, count in counts.items() if count > 1)
+
+
+def _outermost_items(module: nn.Module, rule: _Rule) -> Iterator[nn.Module]:
+    """Return the items of lists that are in no other item."""
+    for _, child in _items(module):
+        is_item = isinstance(module, _LISTS) and type(child) is not nn.Sequential
+        if is_item and _is_compound(child, rule):
+            yield child
+        else:
+            yield from _outermost_items(child, rule)
 
 
 def _blocks_in(
     module: nn.Module, name: str, rule: _Rule
 ) -> Iterator[tuple[str, nn.Module]]:
-    repeated = _repeated(module, rule)
+    blocks = _in_list(module, rule)
     for key, child in _items(module):
         path = f"{name}.{key}" if name else key
-        if key in repeated and not _is_stage(child, rule):
+        if key in blocks and not _is_stage(child, rule):
             yield path, child
         else:
             yield from _blocks_in(child, path, rule)
 
 
-def _repeated(module: nn.Module, rule: _Rule) -> dict[str, nn.Module]:
-    """Return the items of a list that may be blocks."""
-    if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+def _in_list(module: nn.Module, rule: _Rule) -> dict[str, nn.Module]:
+    """Return the items of a list that are blocks, or stages."""
+    if not isinstance(module, _LISTS):
         return {}
-    items = [(key, item) for key, item in _items(module) if _is_compound(item, rule)]
-    counts = Counter(_kind(item) for _, item in items)
-    return {
-        key: item
-        for key, item in items
-        if counts[_kind(item)] > 1 or _kind(item) in rule.kinds
-    }
+    items = {key: item for key, item in _items(module) if _is_compound(item, rule)}
+    counts = Counter(map(_kind, items.values()))
+    is_repeated = any(count > 1 or kind in rule.kinds for kind, count in counts.items())
+    return items if is_repeated else {}
 
 
 def _items(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -124,9 +137,9 @@ def _is_compound(module: nn.Module, rule: _Rule) -> bool:
 
 
 def _is_stage(module: nn.Module, rule: _Rule) -> bool:
-    if _repeated(module, rule):
+    if _in_list(module, rule):
         return True
-    lists = [child for child in module.children() if _repeated(child, rule)]
+    lists = [child for child in module.children() if _in_list(child, rule)]
     others = [m for m in module.children() if m not in lists and _layers(m)]
     return bool(lists) and len(others) <= 1
 

@@ -34,8 +34,10 @@ def spectrogram():
 
 
 def captioned_pictures():
+    ids = tokens(4, 8)
+    ids[:, -1] = ENDS["eos_token_id"]  # what a text says is read at its end
     return {
-        "input_ids": tokens(4, 8),
+        "input_ids": ids,
         "pixel_values": torch.randn(4, 3, 16, 16),
         "return_loss": True,
     }
@@ -102,7 +104,7 @@ def convnext():
     return hf.ConvNextForImageClassification(config)
 
 
-def wav2vec2():
+def wav2vec2(**options):
     config = hf.Wav2Vec2Config(
         vocab_size=16,
         hidden_size=32,
@@ -114,6 +116,7 @@ def wav2vec2():
         conv_kernel=[20, 8],
         num_conv_pos_embeddings=8,
         num_conv_pos_embedding_groups=4,
+        **options,
     )
     return hf.Wav2Vec2ForCTC(config)
 
@@ -154,7 +157,10 @@ CLIENTS = {
     "convnext": Client(
         convnext, lambda m: [s.layers for s in m.convnext.encoder.stages], pictures
     ),
-    "wav2vec2": Client(wav2vec2, lambda m: [m.wav2vec2.encoder.layers], sound),
+    # Else a layer that is dropped in the last step has no gradient.
+    "wav2vec2": Client(
+        lambda: wav2vec2(layerdrop=0.0), lambda m: [m.wav2vec2.encoder.layers], sound
+    ),
     "whisper": Client(whisper, both_stacks, spectrogram),
     "clip": Client(
         clip,

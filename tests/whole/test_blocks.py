@@ -119,6 +119,14 @@ MODELS = {
         lambda: Parts(middle=several(1), layers=several(2)),
         ["middle.0", "layers.0", "layers.1"],
     ),
+    "a single block in each of several lists": (
+        lambda: Parts(layer1=nn.Sequential(Block()), layer2=nn.Sequential(Block())),
+        ["layer1.0", "layer2.0"],
+    ),
+    "a single block in each of several lists of a list": (
+        lambda: nn.Sequential(nn.Sequential(Block()), nn.Sequential(Block())),
+        ["0.0", "1.0"],
+    ),
     "lists in a list": (
         lambda: nn.ModuleList(
             [nn.ModuleList([Attention(), FeedForward()]) for _ in range(2)]
@@ -138,6 +146,10 @@ MODELS = {
             2, lambda: Layer(layer=nn.ModuleList([Attention(), FeedForward()]))
         ),
         ["0", "1"],
+    ),
+    "a block of another class in a list of blocks": (
+        lambda: nn.Sequential(Block(), Block(), Attention(), linear()),
+        ["0", "1", "2"],
     ),
     "layers with norms in a block": (
         lambda: nn.Sequential(*(Inverted() for _ in range(2))),

@@ -6,10 +6,16 @@ what it does about caches.
 
 import copy
 import io
+from dataclasses import replace
 
 import pytest
 import torch
-from support.architectures import CACHED, CLIENTS as TRANSFORMERS, without_cache
+from support.architectures import (
+    CACHED,
+    CLIENTS as TRANSFORMERS,
+    wav2vec2,
+    without_cache,
+)
 from support.clients import (
     Client,
     assert_changed_trains_as_plain,
@@ -99,6 +105,15 @@ def test_with_a_policy_products_are_kept(name):
     plain, ours = built(client), changed(client, kept)
     assert_same(train(client, ours), train(client, plain))
     assert products(client, ours) == products(client, plain)
+
+
+def test_layers_that_are_dropped_at_random():
+    client = replace(TRANSFORMERS["wav2vec2"], build=lambda: wav2vec2(layerdrop=0.5))
+    for change in remat.nn.enable, remat.nn.apply:
+        plain, ours = built(client), changed(client, change)
+        assert_same(train(client, ours), train(client, plain))
+        (_, ran), (_, of_plain) = (products(client, model) for model in (ours, plain))
+        assert ran > of_plain
 
 
 def test_a_model_without_checkpointing_is_refused():
