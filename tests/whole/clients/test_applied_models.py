@@ -81,9 +81,11 @@ BLOCKS = {
     "autoencoder": [
         "encoder.down_blocks.0.resnets.0",
         "encoder.down_blocks.1.resnets.0",
+        "encoder.mid_block.attentions.0",
         *both("encoder.mid_block.resnets"),
         *both("decoder.up_blocks.0.resnets"),
         *both("decoder.up_blocks.1.resnets"),
+        "decoder.mid_block.attentions.0",
         *both("decoder.mid_block.resnets"),
     ],
 }
