@@ -156,11 +156,9 @@ def test_a_model_that_torch_changes(change, way, is_before):
     client = Client(build, layers, CLIENT.inputs, CLIENT.loss)
     plain, model = built(client), changed(CLIENT, both)
     assert_same(train(client, model), train(client, plain))
-    (forward, backward), (want, of_plain) = (
-        products(client, m) for m in (model, plain)
-    )
-    assert forward == want
-    assert backward >= of_plain + 3
+    ran, of_plain = (products(client, m) for m in (model, plain))
+    assert ran[0] == of_plain[0]
+    assert ran[1] >= of_plain[1] + 3
     assert [*model.state_dict()] == [*plain.state_dict()]
 
 
