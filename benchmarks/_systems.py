@@ -14,7 +14,7 @@ import torch_remat
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from remat import policies, remat
+from remat import compat, policies, remat
 
 
 TensorFn = Callable[..., Tensor]
@@ -23,13 +23,16 @@ Wrapper = Callable[[TensorFn], TensorFn]
 PLAIN, REENTRANT, BASELINE = "plain", "torch reentrant", "torch non-reentrant"
 SELECTIVE, TORCH_REMAT = "torch SAC, dots", "torch_remat 0.2.2"
 DEFAULT, PRUNED, SAVING = "remat", "remat, prune=True", "remat, dots"
+COMPAT, COMPAT_SELECTIVE = "remat.compat", "remat.compat SAC, dots"
 
 _aten = torch.ops.aten
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
 DOTS = (_aten.mm, _aten.addmm, _aten.bmm, _ATTENTION)
 
 
-def _torch_checkpoint(**options: Any) -> Wrapper:
+def _torch_checkpoint(
+    checkpoint: Callable[..., Any] = checkpoint, **options: Any
+) -> Wrapper:
     def wrap(fn: TensorFn) -> TensorFn:
         return functools.partial(checkpoint, fn, **options)
 
@@ -49,6 +52,10 @@ SYSTEMS: dict[str, Wrapper] = {
     DEFAULT: remat,
     PRUNED: functools.partial(remat, prune=True),
     SAVING: functools.partial(remat, policy=policies.dots_saveable),
+    COMPAT: _torch_checkpoint(compat.checkpoint, use_reentrant=False),
+    COMPAT_SELECTIVE: _torch_checkpoint(
+        compat.checkpoint, use_reentrant=False, context_fn=_selective_contexts
+    ),
 }
 
 

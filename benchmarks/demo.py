@@ -155,7 +155,7 @@ class Run:
     loss: float  # mean of the last ten steps
     params: Params
     step_seconds: float  # median
-    timeline: list[int]  # live bytes over one step, beyond what lives between steps
+    timeline: tuple[int, ...]  # live bytes of one step, beyond what lives between
     ops: Counter[str]  # kernels that one gradient runs
 
 
@@ -188,7 +188,7 @@ def train(
         losses.append(step())
         seconds.append(time.perf_counter() - start)
         advance(losses[-1])
-    timeline = memory_timeline(step)
+    timeline = memory_timeline(step).bytes
     with count_ops() as ops:
         gradient(params, next(data))
     recent = statistics.mean(losses[-10:])

@@ -24,6 +24,8 @@ from _count import ROUNDS, Case, Counts, Label, count
 from _styles import CLOSURE, FUNCTION, METHOD, MODULE, STYLES, Step, Work, module_work
 from _systems import (
     BASELINE,
+    COMPAT,
+    COMPAT_SELECTIVE,
     DEFAULT,
     PLAIN,
     PRUNED,
@@ -103,7 +105,10 @@ BODIES = {
     FOUR_OPS: Body(four_ops, (REENTRANT, BASELINE, TORCH_REMAT, DEFAULT, PRUNED), 30),
     BLOCK: Body(
         lambda style: block_work(style, *SHAPE),
-        (BASELINE, SELECTIVE, TORCH_REMAT, DEFAULT, PRUNED, SAVING),
+        (
+            *(BASELINE, SELECTIVE, TORCH_REMAT, DEFAULT, PRUNED, SAVING),
+            *(COMPAT, COMPAT_SELECTIVE),
+        ),
         6,
     ),
 }
@@ -197,6 +202,8 @@ TARGETS = (
     Target(BLOCK, DEFAULT, BASELINE, 0.60, 0.78),
     Target(BLOCK, PRUNED, BASELINE, 1.0, 1.0),
     Target(BLOCK, SAVING, SELECTIVE, 0.60, 0.60),
+    Target(BLOCK, COMPAT, BASELINE, 0.80, 0.80),
+    Target(BLOCK, COMPAT_SELECTIVE, SELECTIVE, 1.0, 1.0),
 )
 SPREAD = 1.5  # of ours, the most expensive style beside the cheapest
 MOST_FUNC_GRAD = 510_000  # beyond plain: it is 500,000, and repeats to one in a hundred

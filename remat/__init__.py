@@ -1,6 +1,6 @@
 """JAX's `jax.checkpoint` for PyTorch: recompute values instead of storing them."""
 
-from remat import nn as nn, policies as policies, random as random
+from remat import compat as compat, nn as nn, policies as policies, random as random
 from remat._base.context import is_recomputing as is_recomputing
 from remat._base.errors import (
     CaptureError as CaptureError,
@@ -11,6 +11,7 @@ from remat._base.errors import (
     RecomputeError as RecomputeError,
     RematError as RematError,
 )
+from remat._base.register import register as register
 from remat._partial.names import checkpoint_name as checkpoint_name
 from remat._report.compare import compare as compare
 from remat._report.explain import explain as explain
@@ -26,6 +27,7 @@ from remat._report.residuals import (
     print_saved_residuals as print_saved_residuals,
     saved_residuals as saved_residuals,
 )
+from remat._scope.api import scope as scope
 from remat._transform.api import remat as remat
 
 

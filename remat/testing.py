@@ -4,23 +4,18 @@
 gradients. ``count_ops``, ``peak_bytes`` and ``live_bytes`` measure cost. Equality alone
 proves nothing about a transform, which may be the identity. So tests check both.
 
-Invariant: bytes are exact. They come from the profiler's memory events, which report
-every allocation and every free, on the CPU too.
-Rejected: ``tracemalloc``, which does not see tensors, and ``resource.getrusage``, which
-sees only whole pages and their peak.
+Invariant: bytes are exact, and values are compared bit for bit.
+Rejected: a tolerance unless the caller asks for it (``reassociated``). A recompute runs
+the same operations, so a difference is a mistake.
 """
 
-import gc
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -28,6 +23,10 @@ from remat._base import pytree
 from remat._report.check_replay import (
     Agreement as Agreement,
     check_replay as check_replay,
+)
+from remat._report.timeline import (
+    MemoryTimeline as MemoryTimeline,
+    memory_timeline as memory_timeline,
 )
 from remat._torch import call_kernel
 
@@ -84,36 +83,6 @@ class _CountingMode(TorchDispatchMode):
 # --- Bytes --------------------------------------------------------------------
 
 
-def memory_timeline(fn: Callable[[], object]) -> list[int]:
-    """Run ``fn`` and return the bytes alive after each allocation and each free.
-
-    The count starts at zero: tensors that exist before the call do not count, and are
-    not subtracted when ``fn`` frees them. The result of ``fn`` stays alive until the
-    last entry. Cyclic garbage is collected before the call and not during it, so memory
-    that a reference cycle holds counts as alive.
-
-    Args:
-        fn: Called once, without arguments. State that a first call sets up (such as a
-            cache) counts as alive. To leave it out, call ``fn`` once before.
-
-    Returns:
-        The live bytes on all devices together, after each event in order.
-
-    Example:
-        >>> x = torch.ones(1000)
-        >>> memory_timeline(lambda: x.sin().cos())
-        [4000, 8000, 4000]
-    """
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return list(accumulate(_memory_events(fn)))
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def peak_bytes(fn: Callable[[], object]) -> int:
     """Run ``fn`` and return the most bytes that its tensors held at any one time.
 
@@ -128,7 +97,7 @@ def peak_bytes(fn: Callable[[], object]) -> int:
         >>> peak_bytes(lambda: x.sin().cos().exp())
         8000
     """
-    return max(memory_timeline(fn), default=0)
+    return memory_timeline(fn).peak
 
 
 def live_bytes(fn: Callable[[], object]) -> int:
@@ -147,22 +116,8 @@ def live_bytes(fn: Callable[[], object]) -> int:
         >>> live_bytes(lambda: x.sin().sin())  # the result and one residual
         8000
     """
-    timeline = memory_timeline(fn)
+    timeline = memory_timeline(fn).bytes
     return timeline[-1] if timeline else 0
-
-
-def _memory_events(fn: Callable[[], object]) -> list[int]:
-    """Run ``fn`` and return the size of each allocation, negative for each free."""
-    # Kineto writes two lines to stderr at each start. It reads this at its first start.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    profiler = profile(profile_memory=True)
-    with profiler:
-        result = fn()
-    del result  # freed after the profiler stopped, so it still counts as alive
-    # The profiler's public `events()` folds memory events into the ops around them and
-    # loses their order; read `events()` instead of this once it keeps them apart.
-    recorded: Any = profiler.kineto_results
-    return [event.nbytes() for event in recorded.events() if event.name() == "[memory]"]
 
 
 # --- Equality -----------------------------------------------------------------

@@ -6,6 +6,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     labels            what messages call a function
     tracebacks        hides remat's own frames
     pytree            the only importer of optree
+    register          `remat.register`, which makes a user's class a pytree
     context           which calls a thread is inside of, and for what
     code              what a function's code refers to
     source            the line of the user that is running

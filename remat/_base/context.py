@@ -21,29 +21,38 @@ class Context:
         followed: how many of remat's modes see the operations of the thread.
         recomputing: how many recomputes it is inside of.
         decisions: of the calls within the innermost one, in order.
-        examining: called by each forward for a report, None where there is no report.
+        examining: what notes a run for a report, None where there is no report. Each
+            rematerialized function asks it how to run, and shows it what it saves.
         listeners: told of the names that `checkpoint_name` gives.
         inside: the calls whose forwards run, from the outermost in; for such a report.
         cells: the variables of functions that were made for runs whose graphs are being
             differentiated; None where no graph is.
         only_our_hooks: whether all hooks for saved tensors here are of calls of remat.
             Those leave alone what torch.func saves at levels inside the call.
+        functions: how many calls run as Functions of remat.
+        scope_pack: the hook of `remat.scope` at the bottom of the stack of hooks; None
+            where no value of a block is left.
     """
 
     __slots__ = (
-        *("cells", "decisions", "examining", "followed", "inside", "listeners"),
-        *("only_our_hooks", "policy", "recomputing"),
+        *("cells", "decisions", "examining", "followed", "functions", "inside"),
+        *("listeners", "only_our_hooks", "policy", "recomputing", "scope_pack"),
     )
 
     def __init__(self) -> None:
         self.policy: Any = None
-        self.followed = self.recomputing = 0
+        self.followed = self.functions = self.recomputing = 0
         self.decisions: Decisions | None = None
         self.examining: Any = None
         self.inside: tuple[Any, ...] = ()
         self.listeners: list[Any] = []
         self.cells: list[Any] | None = None
         self.only_our_hooks = False
+        self.scope_pack: Any = None
+
+    def is_in_call(self) -> bool:
+        """Say whether a call runs, for the first time or again."""
+        return self.decisions is not None or self.functions + self.recomputing > 0
 
 
 class _Threads(threading.local):
@@ -92,7 +101,23 @@ class Decisions:
 
 
 def is_recomputing() -> bool:
-    """Say whether this thread runs a function again for a backward."""
+    """Say whether this thread runs a function again for a backward.
+
+    Code inside a rematerialized function asks this, to log or count once per call.
+
+    Returns:
+        True in a recompute; False in a forward and outside of all calls.
+
+    Example:
+        >>> from remat import is_recomputing, remat
+        >>> @remat
+        ... def layer(x):
+        ...     if not is_recomputing():
+        ...         print("mean", x.mean().item())
+        ...     return x.sin().sin()
+        >>> layer(torch.ones(3, requires_grad=True)).sum().backward()
+        mean 1.0
+    """
     return here().recomputing > 0
 
 

@@ -1,15 +1,23 @@
 """The errors that a user of remat may want to catch.
 
 All are `RematError`, which is a `RuntimeError`.
+
+Rejected: an error of its own for `remat.compat`. Code that catches torch's
+`CheckpointError` would have to know which of the two recomputes.
 """
+
+from torch.utils.checkpoint import CheckpointError
 
 
 class RematError(RuntimeError):
     """Base class of the errors that remat raises itself."""
 
 
-class RecomputeError(RematError):
-    """The recompute did something other than the forward did."""
+class RecomputeError(RematError, CheckpointError):
+    """The recompute did something other than the forward did.
+
+    It is a `torch.utils.checkpoint.CheckpointError`, too.
+    """
 
 
 class MutationError(RematError):

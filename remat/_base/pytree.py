@@ -7,19 +7,20 @@ Rejected: torch.utils._pytree, ten times slower and without key paths for every 
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import optree
 from torch import Tensor, nn
 
 from remat._base.types import CONSTANTS, TENSORS, Leaf
-from remat._torch import TORCH_NODES, register_torch_node
+from remat._torch import TORCH_NODES, register_torch_class, register_torch_node
 
 
 _NAMESPACE = "remat"
 # Typed for classes that are collections, which a pytree node need not be.
 _register: Any = optree.register_pytree_node
+_unregister: Any = optree.unregister_pytree_node
 Treedef: TypeAlias = optree.PyTreeSpec
 
 
@@ -84,9 +85,13 @@ def _adopt(cls: type) -> bool:
         _adopt_torch(cls)
     elif _is_dataclass(cls) and not issubclass(cls, (dict, list, tuple)):
         _register(cls, _flatten_dataclass, _Unflatten(cls), namespace=_NAMESPACE)
+        _ADOPTED.add(cls)
     else:
         return False
     return True
+
+
+_ADOPTED: set[type] = set()  # dataclasses, which may be registered later
 
 
 def _is_dataclass(cls: type) -> bool:
@@ -96,10 +101,7 @@ def _is_dataclass(cls: type) -> bool:
 
 def _adopt_torch(cls: type) -> None:
     node = TORCH_NODES[cls]
-
-    def unflatten_node(context: Any, children: Sequence[Any]) -> Any:
-        return node.unflatten_fn(list(children), context)
-
+    unflatten_node = _unflatten_with(node)
     _register(cls, node.flatten_fn, unflatten_node, namespace=_NAMESPACE)
 
 
@@ -126,7 +128,7 @@ class _Unflatten:
         return instance
 
 
-def register(
+def register_attributes(
     cls: type, name: str, children: Sequence[str], static: Sequence[str] = ()
 ) -> None:
     """Make a class of ours a pytree node, here and for torch.func and torch.compile.
@@ -159,3 +161,53 @@ def register(
 
     _register(cls, flatten_named, unflatten_named, namespace=_NAMESPACE)
     register_torch_node(cls, name, children, flatten_node, unflatten_node)
+
+
+class Registered(NamedTuple):
+    """How a class that a user registered is taken apart and rebuilt.
+
+    Attributes:
+        flatten: takes an instance, and returns its children and what else there is.
+        unflatten: takes what else there is, and children.
+    """
+
+    flatten: Callable[[Any], tuple[Iterable[Any], Any]]
+    unflatten: Callable[[Any, Iterable[Any]], Any]
+
+
+REGISTERED: dict[type, Registered] = {}
+
+
+def register_functions(cls: type, how: Registered) -> None:
+    """Make a user's class a pytree node, here and for torch.func and torch.compile."""
+
+    def flatten_node(instance: Any) -> tuple[list[Any], Any]:
+        children, context = how.flatten(instance)
+        return [*children], context
+
+    def unflatten_torch(children: Iterable[Any], context: Any) -> Any:
+        return how.unflatten(context, children)
+
+    register_torch_class(cls, flatten_node, unflatten_torch)
+    if cls in _ADOPTED:
+        _unregister(cls, namespace=_NAMESPACE)
+        _ADOPTED.remove(cls)
+    _register(cls, flatten_node, how.unflatten, namespace=_NAMESPACE)
+    REGISTERED[cls] = how
+
+
+def registration_of(cls: type) -> Registered | None:
+    """Return how a class is taken apart, if it is registered here or with torch."""
+    if cls in REGISTERED:
+        return REGISTERED[cls]
+    if cls not in TORCH_NODES:
+        return None
+    node = TORCH_NODES[cls]
+    return Registered(node.flatten_fn, _unflatten_with(node))
+
+
+def _unflatten_with(node: Any) -> Callable[[Any, Iterable[Any]], Any]:
+    def unflatten_node(context: Any, children: Iterable[Any]) -> Any:
+        return node.unflatten_fn([*children], context)
+
+    return unflatten_node

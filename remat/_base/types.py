@@ -18,6 +18,20 @@ Leaf: TypeAlias = Any
 Outputs: TypeAlias = tuple[Tensor | None, ...]
 Fn: TypeAlias = Callable[..., Any]
 
+
+class Opaque:
+    """Holds what a snapshot neither searches nor puts back.
+
+    Attributes:
+        value: what is held.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 # --- Three sets of plain types, which are looked up by the exact class ---
 
 # Classes of which torch makes tensors itself, and which see nothing of what is done.
@@ -31,7 +45,7 @@ CONSTANTS: frozenset[type] = frozenset(
 )
 # Values that lead to no tensor, no random stream and nothing that changes.
 INERT: frozenset[type] = CONSTANTS | {
-    *(range, slice, threading.Thread, types.CodeType),
+    *(Opaque, range, slice, threading.Thread, types.CodeType),
     *(types.GetSetDescriptorType, types.MemberDescriptorType),
     *(types.MethodDescriptorType, types.WrapperDescriptorType),
 }

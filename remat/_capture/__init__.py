@@ -12,7 +12,9 @@ user's objects, and a `Run`, which makes them again around other tensors.
     stream_search           random streams in what is not made again
     trees, fingerprint      what a search found in a module, remembered until it changes
     snapshot, restore       a call as it was, and the run that puts it back
-    structure               how the result of a call is built
+    registered              values that only their class can take apart
+    structure               where the tensors of a result are
+    result_walk, results    a result taken apart, and put together around others
     handing_on              the forward under torch.func, whose changes are kept
 
 Called by `_transform` for each call, by `_report`, and by `_graph` for what hooks hold.

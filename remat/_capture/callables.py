@@ -6,12 +6,15 @@ Rejected: assigning to the variables of the user's functions, and back afterward
 Other threads read them meanwhile.
 """
 
+import operator
 import types
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 from typing_extensions import override
 
+from remat._base.types import INERT
 from remat._capture.nodes import Building, Composite, Node, Part
 
 
@@ -205,7 +208,8 @@ class FunctionNode(Composite):
         for name, value in self.variables.items():
             yield ("global", name), value, name
         for name, value in self._entries.items():
-            yield ("entry", name), value, f"{self._name}.{name}"
+            if type(value) not in INERT:  # of most functions, all are
+                yield ("entry", name), value, f"{self._name}.{name}"
 
     @override
     def hold(self, key: Any, node: Node) -> None:
@@ -243,11 +247,10 @@ class FunctionNode(Composite):
 
     def _scope_of_run(self) -> dict[str, Any]:
         """Return the globals for a run: a copy if some of them are to be others."""
-        scope = self.scope
-        changed = any(scope.get(n, EMPTY) is not v for n, v in self.variables.items())
-        if changed or self.stores:
-            return {**scope, **self.variables}
-        return scope
+        scope, then = self.scope, self.variables
+        now = map(scope.get, then, repeat(EMPTY))
+        is_same = all(map(operator.is_, now, then.values()))
+        return scope if is_same and not self.stores else {**scope, **then}
 
 
 _SPECIAL = ("__defaults__", "__kwdefaults__", "__qualname__", "__module__")

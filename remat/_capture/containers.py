@@ -89,8 +89,8 @@ class ContainerNode(Composite):
         if not entries:
             return
         entries = filled(entries, self.children, run)
-        if _FACTORY in entries:
-            new.default_factory = entries.pop(_FACTORY)
+        if FACTORY in entries:
+            new.default_factory = entries.pop(FACTORY)
         if entries:
             set_attributes(new, entries)
 
@@ -131,9 +131,9 @@ class DictNode(ContainerNode):
     def __init__(self, value: Any) -> None:
         super().__init__(value, (OrderedDict, dict), [*value.values()])
         self.keys = [*value]
-        factory = getattr(value, _FACTORY, None)
+        factory = getattr(value, FACTORY, None)
         if factory is not None:
-            self.entries[_FACTORY] = factory
+            self.entries[FACTORY] = factory
 
     def hold_key(self, i: int, node: Node) -> None:
         """Hold a node in place of a key."""
@@ -157,7 +157,7 @@ class DictNode(ContainerNode):
         return new
 
 
-_FACTORY = "default_factory"
+FACTORY = "default_factory"
 
 
 def _base_of(kind: type, bases: Sequence[type]) -> type:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from remat._base.types import INERT
-from remat._capture.modules import TEMPLATE, hooks_of, registries_of
+from remat._capture.modules import TEMPLATE, aside_of
 from remat._capture.objects import identities
 
 
@@ -51,8 +51,8 @@ class Fingerprint:
     """
 
     __slots__ = (
-        *("_alive", "_constants", "_count", "_dicts", "_getters", "_keys", "_refs"),
-        *("_then", "classes"),
+        *("_alive", "_constants", "_count", "_dicts", "_getters", "_gone", "_keys"),
+        *("_refs", "_then", "_used", "_vacant", "classes"),
     )
 
     def __init__(
@@ -62,51 +62,55 @@ class Fingerprint:
         self._refs = [*map(weakref.ref, (*modules, *others))]
         self._getters = [*map(_getter_of, (*modules, *others))]
         self._keys = [*_container_keys([*map(vars, (*modules, *others))])]
-        kinds = enumerate(map(type, self.containers()))
+        # A dict that is empty has no items to compare, only to stay empty.
+        self._used = [*map(bool, flatten(map(aside_of, map(vars, modules))))]
+        self._vacant = [*map(operator.not_, self._used)]
+        containers = self._containers_in([*map(vars, (*modules, *others))])
+        kinds = enumerate(map(type, containers))
         self._dicts = [i for i, kind in kinds if issubclass(kind, dict)]
-        held, self._then = self._now()
+        held, _, self._then = self._now()
         self._constants = [*filter(_is_constant, held)]
         rest = [v for v in held if type(v) not in INERT and type(v) not in CONTAINERS]
         if not all(isinstance(v, _FIXED) or id(v) in walked for v in rest):
             raise NotRememberedError
         self.classes = [v for v in rest if isinstance(v, type)]
-        self._alive = [weakref.ref(value) for value in rest]
+        self._gone: list[Any] = []  # told by weak references, when a value is freed
+        self._alive = [weakref.ref(value, self._gone.append) for value in rest]
 
     def holds(self) -> bool:
         """Say whether they hold the same now."""
+        return self.containers() is not None
+
+    def containers(self) -> list[Any] | None:
+        """Return the containers among what they hold; None if that is not the same."""
         try:
-            is_same = self._now()[1] == self._then
+            _, containers, now = self._now()
         except (TypeError, LookupError):  # one is gone, or holds something else
-            return False
-        # By type: a tensor would be compared with None.
-        return is_same and _NONE not in {type(ref()) for ref in self._alive}
+            return None
+        return containers if now == self._then and not self._gone else None
 
     def tells_of(self, tensors: Iterable[Tensor]) -> bool:
         """Say whether it would notice that one of these tensors was exchanged."""
         return {*map(id, tensors)} <= {id(ref()) for ref in self._alive}
 
-    def _now(self) -> tuple[tuple[Any, ...], Any]:
-        """Return all that they hold, and what tells it from anything else."""
+    def _now(self) -> tuple[tuple[Any, ...], list[Any], Any]:
+        """Return all that they hold, the containers, and what tells it from others."""
         values = [*map(operator.call, self._refs)]
         dicts: list[Any] = [*map(vars, values)]
-        of_modules = dicts[: self._count]
-        if any(flatten(map(hooks_of, of_modules))):
+        aside = [*flatten(map(aside_of, dicts[: self._count]))]
+        if any(compress(aside, self._vacant)):
             raise LookupError
         containers = self._containers_in(dicts)
-        registered = [*flatten(map(registries_of, of_modules))]
-        registered += map(containers.__getitem__, self._dicts)
+        filled = [*compress(aside, self._used)]
+        filled += map(containers.__getitem__, self._dicts)
         held = (
             *flatten(map(operator.call, self._getters, dicts)),
             *flatten(containers),
-            *flatten(registered),
-            *flatten(map(dict.values, registered)),
+            *flatten(filled),
+            *flatten(map(dict.values, filled)),
         )
-        sizes = [*map(len, (*dicts, *containers, *registered))]
-        return held, (identities(held), sizes, [*map(type, values)])
-
-    def containers(self) -> list[Any]:
-        """Return the containers among what they hold."""
-        return self._containers_in([vars(ref()) for ref in self._refs])
+        sizes = [*map(len, (*dicts, *containers, *filled))]
+        return held, containers, (identities(held), sizes, [*map(type, values)])
 
     def _containers_in(self, dicts: Sequence[dict[str, Any]]) -> list[Any]:
         containers: list[Any] = []
@@ -128,7 +132,7 @@ def _getter_of(value: Any) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     return operator.itemgetter(*names, *names if len(names) == 1 else ())
 
 
-_NONE = type(None)
+compress = itertools.compress
 flatten = itertools.chain.from_iterable
 
 

@@ -4,6 +4,7 @@ Invariant: each tensor has one index, in the order in which tensors are found.
 Rejected: one list for the arguments and one for the function. A tensor may be in both.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import Tensor
 from remat._base.code import static_of
 from remat._capture.paths import Path
 from remat._capture.stream_search import StreamSearch
+
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Found:
@@ -78,9 +82,10 @@ class Found:
         self._index.update(zip(ids, indices, strict=True))
         self.tensors += values
         self.origins += origins
-        for i, t, buffer in zip(indices, values, registered, strict=True):
-            if not t.requires_grad and (buffer or not self.in_arguments):
-                self.buffers[i] = buffer
+        if not all(map(_requires_grad, values)):
+            for i, t, buffer in zip(indices, values, registered, strict=True):
+                if not t.requires_grad and (buffer or not self.in_arguments):
+                    self.buffers[i] = buffer
         return indices
 
     # --- What tells calls apart ---

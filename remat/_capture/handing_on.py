@@ -9,6 +9,7 @@ or code outside of the level, could find it.
 Rejected: exchanging the parameters of the user's own modules while the function runs.
 """
 
+import operator
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from remat._base.errors import CaptureError
 from remat._capture.callables import EMPTY, CellNode, FunctionNode, content_of
 from remat._capture.containers import DictNode, SequenceNode
 from remat._capture.modules import REGISTRIES, ModuleNode
@@ -27,6 +29,7 @@ from remat._capture.objects import (
     replica_of,
     set_attributes,
 )
+from remat._capture.registered import RegisteredNode
 from remat._capture.restore import Run
 
 
@@ -40,7 +43,7 @@ class Forward(Run):
     """
 
     is_recompute = False
-    __slots__ = ("_found", "_made", "_originals", "_states")
+    __slots__ = ("_changing", "_found", "_made", "_originals", "_states")
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class Forward(Run):
         super().__init__(tensors, "live")
         self._found, self._originals = found, originals
         self._made: list[tuple[Composite, Any]] = []
+        self._changing: list[tuple[Composite, Any]] = []
         self._states: list[Any] = []
 
     @override
@@ -71,28 +75,48 @@ class Forward(Run):
 
     def note(self) -> None:
         """Note what each replica holds, now that all are built."""
-        self._made = [(n, new) for n, new in self._made if isinstance(n, _MUTABLE)]
-        self._states = [_state(node, new) for node, new in self._made]
+        made = [(n, new) for n, new in self._made if isinstance(n, _MUTABLE)]
+        self._changing = [pair for pair in made if _tells_changes(*pair)]
+        self._states = [_state(node, new) for node, new in self._changing]
 
     def hand_on(self) -> None:
         """Assign what the function changed to the user's objects."""
         changes: list[tuple[Composite, Any]] = []
-        for (node, new), before in zip(self._made, self._states, strict=True):
+        for (node, new), before in zip(self._changing, self._states, strict=True):
             now = _state(node, new)
             if now.keys() != before.keys() or differing(now, before):
                 changes.append((node, now))
         if not changes:
             return
         # What was assigned may be a replica, or a tensor that stands for the user's.
-        originals = self._originals
-        owners = {id(new): originals[id(node)] for node, new in self._made}
+        originals, owners = self._originals, self.owners()
         owners |= dict(zip(map(id, self.tensors), self._found, strict=True))
         for node, now in changes:
+            _refuse_registered(node, originals[id(node)])
             owned = {key: owners.get(id(v), v) for key, v in now.items()}
             _assign(node, originals[id(node)], owned)
 
+    def owners(self) -> dict[int, Any]:
+        """Return the user's own value for each replica, by the replica's identity."""
+        originals = self._originals
+        return {id(new): originals[id(node)] for node, new in self._made}
 
-_MUTABLE = (CellNode, DictNode, FunctionNode, ObjectNode, SequenceNode)
+
+_MUTABLE = (
+    *(CellNode, DictNode, FunctionNode, ObjectNode, RegisteredNode, SequenceNode),
+)
+
+
+def _refuse_registered(node: Composite, value: Any) -> None:
+    if isinstance(node, RegisteredNode):
+        raise CaptureError(_REGISTERED.format(name=type(value).__qualname__))
+
+
+def _tells_changes(node: Composite, value: Any) -> bool:
+    """Say whether a value that did not change says so."""
+    if not isinstance(node, RegisteredNode):
+        return True
+    return all(map(operator.is_, node.now(value), node.now(value)))
 
 
 def _state(node: Composite, value: Any) -> dict[Any, Any]:
@@ -113,6 +137,8 @@ def _state(node: Composite, value: Any) -> dict[Any, Any]:
         return {name: scope[name] for name in node.stores if name in scope}
     if isinstance(node, DictNode):
         return dict(value)
+    if isinstance(node, RegisteredNode):
+        return dict(enumerate(node.now(value)))
     if isinstance(value, (set, frozenset)):
         return {id(item): item for item in value}
     return dict(enumerate(value))
@@ -147,3 +173,10 @@ def _refill(value: dict[Any, Any], held: dict[Any, Any]) -> None:
     for key in value.keys() - held.keys():
         del value[key]
     value.update(held)
+
+
+_REGISTERED = (
+    "remat: a {name} was changed in the function. Its class is registered with "
+    "remat.register, and under torch.func the function is given another one that holds "
+    "the same. Return a new {name} instead."
+)

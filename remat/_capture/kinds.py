@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from remat._base.code import HEAP_TYPE
-from remat._capture.objects import by_class
+from remat._capture.objects import by_class, defines
 
 
 SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -43,10 +43,14 @@ _LEFT_ALONE = (
 @by_class
 def is_left_alone(kind: type) -> bool:
     """Say whether instances of a class are used as they are, and not searched."""
-    module = str(kind.__module__)
-    if module.partition(".")[0] in sys.stdlib_module_names:
+    # A class that is made by code of the library is a user's if it inherits from one.
+    if all(map(_is_of_standard_library, kind.__mro__)):
         return not issubclass(kind, _OPEN)
-    return module.startswith(_LEFT_ALONE)
+    return str(kind.__module__).startswith(_LEFT_ALONE)
+
+
+def _is_of_standard_library(cls: type) -> bool:
+    return str(cls.__module__).partition(".")[0] in sys.stdlib_module_names
 
 
 @by_class
@@ -68,6 +72,12 @@ def is_sharded(kind: type) -> bool:
         cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.distributed")
         for cls in kind.__mro__
     )
+
+
+@by_class
+def is_rematerialized(kind: type) -> bool:
+    """Say whether instances of a class are what `remat` returns."""
+    return defines(kind, "__remat_options__")
 
 
 @by_class

@@ -83,7 +83,7 @@ def _take_over(walk: Walk, module: nn.Module, tree: Tree, path: Path) -> Node:
     found.is_contained = False
     found.code += tree.code
     for kind in tree.kinds:
-        look_at_class(walk, kind)
+        found.stream_search.look_at_class(kind)
     tensors: list[Any] = [ref() for ref in tree.tensors]
     origins = [(path, text) for text in tree.texts]
     node = TreeNode(tree, found.indices_of(tensors, origins, tree.registered))

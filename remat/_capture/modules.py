@@ -33,8 +33,13 @@ _ASIDE = tuple(
     for name, value in TEMPLATE.items()
     if isinstance(value, (dict, set)) and name not in {*REGISTRIES, *_HOOKS}
 )
-registries_of = operator.itemgetter(*REGISTRIES)
-hooks_of = operator.itemgetter(*_HOOKS)
+# The dicts that hold hooks. The others tell how these are called.
+_HOLDERS = (
+    *("_forward_pre_hooks", "_forward_hooks"),
+    *("_backward_pre_hooks", "_backward_hooks"),
+)
+# What is registered, and hooks: dicts, most of which are empty.
+aside_of = operator.itemgetter(*REGISTRIES, *_HOLDERS)
 _VACANT = dict.fromkeys((*REGISTRIES, *_HOOKS, *_ASIDE))
 _NO_HOOKS: dict[str, Any] = {}
 

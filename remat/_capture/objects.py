@@ -26,8 +26,10 @@ def by_class(fn: Callable[[type], T]) -> Callable[[type], T]:
 
     def remembered(kind: type) -> T:
         key = id(kind)
-        if key in known:
+        try:
             return known[key]
+        except KeyError:
+            pass
 
         def forget(_: object) -> None:
             known.pop(key, None)

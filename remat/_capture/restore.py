@@ -13,6 +13,7 @@ If two did it at once, objects would be left as a recompute had set them.
 Rejected: making all objects anew always. A table with weak keys does not know a copy.
 """
 
+import operator
 import threading
 from collections.abc import Sequence
 from typing import Any, Literal, Self
@@ -104,30 +105,31 @@ class Run:
 
     def make_tree(self, node: TreeNode) -> Any:
         """Return a module: the user's, if it is as it was."""
-        tree = node.tree
-        module, tensors = tree.module(), [self.tensors[i] for i in node.indices]
-        anew = module is None or self._makes_anew(node.live)
-        each = () if anew else zip(tensors, tree.tensors, strict=True)
-        others = [i for i, (tensor, ref) in enumerate(each) if tensor is not ref()]
-        owners = [owner for i in others for owner in tree.owners[i]]
+        tree, tensors = node.tree, [*map(self.tensors.__getitem__, node.indices)]
+        module = tree.module()
+        if module is None or self._makes_anew(node.live):
+            return tree.node.build(_Part(self, tensors))
+        owners = _owners_of_others(tree, tensors)
         can_stay = all(isinstance(owner, ObjectNode) for owner in owners)
-        if anew or not can_stay or not self._is_as_it_was(tree):
+        if not can_stay or not self._is_as_it_was(tree):
             return tree.node.build(_Part(self, tensors))
         undo: _Undo = []
         self._trees.append((tree, undo))
-        part = _Part(self, tensors, [*map(id, owners)], undo)
-        for owner in owners:
-            owner.build(part)
+        if owners:
+            part = _Part(self, tensors, [*map(id, owners)], undo)
+            for owner in owners:
+                owner.build(part)
         return module
 
     def _is_as_it_was(self, tree: Tree) -> bool:
         """Say whether what a tree leads to is as it was, and stands for itself."""
-        if not tree.fingerprint.holds():
-            return False
         containers, built = tree.fingerprint.containers(), self.built
-        if any(built.get(id(value), value) is not value for value in containers):
+        if containers is None:
             return False
-        built.update(zip(map(id, containers), containers, strict=True))
+        ids = [*map(id, containers)]
+        if not all(map(operator.is_, map(built.get, ids, containers), containers)):
+            return False
+        built.update(zip(ids, containers, strict=True))
         return True
 
     def _makes_anew(self, is_live: bool) -> bool:
@@ -182,6 +184,15 @@ class _Part(Run):
         if self._only is not None and id(node) not in self._only:
             return node.ref()
         return super().make_object(node)
+
+
+def _owners_of_others(tree: Tree, tensors: Sequence[Any]) -> list[Any]:
+    """Return the nodes of a tree that are to hold other tensors than were found."""
+    same = [*map(operator.is_, tensors, map(operator.call, tree.tensors))]
+    if False not in same:
+        return []
+    others = [i for i, is_same in enumerate(same) if not is_same]
+    return [owner for i in others for owner in tree.owners[i]]
 
 
 def _undo(exchanged: _Undo) -> None:

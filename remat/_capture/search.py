@@ -15,21 +15,20 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Generator
 from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
 
-from remat._base.types import INERT
 from remat._capture.kinds import (
     COPIED_ITERATORS,
     SEQUENCES,
     is_buffer,
+    is_rematerialized,
     is_spent_by_use,
 )
 from remat._capture.module_visits import visit_module
-from remat._capture.objects import by_class, defines
+from remat._capture.objects import by_class
 from remat._capture.stream_search import is_stream
 from remat._capture.visits import (
     visit_as_it_is,
@@ -43,6 +42,7 @@ from remat._capture.visits import (
     visit_method,
     visit_object,
     visit_partial,
+    visit_proxy,
     visit_sequence,
     visit_tensor,
     visit_wrapper,
@@ -56,6 +56,7 @@ _OF_CLASS: dict[type, Visit] = {
     types.CellType: visit_cell,
     types.SimpleNamespace: visit_object,
     types.BuiltinFunctionType: visit_builtin,
+    types.MappingProxyType: visit_proxy,
     types.ModuleType: visit_as_it_is,
     weakref.ref: visit_as_it_is,
     **dict.fromkeys(COPIED_ITERATORS, visit_copied),
@@ -92,15 +93,4 @@ class Search(Walk):
         for cls, visit in _OF_SUBCLASSES:
             if issubclass(kind, cls):
                 return visit
-        return visit_wrapper if defines(kind, "__remat_options__") else visit_object
-
-
-def holds_tensors(value: Any) -> bool:
-    """Say whether an object that is no pytree holds tensors, or will make them."""
-    if type(value) in INERT:
-        return False
-    if isinstance(value, (Generator, Coroutine, AsyncGenerator)):
-        return True
-    search = Search()
-    search.visit(value, None)
-    return bool(search.found.tensors)
+        return visit_wrapper if is_rematerialized(kind) else visit_object

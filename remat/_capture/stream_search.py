@@ -26,9 +26,15 @@ from typing import Any
 import torch
 
 from remat._ambient.streams import Stream, stream_of
-from remat._base.code import STATES, is_library, is_library_class, known_code
+from remat._base.code import (
+    STATES,
+    KnownCode,
+    is_library,
+    is_library_class,
+    known_code,
+)
 from remat._base.types import INERT, TENSORS
-from remat._capture.kinds import SEQUENCES
+from remat._capture.kinds import SEQUENCES, is_rematerialized
 from remat._capture.objects import attributes, by_class, defines
 from remat._torch import default_generators, is_compiled
 
@@ -36,6 +42,7 @@ from remat._torch import default_generators, is_compiled
 _LIMIT = 300  # values walked in a call
 _NOT_WALKED = TENSORS | INERT
 _MAPPINGS = (dict, weakref.WeakValueDictionary)
+_CONTAINERS = (*SEQUENCES, *_MAPPINGS)
 # Kinds of the standard library that may hold a stream and cannot be rebuilt.
 _OPENED = {
     *("argparse", "builtins", "collections", "contextlib", "functools", "itertools"),
@@ -97,21 +104,20 @@ class StreamSearch:
             if stream is not None:
                 self.streams[id(value)] = stream
 
-    def look_at_function(self, fn: types.FunctionType, *, deeply: bool = False) -> None:
-        """Look at the code of a function, and walk its attributes.
-
-        Args:
-            fn: the function.
-            deeply: whether to walk its variables, defaults and globals too.
-        """
+    def look_deeply(self, fn: types.FunctionType) -> None:
+        """Look at a function, and walk its variables, defaults and globals."""
         known = known_code(fn)
+        self.look_at_function(fn, known)
+        if known.open or is_closed(fn) or has_defaults(fn):
+            self.walk_all(_parts_of_function(fn, known.open))
+
+    def look_at_function(self, fn: types.FunctionType, known: KnownCode) -> None:
+        """Look at the code of a function, and walk its attributes."""
         if known.names.handles_states or fn.__name__ in STATES:
             self.handles_states = True
         if fn.__dict__:
             self.compiled = self.compiled or is_compiled(fn.__dict__)
             self.walk_all(fn.__dict__.values())
-        if deeply and (known.open or is_closed(fn) or has_defaults(fn)):
-            self.walk_all(_parts_of_function(fn, known.open))
 
     def look_at_class(self, cls: type) -> None:
         """Walk what a class holds and what the code of its methods refers to."""
@@ -123,7 +129,9 @@ class StreamSearch:
             for value in cls.__mro__[i].__dict__.values():
                 kind = type(value)
                 if kind is types.FunctionType:
-                    self.look_at_function(value, deeply=True)
+                    if id(value) not in self._seen:
+                        self._seen[id(value)] = value
+                        self.look_deeply(value)
                 elif kind not in _NOT_WALKED:
                     self.walk(value)
 
@@ -155,7 +163,7 @@ class StreamSearch:
             self.look_at_class(value)
             return ()
         if kind is types.FunctionType:
-            self.look_at_function(value, deeply=True)
+            self.look_deeply(value)
             return ()
         if kind is types.MethodType:
             return value.__func__, value.__self__
@@ -163,8 +171,10 @@ class StreamSearch:
             return (value.fget,)
         if kind in (staticmethod, classmethod):
             return (value.__func__,)
-        if issubclass(kind, (*SEQUENCES, *_MAPPINGS)):
+        if issubclass(kind, _CONTAINERS):
             return _parts_of_container(value)
+        if is_rematerialized(kind):
+            return (value.__wrapped__,)
         return self._parts_of_object(kind, value)
 
     def _parts_of_object(self, kind: type, value: Any) -> Iterable[Any]:
@@ -189,14 +199,18 @@ class StreamSearch:
 
 def is_closed(fn: types.FunctionType) -> bool:
     """Say whether a function has variables of an outer one."""
+    if fn.__closure__ is None:
+        return False
     # `__class__` stands in every method that calls super().
-    return any(name != "__class__" for name in fn.__code__.co_freevars)
+    return fn.__code__.co_freevars != ("__class__",)
 
 
 def has_defaults(fn: types.FunctionType) -> bool:
     """Say whether a function has defaults that can change, or hold a tensor."""
-    inert = INERT.issuperset(map(type, fn.__defaults__ or ()))
-    return not inert or fn.__kwdefaults__ is not None
+    defaults = fn.__defaults__
+    if defaults is not None and not INERT.issuperset(map(type, defaults)):
+        return True
+    return fn.__kwdefaults__ is not None
 
 
 def _parts_of_function(fn: types.FunctionType, names: Iterable[str]) -> list[Any]:

@@ -1,9 +1,8 @@
-"""The structure of a function's result, around its tensors.
+"""The structure of a function's result: where in it each tensor is.
 
-Invariant: nothing here holds a tensor. A result that is one tensor has the treedef
-`None`: to flatten it would cost as much as the rest of a small call.
-Rejected: the treedef alone. An input that is returned as it is must be that very input,
-and a tensor that is returned twice must be one.
+Invariant: nothing here holds a tensor, or a value of the user's: a graph holds it.
+Rejected: a treedef. A result may be built of objects that no registry knows, and a
+recompute has to agree on its tensors alone.
 """
 
 from collections.abc import Sequence
@@ -11,82 +10,83 @@ from typing import Any
 
 from torch import Tensor
 
-from remat._base import pytree
 from remat._base.errors import RecomputeError
-from remat._base.types import Leaf, Outputs
+from remat._base.types import Outputs
+from remat._capture.paths import Path, written
+from remat._capture.results import Result
 
 
 class Out:
     """The structure of a function's result.
 
     Attributes:
-        treedef: how the leaves make up the result.
-        slots: for each leaf the index of an output, `~index` of an input returned as
-            it is, or `None`.
-        statics: the leaves that are no tensors, by position.
+        slots: for each path in the result the index of an output, or `~index` of an
+            input that is returned as it is.
         metas: shape, dtype and device of each output.
     """
 
-    __slots__ = ("metas", "slots", "statics", "treedef")
+    __slots__ = ("_of_tensors", "metas", "slots")
 
     def __init__(
-        self,
-        treedef: pytree.Treedef | None,
-        slots: list[int | None],
-        statics: dict[int, Leaf],
-        outs: Sequence[Tensor],
+        self, slots: dict[Path, int], of_tensors: list[int], outs: Sequence[Tensor]
     ) -> None:
-        self.treedef, self.slots, self.statics = treedef, slots, statics
-        self.metas = [(t.shape, t.dtype, t.device) for t in outs]
+        self.slots, self._of_tensors = slots, of_tensors
+        self.metas = _metas_of(outs)
 
     @classmethod
-    def split(cls, result: Any, inputs: Sequence[Tensor]) -> tuple[Outputs, "Out"]:
-        """Take a result apart into the tensors computed and the structure."""
-        if isinstance(result, Tensor) and id(result) not in map(id, inputs):
-            return (result,), cls(None, [0], {}, (result,))
-        known = {id(t): ~i for i, t in enumerate(inputs)}
-        flat, treedef = pytree.flatten(result)
+    def split(cls, result: Result, inputs: Sequence[Tensor]) -> tuple[Outputs, "Out"]:
+        """Return the tensors that were computed, and the structure."""
+        tensors, own = result.tensors, result.own.tensors
+        known = slots_of(inputs)
+        known.update(own)
         outs: list[Tensor] = []
-        slots: list[int | None] = []
-        statics = {}
-        for k, leaf in enumerate(flat):
-            slot = None
-            if not isinstance(leaf, Tensor):
-                statics[k] = leaf
-            elif (slot := known.get(id(leaf))) is None:
-                slot = known[id(leaf)] = len(outs)
-                outs.append(leaf)
-            slots.append(slot)
-        return tuple(outs), cls(treedef, slots, statics, outs)
+        slots: dict[Path, int] = {}
+        of_tensors = [0] * len(tensors)
+        for place, index in result.places.items():
+            tensor = tensors[index]
+            slot = known.get(id(tensor))
+            if slot is None:
+                slot = known[id(tensor)] = len(outs)
+                outs.append(tensor)
+            slots[place] = of_tensors[index] = slot
+        return tuple(outs), cls(slots, of_tensors, outs)
 
-    def join(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> Any:
-        """Rebuild the result."""
-        if self.treedef is None:
-            return outs[0]
-        flat = [
-            self.statics[k] if s is None else outs[s] if s >= 0 else inputs[~s]
-            for k, s in enumerate(self.slots)
-        ]
-        return pytree.unflatten(self.treedef, flat)
+    def put_in(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> list[Any]:
+        """Return the tensors of a result, from those of its level."""
+        return [outs[s] if s >= 0 else inputs[~s] for s in self._of_tensors]
 
-    def split_again(self, result: Any, inputs: Sequence[Tensor]) -> Outputs:
+    def split_again(self, result: Result) -> Outputs:
         """Take the result of a recompute apart, which must be built like this.
 
         Raises:
             RecomputeError: it is not.
         """
-        if self.treedef is None and isinstance(result, Tensor):
-            meta = (result.shape, result.dtype, result.device)
-            if meta == self.metas[0]:
-                return (result,)
-        outs, again = Out.split(result, inputs)
-        if again.metas != self.metas or again.slots != self.slots:
-            raise RecomputeError(_DIFFERENT.format(now=again.metas, then=self.metas))
-        if again.treedef != self.treedef:
-            raise RecomputeError(
-                _DIFFERENT.format(now=again.treedef, then=self.treedef)
-            )
-        return outs
+        if result.places.keys() != self.slots.keys():
+            now, then = [*map(_shown, result.places)], [*map(_shown, self.slots)]
+            raise RecomputeError(_DIFFERENT.format(now=now, then=then))
+        # By place: a dict may have been filled in another order. Tensors that were one
+        # may be two now, for under vmap an operation does not return what it is given.
+        outs: list[Tensor] = []
+        for place, slot in self.slots.items():
+            if slot == len(outs):
+                outs.append(result.tensors[result.places[place]])
+        metas = _metas_of(outs)
+        if metas != self.metas:
+            raise RecomputeError(_DIFFERENT.format(now=metas, then=self.metas))
+        return tuple(outs)
+
+
+def slots_of(inputs: Sequence[Tensor]) -> dict[int, int]:
+    """Return the slot of each input, by its identity."""
+    return dict(zip(map(id, inputs), range(-1, ~len(inputs), -1), strict=True))
+
+
+def _metas_of(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.shape, t.dtype, t.device) for t in tensors]
+
+
+def _shown(place: Path) -> str:
+    return f"result{written(place)[1]}"
 
 
 _DIFFERENT = (

@@ -36,6 +36,7 @@ from remat._capture.modules import ModuleNode
 from remat._capture.nodes import Building, Composite, Node, ObjectNode, TensorNode
 from remat._capture.objects import slots_of
 from remat._capture.paths import written
+from remat._capture.stream_search import has_user_code
 from remat._capture.walk import Walk
 
 
@@ -55,7 +56,7 @@ class Tree:
         registered: whether each is a buffer of a module.
         owners: for each tensor, by index, the nodes that hold it.
         code: the code found.
-        kinds: the classes found.
+        kinds: the classes found that have code of the user's.
         functions: weak references to the functions found.
         fingerprint: of all that was found.
     """
@@ -95,7 +96,7 @@ def _tree_found(module: nn.Module, search: Walk) -> Tree:
         registered=_are_buffers(walked, len(found.tensors)),
         owners=_owners_in(walked),
         code=found.code,
-        kinds=[*{*kinds, *fingerprint.classes}],
+        kinds=[*filter(has_user_code, {*kinds, *fingerprint.classes})],
         functions=[*map(weakref.ref, functions)],
         fingerprint=fingerprint,
     )

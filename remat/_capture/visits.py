@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from remat._base.code import known_code
+from remat._base.pytree import REGISTERED, Registered
 from remat._base.types import INERT, TENSORS
 from remat._capture.callables import (
     CellNode,
@@ -32,6 +33,7 @@ from remat._capture.containers import (
 from remat._capture.kinds import SEQUENCES, can_be_made_anew, is_left_alone
 from remat._capture.nodes import Node, ObjectNode, TensorNode
 from remat._capture.paths import Path, written
+from remat._capture.registered import ProxyNode, RegisteredNode, mapping_of
 from remat._capture.stream_search import (
     has_defaults,
     has_user_code,
@@ -165,7 +167,7 @@ def visit_function(walk: Walk, fn: types.FunctionType, path: Path) -> Node | Non
     if known.is_settled and not (fn.__closure__ or has_more):
         walk.remember(fn, None)
         return None
-    walk.found.stream_search.look_at_function(fn)
+    walk.found.stream_search.look_at_function(fn, known)
     outer = walk.is_compiled
     # Compiled code reads globals from where it was compiled.
     walk.is_compiled = outer or is_compiled(fn.__dict__)
@@ -218,6 +220,8 @@ def visit_wrapper(walk: Walk, value: Any, path: Path) -> Node | None:
 def visit_object(walk: Walk, value: Any, path: Path) -> Node | None:
     """Walk the attributes of an object, unless it is used as it is."""
     kind = type(value)
+    if kind in REGISTERED:
+        return visit_registered(walk, value, REGISTERED[kind], path)
     if is_left_alone(kind):
         return visit_as_it_is(walk, value, path)
     look_at_class(walk, kind)
@@ -227,6 +231,20 @@ def visit_object(walk: Walk, value: Any, path: Path) -> Node | None:
     if not (node.entries or can_be_made_anew(kind)):
         return visit_as_it_is(walk, value, path)  # of an extension module
     return walk.walk_parts(value, node, path)
+
+
+def visit_registered(walk: Walk, value: Any, how: Registered, path: Path) -> Node:
+    """Walk what the class of a value says that it holds."""
+    node = RegisteredNode(value, how)
+    walk.found.note_constants(node.items)
+    return walk.walk_parts(value, node, path)
+
+
+def visit_proxy(walk: Walk, value: Any, path: Path) -> Node | None:
+    """Walk the mapping that a read-only view is of."""
+    if mapping_of(value) is None:
+        return visit_as_it_is(walk, value, path)
+    return walk.walk_fixed(value, ProxyNode(value), path)
 
 
 def look_at_class(walk: Walk, kind: type) -> None:

@@ -5,7 +5,7 @@ identity is not used again. Rejected: a list of visited identities alone, for th
 reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, TypeAlias
 
 from remat._base.types import INERT, TENSORS
@@ -86,6 +86,10 @@ class Walk:
     def walked(self) -> list[tuple[Any, Any]]:
         """Return each value walked, and its node."""
         return [*self._nodes.values()]
+
+    def known(self) -> Container[int]:
+        """Return the identities of the values walked."""
+        return self._nodes.keys()
 
     def originals(self) -> dict[int, Any]:
         """Return the user's own value for each node, by the identity of the node."""

@@ -26,7 +26,7 @@ from remat._base.tensors import describe
 from remat._base.tracebacks import hide_frames
 from remat._capture.snapshot import Snapshot
 from remat._graph.residual import Offloaded, ReadOnce, Residual
-from remat._torch import keeps_graph, leave_hooks_on, viewed
+from remat._torch import keeps_graph, leave_hooks_on, top_hooks, viewed
 
 
 if TYPE_CHECKING:
@@ -118,22 +118,26 @@ class PackedOutside(ReadOnce):
 
     def unpacked(self) -> Tensor:
         """Return the tensor."""
-        if self.unpack is unpack:
+        if self.unpack is unpack and isinstance(self.packed, _CHEAP):
             return unpack(self.packed)
         return self.once(functools.partial(self.unpack, self.packed))
 
 
-def meta_of(tensor: Tensor) -> tuple[Any, ...]:
+# What gives its tensor as often as it is asked, and does not compute it each time.
+_CHEAP = (Handle, VersionedTensor, PackedOutside)
+
+
+def meta_of(tensor: Tensor, node: Any) -> tuple[Any, ...]:
     """Return the shape and dtype of a saved tensor, and the type of its node."""
     try:
-        return tensor.shape, tensor.dtype, type(tensor.grad_fn)
+        return tensor.shape, tensor.dtype, type(node)
     except RuntimeError:  # a nested tensor has no shape
-        return None, tensor.dtype, type(tensor.grad_fn)
+        return None, tensor.dtype, type(node)
 
 
 def unpack(packed: Any) -> Tensor:
     """Be the hook that gives a saved tensor back."""
-    if isinstance(packed, Tensor):
+    if not hasattr(type(packed), "unpacked"):
         return packed
     try:
         return packed.unpacked()
@@ -159,8 +163,16 @@ def stored_by(packed: Any) -> list[Tensor]:
     return []
 
 
-# What torch.func saves inside a call is of levels that the call's hooks leave alone.
-leave_hooks_on(lambda: here().only_our_hooks)
+def _are_harmless() -> bool:
+    """Say whether the hooks here leave alone what torch.func saves at its levels."""
+    context = here()
+    if context.only_our_hooks or context.scope_pack is None:
+        return context.only_our_hooks
+    hooks = top_hooks(True)
+    return hooks is not None and hooks[0] is context.scope_pack
+
+
+leave_hooks_on(_are_harmless)
 
 
 _CHANGED = (

@@ -6,6 +6,7 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
     recorder                    records a forward, with the help of:
       storages, values          numbers of storages; tensors and arguments as data
       effects, classify         what an operation does besides returning values
+      exposures                 that Python takes the memory of a tensor
       roots                     what the graph saved
       candidates                what the policy says, and the tensors that it may save
       assemble                  what is known only at the end: names, hidden writes
@@ -19,5 +20,5 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
     following, recomputation    what a call saves and replays: at base, under torch.func
     naming, names               `checkpoint_name`
 
-Called by `_transform` if there is a policy or pruning, and by `_report`.
+Called by `_transform` if there is a policy or pruning, and by `_scope` and `_report`.
 """

@@ -7,6 +7,7 @@ and in a recompute: they are part of its program. Rejected: reading the policies
 in the backward. Other calls are around it there, or none.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,12 +21,28 @@ Prune = Literal["auto"] | bool
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of one `remat`, by their public names."""
+    """The options of one `remat`, by their public names, and those of `remat.compat`.
+
+    Attributes:
+        policy: see `remat`.
+        prune: see `remat`.
+        rng: see `remat`.
+        higher_order: see `remat`.
+        stops_early: whether a recompute ends with the last value that is read.
+        compares: whether what a recompute saves must be like what the forward saved.
+        hooks_residuals: whether the hooks for saved tensors around the call are given
+            what its policy saves.
+        describe: what to add to an error of the recompute; None for nothing.
+    """
 
     policy: Policy | None = None
     prune: Prune = "auto"
     rng: Rng = "replay"
     higher_order: bool = False
+    stops_early: bool = True
+    compares: bool = True
+    hooks_residuals: bool = True
+    describe: Callable[[], str] | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -15,7 +15,6 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from remat._base.absent import IGNORED
@@ -28,6 +27,7 @@ from remat._partial.effects import (
     traits_of,
     updated_statistics,
 )
+from remat._partial.exposures import Exposures
 from remat._partial.match import statics_of
 from remat._partial.naming import tell_no_more, tell_of_names
 from remat._partial.plan import Record, Step
@@ -122,7 +122,7 @@ class Recorder(LeanDispatchMode):
     @override
     def __enter__(self) -> Any:
         tell_of_names(self)
-        self._exposures = _Exposures(self)
+        self._exposures = Exposures(self.expose)
         self._exposures.__enter__()
         return super().__enter__()
 
@@ -169,28 +169,3 @@ class Recorder(LeanDispatchMode):
     def decisions(self, record: Record) -> list[Decision]:
         """Return what the policy says of each operation of the record."""
         return self.candidates.decisions(record, self.exposed)
-
-
-class _Exposures(TorchFunctionMode):
-    """Tells a recorder of tensors whose memory Python takes, to read or to write."""
-
-    is_remats_check = True
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        if func in _TAKES_MEMORY and args and isinstance(args[0], Tensor):
-            self._recorder.expose(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-_TAKES_MEMORY = {
-    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr),
-    *(Tensor.storage, Tensor.untyped_storage, Tensor.tolist),
-}

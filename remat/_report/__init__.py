@@ -3,15 +3,18 @@
 In: a function and arguments. Out: values that print as tables and draw themselves.
 
     inputs, ledger      the user's tensors, put back afterwards; where bytes come from
-    examine             a call, run once and recorded
+    examine, noting     a call, run once and recorded
     outcome             what a call does under its options
     explain, reasons    each operation of a call, and why
-    compare             what policies save, against what they recompute
+    compare, blocks     what policies save, against what they recompute
+    peak                an estimate of the most bytes that are alive
     residuals           what stays alive for the backward, to the byte
+    timeline            the bytes that are alive during a call
     bitwise, check_replay
                         whether a recompute gives the bits of its forward
     labels              names of functions, streams and graph nodes
-    reports, render     the values that are returned; tables and plots of them
+    reports             the values that are returned
+    render, plots       how they show: tables and plots
 
 Called by users and by `testing`.
 """

@@ -91,7 +91,7 @@ class _Watch(LeanDispatchMode):
         kwargs = kwargs or {}
         if func in IGNORED:
             return func(*args, **kwargs)
-        step = Operation(func, _statics_of((args, kwargs)), user_line())
+        step = Operation(func, statics_of((args, kwargs)), user_line())
         self.note_step(step)
         inputs = inputs_of(args, kwargs)
         known = len(self._storages)
@@ -169,7 +169,7 @@ class CompareValues(_Watch):
         then.values = []
         if step.func is not then.func:
             self.difference = f"was {then.func} in the forward."
-        elif not _same(step.statics, then.statics):
+        elif not same_statics(step.statics, then.statics):
             now, before = _shown(step.statics), _shown(then.statics)
             self.difference = f"has the arguments {now}, in the forward {before}."
 
@@ -221,13 +221,14 @@ class CompareValues(_Watch):
                 source=step.source,
                 difference=self.difference,
             ),
-            *_around("forward", then, i),
-            *_around("recompute", now, i),
+            *around("forward", then, i),
+            *around("recompute", now, i),
         ]
         return "\n".join(lines)
 
 
-def _around(title: str, steps: Sequence[Operation], i: int) -> Iterator[str]:
+def around(title: str, steps: Sequence[Operation], i: int) -> Iterator[str]:
+    """Write the operations of a run around the i-th, line by line."""
     yield f"  {title} ({len(steps)} operations):"
     first = max(0, i - 2)
     for k, step in enumerate(steps[first : i + 3], first):
@@ -252,18 +253,19 @@ _NONDETERMINISTIC = (
 # --- Arguments ---
 
 
-def _statics_of(tree: Any) -> Any:
+def statics_of(tree: Any) -> Any:
     """Return arguments with classes in place of tensors and of what has no equality."""
     if isinstance(tree, Tensor):
         return Tensor
     if isinstance(tree, (list, tuple)):
-        return tuple(map(_statics_of, tree))
+        return tuple(map(statics_of, tree))
     if isinstance(tree, dict):
-        return {name: _statics_of(part) for name, part in tree.items()}
+        return {name: statics_of(part) for name, part in tree.items()}
     return tree if type(tree) in CONSTANTS else type(tree)
 
 
-def _same(now: Any, then: Any) -> bool:
+def same_statics(now: Any, then: Any) -> bool:
+    """Say whether two results of `statics_of` are equal; a NaN equals itself."""
     pairs = zip(tree_leaves(now), tree_leaves(then), strict=False)
     nan = all(a == b or (a != a and b != b) for a, b in pairs)
     return nan and len(tree_leaves(now)) == len(tree_leaves(then))

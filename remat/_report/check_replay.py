@@ -24,6 +24,7 @@ from remat._ambient.draws import without_draws
 from remat._base.errors import RecomputeError
 from remat._base.types import Fn
 from remat._capture.restore import Run
+from remat._capture.results import Result
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
 from remat._capture.structure import Out
@@ -163,7 +164,7 @@ class _Twice(Saved):
         self.following = followed
         result = self.forward(fn, args, kwargs, leaves)
         self.following = None
-        outs, self._out = Out.split(result, leaves)
+        outs, self._out = Out.split(Result(result), leaves)
         self._needs_grad = [*map(_requires_grad, outs)]
         return result
 
@@ -179,7 +180,8 @@ class _Twice(Saved):
 
     @override
     def run_again(self, run: Run) -> None:
-        outs = self._out.split_again(self.setting.snapshot.call(run), run.tensors)
+        result = Result(self.setting.snapshot.call(run))
+        outs = self._out.split_again(result)
         now, then = [*map(_requires_grad, outs)], self._needs_grad
         if now != then:
             raise RecomputeError(_GRADLESS.format(label=self.label, now=now, then=then))

@@ -1,28 +1,31 @@
 """`compare`: what policies save, and what they recompute.
 
 Called by users. The call runs once and is recorded. Each policy then gives a plan of
-the record. Planning needs no tensors, so many policies cost one forward.
+the record. Planning needs no tensors, so many policies cost one forward. A function
+that calls rematerialized functions, its *blocks*, runs once for each row.
 
 Invariant: each row is what `explain` reports for the same call under that policy.
 Rejected: one call for each policy. The calls could draw or decide differently.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from remat._base.types import Fn
 from remat._partial.cost import flops
-from remat._partial.options import Prune
+from remat._partial.options import Options, Prune
+from remat._report.blocks import Blocks
 from remat._report.examine import Examined, examine
 from remat._report.explain import (
     bytes_of,
     examined_again,
     explained,
-    saved_by_plain,
     unwrapped,
 )
 from remat._report.labels import refuse_transforms
-from remat._report.reports import ComparedPolicy, Comparison, Explanation
+from remat._report.peak import bytes_recomputed
+from remat._report.reports import ComparedPolicy, Comparison
 from remat.policies import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
@@ -42,23 +45,36 @@ def compare(
     fn: Fn,
     /,
     *args: Any,
-    policies: Iterable[object] = _USUAL,
+    policies: Iterable[object] | Mapping[str, object] = _USUAL,
     prune: Prune | Literal["own"] = "own",
     **kwargs: Any,
 ) -> Comparison:
     """Compare policies: what each saves, and what each recomputes.
 
     The function is called once, as by `explain`, and every policy is planned on the
-    record of that call. If the function itself calls `remat`, it is called once per
-    policy. The first row is plain code without remat: what autograd saves, and nothing
-    recomputed. The second row is remat without a policy.
+    record of that call. If the function calls rematerialized functions, its *blocks*,
+    it is called once for each row. These are the rows:
+
+    - "as written": the function with its blocks as they are. Only if it has blocks.
+    - "plain": code without remat, also without that of the blocks. This is what
+      autograd saves, and nothing is recomputed.
+    - "nothing_saveable": remat around the whole function, without a policy.
+    - One row for each of `policies`.
+
+    The estimated peak is what is saved, and what the recompute of the largest call
+    holds. Gradients and what single operations need are not counted.
 
     Args:
         fn: the function, rematerialized or not. Its own policy gets no row.
         *args: its arguments. Meta and fake tensors are accepted.
         policies: the policies, each of which is anything that `remat` accepts as a
-            policy. The default is a selection of JAX's policies.
-        prune: as for `explain`.
+            policy. The default is a selection of JAX's policies. A mapping gives each
+            row a name. There, a value may also be a mapping from blocks to policies.
+            Such a row is the function as written, except that these blocks have these
+            policies. A block is given by its name, which may have wildcards ("Block*"),
+            or as an object: the function or the module that is rematerialized, or what
+            `remat` returned. The first key that fits a block counts.
+        prune: as for `explain`. Blocks keep theirs.
         **kwargs: its keyword arguments. They cannot be named `policies` or `prune`:
             bind such an argument with `functools.partial`.
 
@@ -69,32 +85,49 @@ def compare(
         RuntimeError: `compare` is called under a transform of torch.func, forward-mode
             AD or torch.compile.
         TypeError: one of the policies is not a policy.
-        ValueError: no tensor requires grad.
+        ValueError: no tensor requires grad, or a policy is for a block that the
+            function does not call.
 
     Example:
         >>> import torch
+        >>> from remat import remat
         >>> from remat.policies import dots_saveable
         >>> def f(w, x):
         ...     return (w @ (w @ x).tanh()).tanh()
         >>> w, x = torch.ones(4, 4), torch.ones(4, 4)
         >>> found = compare(f, w, x, policies=[dots_saveable], prune=True)
         >>> for row in found.rows:
-        ...     print(row.name, row.saved_bytes, row.recomputed_flops)
-        plain 256 0
-        nothing_saveable 128 256
-        dots_saveable 256 0
+        ...     print(row.name, row.saved_bytes, row.peak_bytes, row.recomputed_flops)
+        plain 256 256 0
+        nothing_saveable 128 256 256
+        dots_saveable 256 384 0
+        >>> def model(w, x):
+        ...     for _ in range(4):
+        ...         x = remat(f)(w, x)
+        ...     return x
+        >>> dots = {"all blocks: dots": {"*": dots_saveable}}
+        >>> for row in compare(model, w, x, policies=dots).rows:
+        ...     print(row.name, row.saved_bytes, row.peak_bytes, row.recomputed_flops)
+        as written 320 448 1024
+        plain 640 640 0
+        nothing_saveable 128 448 1792
+        all blocks: dots 832 960 0
     """
     refuse_transforms("compare", "the function")
-    wanted = [None, *policies]
-    each = [unwrapped(fn, policy, prune) for policy in wanted]
-    inner, label, options = each[0]
-    plainly = examine(inner, label, args, kwargs, options)
-    if plainly is None:
-        raise ValueError(_NOT_COMPARED)
-    rows = [_plain_row(plainly)]
-    for _, _, options in each:
-        found = examined_again(inner, label, args, kwargs, options, plainly)
-        rows.append(_row(explained(label, options, found, plainly)))
+    wanted = [*_named(policies)]
+    inner, label, options = unwrapped(fn, None, prune)
+    called = _Called(inner, label, args, kwargs, options)
+    blocks = Blocks()
+    plainly = called.examined(blocks)
+    written = [_row_of_blocks("as written", plainly)] if blocks.names else []
+    plain = called.examined(Blocks(plain=True)) if blocks.names else plainly
+    rows = [*written, _row_of_blocks("plain", plain)]
+    for name, policy in [("", None), *wanted]:
+        if isinstance(policy, Mapping):
+            rows.append(called.row_of_blocks(name, policy))
+        else:
+            _, _, options = unwrapped(fn, policy, prune)
+            rows.append(called.row(name, options, plainly))
     return Comparison(label, tuple(rows))
 
 
@@ -104,20 +137,66 @@ _NOT_COMPARED = (
 )
 
 
-def _plain_row(found: Examined) -> ComparedPolicy:
+def _named(policies: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each policy with its name, "" if it is called as it prints."""
+    if isinstance(policies, Mapping):
+        yield from policies.items()
+    else:
+        yield from (("", policy) for policy in policies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """The call that is compared: without a policy, unless one is given."""
+
+    fn: Fn
+    label: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    options: Options
+
+    def examined(self, blocks: Blocks) -> Examined:
+        """Run the call once."""
+        called = self.fn, self.label, self.args, self.kwargs, self.options
+        found = examine(*called, blocks.ask)
+        if found is None:
+            raise ValueError(_NOT_COMPARED)
+        return found
+
+    def row(self, name: str, options: Options, plainly: Examined) -> ComparedPolicy:
+        """Return the row of a policy for the whole function."""
+        called = self.fn, self.label, self.args, self.kwargs
+        found = examined_again(*called, options, plainly)
+        report = explained(self.label, options, found, plainly)
+        return ComparedPolicy(
+            name or str(report.policy or nothing_saveable),
+            report.saved_bytes,
+            report.peak_bytes,
+            report.offloaded_bytes,
+            report.recomputed_flops,
+            report.recomputed_share,
+        )
+
+    def row_of_blocks(
+        self, name: str, policies: Mapping[Any, object]
+    ) -> ComparedPolicy:
+        """Return the row of policies for blocks."""
+        blocks = Blocks(policies)
+        found = self.examined(blocks)
+        blocks.refuse_unused(self.label)
+        return _row_of_blocks(name, found)
+
+
+def _row_of_blocks(name: str, found: Examined) -> ComparedPolicy:
+    """Return the row of a run as it was, without `remat` around the function."""
     costs = [*map(flops, found.record.steps)]
     pairs = zip(costs, found.inner, strict=True)
     again = sum(cost * times for cost, (times, _) in pairs)
-    saved = bytes_of(found, saved_by_plain(found))
-    share = again / sum(costs) if again else 0.0
-    return ComparedPolicy("plain", saved, 0, again, share)
-
-
-def _row(report: Explanation) -> ComparedPolicy:
-    return ComparedPolicy(
-        str(report.policy or nothing_saveable),
-        report.saved_bytes,
-        report.offloaded_bytes,
-        report.recomputed_flops,
-        report.recomputed_share,
+    kept = found.itself.union(
+        *found.record.roots, *(call.inputs for call in found.calls)
     )
+    away = kept & frozenset[int]().union(*(call.away for call in found.calls))
+    saved = bytes_of(found, kept - away)
+    peak = saved + bytes_recomputed(found, kept, frozenset())
+    share = again / sum(costs) if again else 0.0
+    return ComparedPolicy(name, saved, peak, bytes_of(found, away), again, share)

@@ -8,7 +8,7 @@ stream, gradient and buffer is as it was. Rejected: a trace on fake tensors. Som
 operations choose another kernel there, and the user's code may look at values.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,24 +19,20 @@ from typing_extensions import override
 
 from remat._base import pytree
 from remat._base.context import here
-from remat._base.labels import name_in
 from remat._base.types import Fn
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
-from remat._graph.graph import handles_at, nodes_of
 from remat._partial.cache import Kind
-from remat._partial.classify import Seen
 from remat._partial.decide import Situation
 from remat._partial.forward_plan import is_droppable
 from remat._partial.options import Options
-from remat._partial.plan import Fate, Record
-from remat._partial.recorder import Recorder
-from remat._partial.storages import Storages
+from remat._partial.plan import Record
 from remat._report.inputs import Inputs
-from remat._report.labels import reader_of, stream_name
-from remat._report.ledger import Ledger, parts
-from remat._torch import base_tensor
+from remat._report.labels import stream_name
+from remat._report.ledger import Ledger, is_parameter
+from remat._report.noting import Ask, Noting, Within
 from remat._transform.saved import Saved, setting_of
+from remat._transform.saved_call import Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +47,7 @@ class Leaf:
         needs: whether it is differentiated.
         stays: why it is kept even if no recompute reads it; "" if it is not.
         is_copied: whether the forward writes to it, so that the call keeps a copy.
+        is_parameter: whether it is a leaf that requires grad.
     """
 
     name: str
@@ -60,6 +57,7 @@ class Leaf:
     needs: bool
     stays: str
     is_copied: bool
+    is_parameter: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +74,7 @@ class Examined:
         scalar: whether the outputs have one element each.
         inner: for each operation, how often nested calls of `remat` recompute it, and
             the innermost of those calls.
+        calls: those nested calls, the ones around before the ones inside.
         exposed: the storages whose memory Python reads or writes.
         kind: what it has in common with calls that share its record.
         streams: the random streams that it draws from.
@@ -89,15 +88,30 @@ class Examined:
     situation: Situation
     scalar: bool
     inner: tuple[tuple[int, str], ...]
+    calls: tuple[Within, ...]
     exposed: frozenset[int]
     kind: Kind
     streams: tuple[str, ...]
 
 
 def examine(
-    fn: Fn, label: str, args: Any, kwargs: Any, options: Options
+    fn: Fn,
+    label: str,
+    args: Any,
+    kwargs: Any,
+    options: Options,
+    ask: Ask | None = None,
 ) -> Examined | None:
-    """Run a call, and put everything back; None if no tensor requires grad."""
+    """Run a call, and put everything back; None if no tensor requires grad.
+
+    Args:
+        fn: the function.
+        label: of the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        options: of the call.
+        ask: what calls within are asked to do; None to leave them as they are.
+    """
     with _undone(fn, args, kwargs) as inputs:
         search = Search(shallow=True)
         snapshot = Snapshot(fn, label, inputs.args, inputs.kwargs, search)
@@ -105,8 +119,7 @@ def examine(
         needs = [t.requires_grad for t in leaves]
         if True not in needs:
             return None
-        call = _Examining(setting_of(snapshot, (), options), leaves, needs)
-        call.follow(getattr(fn, "__self__", fn), leaves)
+        call = _Examining(setting_of(snapshot, (), options), leaves, needs, ask)
         result = call.forward(fn, inputs.args, inputs.kwargs, leaves)
         return call.found(leaves, result)
 
@@ -130,18 +143,22 @@ class _Examining(Saved):
 
     __slots__ = ("_noting", "_situation")
 
-    @override
-    def follow(self, owner: Any, inputs: Sequence[Tensor]) -> None:
-        self._situation = self.situation(inputs)
-        del owner
-        self._noting = _Noting(inputs)
+    def __init__(
+        self,
+        setting: Setting,
+        inputs: Sequence[Tensor],
+        needs: list[bool],
+        ask: Ask | None,
+    ) -> None:
+        super().__init__(setting, inputs, needs)
+        self._situation, self._noting = self.situation(inputs), Noting(inputs, ask)
 
     @override
     def forward(
         self, fn: Fn, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
     ) -> Any:
         context = here()
-        before, context.examining = context.examining, self._noting.observe
+        before, context.examining = context.examining, self._noting
         try:
             with self._noting:
                 return super().forward(fn, args, kwargs, inputs)
@@ -165,6 +182,7 @@ class _Examining(Saved):
             situation=self._situation,
             scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
             inner=tuple(noting.inner(self)),
+            calls=tuple(noting.calls(self)),
             exposed=frozenset(noting.exposed),
             kind=self.kind(leaves),
             streams=tuple(stream_name(stream) for stream, _ in self.ambient.moved),
@@ -173,16 +191,17 @@ class _Examining(Saved):
     def _leaf(self, i: int, tensor: Tensor) -> Leaf:
         nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
         meta = tensor.dtype, tuple(tensor.shape), nbytes, self.inputs.needs[i]
-        name = self.name_of(i)
-        return Leaf(name, *meta, _stays(_as_real(tensor)), i in self.inputs.copied)
+        is_copied, stays = i in self.inputs.copied, _stays(_as_real(tensor))
+        return Leaf(self.name_of(i), *meta, stays, is_copied, is_parameter(tensor))
 
 
 def _stays(leaf: Tensor) -> str:
     """Say why an input is kept even if no recompute reads it; "" if it is not."""
     if is_droppable(leaf):
         return ""
-    anyway = leaf.is_leaf and (leaf.requires_grad or isinstance(leaf, nn.Parameter))
-    return "a leaf is alive anyway" if anyway else "its kind of tensor is not dropped"
+    if is_parameter(leaf):
+        return "a leaf is alive anyway"
+    return "its kind of tensor is not dropped"
 
 
 def _as_real(tensor: Tensor) -> Tensor:
@@ -193,107 +212,3 @@ def _as_real(tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
         real.requires_grad_()
     return real if tensor.is_leaf else real.view(0)
-
-
-class _Sizes(Storages):
-    """Numbers storages, and notes their sizes.
-
-    Attributes:
-        sizes: the bytes of each storage.
-    """
-
-    __slots__ = ("sizes",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-
-    @override
-    def number(self, tensor: Tensor) -> int:
-        number = super().number(tensor)
-        if number not in self.sizes:
-            storages = [part.untyped_storage() for part in parts(tensor)]
-            self.sizes[number] = sum(s.nbytes() for s in storages)
-        return number
-
-
-class _Noting(Recorder):
-    """Records, and notes the readers of storages, and nested calls.
-
-    Attributes:
-        storages: numbers and sizes of storages.
-        readers: for each storage, by number, what reads it in the backward.
-        itself: the storages that the graph saves itself, without a handle.
-    """
-
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        self.storages = _Sizes()
-        self.readers: dict[int, dict[str, None]] = {}
-        self.itself: set[int] = set()
-        # For each operation, the calls that it runs in, the outermost first.
-        self._inside: list[tuple[Saved, ...]] = []
-        # For each call: for each handle its storage, and how many operations ran
-        # before it.
-        self._packed: dict[int, tuple[Saved, dict[int, tuple[int, int]]]] = {}
-        super().__init__(leaves, None, self.storages)
-
-    @override
-    def _note(self, seen: Seen) -> None:
-        super()._note(seen)
-        self._inside.append(here().inside[1:])
-
-    def observe(
-        self, call: Saved, observe: Callable[[int, Tensor | None], None] | None
-    ) -> Callable[[int, Tensor | None], None]:
-        """Return a function that is called with each tensor that a call saves."""
-        packed: dict[int, tuple[int, int]] = {}
-        is_first = not self._packed
-        self._packed[id(call)] = call, packed
-
-        def both(place: int, tensor: Tensor | None) -> None:
-            if is_first:
-                self.roots.pack(tensor)
-            if tensor is not None:
-                number = self.storages.number(base_tensor(tensor))
-                packed[place] = number, len(self.steps)
-            if observe is not None:
-                observe(place, tensor)
-
-        return both
-
-    def note_readers(self, outs: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
-        """Note which nodes of the graph read each storage."""
-        numbers: dict[int, int] = {}
-        for call, packed in self._packed.values():
-            for place, (number, _) in packed.items():
-                handle = call.handle_at(place)
-                if handle is not None:
-                    numbers[id(handle)] = number
-        for node, tensors in nodes_of(outs, {t.grad_fn for t in leaves}):
-            reader = reader_of(node)
-            found = [self.storages.number(base_tensor(t)) for t in tensors]
-            self.itself.update(found)
-            found += [numbers[id(h)] for h in handles_at(node) if id(h) in numbers]
-            for number in found:
-                self.readers.setdefault(number, {})[reader] = None
-
-    def inner(self, outermost: Saved) -> Iterator[tuple[int, str]]:
-        """Yield how often nested calls recompute each operation, and the innermost."""
-        times = [0] * len(self.steps)
-        for call, packed in self._packed.values():
-            if call is outermost:
-                continue
-            where = [i for i, inside in enumerate(self._inside) if call in inside]
-            last = max((packed[h.position][1] for h in call.alive()), default=0)
-            for i, fate in zip(where, _fates(call, len(where)), strict=True):
-                times[i] += fate.is_run and i < last
-        for i, inside in enumerate(self._inside):
-            yield times[i], name_in(inside[-1].label) if inside else ""
-
-
-def _fates(call: Saved, count: int) -> Sequence[Fate]:
-    """Return what a call's recompute does with its `count` operations."""
-    following = call.following
-    decision = None if following is None else following.decision
-    fates = decision[1].full.plan.fates if decision else ()
-    return fates if len(fates) == count else [Fate.RECOMPUTED] * count

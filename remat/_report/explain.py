@@ -5,7 +5,8 @@ Called by users, and by `compare` for each policy. The call runs once and is rec
 
 Invariant: the totals are those of a call after one backward has succeeded. They are the
 bytes that stay alive until the backward, and the FLOPs that the backward recomputes.
-Rejected: estimates of peak memory. What is alive around the call is not known here.
+Rejected: the peak of a program. What is alive around the call is not known here, so the
+peak is an estimate for the call alone.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from remat._partial.plan import Fate
 from remat._report.examine import Examined, Leaf, examine
 from remat._report.labels import label_of, refuse_transforms
 from remat._report.outcome import Outcome, outcome_of
+from remat._report.peak import bytes_recomputed
 from remat._report.reasons import Reasons, name
 from remat._report.reports import ExplainedInput, ExplainedOp, Explanation
 from remat._transform.api import options_of
@@ -118,7 +120,8 @@ def examined_again(
 
 def _nothing(label: str, options: Options) -> Explanation:
     return Explanation(
-        label, options.policy, (), (), False, _NO_GRAD, 0, 0, (), (_NO_GRAD_ADVICE,)
+        *(label, options.policy, (), (), False, _NO_GRAD, 0, 0, 0, ()),
+        advice=(_NO_GRAD_ADVICE,),
     )
 
 
@@ -141,6 +144,8 @@ def explained(
     ops = [_operation(i, found, outcome, reasons, counted) for i in indices]
     # The one node of such a call holds its inputs and residuals, and nothing else.
     held = frozenset[int]() if options.higher_order else itself - counted
+    roots = frozenset[int]().union(*found.record.roots)
+    again = bytes_recomputed(found, held | counted, roots)
     report = Explanation(
         label=label,
         policy=options.policy,
@@ -150,6 +155,7 @@ def explained(
         reason=unpruned,
         plain_bytes=bytes_of(plainly, saved_by_plain(plainly)),
         held_bytes=bytes_of(found, held),
+        recomputed_bytes=again,
         streams=found.streams,
         advice=(),
     )
@@ -173,9 +179,8 @@ def _inputs(
         is_source = i in outcome.plan.residual_sources and leaf.needs
         is_linked = options.higher_order and is_source
         why = reasons.of_input(s) or _why(leaf, kept, is_linked, outcome.unpruned)
-        rows.append(
-            ExplainedInput(leaf.name, leaf.dtype, leaf.shape, nbytes, kept, why)
-        )
+        meta = leaf.name, leaf.dtype, leaf.shape
+        rows.append(ExplainedInput(*meta, nbytes, kept, why, leaf.is_parameter))
         counted |= {s} if kept else set()
     return tuple(rows), counted
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -58,6 +58,8 @@ class Residual:
         readers: the operations whose backward reads it, in the order of the forward.
             Empty if torch does not tell, as for a Function written in C++.
         place: "pinned host" or "disk" if it was offloaded there, else "".
+        is_parameter: whether it is of a parameter: a leaf that requires grad, which is
+            alive without the graph too.
     """
 
     dtype: torch.dtype | None
@@ -68,6 +70,7 @@ class Residual:
     source: str
     readers: tuple[str, ...]
     place: str = ""
+    is_parameter: bool = False
 
     def __str__(self) -> str:
         source = f" from {self.source}" if self.source else ""
@@ -92,6 +95,7 @@ class Entry:
     place: str = ""
     readers: dict[str, None] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    is_parameter: bool = False
 
     def nbytes(self) -> int:
         """Return its size, 0 once it is freed."""
@@ -101,8 +105,8 @@ class Entry:
     def residual(self, nbytes: int) -> Residual:
         """Return what is reported of it, given the size that it had."""
         meta = self.dtype, self.shape, self.device, nbytes
-        readers = tuple(self.readers)
-        return Residual(*meta, self.origin, self.source, readers, self.place)
+        where = self.origin, self.source, tuple(self.readers), self.place
+        return Residual(*meta, *where, self.is_parameter)
 
 
 class Ledger(TorchDispatchMode):
@@ -134,6 +138,7 @@ class Ledger(TorchDispatchMode):
                 meta = (part.dtype, tuple(part.shape), part.device)
                 ref = StorageRef(part.untyped_storage())
                 entry = Entry(ref, *meta, rank, origin, source)
+                entry.is_parameter = rank != MADE and is_parameter(tensor)
                 self.entries[ref.address] = entry
             found.append(entry)
         return found
@@ -196,6 +201,16 @@ def _put_back(storage: torch.UntypedStorage, before: torch.UntypedStorage) -> No
 
 
 # --- Tensors ---
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Say whether a tensor is a leaf to differentiate with respect to.
+
+    It is alive anyway: a graph that saves it keeps no more memory alive.
+    """
+    if not tensor.is_leaf:
+        return False
+    return tensor.requires_grad or isinstance(tensor, nn.Parameter)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

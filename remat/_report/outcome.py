@@ -11,13 +11,13 @@ import dataclasses
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from remat._base.op import Value
 from remat._partial.candidates import decisions_of
 from remat._partial.decide import inputs_to_drop, planned, why_no_record
 from remat._partial.options import Options
 from remat._partial.plan import Fate, Plan, Record, plan
 from remat._partial.plans import residual_of_handle
 from remat._report.examine import Examined
+from remat._report.noting import moves
 from remat.policies import Decision
 
 
@@ -84,12 +84,7 @@ def _without_plan(
 def _offloaded(record: Record, decisions: Sequence[Decision]) -> list[int]:
     """Return the operations whose results move: those in host memory stay in it."""
     pairs = enumerate(zip(record.steps, decisions, strict=True))
-    return [i for i, (step, d) in pairs if _moves(d, step.op.outputs)]
-
-
-def _moves(decision: Decision, outputs: Sequence[Value]) -> bool:
-    away = any(value.device.type != "cpu" for value in outputs)
-    return decision is Decision.OFFLOAD_TO_DISK or (decision.offloads and away)
+    return [i for i, (step, d) in pairs if moves(d, step.op.outputs)]
 
 
 def _stopped(

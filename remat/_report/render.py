@@ -1,10 +1,11 @@
-"""Shows reports: tables of strings as text or HTML, and numbers as plots.
+"""Shows reports as tables of strings: as text, in a terminal and in a notebook.
 
-Called by `reports`. rich draws tables, and matplotlib plots, where they are installed.
+Called by `reports` and `timeline`. rich draws tables in terminals, if it is installed.
 
 Invariant: nothing is computed here, so that every form of a report says the same.
-Rejected: importing rich and matplotlib at the top. They are optional, and slow to
-import for a user who prints nothing.
+Rejected: importing rich at the top. It is optional, and slow to import for a user who
+prints nothing.
+Rejected: rich's HTML. It is lines of text, in which nothing unfolds.
 """
 
 import importlib
@@ -12,6 +13,7 @@ import importlib.util
 import io
 import re
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -40,6 +42,8 @@ class Table:
         rows: the cells of each row.
         kinds: of each row, one of `COLOURS` or "".
         notes: the lines below the table.
+        folded: the rows that a notebook shows only when asked, by index.
+        summary: the line that a notebook shows in their place.
     """
 
     title: str
@@ -47,6 +51,8 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     kinds: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    folded: tuple[int, ...] = ()
+    summary: str = ""
 
     @property
     def headers(self) -> list[tuple[str, bool]]:
@@ -64,6 +70,20 @@ def short(dtype: torch.dtype, shape: Iterable[int]) -> str:
     name = str(dtype).removeprefix("torch.")
     letters = re.sub(r"^(b?f|u|i|c)(?:loat|int|nt|omplex)(?=\d)", r"\1", name)
     return f"{letters}[{','.join(map(str, shape))}]"
+
+
+def size(nbytes: int) -> str:
+    """Write a number of bytes in the largest unit that fits.
+
+    Example:
+        >>> size(12), size(4096), size(3_250_000)
+        ('12 bytes', '4.0 KiB', '3.1 MiB')
+    """
+    units = [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")]
+    for unit, name in units:
+        if nbytes >= unit:
+            return f"{nbytes / unit:,.1f} {name}"
+    return f"{nbytes} bytes"
 
 
 # --- Text ---
@@ -95,20 +115,15 @@ def plain(table: Table) -> str:
 
 
 def _rich(table: Table) -> str:
-    width = max(100, shutil.get_terminal_size((120, 24)).columns)
-    lines = _console(table, width).export_text().splitlines()
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _console(table: Table, width: int) -> Any:
-    """Return a console of rich that has recorded the table, and shown it nowhere."""
     rich: Any = importlib.import_module("rich.console")
+    width = max(100, shutil.get_terminal_size((120, 24)).columns)
     # In a notebook rich would show the table there at once.
     console = rich.Console(
         file=io.StringIO(), width=width, record=True, force_jupyter=False
     )
     console.print(rich_table(table))
-    return console
+    lines = console.export_text().splitlines()
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def rich_table(table: Table) -> Any:
@@ -136,100 +151,76 @@ def _unmarked(string: str) -> Any:
 
 # --- HTML ---
 
-
-_WIDE = 400  # columns: in a notebook a wide table scrolls
+_CELL = "padding: 0.1em 0.6em; white-space: nowrap; text-align: "
+_FATE = "padding: 0 0.4em; border-radius: 0.3em; "
 
 
 def html(table: Table) -> str:
-    """Write a table for a notebook: by rich where it is installed, plainly if not."""
-    if importlib.util.find_spec("rich") is None:
-        return f"<pre>{escape(plain(table))}</pre>"
-    form = '<pre style="overflow-x: auto; line-height: normal">{code}</pre>'
-    console = _console(table, _WIDE)
-    return console.export_html(inline_styles=True, code_format=form)
+    """Write a table for a notebook. Fates are coloured, and folded rows unfold.
 
-
-# --- Plots ---
-
-
-def bars(
-    labels: Sequence[str],
-    sizes: Sequence[int],
-    kinds: Sequence[str],
-    title: str,
-    ax: Any = None,
-) -> Any:
-    """Draw a horizontal bar of bytes for each label, coloured by kind; return the axes.
-
-    Raises:
-        ImportError: matplotlib is not installed.
+    Example:
+        >>> columns, rows = ("op", "fate"), (("sin", "saved"),)
+        >>> shown = html(Table("ops", columns, rows, ("saved",), ("1 op",)))
+        >>> "#1f77b4" in shown
+        True
     """
-    ax = ax or _new_axes((8, 1.5 + 0.25 * len(labels)))
-    for kind, (colour, _) in COLOURS.items():
-        at = [i for i, k in enumerate(kinds) if k == kind]
-        if at:
-            ax.barh(at, [sizes[i] for i in at], color=colour, label=kind)
-    ax.set_yticks(range(len(labels)), labels)
-    ax.invert_yaxis()
-    ax.set_xlabel("bytes")
-    ax.set_title(title, loc="left")
-    if labels:
-        ax.legend()
-    return ax
+    rows = [*zip(table.rows, table.kinds, strict=True)]
+    folded = [row for i, row in enumerate(rows) if i in table.folded]
+    others = [row for i, row in enumerate(rows) if i not in table.folded]
+    parts = [f"<div><b>{escape(table.title)}</b></div>"]
+    if folded:
+        summary = f"<summary>{escape(table.summary)}</summary>"
+        parts.append(f"<details>{summary}{_rows(table, folded)}</details>")
+    parts.append(_rows(table, others))
+    parts += [f"<div>{escape(note)}</div>" for note in table.notes]
+    return f'<div style="overflow-x: auto">{"".join(parts)}</div>'
 
 
-def tradeoff(
-    labels: Sequence[str],
-    sizes: Sequence[int],
-    costs: Sequence[int],
-    title: str,
-    ax: Any = None,
-) -> Any:
-    """Draw a labelled point for each pair of bytes and FLOPs, joined by bytes.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    ax = ax or _new_axes((8, 5))
-    ordered = sorted(zip(sizes, costs, strict=True))
-    ax.plot(*zip(*ordered, strict=True), color="#c7c7c7", zorder=0)
-    points = [*zip(sizes, costs, strict=True)]
-    for i, (label, (size, cost)) in enumerate(zip(labels, points, strict=True)):
-        ax.scatter([size], [cost], label=label)
-        left = 2 * size <= max(sizes) + min(sizes)
-        line = sum(_is_near(points[i], other, points) for other in points[:i])
-        ax.annotate(
-            label,
-            (size, cost),
-            xytext=(4 if left else -4, 4 + 12 * line),
-            textcoords="offset points",
-            ha="left" if left else "right",
+def _rows(table: Table, rows: Sequence[tuple[tuple[str, ...], str]]) -> str:
+    """Write some rows below the names of the columns."""
+    sides = ["right" if number else "left" for _, number in table.headers]
+    names = [name for name, _ in table.headers]
+    head = "".join(
+        f'<th style="{_CELL}{side}">{escape(name)}</th>'
+        for name, side in zip(names, sides, strict=True)
+    )
+    lines = [f"<tr>{head}</tr>"]
+    for row, kind in rows:
+        shown = (
+            _fate(cell, kind) if name == "fate" and kind else escape(cell)
+            for name, cell in zip(names, row, strict=True)
         )
-    ax.set_xlabel("saved bytes")
-    ax.set_ylabel("recomputed FLOPs")
-    ax.set_title(title, loc="left")
-    return ax
+        cells = zip(shown, sides, strict=True)
+        line = "".join(f'<td style="{_CELL}{side}">{cell}</td>' for cell, side in cells)
+        lines.append(f"<tr>{line}</tr>")
+    return f"<table>{''.join(lines)}</table>"
 
 
-def _is_near(
-    one: Sequence[int], other: Sequence[int], points: Sequence[Sequence[int]]
-) -> bool:
-    """Say whether the labels of two points would overlap."""
-    axes = zip(zip(*points, strict=True), one, other, strict=True)
-    return all(8 * abs(a - b) <= max(all_) - min(all_) for all_, a, b in axes)
+def _fate(cell: str, kind: str) -> str:
+    """Write a fate on a background of its colour."""
+    colour, ink = COLOURS[kind][0], "black" if kind in _BRIGHT else "white"
+    style = f"{_FATE}background: {colour}; color: {ink}"
+    return f'<span style="{style}">{escape(cell)}</span>'
 
 
-def _new_axes(size: tuple[float, float]) -> Any:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(_NO_MATPLOTLIB)
-    pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    return pyplot.subplots(figsize=size, layout="constrained")[1]
+_BRIGHT = {"recomputed", "dead"}
 
 
-_NO_MATPLOTLIB = (
-    "remat: plot() draws with matplotlib, which is not installed. "
-    "Run: pip install 'remat[viz]'"
-)
+# --- Reports ---
+
+
+class Shown(ABC):
+    """A report that shows as a table: in a terminal, in a notebook and with rich."""
+
+    @abstractmethod
+    def _table(self) -> Table:
+        """Return the table to show."""
+
+    def __str__(self) -> str:
+        return text(self._table())
+
+    def _repr_html_(self) -> str:
+        return html(self._table())
+
+    def __rich__(self) -> Any:
+        return rich_table(self._table())

@@ -7,7 +7,7 @@ compare.
 Rejected: a report that is only text. A program that chooses a policy needs the numbers.
 """
 
-from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from remat._base.op import Value
 from remat._base.source import short
-from remat._report import render as _render
+from remat._report import plots as _plots, render as _render
 from remat.policies import Policy
 
 
@@ -31,6 +31,7 @@ class ExplainedInput:
         nbytes: the bytes of its storage, or 0 if an earlier input has the same storage.
         kept: whether it is saved for the backward.
         why: the reason.
+        is_parameter: whether it is a leaf that requires grad, which is alive anyway.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ExplainedInput:
     nbytes: int
     kept: bool
     why: str
+    is_parameter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +75,8 @@ class ExplainedOp:
     is_view: bool
 
 
-class _Shown(ABC):
-    """A report that shows as a table: in a terminal, in a notebook and with rich."""
-
-    @abstractmethod
-    def _table(self) -> _render.Table:
-        """Return the table to show."""
-
-    def __str__(self) -> str:
-        return _render.text(self._table())
-
-    def _repr_html_(self) -> str:
-        return _render.html(self._table())
-
-    def __rich__(self) -> Any:
-        return _render.rich_table(self._table())
-
-
-@dataclass(frozen=True)
-class Explanation(_Shown):
+@dataclass(frozen=True, repr=False)
+class Explanation(_render.Shown):
     """The report of `explain`. It prints as a table.
 
     Attributes:
@@ -105,6 +90,8 @@ class Explanation(_Shown):
             an upper bound: in-place operations on views do not tell what they save.
         held_bytes: the part of the saved bytes that the graph holds without remat too:
             Python numbers, and what a Function keeps on its ctx.
+        recomputed_bytes: the bytes that the largest recompute holds besides the saved
+            ones. With nested calls, this is the largest of them with those around it.
         streams: the random streams whose states are saved. They are in no total.
         advice: what to change, and why.
     """
@@ -117,6 +104,7 @@ class Explanation(_Shown):
     reason: str
     plain_bytes: int
     held_bytes: int
+    recomputed_bytes: int
     streams: tuple[str, ...]
     advice: tuple[str, ...]
 
@@ -125,6 +113,14 @@ class Explanation(_Shown):
         """The bytes that stay alive for the backward and are not offloaded."""
         kept = self.held_bytes + sum(i.nbytes for i in self.inputs if i.kept)
         return kept + sum(op.kept for op in self.ops if op.fate == "saved")
+
+    @property
+    def peak_bytes(self) -> int:
+        """An estimate of the peak: what is saved, and what the recompute holds.
+
+        Gradients and what single operations need are not counted.
+        """
+        return self.saved_bytes + self.recomputed_bytes
 
     @property
     def offloaded_bytes(self) -> int:
@@ -161,25 +157,43 @@ class Explanation(_Shown):
         ops = [op for op in self.ops if not op.is_view]
         labels = [f"{op.name} ({short(op.source)})" for op in ops]
         sizes, fates = [op.nbytes for op in ops], [op.fate for op in ops]
-        return _render.bars(labels, sizes, fates, self._table().title, ax)
+        return _plots.bars(labels, sizes, fates, self._table().title, ax)
 
     @override
     def _table(self) -> _render.Table:
         rows = [*map(_input_row, self.inputs)]
         rows += [_op_row(op) for op in self.ops if not op.is_view]
-        title = f"remat of {self.label}"
-        title += "" if self.policy is None else f" under {self.policy}"
+        parameters = [leaf for leaf in self.inputs if leaf.is_parameter]
+        plural = "" if len(parameters) == 1 else "s"
+        total = _render.size(sum(leaf.nbytes for leaf in parameters))
         return _render.Table(
-            title=title,
+            title=f"remat of {self._name}",
             columns=("operation", "line", "output", "#bytes", "#FLOPs", "fate", "why"),
             rows=tuple(row for row, _ in rows),
             kinds=tuple(kind for _, kind in rows),
             notes=tuple(self._notes()),
+            folded=tuple(i for i, x in enumerate(self.inputs) if x.is_parameter),
+            summary=f"{len(parameters)} parameter{plural}, {total}",
         )
+
+    @property
+    def _name(self) -> str:
+        under = "" if self.policy is None else f" under {self.policy}"
+        return f"{self.label}{under}"
+
+    @override
+    def __repr__(self) -> str:
+        fates = Counter(op.fate for op in self.ops if not op.is_view)
+        counts = ", ".join(f"{n} {fate}" for fate, n in fates.items())
+        operations = f"{fates.total()} operations ({counts})"
+        operations = operations if counts else "no operations"
+        sizes = f"{self.saved_bytes:,} bytes saved, {self.plain_bytes:,} plain"
+        return f"<Explanation of {self._name}: {operations}; {sizes}>"
 
     def _notes(self) -> Iterator[str]:
         less = f"; {self.offloaded_bytes:,} offloaded" if self.offloaded_bytes else ""
         yield f"saved: {self.saved_bytes:,} bytes{less}; plain: {self.plain_bytes:,}"
+        yield f"estimated peak: {self.peak_bytes:,} bytes"
         if self.held_bytes:
             yield f"of these, the graph holds {self.held_bytes:,} itself"
         again = sum(op.times for op in self.ops if not op.is_view)
@@ -213,8 +227,12 @@ class ComparedPolicy:
     """What one policy saves and recomputes.
 
     Attributes:
-        name: the policy as it prints, or "plain" for code without remat.
+        name: the policy as it prints, or its name in the mapping that was passed;
+            "plain" for code without remat, and "as written" for the function with the
+            blocks that it calls.
         saved_bytes: the bytes that stay alive for the backward and are not offloaded.
+        peak_bytes: an estimate of the peak: the saved bytes, and what the recompute of
+            the largest call holds.
         offloaded_bytes: the bytes that are offloaded.
         recomputed_flops: the FLOPs that the backward recomputes.
         recomputed_share: the recomputed FLOPs, divided by the FLOPs of the forward.
@@ -222,23 +240,30 @@ class ComparedPolicy:
 
     name: str
     saved_bytes: int
+    peak_bytes: int
     offloaded_bytes: int
     recomputed_flops: int
     recomputed_share: float
 
 
-@dataclass(frozen=True)
-class Comparison(_Shown):
+@dataclass(frozen=True, repr=False)
+class Comparison(_render.Shown):
     """The report of `compare`. It prints as a table.
 
     Attributes:
         label: the name of the function.
-        rows: one row each for plain code, remat without a policy, and remat with each
-            policy, in this order.
+        rows: one row each for the function as written, if it calls rematerialized
+            functions; for plain code; for remat without a policy; and for each policy.
     """
 
     label: str
     rows: tuple[ComparedPolicy, ...]
+
+    @override
+    def __repr__(self) -> str:
+        sizes = [row.saved_bytes for row in self.rows]
+        between = f"{min(sizes):,} to {max(sizes):,} bytes saved"
+        return f"<Comparison for {self.label}: {len(self.rows)} rows; {between}>"
 
     def plot(self, ax: Any = None) -> Any:
         """Draw recomputed FLOPs against saved bytes, a point for each policy.
@@ -255,7 +280,7 @@ class Comparison(_Shown):
         names = [row.name for row in self.rows]
         sizes = [row.saved_bytes for row in self.rows]
         costs = [row.recomputed_flops for row in self.rows]
-        return _render.tradeoff(names, sizes, costs, self._table().title, ax)
+        return _plots.points(names, sizes, costs, self._table().title, ax)
 
     @override
     def _table(self) -> _render.Table:
@@ -267,9 +292,10 @@ class Comparison(_Shown):
         )
 
 
-_COSTS = "saved bytes", "offloaded", "FLOPs recomputed", "share"
+_COSTS = "saved bytes", "estimated peak", "offloaded", "FLOPs recomputed", "share"
 
 
 def _compared_row(row: ComparedPolicy) -> tuple[str, ...]:
-    numbers = row.saved_bytes, row.offloaded_bytes, row.recomputed_flops
-    return row.name, *(f"{n:,}" for n in numbers), f"{row.recomputed_share:.0%}"
+    sizes = row.saved_bytes, row.peak_bytes, row.offloaded_bytes
+    numbers = (f"{n:,}" for n in (*sizes, row.recomputed_flops))
+    return row.name, *numbers, f"{row.recomputed_share:.0%}"

@@ -139,7 +139,11 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
 
 
 def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
-    """Print the list of `saved_residuals`, one residual per line, and the total.
+    """Print the list of `saved_residuals`, one residual per line, and the totals.
+
+    The last lines count the activations, the parameters and all residuals. Parameters
+    are leaves that require grad. They are alive without the graph too. All others count
+    as activations.
 
     Args:
         fn: the function.
@@ -151,15 +155,27 @@ def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
     Example:
         >>> print_saved_residuals(lambda x: x.sin(), torch.ones(3))
         f32[3] from the argument x: 12 bytes, read by sin
+        activations: 12 bytes in 1 residual
+        parameters: 0 bytes in 0 residuals
         total: 12 bytes in 1 residual
     """
     found = saved_residuals(fn, *args, **kwargs)
-    total, count = sum(r.nbytes for r in found), len(found)
-    away = sum(r.nbytes for r in found if r.place)
-    plural = "" if count == 1 else "s"
-    last = f"total: {total:,} bytes in {count} residual{plural}"
-    lines = [*map(str, found), f"{last}, {away:,} of them offloaded" if away else last]
+    lines = [*map(str, found)]
+    lines.append(_total("activations", [r for r in found if not r.is_parameter]))
+    lines.append(_total("parameters", [r for r in found if r.is_parameter]))
+    lines.append(_total("total", found))
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _total(what: str, found: Sequence[Residual]) -> str:
+    plural = "" if len(found) == 1 else "s"
+    size, away = (sum(r.nbytes for r in rs) for rs in (found, _offloaded(found)))
+    line = f"{what}: {size:,} bytes in {len(found)} residual{plural}"
+    return f"{line}, {away:,} of them offloaded" if away else line
+
+
+def _offloaded(found: Iterable[Residual]) -> list[Residual]:
+    return [r for r in found if r.place]
 
 
 # --- The run ---

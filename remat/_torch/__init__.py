@@ -29,8 +29,10 @@ from remat._torch.autograd import (
     current_task as current_task,
     detach_dual as detach_dual,
     dual_level_active as dual_level_active,
+    execution_group as execution_group,
     forward_ad_enabled as forward_ad_enabled,
     grad_mode as grad_mode,
+    hooks_here as hooks_here,
     is_for_transforms as is_for_transforms,
     is_graph_held as is_graph_held,
     is_held as is_held,
@@ -41,6 +43,7 @@ from remat._torch.autograd import (
     pull_back as pull_back,
     pull_in_grad_mode as pull_in_grad_mode,
     push_hooks as push_hooks,
+    reads_what_is_written_late as reads_what_is_written_late,
     resume_hooks as resume_hooks,
     saved_by as saved_by,
     saved_tensors as saved_tensors,
@@ -87,10 +90,15 @@ from remat._torch.levels import (
 from remat._torch.modes import (
     LeanDispatchMode as LeanDispatchMode,
     alias as alias,
+    below_autograd as below_autograd,
     call_kernel as call_kernel,
+    detached as detached,
+    flat_view as flat_view,
     function_mode_count as function_mode_count,
     function_modes as function_modes,
     is_unwatched as is_unwatched,
+    leave_dispatch_mode as leave_dispatch_mode,
+    leave_function_mode as leave_function_mode,
     no_torch_functions as no_torch_functions,
     outside_dispatch_mode as outside_dispatch_mode,
     torch_functions as torch_functions,
@@ -118,6 +126,7 @@ from remat._torch.process import (
 )
 from remat._torch.pytrees import (
     TORCH_NODES as TORCH_NODES,
+    register_torch_class as register_torch_class,
     register_torch_node as register_torch_node,
 )
 from remat._torch.storages import (
@@ -132,7 +141,9 @@ from remat._torch.surroundings import (
     autocast_depth as autocast_depth,
     checkpoint_depth as checkpoint_depth,
     is_autocast_active as is_autocast_active,
+    is_of_checkpoint as is_of_checkpoint,
     parametrization_cache as parametrization_cache,
+    selective_policy as selective_policy,
     swap_parametrization_cache as swap_parametrization_cache,
 )
 from remat._torch.tensors import (

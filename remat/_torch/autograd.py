@@ -114,6 +114,13 @@ def resume_hooks(suspended: list[Any]) -> None:
         push_hooks(*hooks)
 
 
+def hooks_here() -> list[Any]:
+    """Return the hooks for saved tensors, innermost first."""
+    hooks = suspend_hooks()
+    resume_hooks(hooks)
+    return hooks
+
+
 def without_hooks(fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn`, whose graph is dropped at once, without the user's saved-tensor hooks.
 
@@ -134,6 +141,19 @@ are_hooks_allowed: Callable[[], bool] = vars(torch._C._autograd)[
 ]
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 current_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+# Deleted by: `rrelu` filling its noise before autograd saves it (pytorch issue 193671).
+def reads_what_is_written_late() -> bool:
+    """Say whether the node that runs saved a tensor that its operation wrote later."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().startswith("RreluWithNoise")
+
+
+# Deleted by: `GraphExecGroup._get_current_group` being public.
+def execution_group() -> Any:
+    """Return the `GraphExecGroup` that this thread's backwards are in, or None."""
+    return torch._C._get_graph_exec_group()
 
 
 def when_done(callback: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad, graph
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import GraphExecGroup
 from typing_extensions import override
 
 from remat._torch import autograd, storages
@@ -46,6 +47,13 @@ def _dual_numbers_are_taken_apart() -> None:
             assert not autograd.detach_dual(dual).requires_grad
 
 
+@expects("execution_group")
+def _groups_of_backwards_are_seen() -> None:
+    assert autograd.execution_group() is None
+    with GraphExecGroup() as group:
+        assert autograd.execution_group() is group
+
+
 @expects("pull_back")
 def _the_engine_returns_gradients() -> None:
     x = leaf()
@@ -62,8 +70,8 @@ def _refuse(_: Any) -> Any:
 
 
 @expects(
-    *("pop_hooks", "push_hooks", "resume_hooks", "suspend_hooks", "top_hooks"),
-    "without_hooks",
+    *("hooks_here", "pop_hooks", "push_hooks", "resume_hooks", "suspend_hooks"),
+    *("top_hooks", "without_hooks"),
 )
 def _hooks_are_suspended() -> None:
     x = leaf()
@@ -74,6 +82,7 @@ def _hooks_are_suspended() -> None:
         assert autograd.top_hooks(True) is None
         autograd.push_hooks(*hooks)
         out = autograd.without_hooks(torch.sin, x)
+        assert autograd.hooks_here() == [hooks]
         suspended = autograd.suspend_hooks()
         assert autograd.top_hooks(True) is None
         autograd.resume_hooks(suspended)
@@ -119,6 +128,24 @@ def _a_backward_tells_of_itself() -> None:
         torch.autograd.grad(out, x, retain_graph=keep)
     assert told == [(True, True), "end", (True, False), "end"]
     assert autograd.current_task() == -1
+
+
+@expects("reads_what_is_written_late")
+def _rrelu_is_known_to_write_late() -> None:
+    told: list[bool] = []
+
+    def unpack(t: Tensor) -> Tensor:
+        told.append(autograd.reads_what_is_written_late())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+        x = leaf()
+        y = torch.nn.functional.rrelu(x * 2.0, training=True)
+        out = (y.sum() + x.exp().sum(),)
+    torch.autograd.grad(out, x)
+    assert True in told
+    assert False in told
+    assert not autograd.reads_what_is_written_late()
 
 
 class _Sine(Function):

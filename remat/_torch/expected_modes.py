@@ -146,3 +146,60 @@ def _what_is_entered_inside_of_a_mode_is_left_with_it() -> None:
         assert seen == [around]
         x.sin()
     assert seen == [around, inner, mode, around]
+
+
+@expects("below_autograd", "detached")
+def _operations_run_below_autograd() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), modes.below_autograd():
+        y = x.sin()
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        without_graph = modes.detached(x)
+        detached = x.detach()
+    assert not y.requires_grad
+    assert product.dtype is not torch.bfloat16
+    with torch.no_grad():
+        x.add_(1.0)
+    assert without_graph._version == x._version == 1
+    assert detached._version == 0, "the shim is not needed any more"
+
+
+@expects("flat_view")
+def _storages_are_seen_as_another_dtype() -> None:
+    x = torch.ones(3, 2, dtype=torch.complex64)[1:]
+    flat = modes.flat_view(x, torch.float32)
+    assert (flat.shape, flat.dtype) == ((12,), torch.float32)
+    assert flat.data_ptr() == x.untyped_storage().data_ptr()
+
+
+@expects("leave_dispatch_mode", "leave_function_mode")
+@_with_flags_down()
+def _modes_are_left_in_another_order() -> None:
+    class Lean(modes.LeanDispatchMode):
+        @override
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(self)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    mode, inner = Lean(), Lean()
+    mode.__enter__()
+    inner.__enter__()
+    try:
+        modes.leave_dispatch_mode(mode)
+        torch.ones(2)
+    finally:
+        while torch._C._len_torch_dispatch_stack():
+            _python_dispatch._pop_mode()
+    assert seen == [inner]
+    outer, function_mode = _Mode(), _Mode()
+    overrides._push_mode(outer)
+    overrides._push_mode(function_mode)
+    try:
+        modes.leave_function_mode(outer)
+        assert modes.function_modes() == [function_mode]
+    finally:
+        while torch._C._len_torch_function_stack():
+            overrides._pop_mode()

@@ -5,6 +5,7 @@ Rejected: `torch.utils.checkpoint` as users call it, which imports Dynamo.
 """
 
 import inspect
+import types
 from typing import Any
 
 import torch
@@ -56,6 +57,14 @@ def _parametrizations_are_cached() -> None:
         assert surroundings.parametrization_cache() is before[0]
 
 
+@expects("is_of_checkpoint")
+def _hooks_of_checkpoint_are_known() -> None:
+    frame: Any = checkpoint._checkpoint_hook.__init__
+    assert not surroundings.is_of_checkpoint(_hooks_of_checkpoint_are_known)
+    # The hooks are functions within that.
+    assert surroundings.is_of_checkpoint(frame)
+
+
 @expects("checkpoint_depth")
 def _checkpoints_are_seen() -> None:
     # Unwrapped and reentrant, as the others import Dynamo.
@@ -73,6 +82,29 @@ def _checkpoints_are_seen() -> None:
     assert surroundings.checkpoint_depth() == 0
 
 
+def _of_list(
+    operators: list[Any],
+) -> Any:
+    cells = {"policy_fn_or_list": types.CellType(operators)}
+    code: Any = surroundings._CODE_OF_LIST
+    closure = tuple(cells[name] for name in code.co_freevars)
+    return types.FunctionType(code, {}, closure=closure)
+
+
+@expects("selective_policy")
+def _selective_contexts_tell_their_policy() -> None:
+    # Not made by torch's function: their class imports Dynamo.
+    kind = checkpoint._CachingTorchDispatchMode
+    assert "policy_fn" in inspect.signature(kind).parameters
+    context: Any = object.__new__(kind)
+    context.policy_fn = leaf
+    assert surroundings.selective_policy(context) is leaf
+    operators: list[Any] = []
+    context.policy_fn = _of_list(operators)
+    assert surroundings.selective_policy(context) is operators
+    assert surroundings.selective_policy(None) is None
+
+
 class _Node:
     pass
 
@@ -81,7 +113,7 @@ def _unflatten(*_: Any) -> _Node:
     return _Node()
 
 
-@expects("TORCH_NODES", "register_torch_node")
+@expects("TORCH_NODES", "register_torch_node", "register_torch_class")
 def _classes_of_pytrees_are_listed() -> None:
     assert {dict, list, tuple} <= pytrees.TORCH_NODES.keys()
     takes = inspect.signature(_pytree.register_pytree_node)
@@ -96,5 +128,7 @@ def _classes_of_pytrees_are_listed() -> None:
     # Not registered, which could not be undone.
     with replaced(vars(_pytree), "register_pytree_node", note):
         pytrees.register_torch_node(_Node, "name", ["a"], flatten, _unflatten)
+        pytrees.register_torch_class(_Node, flatten, _unflatten)
+    assert len(given) == 2
     keyed, _ = given[0].arguments["flatten_with_keys_fn"](None)
     assert keyed == [(_pytree.GetAttrKey("a"), 3)]

@@ -7,7 +7,7 @@ than an operation.
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,13 @@ def under_function_modes(
         return fn(*args)
     finally:
         _swap_function_modes(before)
+
+
+# Deleted by: a function mode that can be left before those inside of it.
+def leave_function_mode(mode: overrides.TorchFunctionMode) -> None:
+    """Leave a mode, also if others that were entered inside of it are still active."""
+    stack = overrides._get_current_function_mode_stack()
+    _swap_function_modes([other for other in stack if other is not mode])
 
 
 def _swap_function_modes(modes: Sequence[overrides.TorchFunctionMode]) -> None:
@@ -164,6 +171,20 @@ def outside_dispatch_mode(mode: Any) -> Iterator[None]:
         dynamo.set_eval_frame(before)
 
 
+# Deleted by: the same.
+def leave_dispatch_mode(mode: LeanDispatchMode) -> None:
+    """Leave a mode, also if others that were entered inside of it are still active."""
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    inside = stack[[*map(id, stack)].index(id(mode)) + 1 :]
+    for _ in inside:
+        _python_dispatch._pop_mode()
+    mode.__exit__(None, None, None)
+    for other in inside:
+        _python_dispatch._push_mode(other)
+    for name in _FLAGS if inside else ():
+        setattr(_dispatch, name, True)
+
+
 # Deleted by: kernels that resolve lazy conjugates and negatives below a dispatch mode.
 # torch switches that off there, and kernels that are made of others (`pinv`) are wrong.
 def call_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -181,6 +202,20 @@ def call_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 _LAZY = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+# Deleted by: `detach` sharing the count of changes below a dispatch mode, too.
+def detached(tensor: Tensor) -> Tensor:
+    """Detach a tensor, so that its changes are counted, also from a dispatch mode."""
+    before = _is_excluded(_COUNTS)
+    _set_excluded(_COUNTS, False)
+    try:
+        return tensor.detach()
+    finally:
+        _set_excluded(_COUNTS, before)
+
+
+_COUNTS = torch._C.DispatchKey.ADInplaceOrView
 
 
 # --- Outside of all of them ---
@@ -201,6 +236,14 @@ def viewed(
         return tensor.as_strided(shape, stride, offset)
 
 
+# Deleted by: views of another dtype whatever the shape, which modes do not see.
+def flat_view(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the whole storage of a tensor as a row of elements of a dtype."""
+    with unseen():
+        row = torch.empty(0, dtype=dtype, device=tensor.device)
+        return row.set_(tensor.untyped_storage())
+
+
 # Deleted by: views that modes do not get to see.
 def alias(tensor: Tensor) -> Tensor:
     """Return a view of all of a tensor, past all dispatch modes."""
@@ -218,16 +261,32 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-_ALL = functools.reduce(
-    operator.or_,
-    [
-        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-        for key in (
-            *("Python", "PythonTLSSnapshot", "PythonDispatcher", "PreDispatch"),
-            *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"),
-            *("AutogradFunctionality", "ADInplaceOrView", "Functionalize"),
-        )
-    ],
+def _key_set(names: Iterable[str]) -> Any:
+    keys = torch._C.DispatchKey
+    found = [getattr(keys, name) for name in names if hasattr(keys, name)]
+    return functools.reduce(operator.or_, map(torch._C.DispatchKeySet, found))
+
+
+_ALL = _key_set(
+    (
+        *("Python", "PythonTLSSnapshot", "PythonDispatcher", "PreDispatch"),
+        *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"),
+        *("AutogradFunctionality", "ADInplaceOrView", "Functionalize"),
+    )
+)
+
+
+# Deleted by: a public context in which operations run as a dispatch mode sees them.
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run the body below autograd and autocast, but above dispatch modes."""
+    with torch._C._ExcludeDispatchKeyGuard(_ABOVE_MODES):
+        yield
+
+
+_DEVICES = "CPU", "CUDA", "XPU", "MPS", "HPU", "XLA", "IPU", "MTIA", "PrivateUse1"
+_ABOVE_MODES = _key_set(
+    ("AutogradFunctionality", "ADInplaceOrView", *(f"Autocast{d}" for d in _DEVICES))
 )
 
 

@@ -36,3 +36,13 @@ def register_torch_node(
         serialized_type_name=name,
         flatten_with_keys_fn=flatten_with_keys,
     )
+
+
+# Deleted by: as above.
+def register_torch_class(
+    cls: type,
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Iterable[Any], Any], Any],
+) -> None:
+    """Register a class with torch's own pytrees."""
+    _pytree.register_pytree_node(cls, flatten, unflatten)

@@ -47,6 +47,38 @@ _checkpoint: Any = getattr(checkpoint, "_checkpoint_impl", checkpoint.checkpoint
 _CHECKPOINT: CodeType = inspect.unwrap(_checkpoint).__code__
 
 
+# Deleted by: contexts of selective checkpointing that tell their policy.
+def selective_policy(context: object) -> Any:
+    """Return the policy of the forward's context of selective checkpointing.
+
+    Returns:
+        A function of torch's kind; or the list of operators, if it was made of one;
+        or None for another context. A subclass may do something else.
+    """
+    if type(context) is not checkpoint._CachingTorchDispatchMode:
+        return None
+    policy = context.policy_fn
+    if getattr(policy, "__code__", None) is not _CODE_OF_LIST:
+        return policy
+    return inspect.getclosurevars(policy).nonlocals[_LIST]
+
+
+_LIST = "policy_fn_or_list"
+_CODE_OF_LIST = next(
+    (
+        code
+        for code in checkpoint.create_selective_checkpoint_contexts.__code__.co_consts
+        if isinstance(code, CodeType) and _LIST in code.co_freevars
+    ),
+    None,
+)
+
+
+def is_of_checkpoint(hook: Any) -> bool:
+    """Say whether a hook for saved tensors is that of torch's checkpoint."""
+    return getattr(hook, "__module__", None) == checkpoint.__name__
+
+
 def checkpoint_depth() -> int:
     """Return how many calls of torch.utils.checkpoint this is within, by the stack."""
     depth = 0

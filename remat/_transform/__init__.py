@@ -26,6 +26,7 @@ Under torch.func: one Function, whose rules are again programs.
     function            the node of a program, and how it is evaluated at each level
     forward             the forward, below all levels
     checks              what a call must not do, and a recompute must do
+    reached             what the graph of a call reaches
     state               what recomputes restore
     rules               the vjp, jvp and batching of a program, as programs
     outer_levels        refuses tensors and graphs of levels further up

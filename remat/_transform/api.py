@@ -113,8 +113,8 @@ def remat(
     `remat.nn.apply` changes the blocks of a model in place.
 
     Args:
-        fn: the function. Its arguments and results are pytrees. Leaves that are not
-            tensors pass through.
+        fn: the function. Its arguments and results are tensors, and containers and
+            objects that hold tensors; see `remat.register`. Other values pass through.
         policy: which results to save. It is one of `remat.policies`, or anything that
             `remat.policies.as_policy` accepts, such as a function of an operation.
             `None` saves no result. A call within another call follows both policies. In

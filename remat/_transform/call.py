@@ -21,9 +21,11 @@ from remat._base.errors import CaptureError
 from remat._base.types import Fn, Outputs
 from remat._capture.handing_on import Forward
 from remat._capture.restore import Run
-from remat._capture.search import Search, holds_tensors
+from remat._capture.result_walk import Hidden, Own
+from remat._capture.results import Emptied, Result
+from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
-from remat._capture.structure import Out
+from remat._capture.structure import Out, slots_of
 from remat._partial.options import DEFAULT, Options
 from remat._torch import current_layer, requires_grad_at_any_level, unwrap_dead
 from remat._transform.outer_levels import holds_graph
@@ -42,11 +44,12 @@ class Call:
         wrapped: the inputs as they were passed, where the function runs below levels
             that they are of; empty at the base, and once the forward has run.
         structure: of the result; None until the forward has run.
+        hidden: what in the result may hold a tensor that cannot be seen.
     """
 
     __slots__ = (
-        *("_fn", "_inputs", "_search", "policy", "prune", "snapshot", "structure"),
-        "wrapped",
+        *("_emptied", "_fn", "_inputs", "_search", "hidden", "policy", "prune"),
+        *("snapshot", "structure", "wrapped"),
     )
 
     def __init__(
@@ -61,6 +64,8 @@ class Call:
             fn = without_draws(fn, label)
         self.policy, self.prune = options.joined(), options.prune
         self.structure: Out | None = None
+        self.hidden: Sequence[Hidden] = ()
+        self._emptied: Emptied | None = None
         self.wrapped: Sequence[Tensor] = ()
         self._fn: Any = fn
         self._search: Search | None = Search()
@@ -95,11 +100,13 @@ class Call:
         return inputs, [*map(requires_grad_at_any_level, inputs)]
 
     def join(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> Any:
-        """Rebuild the value that the function returned."""
+        """Return the value that the function returned, around tensors of its level."""
         assert self.structure is not None
-        return self.structure.join(outs, inputs)
+        assert self._emptied is not None
+        emptied, self._emptied = self._emptied, None  # which holds what is the user's
+        return emptied.filled(self.structure.put_in(outs, inputs))
 
-    def run_forward(self, inputs: Sequence[Tensor]) -> Any:
+    def run_forward(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects stays."""
         search = self._search
         assert search is not None
@@ -109,21 +116,25 @@ class Call:
         with run:
             built = self.snapshot.built(run)
             run.note()
-            result = self.snapshot.called(*built)
+            value = self.snapshot.called(*built)
             run.hand_on()
-        return result
+            if type(value) is Tensor:
+                return Result(value)
+            tensors = slots_of(search.found.tensors)
+            return Result(value, Own(run.owners(), tensors, search.known()))
 
-    def split(self, result: Any, inputs: Sequence[Tensor]) -> Outputs:
+    def split(self, result: Result, inputs: Sequence[Tensor]) -> Outputs:
         """Return the tensors of a forward's result, and keep its structure.
 
         Raises:
             CaptureError: the result holds tensors that cannot be seen.
         """
+        self.hidden = result.hidden()
+        for hidden in self.hidden:
+            if hidden.why:
+                raise CaptureError(hidden.told(_OPAQUE, self.snapshot.label))
         outs, self.structure = Out.split(result, inputs)
-        for value in self.structure.statics.values():
-            if holds_tensors(value):
-                label, kind = self.snapshot.label, type(value).__qualname__
-                raise CaptureError(_OPAQUE.format(label=label, kind=kind))
+        self._emptied = result.without_tensors()
         return outs
 
     def forward_done(self) -> None:
@@ -131,10 +142,10 @@ class Call:
         self._fn: Any = None
         self._search = None
 
-    def run_again(self, inputs: Sequence[Tensor]) -> Any:
+    def run_again(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects is dropped."""
         with Run(inputs, "live") as run:
-            return self.snapshot.call(run)
+            return Result(self.snapshot.call(run))
 
 
 _PULLBACK = (
@@ -146,7 +157,4 @@ _SCRIPTED = (
     "remat: {name} is a TorchScript module, whose parameters remat cannot replace. "
     "Pass the eager module instead."
 )
-_OPAQUE = (
-    "remat: {label} returned a {kind} that holds or makes tensors, which remat cannot "
-    "see. Return a pytree of tensors, or register the class as a pytree node."
-)
+_OPAQUE = "remat: {label} returned a {kind} (`result{where}`) that {why}."

@@ -9,13 +9,11 @@ Rejected: methods of the call. What a check depends on would be hidden in its st
 
 import contextlib
 import gc
-import itertools
 import operator
-from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,127 +23,23 @@ from typing_extensions import override
 
 from remat._base.context import is_followed
 from remat._base.errors import CaptureError, MutationError, RecomputeError
-from remat._base.program import Evaluation, Request
-from remat._base.tensors import describe, version_of, versions_of
+from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
+from remat._capture.result_walk import Hidden
 from remat._capture.snapshot import Snapshot
 from remat._torch import (
-    NODES_ASKING_GRAD_MODE,
-    AccumulateGrad,
     call_kernel,
     current_layer,
     function_mode_count,
     is_graph_held,
-    is_held,
     no_torch_functions,
 )
 from remat._transform.changes import changes_of
+from remat._transform.reached import reached_inputs
 
 
 _name = operator.attrgetter("__name__")
 _requires_grad = operator.attrgetter("requires_grad")
-
-
-# --- What a graph reaches ---
-
-
-class Reached(NamedTuple):
-    """What the graph of a call's outputs reaches.
-
-    Attributes:
-        inputs: their indices.
-        asks_grad_mode: whether its backward depends on whether grad mode is on.
-        certain: those that the outputs depend on. The node of a call inside has edges
-            to what any of its outputs depends on, also to one that is not used.
-    """
-
-    inputs: Sequence[int]
-    asks_grad_mode: bool = True
-    certain: Collection[Any] = ()
-
-
-def reached_inputs(outs: Sequence[Any], inputs: Sequence[Tensor]) -> Reached:
-    """Return what the graph of `outs` reaches.
-
-    Raises:
-        CaptureError: it reaches another leaf, not made inside the function.
-    """
-    index = dict(zip(map(id, inputs), itertools.count(), strict=False))
-    nodes = [o.grad_fn for o in outs if o.requires_grad]
-    accumulators: list[Any] = []
-    seen = {*nodes}
-    if None in seen:
-        raise CaptureError(_RETURNED_LEAF)
-    seen.add(None)
-    calls = [n for n in nodes if _name(type(n)) == _CALL and _has_several_outputs(n)]
-    if calls:
-        nodes = [node for node in nodes if node not in calls]
-    _walk(nodes, seen, accumulators, calls)
-    certain = [*accumulators]
-    if calls:
-        _walk(calls, seen, accumulators, calls)
-    used = []
-    for node in accumulators:
-        i = index.get(id(node.variable))
-        if i is not None:
-            used.append(i)
-        elif is_held(node):
-            raise CaptureError(NOT_LIFTED.format(what=describe(node.variable)))
-    names = {*map(_name, map(type, (*nodes, *calls)))}
-    asks_grad_mode = not NODES_ASKING_GRAD_MODE.isdisjoint(names)
-    if len(certain) == len(accumulators):
-        return Reached(sorted(used), asks_grad_mode, used)
-    known = {index.get(id(node.variable)) for node in certain}
-    return Reached(sorted(used), asks_grad_mode, known)
-
-
-def _walk(
-    nodes: list[Any], seen: set[Any], accumulators: list[Any], calls: list[Any]
-) -> None:
-    """Add what is behind nodes: other nodes, leaves, and calls with several outputs."""
-    for node in nodes:  # which grow
-        for parent, _ in node.next_functions:
-            if parent not in seen:
-                seen.add(parent)
-                kind = type(parent)
-                if kind is AccumulateGrad:
-                    accumulators.append(parent)
-                elif kind.__name__ == _CALL and _has_several_outputs(parent):
-                    calls.append(parent)
-                else:
-                    nodes.append(parent)
-
-
-_CALL = "RematBackward"  # the name of a call's nodes, see `function`
-
-
-def _has_several_outputs(node: Any) -> bool:
-    """Say whether several outputs of the call that a node is of have gradients."""
-    evaluation = getattr(node, "evaluation", None)  # a user's class may have that name
-    return isinstance(evaluation, Evaluation) and sum(evaluation.differentiable) > 1
-
-
-def reaches_only_inputs(snapshot: Snapshot, request: Request) -> bool:
-    """Say whether a call refers to nothing but its inputs that a graph could reach."""
-    return snapshot.is_contained and request.at_base
-
-
-def sharing_memory(
-    outs: Sequence[Tensor], inputs: Sequence[Tensor], copies: Container[int]
-) -> Collection[int]:
-    """Return the outputs that share memory with an input or with another output.
-
-    Args:
-        outs: the outputs.
-        inputs: of the run.
-        copies: the inputs that are copies, whose memory is nobody else's.
-    """
-    if True not in map(Tensor._is_view, outs):
-        return ()
-    bases = [id(o._base if o._is_view() else o) for o in outs]
-    known = {id(t) for i, t in enumerate(inputs) if i not in copies}
-    times = Counter(bases)
-    return {j for j, base in enumerate(bases) if base in known or times[base] > 1}
 
 
 # --- What a forward must not do ---
@@ -253,8 +147,15 @@ def _was_assigned(tensor: Tensor, inner: Tensor) -> bool:
     return current_layer() is None and tensor.data_ptr() != inner.data_ptr()
 
 
-def refuse_leaks(snapshot: Snapshot, inner: Sequence[Tensor]) -> None:
+def refuse_leaks(
+    snapshot: Snapshot, inner: Sequence[Tensor], hidden: Sequence[Hidden]
+) -> None:
     """Refuse a function if something holds its graph, which should be gone by now.
+
+    Args:
+        snapshot: of the call.
+        inner: what the function ran on.
+        hidden: what in its result may hold it.
 
     Raises:
         CaptureError: it is.
@@ -267,7 +168,10 @@ def refuse_leaks(snapshot: Snapshot, inner: Sequence[Tensor]) -> None:
     torch.clear_autocast_cache()  # it may be of an autocast that is off by now
     gc.collect()
     if is_graph_held(inner):
-        raise CaptureError(_LEAKED.format(label=snapshot.label))
+        message = _LEAKED.format(label=snapshot.label)
+        if hidden:
+            message += hidden[0].told(_MAY_HIDE, snapshot.label)
+        raise CaptureError(message)
 
 
 # --- What a recompute must do ---
@@ -368,15 +272,6 @@ class RefuseReads(TorchDispatchMode):
         return call_kernel(func, *args, **(kwargs or {}))
 
 
-NOT_LIFTED = (
-    "a tensor that is differentiated or batched is used but is no input of the call: "
-    "{what}. remat finds tensors in arguments, closures, defaults, globals, bound "
-    "objects and modules, but not this one. Pass it as an argument."
-)
-_RETURNED_LEAF = (
-    "a leaf that requires grad is returned but is no input of the call. Return a "
-    "tensor computed from the inputs, or pass the leaf as an argument."
-)
 _IN_PLACE = (
     "remat: `{name}` was changed in place inside {label}{by}. A recompute would start "
     "from the changed value: work on a copy (`{name}.clone()`) and return it."
@@ -393,6 +288,10 @@ _LEAKED = (
     "remat: a tensor computed inside {label} left it other than by being returned "
     "(kept in a list, an attribute or a global, say). Under torch.func its gradient "
     "would be lost. Return it instead."
+)
+_MAY_HIDE = (
+    " If it is in the {kind} that is returned (`result{where}`), where remat cannot "
+    "see it, register the class: `{line}`."
 )
 _GRADLESS = (
     "remat: recomputing {label} gave outputs that require grad: {now}, where in the "

@@ -32,13 +32,18 @@ class Filling:
         handles: to be filled.
         metas: of all that the forward saved, None for what was saved itself.
         label: of the call.
+        stops: whether the recompute ends once all handles have their values.
+        compares: whether shape, dtype and node are compared.
         is_replay: whether the operations are compared with a record besides.
 
     Attributes:
         left: how many handles are empty.
     """
 
-    __slots__ = ("_handles", "_is_replay", "_label", "_metas", "_saved", "left")
+    __slots__ = (
+        *("_compares", "_handles", "_is_replay", "_label", "_metas", "_saved"),
+        *("_stops", "left"),
+    )
 
     def __init__(
         self,
@@ -46,9 +51,11 @@ class Filling:
         metas: Sequence[Any],
         label: str,
         *,
+        stops: bool = True,
+        compares: bool = True,
         is_replay: bool = False,
     ) -> None:
-        self._is_replay = is_replay
+        self._stops, self._compares, self._is_replay = stops, compares, is_replay
         self._handles = {handle.position: handle for handle in handles}
         self._metas, self._label = metas, label
         self._saved: list[Any] = []
@@ -56,7 +63,7 @@ class Filling:
 
     def pack(self, t: Tensor) -> Any:
         """Be the hook that saves a tensor."""
-        if not self.left:
+        if not self.left and self._stops:
             raise Stop
         saved, metas = self._saved, self._metas
         position = len(saved)
@@ -65,25 +72,37 @@ class Filling:
             if is_of_torch_func(t):
                 saved.append(None)
                 return without_node(t)
-        value = t if t.is_leaf else t.detach()
+        node = t.grad_fn
+        value = t if node is None else t.detach()
         handle = self._handles.get(position)
         if handle is None:
             saved.append(None)
             if position >= len(metas):
                 raise self.differs()
             return value
-        meta = meta_of(t)
+        meta = meta_of(t, node)
         saved.append(meta)
         if meta != metas[position] and self._is_other(meta, metas[position]):
             raise self.differs()
         handle.value = value
         self.left -= 1
-        if not self.left:
+        if not self.left and self._stops:
             raise Stop
         return value
 
+    def end(self) -> None:
+        """Check that the recompute, which has ended, has saved all.
+
+        Raises:
+            RecomputeError: it saved less than the forward did.
+        """
+        if self.left or not (self._stops or len(self._saved) == len(self._metas)):
+            raise self.differs()
+
     def _is_other(self, meta: Any, then: Any) -> bool:
         """Say whether what is saved differs from what the forward saved."""
+        if not self._compares:
+            return False
         if then is None or meta[:2] != then[:2]:
             return True
         nodes = meta[2], then[2]

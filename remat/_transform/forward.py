@@ -34,14 +34,16 @@ from remat._transform.buffers import copy_buffers, update, written_to
 from remat._transform.call import Call
 from remat._transform.changes import changes_of
 from remat._transform.checks import (
-    Reached,
     changed_inside,
-    reached_inputs,
-    reaches_only_inputs,
     refuse_assigned_data,
     refuse_backward,
     refuse_changed_inputs,
     refuse_leaks,
+)
+from remat._transform.reached import (
+    Reached,
+    reached_inputs,
+    reaches_only_inputs,
     sharing_memory,
 )
 from remat._transform.state import State, state_of
@@ -78,7 +80,7 @@ def evaluate_forward(
     # The graph is gone by now, unless the function let something of it escape.
     refuse_backward(snapshot, inner)
     refuse_assigned_data(snapshot, inputs, inner, needs)
-    refuse_leaks(snapshot, inner)
+    refuse_leaks(snapshot, inner, call.hidden)
     return evaluated
 
 

@@ -53,7 +53,8 @@ class InCall:
     ) -> None:
         self._call, self._pack, self._again = call, pack, again
         self._context = context = here()
-        only_ours = again or setting.hooks is None
+        hooks = setting.hooks
+        only_ours = again or hooks is None or hooks[0] is context.scope_pack
         only_ours = only_ours or (context.only_our_hooks and setting.is_nested)
         self._now = only_ours, setting.policy, Decisions(inner, again=again)
 

@@ -64,7 +64,7 @@ class RematModule(_Module):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not is_rematerialized(self):  # a library derived a class from ours
+        if not has_remat_class(self):  # a library derived a class from ours
             return super().__reduce_ex__(protocol)
         if self._remat_spec.is_view:
             return _view, (self._remat_module, self._remat_spec)
@@ -77,9 +77,15 @@ class RematModule(_Module):
         return _again, (make, args, self._remat_spec), *state
 
 
-def is_rematerialized(module: nn.Module) -> bool:
+def has_remat_class(module: nn.Module) -> bool:
     """Say whether a module's class was made here; not whether it derives from one."""
     return "_remat_spec" in vars(type(module))
+
+
+def module_of(value: Any) -> Any:
+    """Return the module that a view is of; anything else as it is."""
+    is_view = isinstance(value, RematModule) and value._remat_spec.is_view
+    return value._remat_module if is_view else value
 
 
 def recomputed_by(fn: Any) -> tuple[Any, Rematerialized[..., Any]] | None:
@@ -129,7 +135,7 @@ def undone(module: RematModule) -> nn.Module:
     That is the module itself, or the one that a view is of.
     """
     if module._remat_spec.is_view:
-        return module._remat_module
+        return module_of(module)
     object.__setattr__(module, "__class__", module._remat_base)
     return module
 
@@ -223,6 +229,7 @@ class _Forward:
         call = self._call
         if call is None or call.__wrapped__ is not fn:
             call = Rematerialized(fn, self._spec.where, self._spec.options)
+            call._name = self._kind.__qualname__
             self._call = call
         return call
 

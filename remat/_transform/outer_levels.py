@@ -29,7 +29,7 @@ from remat._base.errors import CaptureError
 from remat._base.tensors import describe
 from remat._graph.edges import Edge, edge_of, edges_behind
 from remat._torch import current_layer, is_of_level_above
-from remat._transform.checks import NOT_LIFTED
+from remat._transform.reached import NOT_LIFTED
 
 
 class RefuseOuterLevels(TorchFunctionMode):

@@ -57,7 +57,9 @@ class Packing:
         self.handles: list[weakref.ref[Handle] | None] = []
         self.metas: list[Any] = []
         examining = here().examining
-        self._observe = observe if examining is None else examining(call, observe)
+        if examining is not None:
+            observe = examining.observe(call, observe)
+        self._observe = observe
 
     def pack(self, t: Tensor) -> Any:
         """Be the hook that saves a tensor."""
@@ -71,13 +73,14 @@ class Packing:
             if is_of_torch_func(t):  # of a level that was opened inside
                 self._itself(t, None, None)
                 return without_node(t)
-        if t.requires_grad and t.is_leaf:
+        node = t.grad_fn
+        if node is None and t.requires_grad:
             return self._itself(t, version_of(t), None)
         handles = self.handles
         position = len(handles)
         handle = Handle(self._call, position)
         handles.append(weakref.ref(handle))
-        self.metas.append(meta_of(t))
+        self.metas.append(meta_of(t, node))
         if self._observe is not None:
             self._observe(position, t)
         return handle

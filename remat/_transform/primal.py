@@ -22,7 +22,7 @@ from remat._base.tracebacks import note
 from remat._base.types import Fn, Outputs
 from remat._capture.structure import Out
 from remat._torch import torch_functions
-from remat._transform import checks
+from remat._transform import checks, reached
 from remat._transform.buffers import copies_of_buffers
 from remat._transform.call import Call
 from remat._transform.forward import evaluate_forward
@@ -98,13 +98,17 @@ class Primal(Program):
             context.recomputing -= 1
 
     def _run_forward(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
-        call = self.call
-        if call.wrapped:
-            with RefuseOuterLevels(call.wrapped, inputs, self.name_of):
+        call, context = self.call, here()
+        context.functions += 1
+        try:
+            if call.wrapped:
+                with RefuseOuterLevels(call.wrapped, inputs, self.name_of):
+                    result = self._under(mode, call.run_forward, inputs)
+                call.wrapped = ()
+            else:
                 result = self._under(mode, call.run_forward, inputs)
-            call.wrapped = ()
-        else:
-            result = self._under(mode, call.run_forward, inputs)
+        finally:
+            context.functions -= 1
         return call.split(result, inputs)
 
     def _recompute(self, out: Out, inputs: Sequence[Tensor], mode: Any) -> Outputs:
@@ -120,7 +124,7 @@ class Primal(Program):
                     result = self._under(mode, call.run_again, inputs)
             else:
                 result = self._under(mode, call.run_again, inputs)
-        return out.split_again(result, inputs)
+        return out.split_again(result)
 
     def _under(self, mode: Any, run: Fn, inputs: Sequence[Tensor]) -> Any:
         """Run the function under the policy of the call, and a mode if there is one."""
@@ -158,7 +162,7 @@ class Primal(Program):
         evaluation, snapshot = self.evaluation, self.call.snapshot
         assert evaluation is not None
         # Where nobody looked what the forward reached, there is nothing to compare.
-        is_known = not checks.reaches_only_inputs(snapshot, evaluation.request)
+        is_known = not reached.reaches_only_inputs(snapshot, evaluation.request)
         missing = [i for i in missing if i in evaluation.certain]
         if is_known and missing:
             checks.check_reached(snapshot, outs, inputs, missing)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from remat._base.context import within
-from remat._base.errors import MutationError
+from remat._base.errors import MutationError, RecomputeError
 from remat._base.tracebacks import note
 from remat._capture.restore import Run
 from remat._graph.handles import Handle
@@ -31,7 +31,9 @@ from remat._torch import (
     below_all_levels,
     current_task,
     eager_only,
+    execution_group,
     keeps_graph,
+    reads_what_is_written_late,
     torch_functions,
     when_done,
 )
@@ -59,12 +61,15 @@ def value_of(call: SavedCall, asked: Handle) -> Tensor:
         DIFFERENTIATED_AGAIN.add(call.label)
     handles = call.alive() if in_backward else [asked]
     if len(handles) > 1:
-        when_done(functools.partial(_forget, weakref.ref(call)))
+        _forget_later(call)
     try:
         with torch_functions():  # those of a loss may have called the backward
             below_all_levels(_fill, call, handles)
     except Exception as error:
         note(error, f"remat: raised while recomputing {call.label}.")
+        describe = call.setting.options.describe
+        if describe is not None and isinstance(error, RecomputeError):
+            note(error, describe())
         for handle in handles:
             handle.value = None
         raise
@@ -75,8 +80,17 @@ def value_of(call: SavedCall, asked: Handle) -> Tensor:
     return value
 
 
+def _forget_later(call: SavedCall) -> None:
+    """Drop the values that nobody reads, at the end of the backward or its group."""
+    forget, group = functools.partial(_forget, weakref.ref(call)), execution_group()
+    if group is None:
+        when_done(forget)
+    else:
+        weakref.finalize(group, forget)
+
+
 def _forget(ref: weakref.ref[SavedCall]) -> None:
-    """Drop the values that nobody read, at the end of a backward."""
+    """Drop the values that nobody read."""
     call = ref()
     if call is not None:
         for handle in call.alive():
@@ -116,17 +130,31 @@ def _fill_within_forward(call: SavedCall, handles: Sequence[Handle]) -> None:
 
 def _fill_fully(call: SavedCall, handles: Sequence[Handle], check: Any) -> None:
     """Run the function as it is, under a mode that checks it if there is one."""
-    filling = Filling(handles, call.metas, call.setting.snapshot.label)
+    setting, is_whole = call.setting, call.is_done
+    options = setting.options
+    filling = Filling(
+        handles,
+        call.metas,
+        setting.snapshot.label,
+        # Of a forward that still runs, nobody knows yet where it ends.
+        stops=_stops_early(call) or not is_whole,
+        compares=options.compares,
+    )
     recompute(call, filling, _tensors(call), check)
-    if filling.left:
-        raise filling.differs()
+    filling.end()
+
+
+def _stops_early(call: SavedCall) -> bool:
+    """Say whether the recompute ends once all handles have their values."""
+    return call.setting.options.stops_early and not reads_what_is_written_late()
 
 
 def _fill_along_plan(
     call: SavedCall, handles: Sequence[Handle], replaying: Replaying
 ) -> bool:
     """Recompute along a plan; say whether it fit."""
-    filling = Filling(handles, call.metas, call.label, is_replay=True)
+    stops = _stops_early(call)
+    filling = Filling(handles, call.metas, call.label, stops=stops, is_replay=True)
     tensors = _tensors(call)
     try:
         # No name for the stand-ins: `escaped` counts who else holds them.

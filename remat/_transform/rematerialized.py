@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from remat._ambient.draws import without_draws
+from remat._base.context import here
 from remat._base.labels import Label, label_of
 from remat._base.tracebacks import hide_frames
+from remat._base.types import Fn
 from remat._partial.options import Options
 from remat._torch import is_traced_symbolically
 from remat._transform.call import Call
@@ -35,6 +37,33 @@ R = TypeVar("R")
 S = TypeVar("S")
 Q = ParamSpec("Q")
 T = TypeVar("T")
+
+
+def call_lowered(
+    lowering: Lowering,
+    fn: Fn,
+    label: Label,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> Any:
+    """Call a function so that a backward recomputes it."""
+    try:
+        if lowering is Lowering.SAVED:
+            return call_saved(fn, label, args, kwargs, options)
+        if lowering is Lowering.FUNCTION:
+            call = Call(fn, label, args, kwargs, options)
+            inputs, needs = call.take_inputs()
+            outs = None
+            if not call.is_lazy:
+                outs = evaluate_differentiably(Primal(call), inputs, needs)
+            if outs is not None:
+                return call.join(outs, inputs)
+        plain = without_draws(fn, label) if options.rng == "error" else fn
+        return plain(*args, **kwargs)
+    except Exception as error:
+        hide_frames(error)
+        raise
 
 
 class Rematerialized(Generic[P, R]):
@@ -64,22 +93,10 @@ class Rematerialized(Generic[P, R]):
         if lowering is Lowering.INLINED:
             return fn(*args, **kwargs)
         label = self._label or self.__remat_label__
-        try:
-            if lowering is Lowering.SAVED:
-                return call_saved(fn, label, args, kwargs, options)
-            if lowering is Lowering.FUNCTION:
-                call = Call(fn, label, args, kwargs, options)
-                inputs, needs = call.take_inputs()
-                outs = None
-                if not call.is_lazy:
-                    outs = evaluate_differentiably(Primal(call), inputs, needs)
-                if outs is not None:
-                    return call.join(outs, inputs)
-            plain = without_draws(fn, label) if options.rng == "error" else fn
-            return plain(*args, **kwargs)
-        except Exception as error:
-            hide_frames(error)
-            raise
+        examining = here().examining
+        if examining is not None:
+            lowering, options = examining.asked(self, lowering, args)
+        return call_lowered(lowering, fn, label, args, kwargs, options)
 
     @overload
     def __get__(

@@ -47,7 +47,7 @@ from remat._torch import (
     unwrap_for_grad,
     without_hooks,
 )
-from remat._transform.checks import reached_inputs
+from remat._transform.reached import reached_inputs
 
 
 class Vjp(Program):

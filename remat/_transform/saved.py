@@ -71,7 +71,8 @@ def setting_of(snapshot: Snapshot, vmaps: Sequence[Any], options: Options) -> Se
     """Return what a call is made in, here and now."""
     hooks = top_hooks(True)
     is_nested = hooks is not None and hooks[1] is unpack
-    return Setting(snapshot, vmaps, options.joined(), options.prune, hooks, is_nested)
+    is_nested = is_nested and hooks[0] is not here().scope_pack
+    return Setting(snapshot, vmaps, options.joined(), options, hooks, is_nested)
 
 
 class Saved(SavedCall):
@@ -87,10 +88,10 @@ class Saved(SavedCall):
             inputs: of the call.
         """
         setting = self.setting
-        policy, prune, hooks = setting.policy, setting.prune, setting.hooks
+        policy, prune = setting.policy, setting.options.prune
         if policy is None and prune is not True:
             return
-        label = self.label
+        label, hooks = self.label, setting.residual_hooks
         around = here().decisions
         if around is not None and around.again:
             decision = around.next()

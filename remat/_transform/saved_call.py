@@ -22,7 +22,7 @@ from remat._capture.snapshot import Snapshot
 from remat._graph.handles import Handle
 from remat._partial.cache import Kind, metas_of
 from remat._partial.decide import Situation
-from remat._partial.options import Prune
+from remat._partial.options import Options
 from remat._transform.saved_inputs import SavedInputs
 from remat.policies import Policy
 
@@ -40,7 +40,7 @@ class Setting(NamedTuple):
         snapshot: what the call refers to, without its tensors.
         vmaps: how each level of vmap around the call batches its inputs.
         policy: of the call, joined with those of the calls around.
-        prune: as passed to `remat`.
+        options: of the call.
         hooks: for saved tensors, around the call: a pair, or None.
         is_nested: whether those are of a call of remat.
     """
@@ -48,9 +48,14 @@ class Setting(NamedTuple):
     snapshot: Snapshot
     vmaps: Sequence[Any]
     policy: Policy | None
-    prune: Prune
+    options: Options
     hooks: Any
     is_nested: bool
+
+    @property
+    def residual_hooks(self) -> Any:
+        """The hooks that are given what the policy saves: a pair, or None."""
+        return self.hooks if self.is_nested or self.options.hooks_residuals else None
 
 
 class Effects(NamedTuple):

@@ -1,7 +1,43 @@
 """`torch.utils.checkpoint`, on top of remat: the same names, signatures and results.
 
+    _checkpoint   checkpoint, and the function that it calls under a user's contexts
+    _sequential   checkpoint_sequential
+    _selective    the policy that contexts of selective checkpointing have
+    _settings     what the two `set_checkpoint_...` contexts set
+    _debug        the operations of both runs, for `debug=True`
+    _patch        patch, install and uninstall
+
 In: calls written for torch's checkpoint. Out: the results of the function, with a graph
-that recomputes as remat's does.
+that recomputes as remat's does. The names that have nothing to do with how a call is
+recomputed are torch's own.
 
 Called by users.
 """
+
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS as SAC_IGNORED_OPS,
+    CheckpointError as CheckpointError,
+    CheckpointFunction as CheckpointFunction,
+    CheckpointPolicy as CheckpointPolicy,
+    DefaultDeviceType as DefaultDeviceType,
+    GraphExecGroup as GraphExecGroup,
+    SelectiveCheckpointContext as SelectiveCheckpointContext,
+    check_backward_validity as check_backward_validity,
+    create_selective_checkpoint_contexts as create_selective_checkpoint_contexts,
+    detach_variable as detach_variable,
+    get_device_states as get_device_states,
+    noop_context_fn as noop_context_fn,
+    set_device_states as set_device_states,
+)
+
+from remat.compat._checkpoint import checkpoint as checkpoint
+from remat.compat._patch import (
+    install as install,
+    patch as patch,
+    uninstall as uninstall,
+)
+from remat.compat._sequential import checkpoint_sequential as checkpoint_sequential
+from remat.compat._settings import (
+    set_checkpoint_debug_enabled as set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop as set_checkpoint_early_stop,
+)

@@ -17,7 +17,7 @@ from torch import nn
 from remat._transform.api import caller, options_of
 from remat._transform.module import (
     RematModule,
-    is_rematerialized,
+    has_remat_class,
     recompute_in_place,
     undone,
 )
@@ -115,7 +115,7 @@ def remove(model: M) -> M:
     """
     _refuse_others("remove", model)
     for name, module in model.named_modules():
-        if isinstance(module, RematModule) and not is_rematerialized(module):
+        if isinstance(module, RematModule) and not has_remat_class(module):
             kind = type(module).__qualname__
             raise TypeError(_DERIVED.format(name=_shown(name), kind=kind))
     model = _undone(model)

@@ -53,8 +53,8 @@ def enable(
         The model.
 
     Raises:
-        TypeError: the model has no gradient checkpointing that takes a function. The
-            message says what to use instead.
+        TypeError: `model` is not a module; or it has no gradient checkpointing that
+            takes a function. The message says what to use instead.
 
     Example:
         >>> import remat
@@ -68,6 +68,9 @@ def enable(
         ...     )
         ...     model = remat.nn.enable(BertModel(config))
     """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(_NO_MODULE.format(kind=kind))
     options = options_of(policy, prune, rng, higher_order)
     checkpoint = Checkpoint(caller(), options)
     owners = [m for m in model.modules() if _takes_function(m) and _has_blocks(m)]
@@ -123,6 +126,9 @@ def _is_ours(module: nn.Module) -> bool:
     return type(vars(module).get(_FUNCTION)) is Checkpoint
 
 
+_NO_MODULE = (
+    "remat.nn.enable: {kind} is not a module. Pass a model, such as pipeline.unet."
+)
 _NOT_SUPPORTED = (
     "remat.nn.enable: {model} has no gradient checkpointing that calls a function of "
     "the user's. Use remat.nn.apply(model), which finds the blocks itself, or "

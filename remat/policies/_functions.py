@@ -10,7 +10,7 @@ the same in every later version.
 import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -21,6 +21,7 @@ from remat.policies._selective import Selective
 
 
 Ask: TypeAlias = Callable[[Op], Answer]
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def asked(fn: object) -> Ask:
@@ -37,13 +38,7 @@ def asked(fn: object) -> Ask:
             "(op) -> bool or Decision, or a function of torch's kind, "
             "(ctx, op, *args, **kwargs) -> CheckpointPolicy."
         )
-    try:
-        hash(fn)
-    except TypeError:
-        raise TypeError(
-            f"remat: policy {fn!r} is not hashable, but remat compares policies. Make "
-            "its class a frozen dataclass, or remove __eq__ from it."
-        ) from None
+    checked_hash(fn)
     if _takes(fn, 1):
         return fn
     if _takes(fn, 3):
@@ -52,6 +47,22 @@ def asked(fn: object) -> Ask:
         f"remat: policy {fn!r} can be called neither as policy(op) nor as "
         "policy(ctx, op, *args, **kwargs), as in torch's selective checkpointing"
     )
+
+
+def checked_hash(fn: _F) -> _F:
+    """Return a policy function that can be hashed.
+
+    Raises:
+        TypeError: it cannot be hashed.
+    """
+    try:
+        hash(fn)
+    except TypeError:
+        raise TypeError(
+            f"remat: policy {fn!r} is not hashable, but remat compares policies. Make "
+            "its class a frozen dataclass, or remove __eq__ from it."
+        ) from None
+    return fn
 
 
 def _takes(fn: Callable[..., Any], count: int) -> bool:

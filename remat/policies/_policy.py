@@ -26,6 +26,7 @@ Rejected: a `~p` that offloads what p offloads. Then `~~p == p` for all p. But `
 import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from typing_extensions import override
@@ -40,6 +41,7 @@ from remat.policies._decision import (
 )
 from remat.policies._functions import Ask, asked, printed
 from remat.policies._operators import checked, family, name
+from remat.policies._selective import Selective
 
 
 class Policy(ABC):
@@ -319,6 +321,13 @@ class Function(Policy):
     def is_data(self) -> bool:
         """False."""
         return False
+
+    @property
+    @override
+    def cache_key(self) -> Any:
+        """A reference to the user's function: a call may make the policy anew."""
+        fn = self.fn.fn if isinstance(self.fn, Selective) else self.fn
+        return weakref.ref(fn if type(fn) is FunctionType else self)
 
     def __repr__(self) -> str:
         return f"as_policy({printed(self.fn)})"

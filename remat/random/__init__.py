@@ -22,7 +22,10 @@ from remat.random._key import (
     split as split,
     wrap_key_data as wrap_key_data,
 )
-from remat.random._reuse import check_key_reuse as check_key_reuse
+from remat.random._reuse import (
+    check_key_reuse as check_key_reuse,
+    debug_key_reuse as debug_key_reuse,
+)
 from remat.random._samplers import (
     bernoulli as bernoulli,
     bits as bits,

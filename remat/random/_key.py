@@ -169,7 +169,7 @@ def _unpickle(data: Tensor, impl: str) -> Key:
 # `_unpickle` only makes a key, so `torch.load(weights_only=True)` may call it.
 torch.serialization.add_safe_globals([_unpickle])
 
-pytree.register(Key, "remat.random.Key", children=["data"], static=["impl"])
+pytree.register_attributes(Key, "remat.random.Key", children=["data"], static=["impl"])
 # A Key, or its data. (torch.func._random calls the data a key.)
 KeyLike: TypeAlias = Key | Tensor
 

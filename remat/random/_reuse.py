@@ -1,14 +1,16 @@
-"""Find keys that are consumed twice inside `check_key_reuse`.
+"""Find keys that are consumed twice: in a block, or in the whole program.
 
+`check_key_reuse` checks a block of one thread. `debug_key_reuse` checks all threads.
 Consumption is counted by the bits of the key, so copies of a key count together.
 
-Invariant: outside `check_key_reuse`, a draw looks at one empty list and does no more.
+Invariant: where nothing is checked, a draw looks at one empty list and does no more.
 Rejected: marking the key object as consumed. Equal keys draw equal numbers even if they
 are different objects, and a batched key is a new object each time.
 """
 
 import functools
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -34,16 +36,44 @@ class _Ledger:
     Attributes:
         used: the source line that first consumed each key.
         allowed: how many more times each key may be consumed.
+        lock: held while keys are counted. Threads of a program share a ledger.
     """
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.used: dict[tuple[int, int], str] = {}
         self.allowed: Counter[tuple[int, int]] = Counter()
 
 
-# One entry for each open block, in any thread.
+# One entry for each open block, in any thread, and one while the program is checked.
 _open: list[None] = []
 _ledger: ContextVar[_Ledger | None] = ContextVar("_ledger", default=None)
+
+
+class _Program:
+    """What `debug_key_reuse` has switched on.
+
+    Attributes:
+        ledger: of the whole program; None if it is not checked.
+    """
+
+    ledger: _Ledger | None = None
+
+    def check(self, ledger: _Ledger | None) -> None:
+        """Count in a ledger from now on, or no more."""
+        if ledger is not None and self.ledger is None:
+            _open.append(None)
+        if ledger is None and self.ledger is not None:
+            _open.pop()
+        self.ledger = ledger
+
+
+_program = _Program()
+
+
+def _current() -> _Ledger | None:
+    """Return the ledger that counts here: of the block, else of the program."""
+    return _ledger.get() or _program.ledger
 
 
 class _Block(AbstractContextManager[None]):
@@ -54,7 +84,7 @@ class _Block(AbstractContextManager[None]):
 
     @override
     def __enter__(self) -> None:
-        self._tokens.append(_ledger.set(_ledger.get() or _Ledger()))
+        self._tokens.append(_ledger.set(_current() or _Ledger()))
         _open.append(None)
 
     @override
@@ -98,7 +128,7 @@ def check_key_reuse() -> _Block:
     The check reads the values of keys. On an accelerator this waits for the device, so
     use it in tests and for debugging. It sees the keys that this thread consumes. It
     does not see keys that ``torch.compile`` or ``make_fx`` trace, nor draws of compiled
-    code. Nested blocks count together.
+    code. Nested blocks count together. :func:`debug_key_reuse` checks a whole program.
 
     The result is a context manager, and a decorator of functions other than generator
     and coroutine functions.
@@ -120,6 +150,52 @@ def check_key_reuse() -> _Block:
     return _Block()
 
 
+class debug_key_reuse(AbstractContextManager[None]):  # noqa: N801
+    """Check the whole program for keys that are consumed twice, or stop checking it.
+
+    A call switches the check on or off at once, for all threads. It may be a statement,
+    as a first line of a program, or the head of a ``with`` block. Then the check is as
+    before at the end of the block. It is off by default, and costs nothing then.
+
+    What counts as a reuse is as in :func:`check_key_reuse`. The check remembers each
+    key that is consumed, about 200 bytes each, until it is switched off. A
+    :func:`check_key_reuse` block inside counts together with the program.
+
+    Args:
+        enabled: whether to check. If the program is checked already, True goes on with
+            the keys consumed so far.
+
+    Raises:
+        TypeError: ``enabled`` is not a bool.
+        KeyReuseError: from then on, on the second consumption of a key. The message
+            names both source lines.
+
+    Source: JAX's ``jax_debug_key_reuse`` and ``jax.debug_key_reuse``.
+
+    Example:
+        >>> from remat import random
+        >>> key = random.key(42)
+        >>> with random.debug_key_reuse(True):  # doctest: +ELLIPSIS
+        ...     x = random.normal(key, (3,))
+        ...     y = random.uniform(key, (3,))
+        Traceback (most recent call last):
+        remat.KeyReuseError: remat: a key was consumed twice, ...
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        if not isinstance(enabled, bool):
+            raise TypeError(_NO_BOOL.format(got=enabled))
+        self._before = _program.ledger
+        _program.check((self._before or _Ledger()) if enabled else None)
+
+    @override
+    def __exit__(self, *exception: object) -> None:
+        _program.check(self._before)
+
+
+_NO_BOOL = "remat: debug_key_reuse({got!r}): pass True to check keys, or False to stop."
+
+
 def consume(data: Tensor) -> None:
     """Count each key of `data` as consumed."""
     if _open and not must_inline():
@@ -130,25 +206,32 @@ def allow(data: Tensor) -> None:
     """Allow each key of `data` to be consumed once more."""
     if not _open or must_inline() or is_recomputing():
         return
-    if (ledger := _ledger.get()) is not None:
-        ledger.allowed.update(_rows(data))
+    ledger = _current()
+    if ledger is not None:
+        rows = _rows(data)
+        with ledger.lock:
+            ledger.allowed.update(rows)
 
 
 def _consume(data: Tensor) -> None:
-    ledger = _ledger.get()
+    ledger = _current()
     if ledger is None or is_recomputing():
         return
     rows = _rows(data)
     here = user_line() if rows else ""
-    for row in rows:
-        if row not in ledger.used:
-            ledger.used[row] = here
-        elif ledger.allowed[row]:
-            ledger.allowed[row] -= 1
-        else:
-            raise KeyReuseError(
-                _REUSED.format(row=row, first=ledger.used[row], here=here)
-            )
+    with ledger.lock:
+        for row in rows:
+            _count(ledger, row, here)
+
+
+def _count(ledger: _Ledger, row: tuple[int, int], here: str) -> None:
+    if row not in ledger.used:
+        ledger.used[row] = here
+    elif ledger.allowed[row]:
+        ledger.allowed[row] -= 1
+    else:
+        first = ledger.used[row]
+        raise KeyReuseError(_REUSED.format(row=row, first=first, here=here))
 
 
 def _rows(data: Tensor) -> list[tuple[int, int]]:

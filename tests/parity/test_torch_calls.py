@@ -1,10 +1,11 @@
 """What PyTorch's tests of `torch.utils.checkpoint` say of calls, states and memory.
 
 Numbers are items of the survey of those tests. `test_torch_graphs.py` has items 19 to
-30. Left out, because there is nothing in `remat` they could be about: the reentrant
+30. `tests/compat` says them of `compat.checkpoint`, beside torch's own. Left out,
+because there is nothing in `remat` they could be about: the reentrant
 variant (2 in part, 8 in part, 17, 23 in part), the argument checks of
 `checkpoint_sequential` (4), `preserve_rng_state=False` (6: there is no way to switch
-replay off), `context_fn` (16), execution groups (18: each backward recomputes),
+replay off), `context_fn` (16), execution groups (18, in `tests/compat`),
 messages of `debug=` (19 in part), a switch for early stop (29: there is none), and
 `DataParallel` (25 in part), which needs several devices.
 """

@@ -13,7 +13,7 @@ from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import KeyReuseError, random, remat
-from remat.random import _reuse, check_key_reuse
+from remat.random import _reuse, check_key_reuse, debug_key_reuse
 from remat.testing import count_ops
 
 
@@ -267,6 +267,117 @@ def test_outside_the_block_a_draw_only_looks_at_a_list(monkeypatch):
     random.uniform(random.split(K))
 
 
+# --- The whole program ---------------------------------------------------------------
+
+
+@pytest.fixture
+def checked():
+    debug_key_reuse(True)
+    yield
+    debug_key_reuse(False)
+    assert not _reuse._open
+
+
+@pytest.mark.usefixtures("checked")
+def test_the_program_is_checked_from_the_statement_on():
+    random.normal(K)  # the program's first line
+    with pytest.raises(KeyReuseError, match="consumed twice") as caught:
+        random.split(K)  # the program's second line
+    message = str(caught.value)
+    first, again = line_of("# the program's first line\n"), "program's second line\n"
+    assert re.search("first: " + re.escape(first), message)
+    assert re.search("again: " + re.escape(line_of("# the " + again)), message)
+
+
+def test_the_program_is_not_checked_by_default_nor_after_the_block():
+    use(K, K)
+    with debug_key_reuse(True):
+        use(K)
+        with is_reuse():
+            use(K)
+    use(K, K)
+    assert not _reuse._open
+
+
+def test_a_program_that_is_no_longer_checked_draws_without_counting(monkeypatch):
+    debug_key_reuse(True)
+    debug_key_reuse(False)
+    monkeypatch.setattr(_reuse, "_consume", None)
+    monkeypatch.setattr(_reuse, "_rows", None)
+    random.clone(K)
+    use(K, K)
+
+
+@pytest.mark.usefixtures("checked")
+def test_switching_on_again_goes_on_with_the_keys_so_far():
+    use(K)
+    debug_key_reuse(True)
+    with is_reuse():
+        use(K)
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_block_can_pause_the_check():
+    use(K)
+    with debug_key_reuse(False):
+        use(K, K)
+        assert not _reuse._open
+    with is_reuse():
+        use(K)
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_block_in_a_checked_program_counts_together_with_it():
+    use(K)
+    with check_key_reuse():
+        use(KEYS[0, 0])
+        with is_reuse():
+            use(K)
+    with is_reuse():
+        use(KEYS[0, 0])
+
+
+@pytest.mark.usefixtures("checked")
+def test_other_threads_of_a_checked_program_are_checked():
+    use(K)
+    with ThreadPoolExecutor(1) as pool, is_reuse():
+        pool.submit(use, K).result()
+
+
+@pytest.mark.usefixtures("checked")
+def test_of_many_threads_that_draw_from_one_key_one_may():
+    def draw(_):
+        try:
+            use(K)
+        except KeyReuseError:
+            return 0
+        return 1
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(draw, range(64))) == 1
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_clone_may_be_consumed_in_a_checked_program():
+    use(K, random.clone(K))
+    with is_reuse():
+        use(K)
+
+
+def test_the_block_of_a_checked_program_is_left_by_an_exception():
+    with is_reuse(), debug_key_reuse(True):
+        use(K, K)
+    use(K, K)
+    assert not _reuse._open
+
+
+@pytest.mark.parametrize("enabled", [1, None, "on"])
+def test_the_switch_takes_a_bool(enabled):
+    with pytest.raises(TypeError, match="pass True to check keys, or False to stop"):
+        debug_key_reuse(enabled)
+    assert not _reuse._open
+
+
 # --- Transforms --------------------------------------------------------------------
 
 
@@ -279,23 +390,28 @@ def loss(x, key):
 WRAPS = {"plain": lambda f: f, "remat": remat, "twice": lambda f: remat(remat(f))}
 
 
+CHECKS = {"block": check_key_reuse, "program": lambda: debug_key_reuse(True)}
+
+
 @rows("transform", some("backward", "grad", "hessian", "jvp", "vmap_grad"))
 @rows("wrap", WRAPS)
-def test_no_derivative_and_no_recomputation_is_a_reuse(transform, wrap):
-    with check_key_reuse(), count_ops() as ops:
+@rows("check", CHECKS)
+def test_no_derivative_and_no_recomputation_is_a_reuse(transform, wrap, check):
+    with check(), count_ops() as ops:
         transform(wrap(lambda x: loss(x, K)), X)
     assert ops["remat::uniform"] >= 1
     assert ops["remat::split"] >= 1
-    with check_key_reuse(), is_reuse():
+    with check(), is_reuse():
         transform(wrap(lambda x: loss(x, K) + loss(x, K)), X)
 
 
-def test_each_key_of_a_batch_of_gradients_counts_once():
+@rows("check", CHECKS)
+def test_each_key_of_a_batch_of_gradients_counts_once(check):
     per_key = lambda fn: vmap(grad(remat(fn)), in_dims=(None, 0))
-    with check_key_reuse(), count_ops() as ops:
+    with check(), count_ops() as ops:
         per_key(loss)(X, KEYS[0])
     assert ops["remat::uniform"] >= 1
-    with check_key_reuse(), is_reuse():
+    with check(), is_reuse():
         per_key(lambda x, k: loss(x, k) + loss(x, k))(X, KEYS[0])
 
 

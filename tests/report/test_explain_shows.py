@@ -1,55 +1,21 @@
-"""`compare`, what is offloaded, and how reports show: text, tables, HTML and plots."""
+"""What is offloaded, and how reports show: text, tables, HTML and plots."""
 
 import importlib.util
+import itertools
 import pickle
-from html import escape
+import re
+from html.parser import HTMLParser
 
 import pytest
 import torch
-from support.explained import CASES, POLICIES, SQUARE, blk, case_of, example, two
+from support.explained import POLICIES, SQUARE, blk, case_of, example
 from support.kept import total
 
 import remat._report.render
 from remat import compare, explain, policies, remat as ckpt, saved_residuals
 
 
-# --- compare ---
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_rows_are_what_explain_says(name):
-    fn, args = case_of(name)
-    compared = compare(fn, *args, policies=POLICIES.values(), prune=True)
-    reports = [explain(fn, *args, policy=p, prune=True) for p in POLICIES.values()]
-    plain, full, *rest = compared.rows
-    assert (plain.name, plain.saved_bytes, plain.recomputed_flops) == (
-        *("plain", reports[0].plain_bytes),
-        0,
-    )
-    assert full == rest[0]
-    for row, report in zip(rest, reports, strict=True):
-        assert row.name == str(report.policy or "nothing_saveable")
-        assert row.saved_bytes == report.saved_bytes
-        assert row.offloaded_bytes == report.offloaded_bytes
-        assert row.recomputed_flops == report.recomputed_flops
-        assert row.recomputed_share == report.recomputed_share
-
-
-def test_the_function_is_called_once_for_all_policies():
-    calls = []
-
-    def f(w, x):
-        calls.append(None)
-        return blk(w, x)
-
-    found = compare(f, *example(*SQUARE), policies=POLICIES.values())
-    assert (len(found.rows), len(calls)) == (2 + len(POLICIES), 1)
-
-
-def test_a_policy_reaches_into_calls_within():
-    dots = policies.dots_saveable
-    found = compare(two, *example(*SQUARE), policies=[dots], prune=True)
-    assert [row.recomputed_flops // (2 * 64**3) for row in found.rows] == [4, 6, 0]
+MIB = 2**20
 
 
 # --- Offloading ---
@@ -115,15 +81,16 @@ def test_as_plain_text(monkeypatch):
         *("16,384", "524,288", "saved"),
     ]
     again = "recomputed: 0 of 1,048,576 FLOPs (0%), 2 of 4 operations"
-    assert lines[8:11] == [
+    assert lines[8:12] == [
         "saved: 65,536 bytes; plain: 65,536",
+        "estimated peak: 98,304 bytes",
         again,
         "pruned: yes",
     ]
     rows = [row.split() for row in str(compared).splitlines()]
     assert rows[2:4] == [
-        ["plain", "65,536", "0", "0", "0%"],
-        ["nothing_saveable", "32,768", "0", "1,048,576", "100%"],
+        ["plain", "65,536", "65,536", "0", "0", "0%"],
+        ["nothing_saveable", "32,768", "65,536", "0", "1,048,576", "100%"],
     ]
 
 
@@ -147,24 +114,91 @@ def test_rich_shows_it_in_colours():
     assert "operation" in text.get()
 
 
-def test_as_html():
-    pytest.importorskip("rich")
-    found, compared = reports()
-    html = found._repr_html_()
-    assert html.startswith("<pre")
-    assert "remat of `blk` under dots_saveable" in html
-    assert html.count("color: #000080") >= 7, "saved rows are blue"
-    assert html.count("│") == 8 * (2 + 4), "each row is one line"
-    other = explain(lambda x: x.sin(), *example((64, 64)))._repr_html_()
-    assert "&lt;lambda&gt;`" in other
-    assert compared._repr_html_().count("│") == 6 * len(compared.rows)
+class Html(HTMLParser):
+    """The rows of the tables, apart from those that are folded; and the summaries."""
+
+    def __init__(self, report):
+        super().__init__()
+        self.rows, self.folded, self.summaries, self.colours = [], [], [], []
+        self.open = []
+        self.feed(report._repr_html_())
+        self.close()
+        assert not self.open, "each tag is closed"
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        style = dict(attrs).get("style", "")
+        if tag == "tr":
+            self.inside.append([])
+        if tag == "span":
+            self.colours += re.findall("background: (#[0-9a-f]{6})", style)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "summary" in self.open:
+            self.summaries.append(data)
+        elif "td" in self.open:
+            self.inside[-1].append(data)
+
+    @property
+    def inside(self):
+        return self.folded if "details" in self.open else self.rows
 
 
-def test_as_html_without_rich(monkeypatch):
+SAVED, RECOMPUTED, DEAD = "#1f77b4", "#ff7f0e", "#c7c7c7"
+
+
+def test_in_a_notebook_parameters_are_folded_and_fates_coloured():
+    w, x = example(*SQUARE)
+    shown = Html(explain(blk, w, x.detach(), policy=policies.dots_saveable))
+    assert shown.summaries == ["1 parameter, 16.0 KiB"]
+    assert [row[0] for row in shown.folded[1:]] == ["w"]
+    assert [row[0] for row in shown.rows[1:]] == ["x", "mm", "tanh", "mm", "tanh"]
+    again = [SAVED, RECOMPUTED] * 2
+    assert shown.colours == [SAVED, SAVED, *again]
+
+
+def test_in_a_notebook_dead_operations_and_dropped_inputs_are_grey():
+    x, y = (t * 1 for t in example((3,), (3,)))
+    shown = Html(explain(lambda x, y: x.sin().sin() + y, x, y, prune=True))
+    assert shown.colours == [SAVED, DEAD, RECOMPUTED, DEAD, DEAD]
+    assert (shown.folded, shown.summaries) == ([], [])
+
+
+def test_in_a_notebook_names_are_escaped():
+    html = explain(lambda x: x.sin(), *example((64, 64)))._repr_html_()
+    assert "&lt;lambda&gt;`" in html
+    assert "<lambda>" not in html
+
+
+def test_in_a_notebook_a_comparison_has_a_row_for_each_policy():
+    _, compared = reports()
+    shown = Html(compared)
+    assert [row[0] for row in shown.rows[1:]] == [row.name for row in compared.rows]
+    assert not shown.colours
+
+
+def test_the_parameters_of_a_module_are_folded():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    found = explain(model, torch.ones(2, 64))
+    assert [leaf.is_parameter for leaf in found.inputs] == [False] + [True] * 4
+    (summary,) = Html(found).summaries
+    assert summary == f"4 parameters, {2 * (64 * 64 + 64) * 4 / 2**10:.1f} KiB"
+
+
+def test_the_repr_is_one_short_line():
     found, compared = reports()
-    without(monkeypatch, "rich")
-    for report in (found, compared):
-        assert report._repr_html_() == f"<pre>{escape(str(report))}</pre>"
+    assert repr(found) == (
+        "<Explanation of `blk` under dots_saveable: 4 operations (2 saved, "
+        "2 recomputed); 65,536 bytes saved, 65,536 plain>"
+    )
+    assert repr(compared) == (
+        "<Comparison for `blk`: 5 rows; 32,768 to 65,536 bytes saved>"
+    )
+    nothing = repr(explain(lambda x: x + 1, torch.arange(3)))
+    assert nothing.endswith("<lambda>`: no operations; 0 bytes saved, 0 plain>")
 
 
 def test_as_text_in_a_notebook(monkeypatch):
@@ -188,7 +222,8 @@ def pyplot():
 def test_as_bars(pyplot):
     found, _ = reports()
     axes = found.plot()
-    assert sorted(bar.get_width() for bar in axes.patches) == [2**14] * 4
+    assert sorted(bar.get_width() for bar in axes.patches) == [2**14 / MIB] * 4
+    assert axes.get_xlabel() == "MiB"
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["saved", "recomputed"]
     names = [label.get_text().split()[0] for label in axes.get_yticklabels()]
@@ -200,12 +235,60 @@ def test_as_bars(pyplot):
 def test_as_points(pyplot):
     _, compared = reports()
     axes = compared.plot()
-    points = [tuple(dots.get_offsets()[0]) for dots in axes.collections]
-    assert points == [(r.saved_bytes, r.recomputed_flops) for r in compared.rows]
-    assert [text.get_text() for text in axes.texts] == [r.name for r in compared.rows]
-    assert len({text.xyann for text in axes.texts[2:]}) == 3  # though at one point
+    points = {tuple(dots.get_offsets()[0]) for dots in axes.collections}
+    rows = {(row.saved_bytes / MIB, row.recomputed_flops) for row in compared.rows}
+    assert points == rows
+    assert len(axes.collections) == len(rows) < len(compared.rows)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("saved MiB", "recomputed FLOPs")
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert sorted("\n".join(labels).split("\n")) == sorted(
+        row.name for row in compared.rows
+    )
     ours = pyplot.figure().add_subplot()
     assert compared.plot(ours) is ours
+
+
+def texts_of(axes):
+    """Each text of a plot, with the box that it is drawn in."""
+    axes.figure.draw_without_rendering()
+    titles = [axes._left_title, axes.xaxis.label, axes.yaxis.label]
+    drawn = [*axes.xaxis._update_ticks(), *axes.yaxis._update_ticks()]
+    ticks = [tick.label1 for tick in drawn]
+    found = [*axes.get_legend().get_texts(), *titles, *ticks]
+    return [(t.get_text(), t.get_window_extent()) for t in found if t.get_text()]
+
+
+def collisions(axes):
+    texts, whole = texts_of(axes), axes.figure.bbox
+    found = [
+        (name, other)
+        for (name, box), (other, at) in itertools.combinations(texts, 2)
+        if box.overlaps(at)
+    ]
+    outside = [n for n, b in texts if not whole.contains(b.x0, b.y0)]
+    return found + outside + [n for n, b in texts if not whole.contains(b.x1, b.y1)]
+
+
+LONG = policies.save_only_these_names(*map("layer.{}.projection".format, range(9)))
+MANY = [*POLICIES.values(), LONG, *map(policies.save_larger_than, range(8))]
+
+
+@pytest.mark.parametrize("style", ["default", "dark_background"])
+def test_no_label_of_a_plot_collides_with_another(pyplot, style):
+    with pyplot.style.context(style):
+        fn, args = case_of("mlp")
+        report = explain(fn, *args, policy=LONG | policies.dots_saveable)
+        assert not collisions(report.plot())
+        assert not collisions(compare(fn, *args, policies=MANY).plot())
+
+
+def test_labels_that_collide_are_found(pyplot):
+    axes = pyplot.figure().add_subplot()
+    axes.plot([0, 1], label="a line")
+    axes.legend(loc="center", bbox_to_anchor=(0.5, -0.05))
+    assert any(pair[0] == "a line" for pair in collisions(axes))
+    axes.set_title("a title that is too long for the figure" * 9, loc="left")
+    assert axes.get_title(loc="left") in collisions(axes)
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):

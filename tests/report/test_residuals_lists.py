@@ -1,5 +1,6 @@
 """`saved_residuals`: what each entry of the list says, and in which order they come."""
 
+import dataclasses
 import types
 
 import pytest
@@ -15,6 +16,7 @@ from remat import (
     CaptureError,
     Residual,
     checkpoint_name,
+    policies,
     print_saved_residuals,
     remat as ckpt,
     saved_residuals,
@@ -349,21 +351,80 @@ def test_named_values_of_a_plain_function():
     assert str(second) == where
 
 
-def test_printing_is_one_residual_on_a_line_and_the_total(capsys):
+def test_printing_is_one_residual_on_a_line_and_the_totals(capsys):
     def f(x):
         return x.sin().sin()
 
     print_saved_residuals(f, torch.ones(3, 2))
-    first, second, last = capsys.readouterr().out.splitlines()
+    first, second, *totals = capsys.readouterr().out.splitlines()
     assert first == "f32[3,2] from the argument x: 24 bytes, read by sin"
     where = f"{__file__}:{f.__code__.co_firstlineno + 1}, in f"
     assert second == f"f32[3,2] output of sin from {where}: 24 bytes, read by sin"
-    assert last == "total: 48 bytes in 2 residuals"
+    assert totals == [
+        "activations: 48 bytes in 2 residuals",
+        "parameters: 0 bytes in 0 residuals",
+        "total: 48 bytes in 2 residuals",
+    ]
+
+
+def totals_of(capsys, fn, *args):
+    print_saved_residuals(fn, *args)
+    return capsys.readouterr().out.splitlines()[-3:]
+
+
+def test_parameters_are_counted_apart_from_activations(capsys):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+            self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+
+        def forward(self, x):
+            return self.down((self.up(x) * self.frozen).sin())
+
+    x, model = torch.ones(2, 4), Model()
+    # The frozen scale, and the second weight; the first only gets a gradient.
+    weights = model.frozen.nbytes + model.down.weight.nbytes
+    assert totals_of(capsys, ckpt(model.forward), x)[1:] == [
+        f"parameters: {weights + 4 * (4 * 8 + 8 + 4):,} bytes in 5 residuals",
+        f"total: {weights + 4 * (4 * 8 + 8 + 4) + x.nbytes:,} bytes in 6 residuals",
+    ]
+    assert totals_of(capsys, model, x) == [
+        f"activations: {x.nbytes + 2 * 2 * 8 * 4:,} bytes in 3 residuals",
+        f"parameters: {weights:,} bytes in 2 residuals",
+        f"total: {x.nbytes + 2 * 2 * 8 * 4 + weights:,} bytes in 5 residuals",
+    ]
+
+
+def test_a_leaf_that_requires_grad_is_a_parameter(capsys):
+    w, x = ones(4, 4), torch.ones(4)
+    assert totals_of(capsys, lambda w, x: (w @ x).sin(), w, x) == [
+        "activations: 32 bytes in 2 residuals",
+        "parameters: 0 bytes in 0 residuals",
+        "total: 32 bytes in 2 residuals",
+    ]
+    found = saved_residuals(lambda w, x: (w @ x).sin(), w, x.requires_grad_())
+    assert [r.is_parameter for r in found] == [True, True, False]
+
+
+def test_what_is_offloaded_is_counted_in_each_total(capsys):
+    w = ones(4, 4)
+    policy = policies.dots_saveable.but_offload(to="disk")
+    fn = ckpt(lambda w: (w @ w).sin(), policy=policy)
+    assert totals_of(capsys, fn, w) == [
+        "activations: 64 bytes in 1 residual, 64 of them offloaded",
+        "parameters: 64 bytes in 1 residual",
+        "total: 128 bytes in 2 residuals, 64 of them offloaded",
+    ]
 
 
 def test_printing_nothing(capsys):
     print_saved_residuals(lambda x: x + 1, torch.ones(3))
-    assert capsys.readouterr().out == "total: 0 bytes in 0 residuals\n"
+    assert capsys.readouterr().out == (
+        "activations: 0 bytes in 0 residuals\n"
+        "parameters: 0 bytes in 0 residuals\n"
+        "total: 0 bytes in 0 residuals\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -385,5 +446,5 @@ def test_the_dtype_of_a_residual_is_written_as_in_jax(dtype, text):
 def test_the_text_of_a_residual_on_another_device():
     made = Residual(torch.half, (2,), torch.device("cpu"), 4, "output of mm", "", ())
     assert str(made) == "f16[2] output of mm: 4 bytes"
-    away = Residual(*[getattr(made, n) for n in Residual.__slots__][:-1], "pinned host")
+    away = dataclasses.replace(made, place="pinned host")
     assert str(away) == "f16[2] output of mm, offloaded to pinned host: 4 bytes"

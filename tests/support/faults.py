@@ -43,8 +43,8 @@ FAULTS = [
     Fault(
         "a recompute runs to its end",
         TRANSFORM + "filling.py",
-        "        handle.value = value\n        self.left -= 1\n        if not self.left:",
-        "        handle.value = value\n        self.left -= 0.5\n        if not self.left:",
+        "        handle.value = value\n        self.left -= 1\n        if not self.left and",
+        "        handle.value = value\n        self.left -= 0.5\n        if not self.left and",
         ("tests/parity/test_golden.py",),
     ),
     Fault(
@@ -238,9 +238,9 @@ FAULTS = [
     ),
     Fault(
         "the peak is what is alive in the end",
-        "remat/testing.py",
-        "return max(memory_timeline(fn), default=0)",
-        "return (memory_timeline(fn) or [0])[-1]",
+        REPORT + "timeline.py",
+        "return max(self.bytes, default=0)",
+        "return (self.bytes or (0,))[-1]",
         ("tests/testing/test_measures.py",),
     ),
     Fault(

@@ -313,6 +313,12 @@ def method(forward):
     return type("Local", (nn.Module,), {"forward": forward})()
 
 
+def rematerialized(value):
+    """A module that asks a rematerialized method of its own."""
+    held, forward = remat(lambda self: value), lambda self, x: use(x, self.held())
+    return type("Local", (nn.Module,), {"held": held, "forward": forward})()
+
+
 def decorated(value):
     @functools.wraps(use)
     def forward(self, x):
@@ -403,6 +409,7 @@ HOLDERS_OF_STREAMS: dict[str, Hold] = {
     "keyword default of a method": lambda v: method(
         lambda self, x, *, value=v: use(x, value)
     ),
+    "closure of a rematerialized method": rematerialized,
     "wrapper of a method": lambda v: method(decorated(v)),
     "global of a forward": in_global(lambda: method(lambda self, x: use(x, VALUE))),
     "attribute of a Python module": in_global(

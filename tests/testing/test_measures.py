@@ -1,6 +1,8 @@
 """The measures that judge everything else: operations and bytes, counted exactly."""
 
 import gc
+import importlib.util
+import pickle
 import weakref
 
 import pytest
@@ -9,6 +11,8 @@ from support.tables import rows
 from support.transforms import some
 from torch.func import jvp
 
+from remat import remat
+from remat._report.render import plain
 from remat.testing import count_ops, live_bytes, memory_timeline, peak_bytes
 
 
@@ -100,13 +104,87 @@ def backward_of(fn):
 
 def test_timeline_lists_every_allocation_and_free():
     x = torch.randn(UNIT // 4)
-    assert memory_timeline(lambda: x.sin().cos().sum()) == [
-        UNIT,  # sin
-        2 * UNIT,  # cos
-        UNIT,  # sin freed
-        UNIT + 4,  # the sum
-        4,  # cos freed
+    found = memory_timeline(lambda x: x.sin().cos().sum(), x)
+    assert [*zip(found.ops, found.bytes, strict=True)] == [
+        ("sin", UNIT),
+        ("cos", 2 * UNIT),
+        ("", UNIT),  # sin freed
+        ("sum", UNIT + 4),
+        ("", 4),  # cos freed
     ]
+    assert (found.peak, found.peak_op) == (2 * UNIT, "cos")
+
+
+def test_timeline_names_the_operations_of_a_recompute_and_of_a_backward():
+    x = torch.randn(UNIT // 4, requires_grad=True)
+    plain, ours = (
+        memory_timeline(lambda fn: fn(x).backward(), wrap(lambda x: sines(8)(x).sum()))
+        for wrap in (lambda fn: fn, remat)
+    )
+    assert (plain.ops.count("sin"), ours.ops.count("sin")) == (8, 8 + 7)
+    assert plain.ops.count("cos") == ours.ops.count("cos") == 8
+    assert plain.ops.count("SinBackward0") > 0
+    assert plain.bytes[:8] == tuple(UNIT * i for i in range(1, 9))
+    assert max(ours.bytes[: ours.ops.index("sum")]) == 2 * UNIT
+
+
+def test_timeline_passes_arguments_and_keyword_arguments():
+    def fn(count, *, times):
+        return torch.zeros(count * times)
+
+    assert memory_timeline(fn, 5, times=3).bytes == (60,)
+
+
+def test_a_timeline_is_a_value_that_shows_as_a_table():
+    x = torch.randn(UNIT // 4)
+    find = lambda: memory_timeline(lambda x: x.sin().cos().sin(), x)
+    found = find()
+    assert pickle.loads(pickle.dumps(found)) == found == find()
+    with pytest.raises(AttributeError, match="cannot assign"):
+        found.bytes = ()
+    name = find.__qualname__.removesuffix("<lambda>") + "<lambda>.<locals>.<lambda>"
+    assert repr(found) == (
+        f"<MemoryTimeline of `{name}`: 5 events, peak of 8.0 KiB in cos>"
+    )
+    lines = plain(found._table()).splitlines()
+    assert lines[1].split() == [
+        "operation",
+        "allocations",
+        "allocated",
+        "freed",
+        "peak",
+    ]
+    assert [line.split() for line in lines[2:-1]] == [
+        ["sin", "2", "8,192", "0", "8,192"],
+        ["cos", "1", "4,096", "0", "8,192"],
+        ["Python", "0", "0", "8,192", "4,096"],
+    ]
+    assert lines[-1] == "peak: 8,192 bytes; at the end: 4,096"
+    assert "<table>" in found._repr_html_()
+
+
+def test_a_timeline_is_drawn_in_mib():
+    pytest.importorskip("matplotlib").use("Agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    found = memory_timeline(backward_of(sines(4)))
+    axes = found.plot()
+    line, peak = axes.get_lines()
+    assert [*line.get_ydata()] == [size / 2**20 for size in found.bytes]
+    assert [*peak.get_ydata()] == [found.peak / 2**20]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        f"peak of 20.0 KiB in {found.peak_op}"
+    ]
+    assert axes.get_ylabel() == "MiB alive"
+    ours = pyplot.figure().add_subplot()
+    assert found.plot(ours) is ours
+    assert memory_timeline(lambda: None).plot().get_legend() is None
+    pyplot.close("all")
+
+
+def test_a_timeline_without_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'remat\[viz\]'"):
+        memory_timeline(lambda: None).plot()
 
 
 @pytest.mark.parametrize("run", ["first", "second"])
@@ -117,7 +195,9 @@ def test_peak_resolves_single_tensors(run):
     assert peak_bytes(backward_of(sines(4))) == 5 * UNIT + 8
 
 
-@pytest.mark.parametrize("measure", [peak_bytes, live_bytes, memory_timeline])
+@pytest.mark.parametrize(
+    "measure", [peak_bytes, live_bytes, lambda fn: memory_timeline(fn).bytes]
+)
 def test_a_measure_is_zero_when_nothing_is_allocated(measure):
     assert not measure(lambda: None)
 

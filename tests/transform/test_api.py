@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 
 FUNCTIONS = {
-    *("remat", "checkpoint"),
+    *("remat", "checkpoint", "register", "scope"),
     *("saved_residuals", "print_saved_residuals", "Residual"),
-    *("checkpoint_name", "explain", "compare"),
+    *("checkpoint_name", "explain", "compare", "is_recomputing"),
     *("Explanation", "ExplainedOp", "ExplainedInput", "Comparison", "ComparedPolicy"),
 }
 ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),
     *("RandomnessError", "KeyReuseError", "OffloadError"),
 }
-NAMESPACES = {"policies", "random", "testing"}
+NAMESPACES = {"compat", "nn", "policies", "random", "testing"}
 
 
 def documented(page_text):

@@ -11,6 +11,7 @@ from support.as_plain import Router, assert_as_plain, assert_recomputed, grads, 
 from support.zoo import Evaluations, make, plainly
 from torch import nn
 from torch.autograd import Function, grad
+from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_leaves
 
 from remat import policies, remat
@@ -220,6 +221,21 @@ def test_a_function_of_a_leaf(case):
 
 
 # --- What leaves the function other than by being returned ---
+
+
+@pytest.mark.parametrize("fn", [F.rrelu, F.rrelu_])
+def test_noise_that_an_operation_writes_after_it_was_saved(fn):
+    def program(wrap, note):
+        def noisy(x):
+            note(None)
+            return fn(x * 2, training=True)
+
+        torch.manual_seed(0)
+        y = wrap(noisy)(x)
+        return torch.autograd.grad(y.sum(), x)
+
+    x = make(3, 4, seed=2).requires_grad_()
+    assert_as_plain(program)
 
 
 def test_a_loss_of_what_a_forward_hook_collected():

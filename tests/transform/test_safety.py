@@ -147,6 +147,11 @@ def normal(x):
     return torch.distributions.Normal(x.sin().sin(), x.exp())
 
 
+def later(x):
+    y = x.sin()
+    return lambda: y.sin()
+
+
 def one_by_one(x):
     return (y.sin() for y in [x.sin()])
 
@@ -307,8 +312,8 @@ def under_grad(fn):
 
 # Under torch.func, and where each call is a node of its own, a gradient would be lost.
 REFUSED = {
-    "an object": (under_grad(lambda x: remat(normal)(x)), "holds or makes tensors"),
-    "a generator": (under_grad(remat(one_by_one)), "holds or makes tensors"),
+    "a function": (under_grad(remat(later)), r"returned a function \(`result`\)"),
+    "a generator": (under_grad(remat(one_by_one)), "computes when it is read"),
     "kept": (
         under_grad(keeps_an_intermediate()),
         r"Under torch\.func its gradient",

@@ -197,3 +197,8 @@ def test_a_block_that_is_called_several_times_is_recomputed_as_often():
         with count_ops() as ops:
             model(x).sum().backward()
         assert ops["tanh"] == 3 + 3
+
+
+def test_only_modules_have_blocks_that_are_enabled():
+    with pytest.raises(TypeError, match=r"int is not a module\. Pass a model, such as"):
+        remat.nn.enable(3)

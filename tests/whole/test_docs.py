@@ -38,7 +38,9 @@ def test_the_examples_of_the_page_run(page):
 
 
 def test_the_readme_and_the_quickstart_have_examples():
-    assert {"README.md", "quickstart.md"} <= {page.name for page in WITH_EXAMPLES}
+    assert {"README.md", "migrating.md", "quickstart.md"} <= {
+        page.name for page in WITH_EXAMPLES
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.clients,
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
 ]
+hooks = pytest.importorskip("accelerate.hooks", reason="needs the extra `clients`")
 peft = pytest.importorskip("peft", reason="needs the extra `clients`")
 CLIENTS = {**TRANSFORMERS, **DIFFUSERS}
 every = pytest.mark.parametrize("name", CLIENTS)
@@ -190,6 +191,54 @@ def test_a_model_that_is_saved_loaded_and_copied(name, tmp_path):
     assert products(client, loaded) == products(client, plain)
     remat.nn.remove(ours)
     assert products(client, ours) == products(client, plain)
+
+
+def attentive(name):
+    """The hidden states and attentions that the library collects are in the loss."""
+    plain = CLIENTS[name]
+
+    def build():
+        model = plain.build()
+        model.set_attn_implementation("eager")
+        return model
+
+    def inputs():
+        options = "output_hidden_states", "output_attentions"
+        return {**plain.inputs(), **dict.fromkeys(options, True)}
+
+    def loss(out):
+        collected = [*out.hidden_states, *out.attentions]
+        return out.loss + sum(t.sin().mean() for t in collected)
+
+    return Client(build, plain.blocks, inputs, loss)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "bert", "vit"])
+def test_what_the_library_collects_by_hooks(name):
+    assert_changed_trains_as_plain(attentive(name), remat.nn.apply)
+
+
+def hooked(model):
+    """accelerate puts a `forward` of its own into each layer."""
+    for layer in model.bert.encoder.layer:
+        hooks.add_hook_to_module(layer, hooks.AlignDevicesHook("cpu"))
+
+
+def unhooked(model):
+    for layer in model.bert.encoder.layer:
+        hooks.remove_hook_from_module(layer)
+
+
+@pytest.mark.parametrize("change", [remat.nn.apply, remat.nn.enable])
+@pytest.mark.parametrize("order", ["hook, remat", "remat, hook", "hook, remat, unhook"])
+def test_hooks_that_replace_forward(change, order):
+    changes = {"hook": hooked, "unhook": unhooked, "remat": change}
+
+    def in_order(model):
+        for name in order.split(", "):
+            changes[name](model)
+
+    assert_changed_trains_as_plain(CLIENTS["bert"], in_order)
 
 
 def test_the_librarys_checkpointing_is_not_added_to_ours():

@@ -1,0 +1,192 @@
+"""A function's result without its tensors, until others are put in.
+
+Under torch.func the forward computes tensors of the level below. What it returns stays
+those very objects and containers: their tensors are taken out, and those of the level
+are put in. So nobody's constructor runs, and an object that the user passed, and that
+the function changed and returned, is that object.
+
+Invariant: between the two nothing holds a tensor of the run. What holds no such tensor
+is not touched. What cannot be changed, such as a tuple, is made again.
+Rejected: copies of objects. Weak references, tables by identity, and whatever else
+holds the object would know another one.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+from remat._capture.containers import FACTORY, DictNode
+from remat._capture.nodes import Composite, Node, ObjectNode, TensorNode
+from remat._capture.objects import set_attributes
+from remat._capture.result_walk import NOTHING, Hidden, Own, ResultWalk, is_changed
+
+
+if TYPE_CHECKING:
+    from remat._capture.paths import Path
+
+
+class Result:
+    """A result, taken apart.
+
+    Args:
+        value: the result.
+        own: what the user had before, where that may be in it.
+
+    Attributes:
+        tensors: those found, each once.
+        places: the path of each, and its index among those.
+        own: see above.
+    """
+
+    __slots__ = ("_node", "_value", "_walk", "own", "places", "tensors")
+
+    def __init__(self, value: Any, own: Own = NOTHING) -> None:
+        self._value, self.own = value, own
+        self.places: dict[Path, int] = {}
+        if type(value) is Tensor:  # to walk it would cost as much as a small call
+            self._walk, self._node = None, TensorNode.of(0)
+            self.tensors = [value]
+            self.places[None] = 0
+            return
+        self._walk = walk = ResultWalk(own)
+        self._node = walk.visit(value, None)
+        self.places, self.tensors = walk.places, walk.tensors
+
+    def hidden(self) -> Sequence[Hidden]:
+        """Return the values in which a tensor may be hidden."""
+        if self._walk is None:
+            return ()
+        self._walk.look_into_functions()
+        return self._walk.hidden
+
+    def without_tensors(self) -> "Emptied":
+        """Take the tensors out of what holds them."""
+        if self._walk is None:
+            return Emptied(None, self._node, {})
+        pairs = [(n, v) for v, n in self._walk.walked() if n is not None]
+        # What is made again is not held: it has its tensors still.
+        pairs = [(n, v) for n, v in pairs if is_changed(n, v) or not n.live]
+        values = {id(node): value for node, value in pairs}
+
+        def leave_empty(child: Node) -> Any:
+            return values.get(id(child))
+
+        for node, value in pairs:
+            if node.live:
+                _change(node, value, leave_empty)
+        value = self._value if self._node is None else None
+        return Emptied(value, self._node, values)
+
+
+class Emptied:
+    """A result without its tensors.
+
+    Args:
+        value: the result.
+        node: of it, None if nothing is to be put in.
+        values: each value walked, by the identity of its node.
+    """
+
+    __slots__ = ("_node", "_value", "_values")
+
+    def __init__(self, value: Any, node: Node | None, values: dict[int, Any]) -> None:
+        self._value, self._node, self._values = value, node, values
+
+    def filled(self, tensors: Sequence[Any]) -> Any:
+        """Put tensors in, and return the result."""
+        if self._node is None:
+            return self._value
+        filling = _Filling(tensors, self._values)
+        value = self._node.build(filling)
+        filling.end()
+        return value
+
+
+class _Filling:
+    """Puts tensors in. What it changes it changes last: that may refer to itself.
+
+    Args:
+        tensors: to put in.
+        values: as of `Emptied`.
+    """
+
+    __slots__ = ("_changed", "_values", "built", "tensors")
+
+    def __init__(self, tensors: Sequence[Any], values: dict[int, Any]) -> None:
+        self.tensors, self._values = tensors, values
+        self.built: dict[int, Any] = {}
+        self._changed: list[tuple[Composite, Any]] = []
+
+    def make(self, node: Composite) -> Any:
+        """Return the value of a node, which is changed later or made again."""
+        value = self._values.get(id(node), self)
+        if value is self:
+            return node.new(self)
+        self.built[node.identity] = value
+        if node.live:
+            self._changed.append((node, value))
+        return value
+
+    def end(self) -> None:
+        """Change what was met."""
+        for node, value in self._changed:  # which grows
+            _change(node, value, self._build)
+
+    def _build(self, child: Node) -> Any:
+        return child.build(self)
+
+    def make_object(self, node: ObjectNode) -> Any:
+        """Not asked: objects are not made again."""
+        raise NotImplementedError
+
+    def make_tree(self, node: Any) -> Any:
+        """Not asked: a walk over a result remembers no module."""
+        raise NotImplementedError
+
+
+_Build: TypeAlias = Callable[[Node], Any]
+
+
+def _change(node: Any, value: Any, build: _Build) -> None:
+    """Put what `build` gives for the parts that lead to tensors into a value."""
+    live = {key: child for key, child in node.children.items() if child.live}
+    named = {n: build(live[n]) for n in node.entries.keys() & live.keys()}
+    if FACTORY in named and hasattr(value, FACTORY):
+        value.default_factory = named.pop(FACTORY)
+    if named:
+        set_attributes(value, named)
+    if isinstance(node, ObjectNode):
+        return
+    items = {i: build(live[i]) for i in live if isinstance(i, int)}
+    items |= {i: build(TensorNode.of(index)) for i, index in node.tensors}
+    if isinstance(value, dict):
+        _change_dict(node, value, build, items)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(items.get(i, item) for i, item in enumerate(node.items))
+    else:
+        base: Any = list if isinstance(value, list) else deque
+        for i, item in items.items():
+            base.__setitem__(value, i, item)
+
+
+def _change_dict(
+    node: DictNode, value: dict[Any, Any], build: _Build, items: dict[int, Any]
+) -> None:
+    # Past a method of the user's, which may do more than set an item.
+    base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    nodes: dict[int, Node | None] = {}
+    if node.children:
+        nodes = {i: node.children.get(str(i)) for i in range(len(node.keys))}
+    if not any(key is not None and key.live for key in nodes.values()):
+        keys = [*value]
+        for i, item in items.items():
+            base.__setitem__(value, keys[i], item)
+        return
+    base.clear(value)
+    for i, key in enumerate(node.keys):
+        child = nodes[i]
+        item = items.get(i, node.items[i])
+        base.__setitem__(value, key if child is None else build(child), item)

@@ -1,0 +1,43 @@
+"""Notices that Python takes the memory of a tensor, to read or to write.
+
+Called by `recorder`, and by the blocks of `remat.scope`.
+
+Invariant: it is told before Python has the memory. Rejected: to compare the values
+afterwards, which costs a copy of each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+
+class Exposures(TorchFunctionMode):
+    """Tells of tensors whose memory Python takes, other than by operations.
+
+    Args:
+        expose: is told of each.
+    """
+
+    is_remats_check = True
+
+    def __init__(self, expose: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._expose = expose
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        if func in _TAKES_MEMORY and args and isinstance(args[0], Tensor):
+            self._expose(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_TAKES_MEMORY = {
+    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr),
+    *(Tensor.storage, Tensor.untyped_storage, Tensor.tolist),
+}

@@ -1,0 +1,204 @@
+"""`memory_timeline`: the bytes that are alive during a call, operation by operation.
+
+Called by users and by `testing`. The profiler reports each allocation and each free, on
+the CPU too, and the operations that were running then.
+
+Invariant: bytes are exact, and the function runs once, as it is.
+Rejected: ``tracemalloc``, which does not see tensors, and ``resource.getrusage``, which
+sees only whole pages and their peak.
+Rejected: a dispatch mode. It sees what operations return, but not their workspaces, and
+not when memory is freed.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch.autograd.profiler import profile
+from typing_extensions import override
+
+from remat._report import plots as _plots, render as _render
+from remat._report.labels import label_of
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryTimeline(_render.Shown):
+    """The report of `memory_timeline`. It prints as a table of operations.
+
+    Attributes:
+        label: the name of the function.
+        bytes: the bytes alive after each allocation and each free, in order.
+        ops: what allocated or freed at each of these points: an operation ("mm"), a
+            node of the backward that frees what it saved ("CosBackward0"), or "" if
+            Python did, as for `del x`.
+    """
+
+    label: str
+    bytes: tuple[int, ...]
+    ops: tuple[str, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were alive at any one time."""
+        return max(self.bytes, default=0)
+
+    @property
+    def peak_op(self) -> str:
+        """The operation that ran when the peak was first reached."""
+        return self.ops[self.bytes.index(self.peak)] if self.bytes else ""
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the live bytes over allocations and frees, and mark the peak.
+
+        Args:
+            ax: the matplotlib axes to draw on; None for new ones.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return _plots.steps(self.bytes, self._peak, f"memory of {self.label}", ax)
+
+    @override
+    def __repr__(self) -> str:
+        return (
+            f"<MemoryTimeline of {self.label}: {len(self.bytes)} events, {self._peak}>"
+        )
+
+    @property
+    def _peak(self) -> str:
+        where = f" in {self.peak_op}" if self.peak_op else ""
+        return f"peak of {_render.size(self.peak)}{where}"
+
+    @override
+    def _table(self) -> _render.Table:
+        rows: dict[str, _Row] = {}
+        before = 0
+        for op, now in zip(self.ops, self.bytes, strict=True):
+            rows[op] = rows.get(op, _Row()).then(now - before, now)
+            before = now
+        last = self.bytes[-1] if self.bytes else 0
+        return _render.Table(
+            title=f"memory of {self.label}",
+            columns=("operation", "#allocations", "#allocated", "#freed", "#peak"),
+            rows=tuple(
+                (op or "Python", *(f"{n:,}" for n in row)) for op, row in rows.items()
+            ),
+            kinds=("",) * len(rows),
+            notes=(f"peak: {self.peak:,} bytes; at the end: {last:,}",),
+        )
+
+
+class _Row(NamedTuple):
+    """What one kind of operation did."""
+
+    allocations: int = 0
+    allocated: int = 0
+    freed: int = 0
+    peak: int = 0
+
+    def then(self, change: int, now: int) -> "_Row":
+        """Return the row with one more allocation or free."""
+        return _Row(
+            self.allocations + (change > 0),
+            self.allocated + max(change, 0),
+            self.freed + max(-change, 0),
+            max(self.peak, now),
+        )
+
+
+def memory_timeline(
+    fn: Callable[..., object], /, *args: Any, **kwargs: Any
+) -> MemoryTimeline:
+    """Run a function and list the bytes alive after each allocation and each free.
+
+    The function runs once, as it is. To see the memory of a training step, pass a
+    function that runs the forward and the backward.
+
+    The count starts at zero: tensors that exist before the call do not count, and are
+    not subtracted when ``fn`` frees them. The result of ``fn`` stays alive until the
+    last entry. Cyclic garbage is collected before the call and not during it, so memory
+    that a reference cycle holds counts as alive.
+
+    Args:
+        fn: Called once. State that a first call sets up (such as a cache) counts as
+            alive. To leave it out, call ``fn`` once before.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The live bytes on all devices together, after each event in order, each with the
+        operation that ran. `print` and notebooks show a table, and `.plot()` draws the
+        bytes over time.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(1000)
+        >>> found = memory_timeline(lambda x: x.sin().cos(), x)
+        >>> found.bytes, found.ops
+        ((4000, 8000, 4000), ('sin', 'cos', ''))
+        >>> found.peak, found.peak_op
+        (8000, 'cos')
+    """
+    # Kineto writes two lines to stderr at each start. It reads this at its first start.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    profiler = profile(profile_memory=True)
+    with _without_collections():
+        with profiler:
+            result = fn(*args, **kwargs)
+        del result  # freed after the profiler stopped, so it still counts as alive
+    # The profiler's public `events()` folds memory events into the ops around them and
+    # loses their order; read `events()` instead of this once it keeps them apart.
+    recorded: Any = profiler.kineto_results
+    found = [*_memory_events(recorded.events())]
+    live = accumulate(change for change, _ in found)
+    return MemoryTimeline(label_of(fn), tuple(live), tuple(op for _, op in found))
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect cyclic garbage now, and not inside the block."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _memory_events(events: Iterable[Any]) -> Iterator[tuple[int, str]]:
+    """Yield the size of each allocation, negative for each free, and what ran then.
+
+    Args:
+        events: of the profiler, in the order in which they began.
+    """
+    running: dict[int, list[Any]] = {}  # by thread, the outermost first
+    for event in events:
+        around = running.setdefault(event.start_thread_id(), [])
+        while around and around[-1].end_ns() < event.start_ns():
+            around.pop()
+        if event.name() == "[memory]":
+            yield event.nbytes(), _name_of([e.name() for e in around])
+        else:
+            around.append(event)
+
+
+def _name_of(running: list[str]) -> str:
+    """Return the outermost operation that is running, else the node of the backward."""
+    names = [name.removeprefix(_ENGINE) for name in running]
+    ops = [name for name in names if "::" in name and not name.startswith(_TORCH)]
+    if ops:
+        return ops[0].removeprefix("aten::")
+    return names[0].removeprefix(_TORCH) if names else ""
+
+
+_ENGINE = "autograd::engine::evaluate_function: "
+_TORCH = "torch::autograd::"

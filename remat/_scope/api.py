@@ -1,0 +1,171 @@
+"""`remat.scope`: the context manager.
+
+Invariant: a thread that has no block open and no value left is as if there had never
+been a block.
+Rejected: a function that marks a tensor, `not_stored(x)`. By then the graph of what
+made `x` has saved what it was made through.
+"""
+
+import threading
+from typing import Any, Self
+
+import torch
+
+from remat._base.context import here
+from remat._base.errors import RematError
+from remat._base.source import user_line
+from remat._scope.hooks import Hooks
+from remat._scope.recording import Recording
+from remat._scope.table import Table
+from remat._scope.values import Block
+from remat._torch import (
+    are_hooks_allowed,
+    current_layer,
+    eager_only,
+    hooks_here,
+    is_of_checkpoint,
+    must_inline,
+)
+from remat.policies import as_policy
+
+
+class scope:  # noqa: N801
+    """A block whose results no graph stores: a backward computes them again.
+
+    Operations in the block run once, as they are. Whatever saves one of their results
+    for its backward, in the block or later, saves a handle in place of it. The first
+    handle that a backward reads has the result computed from what the block was given,
+    without running any Python code again. It is freed after its last use.
+
+    Use it where a value has many consumers that you do not call yourself, such as a
+    weight that is made of a parameter and noise. Where you can name the function that
+    consumes it, ``remat`` stores less.
+
+    What the block is given (tensors that no block made) is stored instead, and must not
+    be changed in place before the backward. Random numbers are drawn again from the
+    state that the stream had, of any device or a ``torch.Generator``; afterwards the
+    stream is as it was. In-place operations in the block are run again on copies. A
+    result that is changed in place after the block is stored as without the block.
+
+    Blocks may be nested, may be left in any order, and may be alive together: none
+    stores the results of another. It does nothing where no graph is made, inside a call
+    of ``remat(fn)`` or of torch's checkpoint, which recompute what is in them anyway,
+    and in what ``torch.compile`` compiles.
+
+    Args:
+        policy: of the results in the block: what it saves is stored as without the
+            block, and what it offloads is brought back. By default nothing is saved.
+            The policy of a nested block is joined with those around it.
+
+    Raises:
+        RematError: on entry, inside of ``torch.func.grad``, ``vmap`` or the like. There
+            use ``remat(fn)``.
+        MutationError: in the backward, if a tensor that the block was given was changed
+            in place since.
+
+    Source: RETURNN's ``gradient_checkpoint_scope`` (rwth-i6/returnn issue 1552), which
+    asked for it in pytorch issue 129867.
+
+    Example:
+        >>> import remat
+        >>> from remat.testing import count_ops
+        >>> w = torch.ones(3, requires_grad=True)
+        >>> with remat.scope():
+        ...     noisy = w + torch.randn(3)
+        >>> loss = (noisy.sin() * noisy).sum()
+        >>> del noisy
+        >>> with count_ops() as ops:
+        ...     loss.backward()
+        >>> ops["randn"], ops["add"] > 0
+        (1, True)
+    """
+
+    def __init__(self, policy: Any = None) -> None:
+        self._policy = None if policy is None else as_policy(policy)
+        self._entered: list[Block | None] = []
+
+    def __enter__(self) -> Self:
+        if must_inline() or not torch.is_grad_enabled():
+            self._entered.append(None)
+        else:
+            self._entered.append(_begin(self._policy))
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        block = self._entered.pop()
+        if block is not None:
+            _end(block, raises=kind is None)
+
+
+class _Blocks:
+    """The blocks of one thread."""
+
+    def __init__(self) -> None:
+        self._table = Table()
+        self._hooks = Hooks(self._table)
+        self.recording = Recording(self._table)
+
+    def begin(self, policy: Any) -> Block:
+        """Open a block."""
+        recording, hooks = self.recording, self._hooks
+        hooks.remove_if_due()
+        around = recording.blocks[-1].policy if recording.blocks else None
+        if policy is None or around is None:
+            block = Block(policy or around)
+        else:
+            block = Block(policy | around)
+        hooks.install()
+        hooks.open += 1
+        if not recording.blocks:
+            recording.begin()
+        recording.blocks.append(block)
+        return block
+
+    def end(self, block: Block) -> None:
+        """Close a block, the innermost or another one."""
+        recording, hooks = self.recording, self._hooks
+        recording.blocks.remove(block)
+        block.is_open = False
+        self._table.settle()
+        if not recording.blocks:
+            recording.end()
+        hooks.open -= 1
+        self._table.forget_used_up()
+        if len(self._table):
+            hooks.install()
+        else:
+            hooks.remove()
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.blocks = _Blocks()
+
+
+_THREADS = _Threads()
+
+
+@eager_only
+def _begin(policy: Any) -> Block | None:
+    if here().is_in_call() or any(is_of_checkpoint(p) for p, _ in hooks_here()):
+        return None
+    if current_layer() is not None:
+        raise RematError(_UNDER_TORCH_FUNC.format(where=user_line()))
+    if not are_hooks_allowed():
+        return None
+    return _THREADS.blocks.begin(policy)
+
+
+@eager_only
+def _end(block: Block, *, raises: bool) -> None:
+    blocks = _THREADS.blocks
+    blocks.end(block)
+    if raises:
+        blocks.recording.raise_error()
+
+
+_UNDER_TORCH_FUNC = (
+    "remat: `with remat.scope()` at {where} is inside of a transform of torch.func, "
+    "which takes no hooks for saved tensors. Put what consumes the results into a "
+    "function, and call `remat(fn)`, which works there."
+)

@@ -1,0 +1,246 @@
+"""Records the operations of blocks: the dispatch mode that sees them below autograd.
+
+One mode serves all blocks of a thread that are open. `api` enters it with the first one
+and leaves it with the last.
+
+Invariant: what is recorded is what would run again. To record changes no value, and
+reads none.
+Rejected: to record above autograd, and to run functions again. What they call may draw,
+cast and count, and Python code may do anything.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tag, Tensor
+from typing_extensions import override
+
+from remat._ambient.streams import Stream, global_streams, stream_of
+from remat._base.absent import IGNORED, inputs_of, tensors_of
+from remat._base.source import user_line
+from remat._partial.effects import (
+    Traits,
+    declared_writes,
+    traits_of,
+    updated_statistics,
+)
+from remat._partial.exposures import Exposures
+from remat._partial.naming import tell_no_more, tell_of_names
+from remat._scope.choosing import choose, choose_named
+from remat._scope.table import Entry, Table
+from remat._scope.values import Block, Layout, Made, Operation, has_layout
+from remat._torch import (
+    LeanDispatchMode,
+    OpOverload,
+    call_kernel,
+    current_task,
+    default_generators,
+    eager_only,
+    is_view_op,
+    leave_dispatch_mode,
+    leave_function_mode,
+    no_torch_functions,
+    read_settings,
+    storage_id,
+)
+
+
+# To send or receive once more, for a backward of this process alone, would hang.
+_COMMUNICATE = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+
+
+class Recording(LeanDispatchMode):
+    """Records the operations of the blocks that are open.
+
+    Args:
+        table: where values are entered.
+
+    Attributes:
+        blocks: those that are open, in the order in which they were entered.
+        exposures: the mode that notices what is written past operations.
+    """
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self._table = table
+        self._error: Exception | None = None
+        self.blocks: list[Block] = []
+        self.exposures = Exposures(self.expose)
+
+    def begin(self) -> None:
+        """See operations from now on."""
+        tell_of_names(self)
+        self.exposures.__enter__()
+        self.__enter__()
+
+    def end(self) -> None:
+        """See no more operations."""
+        leave_dispatch_mode(self)
+        leave_function_mode(self.exposures)
+        tell_no_more(self)
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if current_task() >= 0 or func in _UNRECORDED:
+            return call_kernel(func, *args, **kwargs)
+        with no_torch_functions():
+            return self._record(func, args, kwargs)
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        table = self._table
+        table.settle()
+        inputs = [t for t in inputs_of(args, kwargs) if has_layout(t)]
+        if is_view_op(func) or not _may_run_again(func):
+            result = call_kernel(func, *args, **kwargs)
+            self._tie(tensors_of(result))
+            return result
+        traits = traits_of(func)
+        written_to = declared_writes(traits, args, kwargs)
+        self._take_as_given(inputs, written_to)
+        operation = Operation(func, args, kwargs, table.operand_of)
+        targets = [(t, table.entry_of(t)) for t in written_to]
+        before = _states_before(traits, args, kwargs)
+        result = call_kernel(func, *args, **kwargs)
+        operation.streams = [(s, state) for s, state in before if s.read() != state]
+        written = [(t, e) for t, e in targets if e is not None]
+        new = self._new_among(tensors_of(result), inputs)
+        if len(written) < len(targets):
+            new.clear()  # it changed what it was given, so it cannot be run again
+        if new or written:
+            statistics = updated_statistics(traits, args, kwargs)
+            operation.written = _places([*written_to, *statistics], args, kwargs)
+            operation.settings, operation.line = read_settings(), user_line()
+            self._note_writes(operation, written, args, kwargs)
+            self._note_new(operation, new, args, kwargs, result)
+        self._tie(tensors_of(result))
+        return result
+
+    def _take_as_given(
+        self, inputs: Sequence[Tensor], written_to: Sequence[Tensor]
+    ) -> None:
+        """Take blank memory that is read as given: something unseen wrote to it."""
+        ids = {*map(id, written_to)}
+        for t in inputs:
+            entry = self._table.entry_at(t)
+            if entry is not None and entry.made.is_blank and id(t) not in ids:
+                self._table.drop(entry)
+
+    def _new_among(
+        self, results: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> list[tuple[int, Tensor]]:
+        """Return the results, and their numbers, that have storages of their own."""
+        known = {*map(storage_id, inputs)}
+        new = []
+        for k, t in enumerate(results):
+            if has_layout(t) and storage_id(t) not in known:
+                known.add(storage_id(t))
+                if self._table.entry_at(t) is None:
+                    new.append((k, t))
+        return new
+
+    def _note_writes(
+        self,
+        operation: Operation,
+        written: Sequence[tuple[Tensor, Entry]],
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
+        inputs = inputs_of(args, kwargs)
+        for t, entry in written:
+            if Tag.inplace_view in operation.func.tags:
+                self._table.wrote(entry, t)  # to its shape alone
+            elif traits_of(operation.func).is_read_by_python:
+                self._table.drop(entry)  # its storage was exchanged
+            else:
+                k = next(i for i, other in enumerate(inputs) if other is t)
+                made = Made(self.blocks[-1].part(), Layout.of(t), operation)
+                operation.note_made(k, made, is_operand=True)
+                entry.made = made
+                self._table.wrote(entry, t)
+
+    def _note_new(
+        self,
+        operation: Operation,
+        new: Sequence[tuple[int, Tensor]],
+        args: Any,
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        block = self.blocks[-1]
+        makes = [(Made(block.part(), Layout.of(t), operation), t) for _, t in new]
+        if block.policy is not None and not operation.written:
+            makes = self._chosen(makes, args, kwargs, result)
+        numbers = {id(t): k for k, t in new}
+        for made, t in makes:
+            operation.note_made(numbers[id(t)], made, is_operand=False)
+            self._table.enter(made, t)
+
+    def _chosen(
+        self, makes: list[tuple[Made, Tensor]], args: Any, kwargs: Any, result: Any
+    ) -> list[tuple[Made, Tensor]]:
+        try:
+            return choose(self.blocks[-1].policy, makes, args, kwargs, result)
+        except Exception as error:  # noqa: BLE001 - raised at the end
+            # Raised here, a TypeError would make `a + b` say that it takes no tensors.
+            self._error = self._error or error
+            return makes
+
+    def raise_error(self) -> None:
+        """Raise what the policy raised, if it did."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _tie(self, results: Sequence[Tensor]) -> None:
+        """Have entries live as long as results that lie in their storages."""
+        for t in results:
+            entry = self._table.entry_at(t)
+            if entry is not None:
+                entry.tie(t)
+
+    def expose(self, tensor: Tensor) -> None:
+        """Be told that Python takes the memory of a tensor, and may write to it."""
+        entry = self._table.entry_at(tensor)
+        if entry is not None:
+            self._table.drop(entry)
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Be told that the value of a tensor has a name."""
+        entry = self._table.entry_of(tensor)
+        if entry is not None and choose_named(entry.made, tensor, name):
+            self._table.drop(entry)
+
+
+_UNRECORDED = IGNORED - {op for op in IGNORED if is_view_op(op)}
+
+
+def _may_run_again(func: Any) -> bool:
+    return isinstance(func, OpOverload) and func.namespace not in _COMMUNICATE
+
+
+def _places(
+    tensors: Sequence[Tensor], args: Any, kwargs: dict[str, Any]
+) -> frozenset[int]:
+    """Return the places of some tensors among the arguments."""
+    ids = {*map(id, tensors)}
+    return frozenset(k for k, t in enumerate(inputs_of(args, kwargs)) if id(t) in ids)
+
+
+def _states_before(
+    traits: Traits, args: Any, kwargs: dict[str, Any]
+) -> list[tuple[Stream, Any]]:
+    """Return the streams that an operation may move, and their states."""
+    if not traits.may_move_a_stream:
+        return []
+    passed = [stream_of(arg) for arg in (*args, *kwargs.values())]
+    streams = [s for s in passed if s is not None]
+    if not streams:
+        streams = [s for s in map(stream_of, default_generators()) if s is not None]
+    if traits.is_of_others:
+        streams += global_streams().streams[1:]  # Python's and NumPy's
+    return [(s, s.read()) for s in streams]

@@ -1,0 +1,269 @@
+"""Recomputes what handles stand for, in a backward.
+
+The first handle of a thread's blocks that a backward reads plans a sweep: which
+operations all handles that are alive need, and how often each value is used, by
+operations and by handles. Then each handle that is read has those operations run that
+its value still needs. A value is dropped when it was used for the last time.
+
+`hooks` calls `value_of`.
+
+Invariant: an operation runs at most once in a sweep. The sweep belongs to the backward,
+and ends with it, also after an error.
+Rejected: to run all operations for the first handle. Values would wait for handles that
+are read much later.
+"""
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from remat._ambient.streams import set_state, state_of
+from remat._base.absent import tensors_of
+from remat._base.errors import RecomputeError
+from remat._graph.residual import Offloaded
+from remat._scope.table import Table
+from remat._scope.values import (
+    Given,
+    Layout,
+    Made,
+    Operand,
+    Operation,
+    Part,
+    has_layout,
+    mapped,
+)
+from remat._torch import (
+    below_all_levels,
+    below_autograd,
+    call_kernel,
+    current_task,
+    eager_only,
+    flat_view,
+    grad_mode,
+    keeps_graph,
+    no_torch_functions,
+    read_settings,
+    when_done,
+    write_settings,
+)
+
+
+class Handle:
+    """Stands for a value of a block in a graph.
+
+    Args:
+        table: of the thread that made the value.
+        made: the value.
+        layout: of the tensor in it.
+    """
+
+    __slots__ = ("__weakref__", "layout", "made", "table")
+
+    def __init__(self, table: Table, made: Made, layout: Layout) -> None:
+        self.table, self.made, self.layout = table, made, layout
+        table.handles.add(self)
+
+    def unpacked(self) -> Tensor:
+        """Return the tensor."""
+        return value_of(self)
+
+
+@eager_only
+def value_of(handle: Handle) -> Tensor:
+    """Return what a handle stands for.
+
+    Raises:
+        MutationError: a tensor that it is made of was changed in place.
+    """
+    with handle.table.lock:
+        return below_all_levels(_read, handle)
+
+
+def _read(handle: Handle) -> Tensor:
+    table, task = handle.table, current_task()
+    if task < 0:
+        return Sweep([handle]).take(handle)
+    sweep: Sweep | None = table.sweeps.get(task)
+    if sweep is None:
+        table.sweeps[task] = sweep = Sweep(table.handles)
+        # The backward holds the callback, and that the sweep.
+        when_done(functools.partial(_end, sweep, weakref.ref(table)))
+    if not keeps_graph():
+        sweep.used_up.add(handle.made.part)
+    if handle not in sweep.unread:
+        return Sweep([handle]).take(handle)
+    return sweep.take(handle)
+
+
+def _end(sweep: "Sweep", ref: "weakref.ref[Table]") -> None:
+    """End a sweep, with its backward."""
+    sweep.values.clear()
+    for part in sweep.used_up:
+        part.is_used_up = True
+    table = ref()
+    if table is not None:
+        table.forget_used_up()
+
+
+class Sweep:
+    """The recomputes of one backward.
+
+    Args:
+        handles: that may be read.
+
+    Attributes:
+        unread: those that were not read yet.
+        values: what was recomputed and is still needed.
+        used_up: the parts of blocks whose handles were read for the last time.
+    """
+
+    def __init__(self, handles: Iterable[Handle]) -> None:
+        self.unread: Any = weakref.WeakSet(handles)
+        self.values: dict[Made, Tensor] = {}
+        self.used_up: set[Part] = set()
+        self._uses: Counter[Made] = Counter(h.made for h in [*self.unread])
+        self._given_away: set[Made] = set()
+        for operation in _needed_for([*self._uses]):
+            self._uses.update(_read_by(operation))
+
+    def take(self, handle: Handle) -> Tensor:
+        """Return what a handle stands for."""
+        self.unread.discard(handle)
+        made = handle.made
+        self._compute(made)
+        view = handle.layout.view_of(self.values[made])
+        self._given_away.add(made)
+        self._use(made)
+        return view
+
+    def _use(self, made: Made) -> None:
+        self._uses[made] -= 1
+        if self._uses[made] <= 0:
+            del self.values[made]
+
+    def _compute(self, target: Made) -> None:
+        """Compute a value, and what it needs before it."""
+        stack = [target]
+        while stack:
+            made = stack[-1]
+            if made in self.values:
+                stack.pop()
+            elif made.operation is None:
+                self.values[made] = _stored(made)
+            else:
+                missing = [m for m in _read_by(made.operation) if m not in self.values]
+                stack += missing
+                if not missing:
+                    self._run(made.operation)
+
+    def _run(self, operation: Operation) -> None:
+        values = self._operand_values(operation)
+        operands = iter(values)
+        args = mapped(operation.args, Operand, lambda _: next(operands))
+        kwargs = mapped(operation.kwargs, Operand, lambda _: next(operands))
+        with _as_recorded(operation):
+            result = call_kernel(operation.func, *args, **kwargs)
+        results = tensors_of(result)
+        for number, is_operand, ref in operation.made:
+            made = ref()
+            if made is not None and self._uses[made] > 0:
+                value = values[number] if is_operand else results[number]
+                _check(made, value, operation)
+                self.values[made] = value
+        for made in _read_by(operation):
+            if made in self.values:
+                self._use(made)
+
+    def _operand_values(self, operation: Operation) -> list[Tensor]:
+        """Return the tensors to run an operation on.
+
+        What it writes to is copied, unless nobody else will read it.
+        """
+        places = operation.written
+        bases = {
+            id(operand.of): self._to_write(operand.of, operation)
+            for k, operand in enumerate(operation.operands)
+            if k in places
+        }
+        tensors = []
+        for of, layout in operation.operands:
+            base = bases.get(id(of))
+            if base is None:
+                base = self._base(of, operation)
+            tensors.append(base if layout is None else layout.view_of(base))
+        return tensors
+
+    def _base(self, of: Given | Made, reader: Operation) -> Tensor:
+        if isinstance(of, Made):
+            return self.values[of]
+        return of.tensor(reader.func, reader.line)
+
+    def _to_write(self, of: Given | Made, reader: Operation) -> Tensor:
+        base = self._base(of, reader)
+        is_last = isinstance(of, Made) and self._uses[of] == 1
+        if is_last and of.operation is not None and of not in self._given_away:
+            return base
+        if not has_layout(base):
+            return base.clone()
+        storage = flat_view(base, base.dtype).clone()
+        return Layout.of(base).view_of(storage)
+
+
+def _stored(made: Made) -> Tensor:
+    stored = made.stored
+    assert stored is not None
+    if isinstance(stored, Offloaded):
+        return stored.value().detach()
+    assert made.op is not None
+    return stored.tensor(made.op.func, made.op.source)
+
+
+def _read_by(operation: Operation) -> list[Made]:
+    """Return the values that an operation reads, each once."""
+    found = (operand.of for operand in operation.operands)
+    return [*dict.fromkeys(of for of in found if isinstance(of, Made))]
+
+
+def _needed_for(targets: Sequence[Made]) -> Iterator[Operation]:
+    """Return the operations that some values need, each once."""
+    seen: set[Any] = set()
+    stack = [*targets]
+    while stack:
+        operation = stack.pop().operation
+        if operation is not None and operation not in seen:
+            seen.add(operation)
+            yield operation
+            stack += _read_by(operation)
+
+
+def _check(made: Made, value: Tensor, operation: Operation) -> None:
+    if Layout.of(value) != made.layout:
+        raise RecomputeError(_DIFFERS.format(op=operation.func, where=operation.line))
+
+
+@contextmanager
+def _as_recorded(operation: Operation) -> Iterator[None]:
+    """Run the body in the state in which an operation ran, and put all back."""
+    settings = read_settings()
+    with ExitStack() as stack:
+        stack.enter_context(no_torch_functions())
+        stack.enter_context(grad_mode(False))
+        stack.enter_context(below_autograd())
+        if settings != operation.settings:
+            write_settings(operation.settings)
+            stack.callback(write_settings, settings)
+        for stream, state in operation.streams:
+            stack.callback(set_state, stream, state_of(stream))
+            set_state(stream, state)
+        yield
+
+
+_DIFFERS = (
+    "remat: {op} at {where}, in a `remat.scope` block, returned another shape, stride "
+    "or dtype when it was run again for the backward. It must do the same both times."
+)

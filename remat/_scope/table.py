@@ -1,0 +1,164 @@
+"""Which storages hold a value of a block: one table for each thread.
+
+`recording` enters what operations make. `hooks` asks of each tensor that a graph saves
+whether it is in here.
+
+Invariant: an entry holds for one version of a storage, and as long as a tensor lives
+that the block made on it. What is changed outside of a block is no value any more.
+Rejected: to tell tensors by their identity. Consumers save views of a value, such as
+the transposed weight of a linear layer.
+Rejected: entries that live as long as their storage. The `loss.detach()` that is kept
+for a log would hold all that the loss was made of.
+"""
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from remat._base.tensors import version_of
+from remat._scope.values import Given, Layout, Made, Operand, has_layout
+from remat._torch import StorageRef, storage_id
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class _Tie(weakref.ref[Tensor]):
+    """A tensor that keeps an entry alive."""
+
+    __slots__ = ("entry", "key")
+
+    entry: "Entry"
+    key: int
+
+
+def _died(tie: Any) -> None:
+    entry: Entry = tie.entry
+    entry.ties.pop(tie.key, None)
+    if not entry.ties:
+        entry.table.drop(entry)
+
+
+class Entry:
+    """What one storage holds.
+
+    Attributes:
+        table: of which this is an entry.
+        key: the number of the storage, which the entry keeps from being used again.
+        made: the value.
+        version: of the storage when it held the value; None while it is not known.
+        ties: the tensors that keep this alive.
+    """
+
+    __slots__ = ("_ref", "key", "made", "table", "ties", "version")
+
+    def __init__(self, table: "Table", made: Made, tensor: Tensor) -> None:
+        self.table, self.made = table, made
+        self.key = storage_id(tensor)
+        self._ref = StorageRef(tensor.untyped_storage())
+        self.version: int | None = version_of(tensor)
+        self.ties: dict[int, _Tie] = {}
+        self.tie(tensor)
+
+    def tie(self, tensor: Tensor) -> None:
+        """Have this live as long as a tensor."""
+        key = id(tensor)
+        if key not in self.ties:
+            self.ties[key] = tie = _Tie(tensor, _died)
+            tie.entry, tie.key = self, key
+
+
+class Table:
+    """What the storages of one thread hold.
+
+    Attributes:
+        handles: all that stand for values, as long as they live.
+        sweeps: those of the backwards that run, by their numbers.
+        lock: taken by recomputes. A backward may read handles in several threads.
+        when_empty: called when the last entry is gone.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        self._given: Any = weakref.WeakValueDictionary()
+        self._unsettled: list[tuple[Entry, Tensor]] = []
+        self.handles: Any = weakref.WeakSet()
+        self.sweeps: Any = weakref.WeakValueDictionary()
+        self.lock = threading.RLock()
+        self.when_empty: Callable[[], None] = _do_nothing
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    # --- Entries ---
+
+    def entry_of(self, tensor: Tensor) -> Entry | None:
+        """Return the entry of a tensor, if its storage holds the value still."""
+        if self._unsettled:
+            self.settle()
+        entry = self.entry_at(tensor)
+        if entry is None or entry.version != version_of(tensor):
+            return None
+        return entry
+
+    def entry_at(self, tensor: Tensor) -> Entry | None:
+        """Return the entry of the storage of a tensor, whatever it holds now."""
+        if not (self._entries and has_layout(tensor)):
+            return None
+        return self._entries.get(storage_id(tensor))
+
+    def enter(self, made: Made, tensor: Tensor) -> None:
+        """Note that the storage of a new tensor holds a value."""
+        entry = Entry(self, made, tensor)
+        self._entries[entry.key] = entry
+
+    def wrote(self, entry: Entry, tensor: Tensor) -> None:
+        """Note that an operation wrote to a tensor. Its version is counted later."""
+        entry.version = None
+        self._unsettled.append((entry, tensor))
+
+    def settle(self) -> None:
+        """Read the versions of what operations wrote to."""
+        for entry, tensor in self._unsettled:
+            entry.version = version_of(tensor)
+        self._unsettled.clear()
+
+    def drop(self, entry: Entry) -> None:
+        """Take an entry out."""
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+        entry.ties.clear()
+        if not self._entries:
+            self.when_empty()
+
+    def forget_used_up(self) -> None:
+        """Take out what was made in blocks that are closed and used up.
+
+        A value that is kept, for a log say, would hold all that it was made of.
+        """
+        for entry in [*self._entries.values()]:
+            part = entry.made.part
+            if part.is_used_up and not part.block.is_open:
+                self.drop(entry)
+
+    # --- Operands ---
+
+    def operand_of(self, tensor: Tensor) -> Operand:
+        """Return what stands for a tensor in an operation."""
+        entry = self.entry_of(tensor)
+        if entry is not None:
+            return Operand(entry.made, Layout.of(tensor))
+        if not has_layout(tensor):
+            return Operand(Given(tensor), None)
+        key = storage_id(tensor), version_of(tensor)
+        given = self._given.get(key)
+        if given is None:
+            self._given[key] = given = Given(tensor)
+        return Operand(given, Layout.of(tensor))
+
+
+def _do_nothing() -> None:
+    pass

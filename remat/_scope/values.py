@@ -1,0 +1,280 @@
+"""The values of a block, as data: what made each one, down to what the block was given.
+
+    Layout      how a tensor lies in its storage
+    Given       a tensor that no block made
+    Made        what an operation of a block left in a storage
+    Operation   one operation of a block, and what it was applied to
+
+A `Made` refers to its operation, and that to what it was applied to. A view is a value
+and a layout, so it is no operation.
+
+`recording` makes them. `hooks` has handles refer to them, and `sweep` runs operations
+again.
+
+Invariant: references lead from results to what they were made of, never back. So a
+value that no handle and no later value needs is freed by reference counts.
+Rejected: a tape of the operations in their order. It holds what nobody needs any more,
+and has to be run from the start.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from remat._base.errors import MutationError
+from remat._base.tensors import describe, version_of
+from remat._base.types import TENSORS
+from remat._torch import detached, flat_view, is_of_torch_func, viewed
+
+
+if TYPE_CHECKING:
+    from remat._base.op import Op
+    from remat._graph.residual import Offloaded
+
+
+class Block:
+    """One `with` block.
+
+    Args:
+        policy: of the block, joined with those around; None to save nothing.
+
+    Attributes:
+        is_open: whether operations may still be recorded.
+    """
+
+    __slots__ = ("_part", "is_open", "policy")
+
+    def __init__(self, policy: Any) -> None:
+        self.policy, self.is_open = policy, True
+        self._part = Part(self)
+
+    def part(self) -> "Part":
+        """Return what values that are made now belong to."""
+        if self._part.is_used_up:
+            self._part = Part(self)
+        return self._part
+
+
+class Part:
+    """What a block makes until a backward frees a graph that reads it.
+
+    Attributes:
+        block: the block.
+        is_used_up: whether there was such a backward.
+    """
+
+    __slots__ = ("block", "is_used_up")
+
+    def __init__(self, block: Block) -> None:
+        self.block, self.is_used_up = block, False
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """Return that of a tensor."""
+        return cls(
+            tensor.shape,
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def view_of(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of this layout in the storage of another tensor."""
+        if Layout.of(tensor) == self:
+            return tensor
+        if tensor.dtype != self.dtype or tensor.is_conj() or tensor.is_neg():
+            tensor = flat_view(tensor, self.dtype)
+        view = viewed(tensor, self.shape, self.stride, self.offset)
+        if self.is_conj:
+            view = torch._conj(view)
+        return torch._neg_view(view) if self.is_neg else view
+
+
+def has_layout(tensor: Tensor) -> bool:
+    """Say whether a tensor is a strided view of one storage, and nothing more."""
+    return (
+        type(tensor) in TENSORS
+        and not is_of_torch_func(tensor)
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested)
+    )
+
+
+class Given:
+    """A tensor that no block made, which operations of a block read.
+
+    Args:
+        tensor: the tensor. It is held without its graph.
+    """
+
+    __slots__ = ("__weakref__", "_nbytes", "_tensor", "_version", "_where")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = detached(tensor), version_of(tensor)
+        self._nbytes = _nbytes_of(tensor)
+
+    def tensor(self, reader: Any, where: str) -> Tensor:
+        """Return it.
+
+        Args:
+            reader: the operation that reads it.
+            where: the line of that.
+
+        Raises:
+            MutationError: it was changed in place, or its memory was freed.
+        """
+        tensor = self._tensor
+        if self._version is not None and tensor._version != self._version:
+            raise MutationError(_told(_CHANGED, tensor, reader, where))
+        if _nbytes_of(tensor) < self._nbytes:
+            raise MutationError(_told(_FREED, tensor, reader, where))
+        return tensor
+
+
+def _nbytes_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if has_layout(tensor) else 0
+
+
+def _told(message: str, tensor: Tensor, reader: Any, where: str) -> str:
+    return message.format(what=describe(tensor), op=reader, where=where)
+
+
+class Made:
+    """What an operation of a block left in a storage.
+
+    Attributes:
+        part: of the block in which it ran.
+        layout: of the tensor that it returned there, or wrote to.
+        operation: the operation; None if the value itself is stored.
+        stored: the value itself, or how it was offloaded; None if it is recomputed.
+        op: the operation as a policy sees it; None if there is no policy.
+        is_blank: whether it is memory that nobody has written to, by an operation. A
+            kernel that torch does not know may have.
+    """
+
+    __slots__ = (
+        *("__weakref__", "is_blank", "layout", "op", "operation", "part"),
+        "stored",
+    )
+
+    def __init__(self, part: Part, layout: Layout, operation: "Operation") -> None:
+        self.part, self.layout = part, layout
+        self.op: Op | None = None
+        self.is_blank = operation.func.overloadpacket.__name__ in _BLANK
+        self.operation: Operation | None = operation
+        self.stored: Given | Offloaded | None = None
+
+
+_BLANK = {
+    *("empty", "empty_like", "empty_permuted", "empty_strided"),
+    *("new_empty", "new_empty_strided"),
+}
+
+
+class Operand(NamedTuple):
+    """What an operation was applied to, in place of a tensor.
+
+    Attributes:
+        of: the value, or the tensor that was given.
+        layout: of the tensor in it; None for a tensor that is not strided.
+    """
+
+    of: Given | Made
+    layout: Layout | None
+
+
+class Operation:
+    """One operation of a block.
+
+    Attributes:
+        func: the overload.
+        args, kwargs: its arguments, with an `Operand` for each tensor.
+        operands: these, in order.
+        written: the operands that it writes to.
+        streams: the random streams that it moved, and their states before.
+        settings: those of the process at the time.
+        line: of the user's code.
+        made: what it made: the number of a result or of an operand that it wrote to,
+            which of the two, and the value.
+    """
+
+    __slots__ = (
+        *("args", "func", "kwargs", "line", "made", "operands", "settings"),
+        *("streams", "written"),
+    )
+
+    def __init__(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        operand_of: Callable[[Tensor], Operand],
+    ) -> None:
+        self.func = func
+        self.operands: list[Operand] = []
+
+        def replaced(tensor: Tensor) -> Operand:
+            operand = operand_of(tensor)
+            self.operands.append(operand)
+            return operand
+
+        self.args = mapped(args, Tensor, replaced)
+        self.kwargs = mapped(kwargs, Tensor, replaced)
+        self.written: frozenset[int] = frozenset()
+        self.streams: Sequence[tuple[Any, Any]] = ()
+        self.settings: tuple[Any, ...] = ()
+        self.line = ""
+        self.made: list[tuple[int, bool, weakref.ref[Made]]] = []
+
+    def note_made(self, number: int, made: Made, *, is_operand: bool) -> None:
+        """Note what it made.
+
+        Args:
+            number: of the result, or of the operand that it wrote to.
+            made: the value.
+            is_operand: which of the two.
+        """
+        self.made.append((number, is_operand, weakref.ref(made)))
+
+
+def mapped(tree: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
+    """Return the arguments of an operation with each part of a class replaced.
+
+    Example:
+        >>> mapped([1, (2.5, None)], float, int)
+        [1, (2, None)]
+    """
+    if isinstance(tree, kind):
+        return fn(tree)
+    if type(tree) is tuple or type(tree) is list:
+        return type(tree)(mapped(part, kind, fn) for part in tree)
+    if type(tree) is dict:
+        return {name: mapped(part, kind, fn) for name, part in tree.items()}
+    return tree
+
+
+_CHANGED = (
+    "remat: {what} was changed in place between a `remat.scope` block and the backward "
+    "that recomputes what the block made of it, with {op} at {where}. Change a copy, "
+    "or change it after the backward."
+)
+_FREED = (
+    "remat: the memory of {what} was freed between a `remat.scope` block and the "
+    "backward that recomputes what the block made of it, with {op} at {where}."
+)

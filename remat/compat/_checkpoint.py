@@ -1,0 +1,305 @@
+"""`checkpoint`: a call of torch's checkpoint, as a call of `remat`.
+
+Users call it, and so does `_sequential`. It turns torch's arguments into options, and
+calls the function as `remat` calls it.
+
+Invariant: in a trace it calls torch's own checkpoint. Compilers know that, and
+recompute in the backward graph.
+Rejected: a `Rematerialized` for each call. To copy the names and attributes of the
+function costs as much as to search a small one.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as theirs
+from torch.utils.checkpoint import noop_context_fn
+
+from remat._base.errors import RematError
+from remat._base.labels import Label, label_of
+from remat._base.source import shown
+from remat._base.types import Fn, Opaque
+from remat._partial.options import Options
+from remat._torch import eager_only
+from remat._transform.lowering import Lowering, lowering_of
+from remat._transform.refused import refuse_function
+from remat._transform.rematerialized import call_lowered
+from remat.compat._debug import Log
+from remat.compat._selective import policy_of
+from remat.compat._settings import SETTINGS, with_signature_of
+
+
+ContextFn = Callable[
+    [], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+]
+_checkpoint_of_torch = theirs.checkpoint
+
+
+class Asked(NamedTuple):
+    """What `checkpoint` was asked for."""
+
+    context_fn: ContextFn = noop_context_fn
+    determinism_check: str = "default"
+    debug: bool = False
+    early_stop: bool = True
+    respect_saved_tensors_hooks: bool | None = None
+
+
+_DEFAULTS = Asked()
+_OPTIONS = Options()
+
+
+@eager_only
+@with_signature_of(_checkpoint_of_torch)
+def checkpoint(
+    function: Any = None,
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call a function so that a backward recomputes what its graph would store.
+
+    It takes what `torch.utils.checkpoint.checkpoint` takes, and does what `remat` does:
+    `remat(function)(*args, **kwargs)`. In a trace, as by `torch.compile`, it is torch's
+    own checkpoint.
+
+    Args:
+        function: the function. Without it, the result is a decorator.
+        *args: its arguments.
+        use_reentrant: not needed. There is one implementation, with the results of
+            torch's `use_reentrant=False`.
+        context_fn: returns two contexts. The function runs under the first, and a
+            recompute under the second. Contexts that
+            `create_selective_checkpoint_contexts` made give the call their policy.
+        determinism_check: "default" compares the shape, dtype and node of what a
+            recompute saves with what the forward saved. "none" compares only how many
+            tensors they save.
+        debug: whether an error of a recompute shows the operations of both runs.
+        early_stop: whether a recompute ends with the last value that is read. If not,
+            it runs the function to its end.
+        preserve_rng_state: without effect. A recompute always draws the numbers of the
+            forward. With others, the gradients would be those of another function.
+        respect_saved_tensors_hooks: whether hooks for saved tensors around the call are
+            given what a policy saves. Only False keeps it from them.
+        **kwargs: keyword arguments of the function.
+
+    Returns:
+        What the function returns; or the decorator.
+
+    Raises:
+        ValueError: an argument has an unknown value, or two exclude each other.
+        RecomputeError: in a backward, if the recompute differs from the forward. It is
+            a `CheckpointError`.
+
+    Source: `torch.utils.checkpoint`.
+
+    Example:
+        >>> from remat import compat
+        >>> from remat.testing import count_ops
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with count_ops() as ops:
+        ...     compat.checkpoint(lambda x: x.sin().exp(), x).sum().backward()
+        >>> ops["sin"], ops["exp"]
+        (2, 2)
+    """
+    asked = Asked(
+        context_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks
+    )
+    del preserve_rng_state  # they are always preserved
+    if asked != _DEFAULTS:
+        _check(asked, use_reentrant)
+    if function is None and not args:
+        if kwargs:
+            raise ValueError(_NO_FUNCTION.format(names=", ".join(kwargs)))
+        return functools.partial(_decorated, asked)
+    if torch.compiler.is_compiling():
+        return _traced(function, args, kwargs, asked)
+    return call(function, args, kwargs, asked, sys._getframe(1))
+
+
+_NO_FUNCTION = (
+    "remat: checkpoint has no argument {names}. Without a function it returns a "
+    "decorator, which takes only the options of checkpoint."
+)
+
+
+def _check(asked: Asked, use_reentrant: bool | None) -> None:
+    """Refuse arguments that torch's checkpoint refuses."""
+    check = asked.determinism_check
+    if check not in ("default", "none"):
+        message = f"remat: determinism_check={check!r}: use 'default' or 'none'"
+        raise ValueError(message)
+    is_of_one = asked.context_fn is not noop_context_fn or asked.debug is not False
+    if use_reentrant and (is_of_one or asked.respect_saved_tensors_hooks is not None):
+        raise ValueError(_REENTRANT)
+
+
+_REENTRANT = (
+    "remat: context_fn, debug and respect_saved_tensors_hooks need "
+    "use_reentrant=False, as in torch. Leave use_reentrant out: remat has one "
+    "implementation."
+)
+
+
+def _decorated(asked: Asked, function: Fn) -> Fn:
+    """Return a function each of whose calls is a checkpoint."""
+    refuse_function(function)
+
+    @functools.wraps(function, updated=())
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _traced(function, args, kwargs, asked)
+        return call(function, args, kwargs, asked, sys._getframe(1))
+
+    return checkpointed
+
+
+# --- In a trace ---
+
+
+def _traced(fn: Fn, args: Any, kwargs: dict[str, Any], asked: Asked) -> Any:
+    """Call torch's own checkpoint, with what was asked for."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if asked.context_fn is not noop_context_fn:
+        options["context_fn"] = asked.context_fn
+    if asked.determinism_check != "default":
+        options["determinism_check"] = asked.determinism_check
+    if asked.debug:
+        options["debug"] = True
+    if not asked.early_stop:
+        options["early_stop"] = False
+    if asked.respect_saved_tensors_hooks is not None:
+        options["respect_saved_tensors_hooks"] = asked.respect_saved_tensors_hooks
+    if torch.compiler.is_dynamo_compiling():
+        # Dynamo knows the one that is there, which `patch` may have put there.
+        return theirs.checkpoint(fn, *args, **options, **kwargs)
+    return _checkpoint_of_torch(fn, *args, **options, **kwargs)
+
+
+# --- Outside of traces ---
+
+
+def call(
+    fn: Fn,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    asked: Asked,
+    caller: FrameType,
+    name: str = "",
+) -> Any:
+    """Call a function as `checkpoint` does.
+
+    Args:
+        fn: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        asked: what `checkpoint` was asked for.
+        caller: the frame that called `checkpoint`, for messages.
+        name: what messages call the function; "" for its own name.
+    """
+    refuse_function(fn)
+    options = _OPTIONS
+    lowering = lowering_of(options)
+    if lowering is Lowering.INLINED or lowering is Lowering.PLAIN:
+        return fn(*args, **kwargs)
+    label = _label(name or _name_of(fn), caller.f_code.co_filename, caller.f_lineno)
+    if asked != _DEFAULTS or SETTINGS.are_set:
+        fn, options = _prepared(fn, asked)
+    return call_lowered(lowering, fn, label, args, kwargs, options)
+
+
+def _name_of(fn: Any) -> str:
+    name = None if isinstance(fn, nn.Module) else getattr(fn, "__qualname__", None)
+    return name or type(fn).__qualname__
+
+
+@functools.lru_cache(maxsize=1024)
+def _label(name: str, file: str, line: int) -> Label:
+    return label_of(name, f"{shown(file)}:{line}")
+
+
+def _prepared(fn: Fn, asked: Asked) -> tuple[Fn, Options]:
+    """Return the function under the contexts of the call, and the options."""
+    log = policy = None
+    has_contexts = asked.context_fn is not noop_context_fn
+    if asked.debug if SETTINGS.debug is None else SETTINGS.debug:
+        if has_contexts:
+            raise ValueError(_DEBUG)
+        log = Log()
+        fn = _under(Opaque(_Contexts(log.forward, log.recompute)), fn)
+    elif has_contexts:
+        first, second = asked.context_fn()
+        policy = policy_of(first)
+        if policy is None:
+            fn = _under(Opaque(_Contexts(first, second)), fn)
+    early = asked.early_stop if SETTINGS.early_stop is None else SETTINGS.early_stop
+    return fn, Options(
+        policy=policy,
+        stops_early=bool(early),
+        compares=asked.determinism_check == "default",
+        hooks_residuals=asked.respect_saved_tensors_hooks is not False,
+        describe=None if log is None else log.describe,
+    )
+
+
+_DEBUG = (
+    "remat: debug=True and context_fn exclude each other, as in torch. Call the "
+    "function without context_fn to find where a recompute differs."
+)
+
+
+# --- Under a user's contexts ---
+
+
+class _Contexts:
+    """The contexts of one call. Its first run is the forward.
+
+    Args:
+        first: for the forward.
+        second: for each recompute.
+    """
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self._next, self._second = first, second
+
+    def take(self) -> tuple[Any, bool]:
+        """Return the context for the next run, and whether that is the forward."""
+        context, second = self._next, self._second
+        self._next = second
+        return context, context is not second
+
+
+def _under(contexts: Opaque, fn: Fn) -> Fn:
+    """Return a function that runs under the contexts of a call.
+
+    What the contexts note is not undone after a recompute.
+    """
+
+    def under(*args: Any, **kwargs: Any) -> Any:
+        context, is_forward = contexts.value.take()
+        with context:
+            return fn(*args, **kwargs)
+        if is_forward:
+            raise RematError(_SUPPRESSED)
+        return None
+
+    vars(under)["__wrapped__"] = fn  # names its arguments
+    return under
+
+
+_SUPPRESSED = (
+    "remat: the first context of context_fn suppressed an exception of the function, "
+    "so there is no result. Let the exception out of the context."
+)

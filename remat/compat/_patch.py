@@ -1,0 +1,132 @@
+"""`patch` and `install`: ours in place of torch's, in code that is written for torch's.
+
+Called by users.
+
+Invariant: what is put there is an object of its own, which nobody has who imported
+`remat.compat`. So what is taken out again is exactly what was put there, and what was
+bound from there.
+Rejected: to replace the code of torch's functions. Whoever holds one would call ours,
+but so would `remat` where it means torch's, and Dynamo knows those functions.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+from torch.utils import checkpoint as theirs
+
+from remat.compat import _checkpoint, _sequential, _settings
+
+
+@contextmanager
+def patch() -> Iterator[None]:
+    """Put the functions of `remat.compat` in place of torch's, inside a `with` block.
+
+    That is: `checkpoint`, `checkpoint_sequential`, `set_checkpoint_early_stop` and
+    `set_checkpoint_debug_enabled`, in `torch.utils.checkpoint` and in each module that
+    has imported them from there, such as those of transformers, timm and diffusers. At
+    the end they are taken out again, also where they were imported meanwhile. It holds
+    for the process, and may be nested.
+
+    It does not reach what holds torch's function elsewhere: a default argument, an
+    attribute of an object or a class, a `functools.partial` that was made before. Such
+    an object that is made inside the block keeps ours after it. So enable a library's
+    checkpoints inside: `model.gradient_checkpointing_enable()`.
+
+    Example:
+        >>> import torch
+        >>> from remat import compat
+        >>> theirs = torch.utils.checkpoint.checkpoint
+        >>> with compat.patch():
+        ...     torch.utils.checkpoint.checkpoint is theirs
+        False
+        >>> torch.utils.checkpoint.checkpoint is theirs
+        True
+    """
+    _PATCHES.add(1)
+    try:
+        yield
+    finally:
+        _PATCHES.add(-1)
+
+
+def install() -> None:
+    """Do what `patch` does, until `uninstall`. To call it again changes nothing.
+
+    Example:
+        >>> from remat import compat
+        >>> compat.install()
+        >>> compat.uninstall()
+    """
+    _PATCHES.install(True)
+
+
+def uninstall() -> None:
+    """Undo `install`. Without it, this changes nothing."""
+    _PATCHES.install(False)
+
+
+# --- What is exchanged ---
+
+
+def _copy(fn: Any) -> FunctionType:
+    """Return another function that does the same."""
+    copy = FunctionType(
+        fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+    )
+    copy.__kwdefaults__, copy.__doc__ = fn.__kwdefaults__, fn.__doc__
+    copy.__module__, copy.__qualname__ = fn.__module__, fn.__qualname__
+    vars(copy).update(vars(fn))
+    return copy
+
+
+_OURS: Mapping[Callable[..., Any], FunctionType] = {
+    theirs.checkpoint: _copy(_checkpoint.checkpoint),
+    theirs.checkpoint_sequential: _copy(_sequential.checkpoint_sequential),
+    theirs.set_checkpoint_early_stop: _copy(_settings.set_checkpoint_early_stop),
+    theirs.set_checkpoint_debug_enabled: _copy(_settings.set_checkpoint_debug_enabled),
+}
+_FORTH = {id(old): new for old, new in _OURS.items()}
+_BACK = {id(new): old for old, new in _OURS.items()}
+
+# They compile torch's checkpoint, which they know, or mean it.
+_LEFT_ALONE = "torch._dynamo", "torch._functorch", "remat"
+
+
+def _exchange(new: Mapping[int, Any]) -> None:
+    """Put other objects in place of some, in all modules that bind them."""
+    for name, module in [*sys.modules.items()]:
+        if any(name == left or name.startswith(f"{left}.") for left in _LEFT_ALONE):
+            continue
+        attributes = getattr(module, "__dict__", None)
+        if type(attributes) is not dict:
+            continue
+        found = [(k, new[id(v)]) for k, v in [*attributes.items()] if id(v) in new]
+        attributes.update(found)
+
+
+class _Patches:
+    """How many ask for ours to be there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._count, self._is_installed = 0, False
+
+    def add(self, more: int) -> None:
+        """Count one more, or one less."""
+        with self._lock:
+            self._count += more
+            _exchange(_FORTH if self._count else _BACK)
+
+    def install(self, is_installed: bool) -> None:
+        """Count `install` once."""
+        with self._lock:
+            if is_installed is not self._is_installed:
+                self._is_installed = is_installed
+                self.add(1 if is_installed else -1)
+
+
+_PATCHES = _Patches()

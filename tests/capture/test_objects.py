@@ -1,0 +1,528 @@
+"""Objects that hold tensors and are no pytrees: as arguments and as results."""
+
+import gc
+import itertools
+import weakref
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.objects import (
+    KINDS,
+    Attributes,
+    Frozen,
+    FrozenSlots,
+    Plain,
+    Slots,
+    assert_as_plain,
+    scalar_of,
+)
+from support.runs import leaf
+from support.transforms import TRANSFORMS
+from support.zoo import plainly
+from torch import nn
+from torch.func import grad, hessian, vmap
+
+from remat import RecomputeError, remat
+from remat.testing import assert_same, check_replay, count_ops, live_bytes
+
+
+higher = partial(remat, higher_order=True)
+AT_BASE = [how for how, transform in TRANSFORMS.items() if transform.at_base]
+FUNC = {
+    "grad": grad,
+    "vmap_grad": lambda loss: lambda x: vmap(grad(loss))(x[None])[0],
+    "grad_vmap": lambda loss: lambda x: grad(lambda x: vmap(loss)(x).sum())(x[None])[0],
+    "hessian": hessian,
+}
+under_func = pytest.mark.parametrize("transform", FUNC.values(), ids=FUNC.keys())
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Attempted to insert a get_attr Node:UserWarning"
+)
+X = torch.linspace(0.1, 1, 3)
+
+
+def step_of(kind):
+    """Takes an object of a kind, and returns another one."""
+    put, get = KINDS[kind]
+
+    def step(held):
+        w, x = get(held)
+        y = w.sin().exp() * x
+        return put(y, y.cos())
+
+    return step
+
+
+# --- Each kind under each transform ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", TRANSFORMS)
+def test_a_kind_is_an_argument_and_a_result(how, kind):
+    assert_as_plain(how, partial(scalar_of, kind), step_of(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", AT_BASE)
+def test_a_kind_with_higher_order(how, kind):
+    loss_of, step = partial(scalar_of, kind), step_of(kind)
+    assert_as_plain(how, loss_of, step, wrap=higher, calls=True)
+
+
+WRONG = {
+    "not rematerialized": (plainly, "1 evaluations, not 2"),
+    "other values": (lambda f: remat(lambda o: f(Plain(o.left, 2 * o.right))), "value"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_comparison_of_kinds_fails_for_another_function(case):
+    wrap, message = WRONG[case]
+    loss_of, step = partial(scalar_of, "dataclass"), step_of("dataclass")
+    with pytest.raises(AssertionError, match=message):
+        assert_as_plain("grad", loss_of, step, wrap=wrap)
+
+
+def both(fn, x, of, transform=grad, sines=None):
+    """Assert that a transform of `of(fn)` is as plain, and that sines are taken again.
+
+    A hessian takes more: the derivatives of the sines have sines as well.
+    """
+    expected = transform(of(fn))(x)
+    with count_ops() as plain:
+        transform(of(fn))(x)
+    with count_ops() as ops:
+        found = transform(of(remat(fn)))(x)
+    assert_same(found, expected, reassociated=True)
+    assert ops["sin"] > plain["sin"]
+    if sines is not None:
+        assert ops["sin"] == sines
+
+
+def test_the_comparison_of_one_transform_fails_without_a_recompute(monkeypatch):
+    monkeypatch.setitem(both.__globals__, "remat", plainly)
+    with pytest.raises(AssertionError):
+        both(lambda x: x.sin().exp(), X, lambda fn: lambda x: fn(x).sum())
+
+
+# --- What a result is ---
+
+
+@under_func
+def test_a_result_is_the_very_object_that_the_function_made(transform):
+    def of(fn):
+        made = []
+
+        def noting(x):
+            out = fn(x)
+            made.append(weakref.ref(out))
+            return out
+
+        def loss(x):
+            wrapped = remat(noting) if isinstance(fn, type(remat(fn))) else noting
+            out = wrapped(x)
+            assert out is made[0]()
+            return out.left.sum()
+
+        return loss
+
+    both(lambda x: Plain(x.sin().exp(), None), X, of, transform)
+
+
+def everything(x):
+    y = x.sin().exp()
+    o = Attributes(y, (y, None, [x, "text"]))
+    o.me, o.number = o, 3
+    return {"o": o, "p": Frozen(o, FrozenSlots(y, 1.5)), "y": y}
+
+
+@under_func
+def test_identities_and_constants_are_kept(transform):
+    def of(fn):
+        def loss(x):
+            out = fn(x)
+            o, p, y = out["o"], out["p"], out["y"]
+            assert o.me is o
+            assert p.left is o
+            assert o.left is y
+            assert o.right[0] is y
+            assert p.right.left is y
+            assert o.right[2][0] is x
+            assert (o.number, o.right[1], o.right[2][1]) == (3, None, "text")
+            assert (p.right.right, p.right.none) == (1.5, None)
+            return (o.left * p.right.left).sum()
+
+        return loss
+
+    both(everything, X, of, transform)
+
+
+def test_no_constructor_and_no_setter_runs():
+    ran = []
+
+    class Noting:
+        def __init__(self, y):
+            ran.append("init")
+            self.y = y
+
+        def __setattr__(self, name, value):
+            ran.append("set")
+            super().__setattr__(name, value)
+
+        def __reduce__(self):
+            raise AssertionError("copied")
+
+        def __del__(self):
+            ran.append("del")
+
+    def loss(x):
+        return remat(lambda x: Noting(x.sin().exp()))(x).y.sum()
+
+    with count_ops() as ops:
+        grad(loss)(X)
+    assert ops["sin"] == 2
+    assert ran == ["init", "set", "init", "set", "del", "del"] or sorted(ran) == [
+        *("del", "del", "init", "init", "set", "set"),
+    ]
+
+
+def test_a_cycle_among_tuples_is_kept():
+    def fn(x):
+        y, inner = x.sin().exp(), []
+        outer = (inner, y)
+        inner.append(outer)
+        return outer
+
+    def of(fn):
+        def loss(x):
+            outer = fn(x)
+            assert outer[0][0] is outer
+            return outer[1].sum()
+
+        return loss
+
+    both(fn, X, of, sines=2)
+
+
+def test_auxiliary_results_of_grad():
+    def loss(x, fn):
+        out = fn(x)
+        return out.left.sum(), (out.right, out.left)
+
+    def fn(x):
+        y = x.sin().exp()
+        return Plain(y, y.detach() * 2)
+
+    expected = grad(partial(loss, fn=fn), has_aux=True)(X)
+    with count_ops() as ops:
+        found = grad(partial(loss, fn=remat(fn)), has_aux=True)(X)
+    assert_same(found, expected)
+    assert ops["sin"] == 2
+
+
+@under_func
+def test_an_operation_may_return_what_it_is_given_without_a_vmap_alone(transform):
+    def fn(x):
+        y = x.sin().exp()
+        one, other = torch.broadcast_tensors(y, x)
+        return y, one, [other]
+
+    def of(fn):
+        def loss(x):
+            y, one, (other,) = fn(x)
+            return (y * one * other).sum()
+
+        return loss
+
+    both(fn, X, of, transform)
+
+
+def test_a_class_that_code_of_the_standard_library_made_is_searched():
+    made = type("Made", (Attributes,), {"__module__": "abc"})
+
+    def of(fn):
+        return lambda x: fn(made(x, x)).left.sum()
+
+    both(lambda held: made(held.left.sin().exp(), held), X, of, sines=2)
+
+
+def test_a_large_result():
+    def fn(x):
+        y = x.sin().exp()
+        return Plain([y * i for i in range(1500)], {i: y + i for i in range(1500)})
+
+    def of(fn):
+        def loss(x):
+            out = fn(x)
+            return sum(out.left[::100]).sum() + out.right[1499].sum()
+
+        return loss
+
+    both(fn, X, of, sines=2)
+
+
+def test_results_of_nested_calls():
+    def inner(held):
+        return Plain(held.left.sin().exp(), held)
+
+    def outer(wrap):
+        def fn(x):
+            held = wrap(inner)(Attributes(x, None))
+            return Frozen(held, held.left * 2)
+
+        return fn
+
+    def loss(fn):
+        return lambda x: (fn(x).left.left * fn(x).right).sum()
+
+    expected = hessian(loss(outer(plainly)))(X)
+    with count_ops() as ops:
+        found = hessian(loss(remat(outer(remat))))(X)
+    assert_same(found, expected, reassociated=True)
+    assert ops["sin"] > 4
+
+
+def test_methods_partials_and_weak_references_of_a_result():
+    def fn(x):
+        held = Attributes(x.sin().exp(), x)
+        read = partial(torch.mul, held.left)
+        return held, held.__getattribute__, read, weakref.ref(held), (weakref.ref(fn),)
+
+    def of(fn):
+        def loss(x):
+            held, get, read, ref, _ = fn(x)
+            assert ref() is held
+            assert get("left") is held.left
+            assert read.args[0] is held.left
+            return read(get("left")).sum()
+
+        return loss
+
+    both(fn, X, of, sines=2)
+
+
+def test_a_read_only_view_of_a_class_is_returned_as_it_is():
+    def of(fn):
+        def loss(x):
+            out = fn(x)
+            assert out.right["left"] is vars(Slots)["left"]
+            return out.left.sum()
+
+        return loss
+
+    both(lambda x: Plain(x.sin().exp(), vars(Slots)), X, of, sines=2)
+
+
+def test_a_set_of_computed_tensors_that_are_returned_besides():
+    def fn(x):
+        a, b = x.sin().exp(), x.sin().exp() * 2
+        return a, b, {a, b}
+
+    def of(fn):
+        def loss(x):
+            a, b, both_of_them = fn(x)
+            assert both_of_them == {a, b}
+            return (a * 3 + b).sum()
+
+        return loss
+
+    both(fn, X, of, sines=4)
+
+
+def test_check_replay_takes_any_result():
+    def fn(x):
+        return Plain(x.sin().exp(), SimpleNamespace(read=lambda: x))
+
+    assert check_replay(fn, leaf(3)).operations > 0
+
+
+# --- The user's own objects ---
+
+
+class Cache:
+    """Starts empty, and grows."""
+
+    def __init__(self):
+        self.layers, self.seen = [], 0
+
+    def update(self, y):
+        self.seen += 1
+        self.layers.append({"y": y, "twice": (y, y * 2)})
+        return sum(layer["twice"][1] for layer in self.layers)
+
+
+@under_func
+def test_a_cache_that_is_passed_updated_and_returned_is_that_cache(transform):
+    def fn(cache, x):
+        return cache.update(x.sin().exp()), cache
+
+    def of(fn):
+        def loss(x):
+            cache = Cache()
+            layers = cache.layers
+            a, first = fn(cache, x)
+            b, second = fn(cache, x * 2)
+            assert first is second is cache
+            assert cache.layers is layers
+            assert (cache.seen, len(layers)) == (2, 2)
+            return (a * b * layers[0]["y"]).sum()
+
+        return loss
+
+    both(fn, X, of, transform)
+
+
+@under_func
+def test_a_captured_object_that_is_changed_and_returned_is_that_object(transform):
+    def of(fn):
+        def loss(x):
+            held = Attributes(x * 2, None)
+            wrap = remat if isinstance(fn, type(remat(step))) else plainly
+
+            def inner(x):
+                held.right = x.sin().exp() * held.left
+                return held
+
+            out = wrap(inner)(x)
+            assert out is held
+            return (held.right * held.left).sum()
+
+        return loss
+
+    def step(x):
+        return x
+
+    both(step, X, of, transform)
+
+
+def test_own_lists_and_dicts_are_returned_as_they_are():
+    def fn(x, kept, table):
+        kept.append(x.sin().exp())
+        table["y"] = kept[-1]
+        return kept, table, (kept,)
+
+    def of(fn):
+        def loss(x):
+            kept, table = [x], {}
+            one, two, (three,) = fn(x, kept, table)
+            assert one is three is kept
+            assert two is table
+            assert kept[1] is table["y"]
+            return kept[1].sum()
+
+        return loss
+
+    both(fn, X, of, sines=2)
+
+
+def test_an_own_object_in_a_new_one_is_that_object():
+    layer = nn.Linear(3, 3)
+
+    def of(fn):
+        def loss(x):
+            held = Attributes(x, layer)
+            out = fn(held, layer)
+            assert out.left is held
+            assert out.left.right is layer
+            assert out.right[1] is layer
+            return out.right[0].sum()
+
+        return loss
+
+    def fn(held, layer):
+        return Plain(held, (layer(held.left).sin().exp(), layer))
+
+    both(fn, X, of, sines=2)
+
+
+def test_at_base_any_object_is_returned_as_it_is():
+    made = []
+
+    def fn(x, held):
+        y = x.sin().exp()
+        held.left = y
+        made.append((held, lambda: y, iter([y]), {y, y + 1}))
+        return made[-1]
+
+    x, held = leaf(3), Attributes(None, None)
+    with count_ops() as ops:
+        out = remat(fn)(x, held)
+        (out[1]() + next(out[2]) + held.left + sum(out[3])).sum().backward()
+    assert out is made[0]
+    assert out[0] is held
+    assert len(made) == 1
+    assert ops["sin"] == 2
+
+
+# --- Memory and errors ---
+
+
+def test_a_call_holds_nothing_of_its_result():
+    refs = []
+
+    def loss(x):
+        out = remat(lambda x: Plain(x.sin().exp(), Attributes(x.cos(), None)))(x)
+        refs.extend(map(weakref.ref, (out, out.right)))
+        left = out.left
+        del out
+        assert [ref() for ref in refs] == [None, None]
+        return left.sum()
+
+    gc.disable()
+    try:
+        with count_ops() as ops:
+            grad(loss)(X)
+    finally:
+        gc.enable()
+    assert ops["sin"] == 2
+
+
+def test_an_object_costs_the_memory_of_a_tuple():
+    x = torch.linspace(0, 1, 1000, requires_grad=True)
+
+    def fn(x, put):
+        y = x.sin().exp().sin().exp()
+        return put(y, y + 1)
+
+    def bytes_of(wrap, put):
+        return live_bytes(lambda: wrap(fn)(x, put))
+
+    assert bytes_of(higher, Plain) == bytes_of(higher, lambda a, b: (a, b))
+    assert bytes_of(higher, Plain) < bytes_of(plainly, Plain)
+
+
+def test_attributes_in_another_order_are_the_same_result():
+    orders = itertools.cycle([("left", "right"), ("right", "left")])
+
+    def fn(x):
+        y, out = x.sin().exp(), SimpleNamespace()
+        for name in next(orders):
+            setattr(out, name, y * 2 if name == "left" else y * y)
+        return out
+
+    def loss(fn):
+        return lambda x: (fn(x).left * 3 + fn(x).right).sum()
+
+    expected = grad(
+        loss(
+            lambda x: SimpleNamespace(
+                left=x.sin().exp() * 2, right=x.sin().exp().square()
+            )
+        )
+    )(X)
+    with count_ops() as ops:
+        found = grad(loss(remat(fn)))(X)
+    assert torch.allclose(found, expected)
+    assert ops["sin"] == 4
+
+
+def test_another_result_in_the_recompute_is_an_error():
+    names = itertools.chain(["left"], itertools.repeat("right"))
+
+    def fn(x):
+        return SimpleNamespace(**{next(names): x.sin().exp()})
+
+    with pytest.raises(RecomputeError, match=r"result\.right'\] where .*\.left'\]"):
+        grad(lambda x: sum(t.sum() for t in vars(remat(fn)(x)).values()))(X)

@@ -1,0 +1,392 @@
+"""What is alive after the forward, in the backward and after it: RETURNN's contract.
+
+Also each limit of RETURNN's `gradient_checkpoint_scope`, lifted.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from support.scopes import BOOKKEEPING, grads, leaf, plainly
+from torch import nn
+
+import remat
+from remat import MutationError, policies
+from remat._scope.values import Given, Made, Operation
+from remat._torch import hooks_here
+from remat.testing import (
+    assert_same,
+    count_ops,
+    live_bytes,
+    memory_timeline,
+    peak_bytes,
+)
+
+
+pytestmark = pytest.mark.usefixtures("_no_collector")
+
+SIZE = 1000
+BYTES = 4 * SIZE
+A, B, C = leaf(SIZE), leaf(SIZE, seed=2), leaf(SIZE, seed=3)
+
+
+def consumed(block, policy=None, consumers=1):
+    """A value that several consumers multiply."""
+    with block(policy) if policy else block():
+        x = A + B
+    return sum((x * C).sum() for _ in range(consumers))
+
+
+def alive(fn):
+    return live_bytes(fn) // BYTES
+
+
+# --- After the forward ---
+
+
+def test_no_consumer_stores_the_value():
+    assert alive(lambda: consumed(plainly, consumers=3)) == 1
+    assert alive(lambda: consumed(remat.scope, consumers=3)) == 0
+
+
+def test_the_value_is_freed_with_its_last_reference():
+    def forward():
+        with remat.scope():
+            x = A + B
+        y = (x * C).sum()
+        del x
+        return y
+
+    timeline = memory_timeline(forward)
+    # The value and the product, then neither.
+    assert timeline.peak // BYTES == 2
+    assert timeline.bytes[-1] // BYTES == 0
+
+
+def test_masks_and_noise_are_not_stored_and_states_are_no_tensors():
+    def forward(block):
+        with block():
+            noise = torch.randn(SIZE)
+            dropped = nn.functional.dropout(A, 0.5)
+        return (noise * C).sum() + (dropped * C).sum()
+
+    assert alive(lambda: forward(plainly)) == 3
+    assert alive(lambda: forward(remat.scope)) == 0
+
+
+def test_what_was_given_is_stored_instead():
+    def forward(block):
+        given = A * 2.0
+        with block():
+            x = given.sin()
+            y = given.cos()
+        del given
+        return (x * C).sum() + (y * C).sum()
+
+    # The cosine and the sine need it, too; the products save both results.
+    assert alive(lambda: forward(plainly)) == 3
+    assert alive(lambda: forward(remat.scope)) == 1
+
+
+def test_a_policy_stores_what_it_names():
+    assert alive(lambda: consumed(remat.scope, policies.everything_saveable)) == 1
+
+
+def test_a_detached_result_that_is_kept_holds_nothing():
+    log = []
+
+    def step():
+        given = A * 2.0
+        with remat.scope():
+            loss = given.sin().sum()
+        log.append(loss.detach())
+
+    assert alive(step) == 0
+    assert len(log) == 1
+
+
+def test_a_metric_that_is_kept_holds_nothing_after_the_backward():
+    log = []
+
+    def step():
+        given = A * 2.0
+        with remat.scope():
+            x = given.sin()
+            log.append((x > 0).float().mean())
+        (x * C).sum().backward()
+        A.grad = C.grad = None
+
+    assert alive(step) == 0
+
+
+# --- In the backward ---
+
+
+def chain(block, length=6):
+    """A chain of values, each of which is read by one consumer."""
+    x, total = A, 0.0
+    with block():
+        values = []
+        for _ in range(length):
+            x = x.tanh()
+            values.append(x)
+    for v in values:
+        total = total + (v.detach() * C).sum()
+    return total
+
+
+def test_values_are_freed_as_the_backward_goes():
+    def run(block):
+        y = consumed(block, consumers=4)
+        return lambda: grads(y, C)
+
+    # A gradient and what is added to it, beside the value.
+    assert peak_bytes(run(plainly)) // BYTES == 2
+    assert peak_bytes(run(remat.scope)) // BYTES == 3
+
+
+def test_nothing_is_alive_between_the_uses_of_different_values():
+    with remat.scope():
+        one = A + B
+        two = A * B
+    refs = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, c):
+            ctx.save_for_backward(x)
+            return x * c
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            assert all(ref() is None for ref in refs), "the other value is alive"
+            refs.append(weakref.ref(x.untyped_storage()))
+            return None, g * x
+
+    y = Noting.apply(one, C).sum() + Noting.apply(two, C).sum()
+    wanted = (one + two).detach()
+    del one, two
+    with count_ops() as ops:
+        (g,) = grads(y, C)
+    assert torch.allclose(g, wanted)
+    assert len(refs) == 2
+    assert all(ref() is None for ref in refs)
+    assert ops["mul"] == 3
+
+
+def test_a_chain_is_computed_once_and_freed_from_its_end():
+    y, plain = chain(remat.scope), chain(plainly)
+    with count_ops() as ops:
+        (g,) = grads(y, C)
+    assert_same(g, grads(plain, C)[0])
+    assert ops["tanh"] == 6
+
+
+def test_what_was_not_read_is_freed_when_the_backward_ends():
+    with remat.scope():
+        x = A + B
+        y = x.tanh()
+    one, two = (x * C).sum(), (y * C).sum()
+    del x, y
+
+    def run():
+        grads(two, C)
+
+    assert alive(run) == 0
+    (g,) = grads(one, C)
+    assert_same(g, (A + B).detach())
+
+
+def test_an_error_in_a_backward_frees_what_was_computed():
+    def fail(_):
+        raise ValueError("mine")
+
+    def run(block):
+        with block():
+            x = A + B
+            y = x.tanh()
+        product = C * 1.0
+        product.register_hook(fail)
+        loss = ((y * product).sin() * x).sum()
+
+        def backward():
+            with pytest.raises(ValueError, match="mine"):
+                grads(loss, A, C, retain_graph=True)
+
+        return backward
+
+    def left(block):
+        found = alive(run(block))
+        grads(C.sum(), C)  # the engine keeps a gradient until the next backward
+        return found
+
+    assert left(remat.scope) == left(plainly)
+
+
+# --- After it ---
+
+
+def test_nothing_is_left_after_a_backward():
+    def step():
+        loss = consumed(remat.scope, consumers=3)
+        loss.backward()
+        A.grad = B.grad = C.grad = None
+
+    assert live_bytes(step) == 0
+    assert not hooks_here()
+
+
+def test_no_object_of_a_block_is_left():
+    def count():
+        kinds = (Given, Made, Operation)
+        return sum(type(obj) in kinds for obj in gc.get_objects())
+
+    before = count()
+    y = consumed(remat.scope, consumers=3)
+    assert count() > before
+    grads(y, A, B, C)
+    del y
+    assert count() == before
+
+
+def test_a_graph_that_is_dropped_leaves_nothing():
+    def step():
+        loss = consumed(remat.scope, consumers=3)
+        del loss
+
+    assert live_bytes(step) == 0
+    assert not hooks_here()
+
+
+# --- RETURNN's tests, restated ---
+
+
+def test_noise_on_a_parameter_is_freed_recomputed_and_freed():
+    """RETURNN's `test_gradient_checkpoint_scope`."""
+
+    def train(block):
+        torch.manual_seed(0)
+        w = nn.Parameter(torch.ones(SIZE))
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        counts = []
+        for _ in range(3):
+            with block():
+                noisy = w + torch.randn(SIZE) * 0.1
+            loss = (noisy * noisy).sum()
+            del noisy
+            state = torch.get_rng_state()
+            with count_ops() as ops:
+                loss.backward()
+            assert torch.equal(torch.get_rng_state(), state)
+            counts.append(ops["randn"])
+            optimizer.step()
+            optimizer.zero_grad()
+        return w.detach(), counts
+
+    plain, _ = train(plainly)
+    ours, counts = train(remat.scope)
+    assert_same(ours, plain)
+    assert counts == [1, 1, 1]
+
+
+def test_two_blocks_are_alive_in_each_of_two_steps():
+    """RETURNN's `test_gradient_checkpoint_scope_twice`, which asserts nothing."""
+
+    def forward():
+        with remat.scope():
+            x = A + B
+        with remat.scope():
+            y = A * B
+        return (x * C).sum() + (y * C).sum()
+
+    for _ in range(2):
+        assert alive(forward) == 0
+        loss = forward()
+        with count_ops() as ops:
+            (g,) = grads(loss, C)
+        assert ops["mul"] == 3
+        assert torch.allclose(g, (A + B + A * B).detach())
+        del loss
+        assert not hooks_here()
+
+
+# --- RETURNN's limits ---
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_three_blocks_each_free_their_own(nested):
+    def forward(block):
+        if nested:
+            with block():
+                x = A + B
+                with block():
+                    y = x * B
+                    with block():
+                        z = y.tanh()
+        else:
+            with block():
+                x = A + B
+            with block():
+                y = x * B
+            with block():
+                z = y.tanh()
+        return (x * C).sum() + (y * C).sum() + (z * C).sum()
+
+    assert alive(lambda: forward(plainly)) == 3
+    assert alive(lambda: forward(remat.scope)) == 0
+    y = forward(remat.scope)
+    with count_ops() as ops:
+        found = grads(y, A, B, C)
+    assert ops["tanh"] == 1
+    assert_same(found, grads(forward(plainly), A, B, C))
+
+
+def test_a_generator_that_is_passed_draws_the_same():
+    generator = torch.Generator().manual_seed(5)
+    with remat.scope():
+        x = torch.rand(SIZE, generator=generator)
+    y = (x * C).sum()
+    wanted = x.clone()
+    after = generator.get_state()
+    del x
+    with count_ops() as ops:
+        (g,) = grads(y, C)
+    assert_same(g, wanted)
+    assert ops["rand"] == 1
+    assert torch.equal(generator.get_state(), after)
+
+
+def test_a_changed_source_is_an_error_and_not_another_value():
+    given = torch.ones(SIZE)
+    with remat.scope():
+        x = given * 2.0
+    y = (x * C).sum()
+    given.fill_(12.0)
+    with pytest.raises(MutationError, match=r"float32\[1000\] .*mul.Tensor"):
+        y.backward()
+
+
+def test_part_of_what_a_block_made_is_recomputed():
+    with remat.scope():
+        one, two = A.tanh(), B.sigmoid()
+        three = one.exp()
+    parts = [(v * C).sum() for v in (one, two, three)]
+    with count_ops() as ops:
+        grads(parts[1], C)
+    computed = {op for op in ops if op not in BOOKKEEPING}
+    assert "sigmoid" in computed
+    assert not computed & {"tanh", "exp"}
+
+
+def test_a_long_chain_does_not_recurse():
+    with remat.scope():
+        x = A
+        for _ in range(3000):
+            x = x + 1.0
+    y = (x * C).sum()
+    del x
+    with count_ops() as ops:
+        grads(y, C)
+    assert ops["add"] == 3000

@@ -1,0 +1,52 @@
+"""Programs with blocks, run with `remat.scope` and without: values, and what ran again.
+
+A *program* takes what makes a block, `remat.scope` or a context that does nothing, and
+returns tensors.
+"""
+
+from collections import Counter
+from contextlib import nullcontext
+
+import torch
+
+import remat
+from remat._torch import hooks_here
+from remat.testing import assert_same, count_ops
+
+
+# What autograd and remat do besides computing.
+BOOKKEEPING = {"detach", "alias", "view", "as_strided", "t", "transpose", "set_"}
+BOOKKEEPING |= {"_unsafe_view", "expand", "slice", "select", "lift_fresh", "empty"}
+BOOKKEEPING |= {"_conj", "clone"}  # of what is run again in place
+
+
+def leaf(*shape, seed=1, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+
+
+def counted(program, block):
+    torch.manual_seed(7)
+    with count_ops() as ops:
+        out = program(block)
+    return out, Counter({op: n for op, n in ops.items() if op not in BOOKKEEPING})
+
+
+def plainly(policy=None):
+    return nullcontext()
+
+
+def assert_scoped(program, *, scope=remat.scope, **again):
+    """Assert that blocks change no value, and which operations they have run again."""
+    before = len(hooks_here())
+    wanted, plain_ops = counted(program, plainly)
+    out, ops = counted(program, scope)
+    assert_same(out, wanted)
+    extra = {op: ops[op] - plain_ops[op] for op in ops | plain_ops}
+    extra = {op: n for op, n in extra.items() if n}
+    assert extra == again, extra
+    assert len(hooks_here()) <= before, "hooks are left on the stack"
+
+
+def grads(out, *inputs, **kwargs):
+    return torch.autograd.grad(out, inputs, **kwargs)
