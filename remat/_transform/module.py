@@ -221,8 +221,9 @@ class _Forward:
             return forward
         is_method = type(forward) is types.MethodType
         if is_method and type(forward.__func__) is types.FunctionType:
+            # Not a method: Dynamo looks for the file of one's function.
             call = self._recomputed(forward.__func__)
-            return types.MethodType(call, forward.__self__)
+            return functools.partial(call, forward.__self__)
         return Rematerialized(forward, self._spec.where, self._spec.options)
 
     def _recomputed(self, fn: Any) -> Any:

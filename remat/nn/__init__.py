@@ -4,14 +4,14 @@ In: a model. Out: the same model, whose blocks are recomputed in a backward.
 
     _apply      recompute chosen submodules in place, and undo it
     _select     which submodules are meant
+    _blocks     the repeated blocks of a model
     _enable     the gradient checkpointing of transformers and diffusers, done by remat
-
     _noise      a parametrization that adds noise to a weight
 
 Called by users.
 """
 
 from remat.nn._apply import apply as apply, remove as remove
+from remat.nn._blocks import blocks as blocks
 from remat.nn._enable import enable as enable
 from remat.nn._noise import weight_noise as weight_noise
-from remat.nn._select import blocks as blocks

@@ -21,8 +21,9 @@ from remat._transform.module import (
     recompute_in_place,
     undone,
 )
+from remat.nn._blocks import blocks
 from remat.nn._enable import switch_off
-from remat.nn._select import as_selectors, blocks, selected
+from remat.nn._select import as_selectors, selected
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -183,9 +184,9 @@ _DERIVED = (
     "remat.nn.apply, as fully_shard and parametrizations do. Undo that first."
 )
 _NO_BLOCKS = (
-    "remat.nn.apply: this {model} has no list of blocks: no ModuleList or Sequential "
-    "has two items of a class that has submodules. Say which modules you mean: pass a "
-    "class, a name such as 'layers.*', or a function of a name and a module."
+    "remat.nn.apply: this {model} has no list of blocks: no ModuleList, ModuleDict or "
+    "Sequential has two items of a class that has submodules. Say which modules you "
+    "mean: pass a class, a name such as 'layers.*', or a function of a name and module."
 )
 _TWO_POLICIES = (
     "remat.nn.apply: `select` gives each module a policy, so leave out `policy`."

@@ -53,8 +53,8 @@ def enable(
         The model.
 
     Raises:
-        TypeError: the model has no gradient checkpointing that takes a function. The
-            message says what to use instead.
+        TypeError: `model` is not a module; or it has no gradient checkpointing that
+            takes a function. The message says what to use instead.
 
     Example:
         >>> import remat
@@ -68,15 +68,16 @@ def enable(
         ...     )
         ...     model = remat.nn.enable(BertModel(config))
     """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(_NO_MODULE.format(kind=kind))
     options = options_of(policy, prune, rng, higher_order)
     checkpoint = Checkpoint(caller(), options)
-    owners = [m for m in model.modules() if _takes_function(m)]
+    owners = [m for m in model.modules() if _takes_function(m) and _has_blocks(m)]
     if not owners:
         raise TypeError(_NOT_SUPPORTED.format(model=type(model).__name__))
     for owner in _outermost(owners):
         getattr(owner, _SWITCH)(enable=True, gradient_checkpointing_func=checkpoint)
-    if not any(_is_ours(m) for m in model.modules()):
-        raise TypeError(_NOT_SUPPORTED.format(model=type(model).__name__))
     return model
 
 
@@ -111,6 +112,11 @@ def _takes_function(module: nn.Module) -> bool:
     return "gradient_checkpointing_func" in inspect.signature(switch).parameters
 
 
+def _has_blocks(owner: nn.Module) -> bool:
+    """Say whether a module in there asks whether to call the function."""
+    return any(hasattr(m, "gradient_checkpointing") for m in owner.modules())
+
+
 def _outermost(owners: list[nn.Module]) -> list[nn.Module]:
     inner = {id(m) for owner in owners for m in owner.modules() if m is not owner}
     return [owner for owner in owners if id(owner) not in inner]
@@ -120,6 +126,9 @@ def _is_ours(module: nn.Module) -> bool:
     return type(vars(module).get(_FUNCTION)) is Checkpoint
 
 
+_NO_MODULE = (
+    "remat.nn.enable: {kind} is not a module. Pass a model, such as pipeline.unet."
+)
 _NOT_SUPPORTED = (
     "remat.nn.enable: {model} has no gradient checkpointing that calls a function of "
     "the user's. Use remat.nn.apply(model), which finds the blocks itself, or "

@@ -1,16 +1,15 @@
-"""Which submodules of a model are meant: by class, by name, or the repeated blocks.
+"""Which submodules of a model are meant: by class, by name, or by a function.
 
 Called by `apply`.
 
 Invariant: a selector that selects nothing is an error. A name may be misspelled.
-Rejected: to select by the type of each layer where nothing is said. To recompute a
-single linear layer saves nothing: it stores its input in any case.
+Rejected: to let a name select the submodules of what it names, too. A block and its
+parts would be recomputed one in the other.
 """
 
 import fnmatch
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -18,50 +17,6 @@ from torch import nn
 
 # A class, a name with wildcards, or a function of a name and a module.
 Selector: TypeAlias = type[nn.Module] | str | Callable[[str, nn.Module], bool]
-
-
-def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks of a model: what `remat.nn.apply` recomputes.
-
-    A block is an item of an `nn.ModuleList` or `nn.Sequential` that has submodules, if
-    the list has another item of its class. If a block has such a list of its own, as an
-    attribute, it is a stage of the model, and the items of that list are the blocks.
-
-    Args:
-        model: the model. It is not changed.
-
-    Returns:
-        The blocks by their names in `model.named_modules()`.
-
-    Example:
-        >>> from remat.nn import blocks
-        >>> def layer():
-        ...     return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        >>> model = nn.ModuleDict({"body": nn.ModuleList([layer(), layer()])})
-        >>> [*blocks(model)]
-        ['body.0', 'body.1']
-    """
-    return dict(_blocks_in(model, ""))
-
-
-def _blocks_in(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    found = _repeated(module)
-    for key, child in module.named_children():
-        path = f"{name}.{key}" if name else key
-        is_stage = any(map(_repeated, (child, *child.children())))
-        if key in found and not is_stage:
-            yield path, child
-        else:
-            yield from _blocks_in(child, path)
-
-
-def _repeated(module: nn.Module) -> Sequence[str]:
-    """Return the items of a list of modules that occur in it more than once."""
-    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-        return ()
-    items = [(key, m) for key, m in module.named_children() if any(m.children())]
-    counts = Counter(type(m) for _, m in items)
-    return [key for key, m in items if counts[type(m)] > 1]
 
 
 def selected(

@@ -34,12 +34,14 @@ class Client:
         blocks: the lists of layers of a model that are to be rematerialized.
         inputs: makes keyword arguments for a call, at random.
         loss: takes it from what the model returns.
+        is_adapted: whether most parameters are frozen, and adapters train.
     """
 
     build: Callable[[], nn.Module]
     blocks: Callable[[nn.Module], Sequence[Any]]
     inputs: Callable[[], dict[str, Any]]
     loss: Callable[[Any], Tensor] = lambda out: out.loss
+    is_adapted: bool = False
 
 
 # --- Styles: how users put remat into a model that they do not edit ---
@@ -70,6 +72,7 @@ def replace_layer(blocks: Sequence[Any], wrap: Wrap) -> None:
             block[i] = Calls(layer, wrap)
 
 
+Change = Callable[[nn.Module], object]
 Style = Callable[[Sequence[Any], Wrap], None]
 STYLES: dict[str, Style] = {"forward": replace_forward, "layer": replace_layer}
 
@@ -159,6 +162,13 @@ def of_style(client: Client, style: str | Style, wrap: Wrap) -> nn.Module:
     return model
 
 
+def changed(client: Client, change: Change) -> nn.Module:
+    """A model that a function changes in place."""
+    model = built(client)
+    change(model)
+    return model
+
+
 def products(client: Client, model: nn.Module) -> tuple[int, int]:
     """How many products a forward and a backward do, after a step."""
     torch.manual_seed(2)
@@ -188,11 +198,26 @@ def assert_trains_as_plain(
     assert_recomputed(client, ours, times=times)
 
 
-def assert_moved(model: nn.Module, run: dict[str, Any]) -> None:
+def assert_changed_trains_as_plain(
+    client: Client, change: Change, *, times: int = 1, **options: Any
+) -> None:
+    """The same of a model that is changed as a whole."""
+    plain, ours = built(client), changed(client, change)
+    want = train(client, plain, **options)
+    assert_moved(plain, want, is_adapted=client.is_adapted)
+    assert_same(train(client, ours, **options), want)
+    assert_recomputed(client, ours, times=times)
+
+
+def assert_moved(
+    model: nn.Module, run: dict[str, Any], *, is_adapted: bool = False
+) -> None:
     """Where no parameter has a gradient, equality proves nothing."""
     norms = [0 if isinstance(g, str) else g.abs().max() for g in gradients(model)]
     still = [
-        n for (n, _), x in zip(model.named_parameters(), norms, strict=True) if not x
+        name
+        for (name, p), norm in zip(model.named_parameters(), norms, strict=True)
+        if not norm and (p.requires_grad or not is_adapted)
     ]
     assert len(still) <= len(norms) // 10, f"no gradient for {still}"
     assert all(p.isfinite().all() for p in run["parameters"]), "not finite"
@@ -253,12 +278,19 @@ def assert_no_more_than_theirs(
         The bytes after a forward, plain and with remat, and those at the peak.
     """
     models = [of_style(client, style, wrap) for wrap in (plainly, theirs, wrap)]
-    _, other, ours = models
+    beside = copies * sum(b.nbytes for b in models[2].buffers())
+    return assert_no_more(client, *models, beside=beside)
+
+
+def assert_no_more(
+    client: Client, plain: nn.Module, other: nn.Module, ours: nn.Module, beside: int = 0
+) -> tuple[int, int, int, int]:
+    """The same of three models: plain, with torch's checkpoint, and with remat."""
+    models = plain, other, ours
     ran, allowed = (products(client, model) for model in (ours, other))
     assert ran <= allowed, f"{ran} products, {allowed} with torch's checkpoint"
     of_plain, allowed, held = (bytes_after_forward(client, m) for m in models)
     assert held <= allowed, f"{held} bytes, {allowed} with torch's checkpoint"
-    beside = copies * sum(b.nbytes for b in ours.buffers())
     at_peak, allowed, peak = (bytes_at_peak(client, model) for model in models)
     assert peak <= allowed + beside, f"{peak} bytes, {allowed} with theirs"
     return of_plain, held, at_peak, peak

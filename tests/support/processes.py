@@ -5,13 +5,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from remat.testing import count_ops
+from remat.testing import assert_same, count_ops
 
 
 STEPS, BLOCKS, WIDTH = 3, 3, 8
@@ -141,6 +142,31 @@ def train(model, rank, batch=one_batch):
         "buffers": [local(b) for b in model.buffers()],
         "stream": torch.rand(2),
     }, ops
+
+
+# --- The comparison ---
+
+
+def collectives(ops):
+    """How often the processes talked."""
+    names = [name for name in ops if "c10d" in name and "wait" not in name]
+    return sum(ops[name] for name in names)
+
+
+def assert_as_plain(name, ways):
+    for way, result in ways.items():
+        if isinstance(result, str):
+            pytest.fail(f"{way}: {result}", pytrace=False)
+    (want, ops), (got, more), (_, of_checkpoint) = ways.values()
+    assert_same(got, want)
+    zero = [g for g in want["gradients"][-1] if torch.is_tensor(g) and g.numel()]
+    assert any(g.any() for g in zero)
+    # A linear layer is unused, and so is another in one process.
+    assert sum(not g.any() for g in zero) <= 4 * BLOCKS * (name == "unused")
+    sines, again = ops["sin"], more["sin"] - ops["sin"]
+    assert again == sines > 0, f"{again} of {sines} sines run again"
+    talked, allowed = collectives(more), collectives(of_checkpoint)
+    assert talked <= allowed, f"{talked} collectives, {allowed} with the checkpoint"
 
 
 # --- Processes ---

@@ -21,6 +21,7 @@ from support.processes import (
     WIDTH,
     Block,
     Model,
+    assert_as_plain,
     blocks_of,
     called,
     decorated,
@@ -312,28 +313,6 @@ def train_all(kind: str, rank: int) -> dict[Any, Any]:
                 results[name, way] = traceback.format_exc()
             dist.barrier()
     return results
-
-
-def collectives(ops):
-    """How often the processes talked."""
-    names = [name for name in ops if "c10d" in name and "wait" not in name]
-    return sum(ops[name] for name in names)
-
-
-def assert_as_plain(name, ways):
-    for way, result in ways.items():
-        if isinstance(result, str):
-            pytest.fail(f"{way}: {result}", pytrace=False)
-    (want, ops), (got, more), (_, of_checkpoint) = ways.values()
-    assert_same(got, want)
-    zero = [g for g in want["gradients"][-1] if torch.is_tensor(g) and g.numel()]
-    assert any(g.any() for g in zero)
-    # A linear layer is unused, and so is another in one process.
-    assert sum(not g.any() for g in zero) <= 4 * BLOCKS * (name == "unused")
-    sines, again = ops["sin"], more["sin"] - ops["sin"]
-    assert again == sines > 0, f"{again} of {sines} sines run again"
-    talked, allowed = collectives(more), collectives(of_checkpoint)
-    assert talked <= allowed, f"{talked} collectives, {allowed} with the checkpoint"
 
 
 def a_result(sines=2, talks=1, grad=1.0):

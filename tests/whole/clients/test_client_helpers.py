@@ -5,6 +5,7 @@ import torch
 from support.clients import (
     STYLES,
     Client,
+    assert_changed_trains_as_plain,
     assert_leaves_nothing_behind,
     assert_moved,
     assert_no_more_than_theirs,
@@ -16,6 +17,8 @@ from support.clients import (
 )
 from support.zoo import plainly
 from torch import nn
+
+import remat
 
 
 def build():
@@ -64,6 +67,19 @@ def test_an_identity_fails(style):
         assert_trains_as_plain(CLIENT, style, plainly)
 
 
+def weaker(model):
+    with torch.no_grad():
+        model[0][0].weight.mul_(1 + 1e-6)
+
+
+def test_a_model_that_is_changed_in_place():
+    assert_changed_trains_as_plain(CLIENT, remat.nn.apply)
+    with pytest.raises(AssertionError, match=r"^0 products run again"):
+        assert_changed_trains_as_plain(CLIENT, lambda model: model)
+    with pytest.raises(AssertionError, match="differs in value"):
+        assert_changed_trains_as_plain(CLIENT, weaker)
+
+
 @styles
 def test_gradients_that_differ_in_the_last_bits_fail(style):
     with pytest.raises(AssertionError, match="differs in value"):
@@ -93,6 +109,10 @@ def test_a_model_without_gradients_fails():
     run = train(CLIENT, model)
     with pytest.raises(AssertionError, match=r"no gradient for \['1.0.weight'"):
         assert_moved(model, run)
+    assert_moved(model, run, is_adapted=True)
+    model.requires_grad_(True).zero_grad()
+    with pytest.raises(AssertionError, match=r"no gradient for \['0.0.weight'"):
+        assert_moved(model, run, is_adapted=True)
 
 
 @styles

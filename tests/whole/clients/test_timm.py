@@ -10,6 +10,7 @@ from support.clients import (
     STYLES,
     Client,
     adamw,
+    assert_changed_trains_as_plain,
     assert_leaves_nothing_behind,
     assert_no_more_than_theirs,
     assert_trains_as_plain,
@@ -23,6 +24,7 @@ from support.clients import (
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import remat as package
 from remat import policies, remat
 from remat.testing import assert_same
 
@@ -151,6 +153,47 @@ def test_policies(name, style, policy):
     assert ran == of_plain
     nothing, kept, all_bytes = (bytes_after_forward(client, m) for m in models)
     assert nothing < kept <= all_bytes
+
+
+# --- package.nn.apply ---
+
+
+@clients()
+def test_the_blocks_are_found(name):
+    client = CLIENTS[name]
+    model = built(client)
+    blocks = [block for blocks in client.blocks(model) for block in blocks]
+    # A single convolution; and the only block of its class, in a list by itself.
+    alone = {"efficientnet": 0, "resnet": 2}.get(name)
+    want = [block for i, block in enumerate(blocks) if i != alone]
+    assert [*package.nn.blocks(model).values()] == want
+
+
+# The first block of each, and how many there are.
+SHAPES = {
+    "pvt_v2_b0": ("stages.0.blocks.0", 8),
+    "swin_tiny_patch4_window7_224": ("layers.0.blocks.0", 12),
+    "mobilenetv3_small_050": ("blocks.0", 11),
+    "maxvit_nano_rw_256": ("stages.0.blocks.0", 7),
+    "edgenext_xx_small": ("stages.0.blocks.0", 12),
+    "mixer_s16_224": ("blocks.0", 8),
+    "resnet50": ("layer1.0", 16),
+    "vgg11": (None, 0),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_blocks_of_models_of_many_shapes(name):
+    first, count = SHAPES[name]
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    found = [*package.nn.blocks(model)]
+    assert [next(iter(found), None), len(found)] == [first, count]
+
+
+@clients()
+def test_an_applied_model_trains_as_plain(name):
+    assert_changed_trains_as_plain(CLIENTS[name], package.nn.apply)
 
 
 # --- Memory ---

@@ -1,0 +1,309 @@
+"""`remat.nn.apply` in models of transformers, diffusers and peft: blocks are found."""
+
+import copy
+
+import pytest
+import torch
+from support.architectures import CLIENTS as TRANSFORMERS, hf, without_cache
+from support.clients import (
+    Client,
+    assert_changed_trains_as_plain,
+    assert_no_more,
+    assert_recomputed,
+    built,
+    changed,
+    gradients,
+    products,
+    replace_forward,
+    theirs,
+    train,
+)
+from support.decoders import SMALL, language, llama
+from support.diffusion import CLIENTS as DIFFUSERS
+
+import remat
+from remat.testing import assert_same
+
+
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+hooks = pytest.importorskip("accelerate.hooks", reason="needs the extra `clients`")
+peft = pytest.importorskip("peft", reason="needs the extra `clients`")
+CLIENTS = {**TRANSFORMERS, **DIFFUSERS}
+every = pytest.mark.parametrize("name", CLIENTS)
+
+
+# --- Which blocks ---
+
+
+def both(name, count=2):
+    return [f"{name}.{i}" for i in range(count)]
+
+
+CODERS = [*both("model.encoder.layers"), *both("model.decoder.layers")]
+BLOCKS = {
+    **dict.fromkeys(
+        ("llama", "llama-padded", "llama-dropout", "mixtral", "mixtral-jitter"),
+        both("model.layers"),
+    ),
+    **dict.fromkeys(("gemma", "mistral", "qwen"), both("model.layers")),
+    "gpt2": both("transformer.h"),
+    "t5": [*both("encoder.block"), *both("decoder.block")],
+    "bert": both("bert.encoder.layer"),
+    "roberta": both("roberta.encoder.layer"),
+    "vit": both("vit.layers"),
+    "mamba": both("backbone.layers"),
+    "bart": CODERS,
+    "whisper": CODERS,
+    "swin": [
+        *both("swin.encoder.layers.0.blocks"),
+        *both("swin.encoder.layers.1.blocks"),
+    ],
+    "convnext": [
+        *both("convnext.encoder.stages.0.layers"),
+        *both("convnext.encoder.stages.1.layers"),
+    ],
+    "wav2vec2": both("wav2vec2.encoder.layers"),
+    "clip": [*both("text_model.encoder.layers"), *both("vision_model.encoder.layers")],
+    "unet": [
+        *both("down_blocks.0.attentions"),
+        *both("down_blocks.0.resnets"),
+        *both("down_blocks.1.resnets"),
+        *both("up_blocks.0.resnets", 3),
+        *both("up_blocks.1.attentions", 3),
+        *both("up_blocks.1.resnets", 3),
+        "mid_block.attentions.0",
+        *both("mid_block.resnets"),
+    ],
+    "flux": [*both("transformer_blocks"), *both("single_transformer_blocks")],
+    "dit": both("transformer_blocks"),
+    "autoencoder": [
+        "encoder.down_blocks.0.resnets.0",
+        "encoder.down_blocks.1.resnets.0",
+        "encoder.mid_block.attentions.0",
+        *both("encoder.mid_block.resnets"),
+        *both("decoder.up_blocks.0.resnets"),
+        *both("decoder.up_blocks.1.resnets"),
+        "decoder.mid_block.attentions.0",
+        *both("decoder.mid_block.resnets"),
+    ],
+}
+
+
+@every
+def test_the_blocks_that_are_found(name):
+    assert [*remat.nn.blocks(built(CLIENTS[name]))] == BLOCKS[name]
+
+
+def mobile_bert():
+    sizes = {"embedding_size": 16, "intra_bottleneck_size": 16}
+    return hf.MobileBertModel(hf.MobileBertConfig(**SMALL, **sizes))
+
+
+def funnel():
+    config = hf.FunnelConfig(
+        vocab_size=64, d_model=32, block_sizes=[1, 2], n_head=2, d_head=8, d_inner=32
+    )
+    return hf.FunnelModel(config)
+
+
+def segformer():
+    config = hf.SegformerConfig(
+        num_encoder_blocks=2,
+        hidden_sizes=[16, 16],
+        depths=[1, 2],
+        num_attention_heads=[1, 2],
+        sr_ratios=[2, 1],
+        patch_sizes=[7, 3],
+        strides=[4, 2],
+        mlp_ratios=[2, 2],
+    )
+    return hf.SegformerModel(config)
+
+
+def resnet():
+    return hf.ResNetModel(
+        hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2])
+    )
+
+
+OTHERS = {
+    "a layer that has a list of feed-forwards": (mobile_bert, both("encoder.layer")),
+    "lists in a list": (
+        funnel,
+        ["encoder.blocks.0.0", *both("encoder.blocks.1"), *both("decoder.layers")],
+    ),
+    "a stage with a single block": (
+        segformer,
+        ["stages.0.blocks.0", *both("stages.1.blocks")],
+    ),
+    "a stage of convolutions with a single block": (
+        resnet,
+        ["encoder.stages.0.layers.0", *both("encoder.stages.1.layers")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_blocks_of_models_of_other_shapes(name):
+    build, names = OTHERS[name]
+    assert [*remat.nn.blocks(build())] == names
+
+
+# --- Training ---
+
+
+@every
+def test_three_steps_are_those_of_plain_caches_too(name):
+    assert_changed_trains_as_plain(CLIENTS[name], remat.nn.apply)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "bert", "swin", "convnext", "dit"])
+def test_no_more_work_and_bytes_than_with_torchs_checkpoint(name):
+    client = without_cache(name) if name in TRANSFORMERS else CLIENTS[name]
+
+    def checkpointed(model):
+        replace_forward(client.blocks(model), theirs)
+
+    changes = lambda model: model, checkpointed, remat.nn.apply
+    of_plain, held, at_peak, peak = assert_no_more(
+        client, *(changed(client, change) for change in changes)
+    )
+    assert held < of_plain / 2
+    assert peak < at_peak
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "convnext", "unet"])
+def test_a_model_that_is_saved_loaded_and_copied(name, tmp_path):
+    client = CLIENTS[name]
+    plain, ours = built(client), changed(client, remat.nn.apply)
+    assert [*ours.state_dict()] == [*plain.state_dict()]
+    assert repr(ours) == repr(plain)
+    copied = copy.deepcopy(ours)
+    want = train(client, ours)
+    assert_same(train(client, copied), want)
+    assert_recomputed(client, copied)
+    ours.save_pretrained(tmp_path)
+    loaded = type(plain).from_pretrained(tmp_path).train()
+    assert_same(loaded.state_dict(), ours.state_dict())
+    assert products(client, loaded) == products(client, plain)
+    remat.nn.remove(ours)
+    assert products(client, ours) == products(client, plain)
+
+
+def attentive(name):
+    """The hidden states and attentions that the library collects are in the loss."""
+    plain = CLIENTS[name]
+
+    def build():
+        model = plain.build()
+        model.set_attn_implementation("eager")
+        return model
+
+    def inputs():
+        options = "output_hidden_states", "output_attentions"
+        return {**plain.inputs(), **dict.fromkeys(options, True)}
+
+    def loss(out):
+        collected = [*out.hidden_states, *out.attentions]
+        return out.loss + sum(t.sin().mean() for t in collected)
+
+    return Client(build, plain.blocks, inputs, loss)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "bert", "vit"])
+def test_what_the_library_collects_by_hooks(name):
+    assert_changed_trains_as_plain(attentive(name), remat.nn.apply)
+
+
+def hooked(model):
+    """accelerate puts a `forward` of its own into each layer."""
+    for layer in model.bert.encoder.layer:
+        hooks.add_hook_to_module(layer, hooks.AlignDevicesHook("cpu"))
+
+
+def unhooked(model):
+    for layer in model.bert.encoder.layer:
+        hooks.remove_hook_from_module(layer)
+
+
+@pytest.mark.parametrize("change", [remat.nn.apply, remat.nn.enable])
+@pytest.mark.parametrize("order", ["hook, remat", "remat, hook", "hook, remat, unhook"])
+def test_hooks_that_replace_forward(change, order):
+    changes = {"hook": hooked, "unhook": unhooked, "remat": change}
+
+    def in_order(model):
+        for name in order.split(", "):
+            changes[name](model)
+
+    assert_changed_trains_as_plain(CLIENTS["bert"], in_order)
+
+
+def test_the_librarys_checkpointing_is_not_added_to_ours():
+    """A block asks whether its class's `forward` is the library's; ours is."""
+    client = without_cache("llama")
+    once, twice = (changed(client, remat.nn.apply) for _ in range(2))
+    twice.gradient_checkpointing_enable({"use_reentrant": False})
+    assert products(client, twice) == products(client, once)
+
+
+# --- Adapters ---
+
+
+def adapted(before):
+    model = llama()
+    if before:
+        remat.nn.apply(model)
+    config = peft.LoraConfig(
+        r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "up_proj"]
+    )
+    model = peft.get_peft_model(model, config)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:  # zero at first, and with it all gradients of lora_A
+            torch.nn.init.normal_(p)
+    return model
+
+
+def layers(model):
+    return [model.base_model.model.model.layers]
+
+
+ADAPTED = Client(lambda: adapted(False), layers, language)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_adapters_before_and_after(before):
+    """The embeddings are frozen: no input of the first layer requires grad."""
+    torch.manual_seed(0)
+    ours = adapted(before).train()
+    if not before:
+        assert [*remat.nn.blocks(ours)] == both("base_model.model.model.layers")
+        remat.nn.apply(ours)
+    plain = built(ADAPTED)
+    assert_same(train(ADAPTED, ours), train(ADAPTED, plain))
+    trained = [p for p in ours.parameters() if p.requires_grad]
+    assert 0 < len(trained) < len([*ours.parameters()]) / 2
+    assert all(p.grad.abs().max() > 0 for p in trained)
+    assert_recomputed(ADAPTED, ours)
+    merged, want = ours.merge_and_unload(), plain.merge_and_unload()
+    assert_same(merged.state_dict(), want.state_dict())
+    inputs = language()
+    assert_same(merged.eval()(**inputs).logits, want.eval()(**inputs).logits)
+
+
+def test_adapters_are_saved_and_loaded(tmp_path):
+    ours = changed(ADAPTED, remat.nn.apply)
+    train(ADAPTED, ours)
+    ours.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path, is_trainable=True)
+    remat.nn.apply(loaded)
+    results = []
+    for model in ours, loaded:
+        torch.manual_seed(3)
+        model.zero_grad()
+        model.train()(**language()).loss.backward()
+        results.append([g for g in gradients(model) if torch.is_tensor(g)])
+    assert_same(results[1], results[0])

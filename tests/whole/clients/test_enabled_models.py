@@ -1,0 +1,218 @@
+"""`remat.nn.enable` in models of transformers, diffusers and peft.
+
+Each is also compared with the gradient checkpointing of its library: work, bytes, and
+what it does about caches.
+"""
+
+import copy
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from support.architectures import (
+    CACHED,
+    CLIENTS as TRANSFORMERS,
+    wav2vec2,
+    without_cache,
+)
+from support.clients import (
+    Client,
+    assert_changed_trains_as_plain,
+    assert_no_more,
+    assert_recomputed,
+    built,
+    changed,
+    products,
+    train,
+)
+from support.decoders import tokens
+from support.diffusion import CLIENTS as DIFFUSERS
+
+import remat
+from remat import policies
+from remat.testing import assert_same
+
+
+pytestmark = [
+    pytest.mark.clients,
+    # peft asks transformers by an old name.
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+peft = pytest.importorskip("peft", reason="needs the extra `clients`")
+
+
+def adapted(name, **options):
+    """A model with adapters that train, in which nothing else does."""
+
+    def build():
+        config = peft.LoraConfig(r=2, lora_dropout=0.1, **options)
+        model = peft.get_peft_model(TRANSFORMERS[name].build(), config)
+        for key, p in model.named_parameters():
+            if "lora_B" in key:  # zero at first, and with it all gradients of lora_A
+                torch.nn.init.normal_(p)
+
+        return model
+
+    blocks = TRANSFORMERS[name].blocks
+    inputs = without_cache(name).inputs
+    return Client(build, lambda m: blocks(m.base_model.model), inputs, is_adapted=True)
+
+
+PEFT = {
+    "lora-llama": adapted("llama", target_modules=["q_proj", "v_proj"]),
+    "lora-bert": adapted("bert", target_modules=["query", "value"]),
+    "lora-t5": adapted("t5", target_modules=["q", "v"]),
+}
+SUPPORTED = [name for name in TRANSFORMERS if name != "convnext"]
+CLIENTS = {**{n: without_cache(n) for n in SUPPORTED}, **DIFFUSERS, **PEFT}
+# Both a stage and its layers are recomputed: the library says so.
+NESTED = {"swin": 2}
+every = pytest.mark.parametrize("name", CLIENTS)
+
+
+def checkpointed(model):
+    """Switch on the checkpointing of the library, which is torch's."""
+    if hasattr(model, "enable_gradient_checkpointing"):
+        model.enable_gradient_checkpointing()
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+@every
+def test_three_steps_are_those_of_plain(name):
+    times = NESTED.get(name, 1)
+    assert_changed_trains_as_plain(CLIENTS[name], remat.nn.enable, times=times)
+
+
+@every
+def test_no_more_work_and_bytes_than_with_the_librarys_own(name):
+    client = CLIENTS[name]
+    changes = lambda model: model, checkpointed, remat.nn.enable
+    models = [changed(client, change) for change in changes]
+    of_plain, held, at_peak, peak = assert_no_more(client, *models)
+    assert held < of_plain / 2
+    assert peak < at_peak
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "dit"])
+def test_with_a_policy_products_are_kept(name):
+    client = CLIENTS[name]
+
+    def kept(model):
+        remat.nn.enable(model, policy=policies.dots_saveable)
+
+    plain, ours = built(client), changed(client, kept)
+    assert_same(train(client, ours), train(client, plain))
+    assert products(client, ours) == products(client, plain)
+
+
+def test_layers_that_are_dropped_at_random():
+    client = replace(TRANSFORMERS["wav2vec2"], build=lambda: wav2vec2(layerdrop=0.5))
+    for change in remat.nn.enable, remat.nn.apply:
+        plain, ours = built(client), changed(client, change)
+        assert_same(train(client, ours), train(client, plain))
+        (_, ran), (_, of_plain) = (products(client, model) for model in (ours, plain))
+        assert ran > of_plain
+
+
+def test_a_model_without_checkpointing_is_refused():
+    model = built(TRANSFORMERS["convnext"])
+    with pytest.raises(TypeError, match=r"ConvNextFor.* Use remat.nn.apply\(model\)"):
+        remat.nn.enable(model)
+
+
+# --- The library's own switch ---
+
+
+@pytest.mark.parametrize("name", ["llama", "unet"])
+def test_who_comes_last_has_the_model(name):
+    client = CLIENTS[name]
+    model = changed(client, checkpointed)
+    remat.nn.enable(model)
+    calls = [*_calls_of(model)]
+    assert calls
+    assert all("Checkpoint" in call for call in calls)
+    checkpointed(model)
+    assert not any("remat" in call for call in _calls_of(model))
+    remat.nn.remove(remat.nn.enable(model))
+    assert_same(train(client, model), train(client, built(client)))
+    assert products(client, model) == products(client, built(client))
+
+
+def _calls_of(model):
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            yield repr(module._gradient_checkpointing_func)
+
+
+# --- Caches ---
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_cache_is_left_out_where_the_library_leaves_it_out(name):
+    client = TRANSFORMERS[name]
+    other, ours = (changed(client, c) for c in (checkpointed, remat.nn.enable))
+    assert ours.config.use_cache
+    assert_same(train(client, ours), train(client, other))
+    assert_recomputed(without_cache(name), ours)
+
+
+GENERATE = {"do_sample": False, "max_new_tokens": 6}
+
+
+def generated(model):
+    ids = tokens(2, 5)
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **GENERATE)
+        logits = (
+            model(input_ids=ids, decoder_input_ids=ids).logits
+            if (model.config.is_encoder_decoder)
+            else model(input_ids=ids).logits
+        )
+    return out, logits
+
+
+@pytest.mark.parametrize("name", [n for n in CACHED if n != "whisper"])
+def test_generation_is_as_before_while_enabled_and_once_removed(name):
+    client = TRANSFORMERS[name]
+    model = built(client).eval()
+    seen = []
+    for change in lambda m: m, remat.nn.enable, remat.nn.remove:
+        change(model)
+        torch.manual_seed(0)
+        seen.append(generated(model))
+    assert_same(seen[1:], [seen[0]] * 2)
+    model.train()
+    assert_same(train(client, model), train(client, built(client)))
+
+
+# --- Copies ---
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize("name", ["llama", "bert", "dit", "lora-llama"])
+def test_a_copy_is_enabled_too(name, again):
+    client = CLIENTS[name]
+    ours = again(changed(client, remat.nn.enable))
+    assert_same(train(client, ours), train(client, built(client)))
+    assert_recomputed(client, ours)
+
+
+@pytest.mark.parametrize("name", ["llama", "swin", "unet"])
+def test_what_save_pretrained_writes_is_plains(name, tmp_path):
+    client = CLIENTS[name]
+    plain, ours = built(client), changed(client, remat.nn.enable)
+    assert [*ours.state_dict()] == [*plain.state_dict()]
+    train(client, ours)
+    ours.save_pretrained(tmp_path)
+    loaded = type(plain).from_pretrained(tmp_path).train()
+    assert_same(loaded.state_dict(), ours.state_dict())
+    assert products(client, loaded) == products(client, plain)

@@ -1,0 +1,208 @@
+"""Trainings by other libraries' loops: transformers' Trainer, accelerate, Lightning."""
+
+import pytest
+import torch
+from support.clients import built, changed, products, snapshot
+from support.decoders import SMALL, hf, without_cache
+from support.zoo import plainly
+from torch import nn
+from torch.utils.data import DataLoader
+
+import remat
+from remat.testing import assert_same, count_ops
+
+
+accelerate = pytest.importorskip("accelerate", reason="needs the extra `clients`")
+lightning = pytest.importorskip("lightning", reason="needs the extra `clients`")
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    # Lightning advises: more workers, a logger, a name for a folder.
+    pytest.mark.filterwarnings("ignore:::lightning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+CLIENTS = {name: without_cache(name) for name in ("llama", "bert")}
+CHANGES = {"enable": remat.nn.enable, "apply": remat.nn.apply}
+clients = pytest.mark.parametrize("name", CLIENTS)
+changes = pytest.mark.parametrize("change", CHANGES)
+
+
+def texts(count=12, length=16):
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 64, (count, length), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def parameters(model):
+    return {name: snapshot(p) for name, p in model.named_parameters()}
+
+
+def assert_recomputes_after(name, model, of_plain):
+    """The loop has left the model as it was told to be."""
+    plain, ours = (products(CLIENTS[name], m) for m in (of_plain, model))
+    assert ours[0] == plain[0]
+    assert ours[1] > plain[1], "nothing is recomputed"
+
+
+# --- Trainer ---
+
+
+def by_trainer(model, folder, **options):
+    arguments = hf.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        seed=0,
+        learning_rate=1e-2,
+        **options,
+    )
+    trainer = hf.Trainer(model, arguments, train_dataset=texts())
+    result = trainer.train()
+    return trainer, {"loss": result.training_loss, "parameters": parameters(model)}
+
+
+OPTIONS = {
+    "as it comes": {},
+    "bf16": {"bf16": True},
+    "micro batches": {"gradient_accumulation_steps": 2},
+}
+
+
+@changes
+@clients
+@pytest.mark.parametrize("options", OPTIONS)
+def test_trainer(name, change, options, tmp_path):
+    client = CLIENTS[name]
+    plain, ours = built(client), changed(client, CHANGES[change])
+    _, want = by_trainer(plain, tmp_path / "plain", **OPTIONS[options])
+    _, got = by_trainer(ours, tmp_path / "ours", **OPTIONS[options])
+    assert_same(got["parameters"], want["parameters"])
+    assert got["loss"] == want["loss"]
+    assert_recomputes_after(name, ours, plain)
+
+
+@changes
+@clients
+def test_a_checkpoint_of_trainer_is_plains(name, change, tmp_path):
+    client = CLIENTS[name]
+    plain, ours = built(client), changed(client, CHANGES[change])
+    for model, folder in (plain, "plain"), (ours, "ours"):
+        trainer, _ = by_trainer(model, tmp_path / folder)
+        trainer.save_model()
+    loaded = [type(plain).from_pretrained(tmp_path / f) for f in ("plain", "ours")]
+    assert_same(loaded[1].state_dict(), loaded[0].state_dict())
+    assert_same(loaded[1].state_dict(), ours.state_dict())
+
+
+def test_a_trainer_that_checkpoints_itself_puts_torchs_in(tmp_path):
+    client = CLIENTS["bert"]
+    ours = changed(client, remat.nn.enable)
+    by_trainer(ours, tmp_path, gradient_checkpointing=True)
+    functions = [
+        m._gradient_checkpointing_func
+        for m in ours.modules()
+        if hasattr(m, "_gradient_checkpointing_func")
+    ]
+    assert functions
+    assert not any("remat" in repr(function) for function in functions)
+
+
+# --- accelerate ---
+
+
+def by_accelerate(model, precision):
+    torch.manual_seed(1)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(texts(), batch_size=4)
+    )
+    losses = []
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(snapshot(loss))
+    unwrapped = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    return [losses, parameters(unwrapped)], accelerator.get_state_dict(model)
+
+
+@changes
+@clients
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate(name, change, precision):
+    client = CLIENTS[name]
+    plain, ours = built(client), changed(client, CHANGES[change])
+    with count_ops() as ops:
+        want, kept = by_accelerate(plain, precision)
+    with count_ops() as more:
+        got, saved = by_accelerate(ours, precision)
+    assert len(got[0]) == 3
+    assert_same(got, want)
+    assert_same(saved, kept)
+    assert more["mm"] + more["addmm"] > ops["mm"] + ops["addmm"]
+    assert_recomputes_after(name, ours, plain)
+
+
+# --- Lightning ---
+
+
+class Task(lightning.LightningModule):
+    """Makes a model, and trains it."""
+
+    def __init__(self, change=plainly):
+        super().__init__()
+        config = hf.BertConfig(**SMALL)
+        self.model = change(hf.BertForMaskedLM(config))
+        self.head = nn.Linear(64, 64)
+        self.losses = []
+
+    def training_step(self, batch, index):
+        out = self.model(**batch)
+        loss = out.loss + self.head(out.logits).square().mean()
+        self.log("loss", loss)
+        self.losses.append(snapshot(loss))
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def by_lightning(change, folder, **options):
+    torch.manual_seed(0)
+    task = Task(change).train()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        **options,
+    )
+    trainer.fit(task, DataLoader(texts(), batch_size=4))
+    return task, trainer
+
+
+@changes
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lightning(change, precision, tmp_path):
+    runs = []
+    for wrap in plainly, CHANGES[change]:
+        with count_ops() as ops:
+            task, trainer = by_lightning(wrap, tmp_path, precision=precision)
+        runs.append(([task.losses, parameters(task)], ops))
+    (want, ops), (got, more) = runs
+    assert len(got[0]) == 3
+    assert_same(got, want)
+    assert more["mm"] + more["addmm"] > ops["mm"] + ops["addmm"]
+    trainer.save_checkpoint(tmp_path / "checkpoint")
+    loaded = Task.load_from_checkpoint(tmp_path / "checkpoint", weights_only=False)
+    assert_same(loaded.state_dict(), task.state_dict())

@@ -1,0 +1,217 @@
+"""Two gloo processes on the CPU: rematerialized modules under DDP, FSDP2 and FSDP1.
+
+As in `test_distributed`, but the model is changed by `remat.nn.apply`, before or after
+it is distributed, or built of modules that `remat` returned. The comparison is with
+torch's `checkpoint_wrapper`.
+"""
+
+import traceback
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import (
+    BLOCKS,
+    WIDTH,
+    Block,
+    assert_as_plain,
+    blocks_of,
+    in_two_processes,
+    one_batch,
+    train,
+)
+from support.zoo import plainly
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import remat
+
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
+    ),
+]
+
+
+def checkpointed(model):
+    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
+    return model
+
+
+# How a model is changed, and how a block is.
+WAYS = {
+    "plain": (plainly, plainly),
+    "remat": (lambda model: remat.nn.apply(model, Block), remat.remat),
+    "checkpoint": (checkpointed, checkpoint_wrapper),
+}
+
+
+# --- Models ---
+
+
+def applied(change, wrap, **options):
+    return change(blocks_of(lambda: Block(**options)))
+
+
+def found(change, wrap):
+    """No blocks are named."""
+    return (
+        remat.nn.apply(blocks_of(Block))
+        if wrap is remat.remat
+        else applied(change, wrap)
+    )
+
+
+def of_views(change, wrap):
+    """`self.block = remat(Block())`, in a model that somebody writes."""
+    return blocks_of(lambda: wrap(Block()))
+
+
+def with_dropout(change, wrap):
+    return applied(change, wrap, dropout=0.3)
+
+
+def normalized(change, wrap):
+    """Blocks whose norm has running statistics."""
+    model = blocks_of(Block)
+    for block in model.blocks:
+        block.norm = nn.BatchNorm1d(WIDTH)
+    return change(model)
+
+
+MODELS = {
+    "applied": applied,
+    "found": found,
+    "views": of_views,
+    "dropout": with_dropout,
+}
+
+
+# --- DDP ---
+
+
+def replicated(build, **options):
+    # Small buckets: a parameter that gets ready twice or never shows at once.
+    options = {"bucket_cap_mb": 1e-5, **options}
+    return lambda *way: DistributedDataParallel(build(*way), **options)
+
+
+def replicated_first(change, wrap):
+    model = DistributedDataParallel(blocks_of(Block), bucket_cap_mb=1e-5)
+    change(model.module)
+    return model
+
+
+DDP = {
+    **{name: replicated(build) for name, build in MODELS.items()},
+    "batch norm": replicated(normalized),
+    "static graph": replicated(applied, static_graph=True),
+    "static graph, views": replicated(of_views, static_graph=True),
+    "unused parameters are looked for": replicated(
+        applied, find_unused_parameters=True
+    ),
+    "applied after": replicated_first,
+}
+
+
+# --- FSDP2 ---
+
+
+def sharded(build):
+    """Shard each block, and what is around them."""
+
+    def make(*way):
+        model = build(*way)
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(model)
+
+    return make
+
+
+def sharded_first(change, wrap):
+    model = sharded(lambda: blocks_of(Block))()
+    change(model)
+    return model
+
+
+def only_root(build):
+    return lambda *way: fully_shard(build(*way))
+
+
+def only_root_first(change, wrap):
+    return change(fully_shard(blocks_of(Block)))
+
+
+FSDP2 = {
+    **{name: sharded(build) for name, build in MODELS.items()},
+    **{f"{name}, only root": only_root(build) for name, build in MODELS.items()},
+    "applied after": sharded_first,
+    "applied after, only root": only_root_first,
+}
+
+
+# --- FSDP1 ---
+
+
+def wrapped(build, **options):
+    """Shard what a policy finds by its class: rematerialized blocks are of it."""
+
+    def make(*way):
+        policy = ModuleWrapPolicy({Block})
+        cpu = torch.device("cpu")
+        model = FullyShardedDataParallel(
+            build(*way), auto_wrap_policy=policy, device_id=cpu, **options
+        )
+        shards = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
+        assert len(shards) == 1 + BLOCKS
+        return model
+
+    return make
+
+
+FSDP1 = {
+    **{name: wrapped(build) for name, build in MODELS.items()},
+    "original parameters": wrapped(applied, use_orig_params=True),
+    "original parameters, views": wrapped(of_views, use_orig_params=True),
+}
+
+
+# --- The comparison ---
+
+
+ARRANGEMENTS = {"DDP": DDP, "FSDP2": FSDP2, "FSDP1": FSDP1}
+
+
+def train_all(kind: str, rank: int) -> dict[Any, Any]:
+    """Train each arrangement in each way; of what fails, return where."""
+    results: dict[Any, Any] = {}
+    for name, make in ARRANGEMENTS[kind].items():
+        for way, changes in WAYS.items():
+            torch.manual_seed(0)
+            try:
+                results[name, way] = train(make(*changes), rank, one_batch)
+            except Exception:  # noqa: BLE001
+                results[name, way] = traceback.format_exc()
+            dist.barrier()
+    return results
+
+
+KINDS = ["DDP", *(pytest.param(k, marks=pytest.mark.slow) for k in ("FSDP2", "FSDP1"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainings_are_those_of_plain(kind, tmp_path, subtests):
+    both = in_two_processes(tmp_path, train_all, kind)
+    for name in ARRANGEMENTS[kind]:
+        for rank, results in enumerate(both):
+            with subtests.test(name, rank=rank):
+                assert_as_plain(name, {way: results[name, way] for way in WAYS})
