@@ -95,6 +95,8 @@ def recomputed_by(fn: Any) -> tuple[Any, Rematerialized[..., Any]] | None:
     """
     if isinstance(fn, RematModule):
         fn = fn.forward
+        if isinstance(fn, functools.partial):  # see `_Forward`
+            fn = types.MethodType(fn.func, *fn.args)
     if isinstance(fn, Rematerialized):
         return fn.__wrapped__, fn
     if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Rematerialized):
