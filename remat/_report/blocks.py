@@ -20,7 +20,7 @@ from remat._partial.options import Options
 from remat._transform.api import options_of
 from remat._transform.lowering import Lowering
 from remat._transform.module import module_of
-from remat._transform.rematerialized import Rematerialized
+from remat._transform.rematerialized import BoundMethod, Rematerialized
 from remat.policies import Policy
 
 
@@ -79,7 +79,7 @@ def _is_of(key: Any, block: Rematerialized[..., Any], args: tuple[Any, ...]) -> 
     """Say whether a key is of a block: by name, or as one of its objects."""
     if isinstance(key, str):
         return fnmatchcase(name_in(block.__remat_label__), key)
-    if isinstance(key, types.MethodType):
+    if isinstance(key, (types.MethodType, BoundMethod)):
         of_method = key.__func__ is block and bool(args) and args[0] is key.__self__
         return of_method or key == block.__wrapped__
     key = module_of(key)

@@ -24,7 +24,7 @@ from torch import nn
 from typing_extensions import override
 
 from remat._partial.options import Options
-from remat._transform.rematerialized import Rematerialized
+from remat._transform.rematerialized import BoundMethod, Rematerialized
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -95,11 +95,10 @@ def recomputed_by(fn: Any) -> tuple[Any, Rematerialized[..., Any]] | None:
     """
     if isinstance(fn, RematModule):
         fn = fn.forward
-        if isinstance(fn, functools.partial):  # see `_Forward`
-            fn = types.MethodType(fn.func, *fn.args)
     if isinstance(fn, Rematerialized):
         return fn.__wrapped__, fn
-    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Rematerialized):
+    is_method = isinstance(fn, (types.MethodType, BoundMethod))
+    if is_method and isinstance(fn.__func__, Rematerialized):
         return types.MethodType(fn.__func__.__wrapped__, fn.__self__), fn.__func__
     if isinstance(fn, functools.partial):
         found = recomputed_by(fn.func)
@@ -223,9 +222,7 @@ class _Forward:
             return forward
         is_method = type(forward) is types.MethodType
         if is_method and type(forward.__func__) is types.FunctionType:
-            # Not a method: Dynamo looks for the file of one's function.
-            call = self._recomputed(forward.__func__)
-            return functools.partial(call, forward.__self__)
+            return BoundMethod(self._recomputed(forward.__func__), forward.__self__)
         return Rematerialized(forward, self._spec.where, self._spec.options)
 
     def _recomputed(self, fn: Any) -> Any:

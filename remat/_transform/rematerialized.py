@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from remat._ambient.draws import without_draws
 from remat._base.context import here
@@ -117,7 +118,8 @@ class Rematerialized(Generic[P, R]):
             return self
         if torch.compiler.is_compiling():  # Dynamo makes no methods, and inlines it
             return self.__wrapped__.__get__(instance, owner)
-        return types.MethodType(self, instance)
+        bind = BoundMethod if isinstance(instance, nn.Module) else types.MethodType
+        return bind(self, instance)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__code__" and is_traced_symbolically():
@@ -150,6 +152,35 @@ class Rematerialized(Generic[P, R]):
     def __remat_options__(self) -> tuple[str, Options]:
         """What is needed to rematerialize another function in the same way."""
         return self._where, self._options
+
+
+class BoundMethod(functools.partial[Any]):
+    """A recomputed method of a module, bound to the module.
+
+    It is not one of Python's methods: of those, Dynamo looks for the file of the
+    function, where a module's `forward` is one.
+    """
+
+    @property
+    def __self__(self) -> Any:
+        return self.args[0]
+
+    @property
+    def __func__(self) -> Any:
+        return self.func
+
+    @property
+    def __name__(self) -> str:
+        return str(self.func.__name__)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        is_same = type(other) is type(self) and self.func is other.func
+        return is_same and self.__self__ is other.__self__
+
+    @override
+    def __hash__(self) -> int:
+        return hash((id(self.func), id(self.__self__)))
 
 
 SCRIPTED = (

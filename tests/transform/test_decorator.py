@@ -261,6 +261,25 @@ def test_attributes_are_those_of_what_is_wrapped():
         _ = wrapped.nothing
 
 
+def test_a_bound_forward_is_like_a_method():
+    class Doubled(nn.Module):
+        @remat
+        def forward(self, x):
+            return x.sin().sin() * 2
+
+    module = Doubled()
+    forward = module.forward
+    assert (forward.__self__, forward.__func__) == (module, Doubled.forward)
+    assert forward.__name__ == "forward"
+    assert {forward: 1} == {module.forward: 1}
+    assert forward != Doubled().forward
+    assert str(inspect.signature(forward)) == "(x)"
+    x = torch.ones(3, requires_grad=True)
+    with count_ops() as ops:
+        copy.deepcopy(forward)(x).sum().backward()
+    assert ops["sin"] == 3
+
+
 def test_its_repr_shows_what_is_wrapped():
     assert repr(remat(MODULE)) == repr(MODULE) == "Wave()"
     assert repr(remat(torch.exp)).startswith("remat(<built-in method exp")
