@@ -55,7 +55,7 @@ class Out:
         """Return the tensors of a result, from those of its level."""
         return [outs[s] if s >= 0 else inputs[~s] for s in self._of_tensors]
 
-    def split_again(self, result: Result) -> Outputs:
+    def split_again(self, result: Result, inputs: Sequence[Tensor]) -> Outputs:
         """Take the result of a recompute apart, which must be built like this.
 
         Raises:
@@ -71,6 +71,8 @@ class Out:
             if slot == len(outs):
                 outs.append(result.tensors[result.places[place]])
         metas = _metas_of(outs)
+        if not {*map(id, inputs)}.isdisjoint(map(id, outs)):
+            raise RecomputeError(_DIFFERENT.format(now="an input", then="a result"))
         if metas != self.metas:
             raise RecomputeError(_DIFFERENT.format(now=metas, then=self.metas))
         return tuple(outs)

@@ -181,7 +181,7 @@ class _Twice(Saved):
     @override
     def run_again(self, run: Run) -> None:
         result = Result(self.setting.snapshot.call(run))
-        outs = self._out.split_again(result)
+        outs = self._out.split_again(result, run.tensors)
         now, then = [*map(_requires_grad, outs)], self._needs_grad
         if now != then:
             raise RecomputeError(_GRADLESS.format(label=self.label, now=now, then=then))

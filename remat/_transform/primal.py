@@ -124,7 +124,7 @@ class Primal(Program):
                     result = self._under(mode, call.run_again, inputs)
             else:
                 result = self._under(mode, call.run_again, inputs)
-        return out.split_again(result)
+        return out.split_again(result, inputs)
 
     def _under(self, mode: Any, run: Fn, inputs: Sequence[Tensor]) -> Any:
         """Run the function under the policy of the call, and a mode if there is one."""

@@ -49,22 +49,18 @@ def call_lowered(
     options: Options,
 ) -> Any:
     """Call a function so that a backward recomputes it."""
-    try:
-        if lowering is Lowering.SAVED:
-            return call_saved(fn, label, args, kwargs, options)
-        if lowering is Lowering.FUNCTION:
-            call = Call(fn, label, args, kwargs, options)
-            inputs, needs = call.take_inputs()
-            outs = None
-            if not call.is_lazy:
-                outs = evaluate_differentiably(Primal(call), inputs, needs)
-            if outs is not None:
-                return call.join(outs, inputs)
-        plain = without_draws(fn, label) if options.rng == "error" else fn
-        return plain(*args, **kwargs)
-    except Exception as error:
-        hide_frames(error)
-        raise
+    if lowering is Lowering.SAVED:
+        return call_saved(fn, label, args, kwargs, options)
+    if lowering is Lowering.FUNCTION:
+        call = Call(fn, label, args, kwargs, options)
+        inputs, needs = call.take_inputs()
+        outs = None
+        if not call.is_lazy:
+            outs = evaluate_differentiably(Primal(call), inputs, needs)
+        if outs is not None:
+            return call.join(outs, inputs)
+    plain = without_draws(fn, label) if options.rng == "error" else fn
+    return plain(*args, **kwargs)
 
 
 class Rematerialized(Generic[P, R]):
@@ -97,7 +93,11 @@ class Rematerialized(Generic[P, R]):
         examining = here().examining
         if examining is not None:
             lowering, options = examining.asked(self, lowering, args)
-        return call_lowered(lowering, fn, label, args, kwargs, options)
+        try:
+            return call_lowered(lowering, fn, label, args, kwargs, options)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     @overload
     def __get__(

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import noop_context_fn
 from remat._base.errors import RematError
 from remat._base.labels import Label, label_of
 from remat._base.source import shown
+from remat._base.tracebacks import hide_frames
 from remat._base.types import Fn, Opaque
 from remat._partial.options import Options
 from remat._torch import eager_only
@@ -217,7 +218,11 @@ def call(
     label = _label(name or _name_of(fn), caller.f_code.co_filename, caller.f_lineno)
     if asked != _DEFAULTS or SETTINGS.are_set:
         fn, options = _prepared(fn, asked)
-    return call_lowered(lowering, fn, label, args, kwargs, options)
+    try:
+        return call_lowered(lowering, fn, label, args, kwargs, options)
+    except Exception as error:
+        hide_frames(error)
+        raise
 
 
 def _name_of(fn: Any) -> str:

@@ -27,10 +27,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("f", CHANGES.values(), ids=list(CHANGES))
-def test_one_node_refuses_a_recompute_with_other_outputs(f):
-    """Structure, shape, dtype and differentiability of the outputs."""
-    runs = Evaluations()
+@pytest.mark.parametrize("change", [k for k in CHANGES if k != "a tuple for a list"])
+def test_one_node_refuses_a_recompute_with_other_outputs(change):
+    """Place, shape, dtype and differentiability of the outputs."""
+    runs, f = Evaluations(), CHANGES[change]
 
     def body(x):
         runs.note(None)

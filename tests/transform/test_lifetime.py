@@ -180,8 +180,8 @@ def test_bytes_return_to_zero(how):
 
     step()  # what torch keeps for good is kept now
     timeline = memory_timeline(step)
-    assert len(timeline) > 10
-    assert timeline[-1] == 0
+    assert len(timeline.bytes) > 10
+    assert timeline.bytes[-1] == 0
 
 
 def test_after_a_backward_only_the_gradients_stay_while_the_output_lives():
