@@ -141,6 +141,11 @@ def is_library_class(cls: type) -> bool:
     return module is not None and is_library(vars(module))
 
 
+def class_without_us(cls: type) -> type:
+    """Return the class that a class of remat was made of; any other as it is."""
+    return cls.__dict__.get(MADE, cls)
+
+
 MADE = "_remat_base"  # an attribute of classes that remat makes, for modules
 HEAP_TYPE = 1 << 9  # CPython: made by a class statement
 

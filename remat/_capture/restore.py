@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 from torch import Tensor
 from typing_extensions import override
 
+from remat._base.code import class_without_us
 from remat._base.context import empty, here
 from remat._base.errors import RecomputeError
 from remat._capture.callables import CellNode
@@ -94,7 +95,10 @@ class Run:
             new = self.built[node.identity] = replica_of(node.kind, value)
             set_attributes(new, node.contents(self, None))
             return new
-        if type(value) is not node.kind:
+        kind = type(value)
+        if kind is not node.kind and class_without_us(kind) is not class_without_us(
+            node.kind
+        ):
             then, now = node.kind.__qualname__, type(value).__qualname__
             raise RecomputeError(_CLASS.format(then=then, now=now))
         # Before its parts are made: one of them may refer to it.

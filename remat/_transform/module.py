@@ -14,9 +14,12 @@ Rejected: a module that holds the module. It would add a level to all names. Rej
 to assign to `module.forward`. That is a cycle, and some libraries do it themselves.
 """
 
+import copy
 import functools
 import types
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -76,6 +79,13 @@ class RematModule(_Module):
             make, args = _new, (self._remat_base, *args[1:])
         return _again, (make, args, self._remat_spec), *state
 
+    def _replicate_for_data_parallel(self) -> Any:
+        """Return a module with the same attributes, which gets other parameters."""
+        if not (has_remat_class(self) and self._remat_spec.is_view):
+            return super()._replicate_for_data_parallel()
+        replica = self._remat_module._replicate_for_data_parallel()
+        return _again(lambda: replica, (), self._remat_spec._replace(is_view=False))
+
 
 def has_remat_class(module: nn.Module) -> bool:
     """Say whether a module's class was made here; not whether it derives from one."""
@@ -121,7 +131,17 @@ def _view(module: nn.Module, spec: Spec) -> nn.Module:
     # Some modules hand attributes on to others.
     object.__setattr__(view, "__dict__", vars(module))
     object.__setattr__(view, "_remat_module", module)
+    for name in _slots_of(type(module)):
+        if hasattr(module, name):
+            object.__setattr__(view, name, getattr(module, name))
     return view
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    """Return the attributes that a module has besides its dictionary."""
+    for cls in kind.__mro__:
+        slots = vars(cls).get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
 
 
 def recompute_in_place(module: nn.Module, where: str, options: Options) -> None:
@@ -186,16 +206,48 @@ def _made(base: type[nn.Module], spec: Spec) -> type[nn.Module]:
         names["cls_to_become"] = _class_of(becomes, spec)
     if hasattr(base, "__deepcopy__"):
         names["__deepcopy__"] = _deepcopied
+    if issubclass(base, torch.fx.GraphModule):
+        names["recompile"] = _recompiled
     bases = (base,) if issubclass(base, RematModule) else (RematModule, base)
-    return type(base)(base.__name__, bases, names)
+    try:
+        return type(base)(base.__name__, bases, names)
+    except TypeError as error:
+        raise TypeError(_FINAL.format(name=base.__qualname__)) from error
 
 
 def _deepcopied(self: Any, memo: dict[int, Any]) -> Any:
     """Copy a module whose class says how."""
-    spec, base = self._remat_spec, self._remat_base
+    spec = self._remat_spec
     if spec.is_view:
-        return _view(base.__deepcopy__(self._remat_module, memo), spec)
-    return _again(base.__deepcopy__, (self, memo), spec)
+        return _view(copy.deepcopy(self._remat_module, memo), spec)
+    with _as_without_us(self):
+        copied = copy.deepcopy(self, memo)
+    return _again(lambda: copied, (), spec)
+
+
+def _recompiled(self: Any) -> Any:
+    """Have a module of torch.fx change its own class, and not the one made of it."""
+    if self._remat_spec.is_view:
+        return self._remat_module.recompile()
+    with _as_without_us(self):
+        return self.recompile()
+
+
+@contextmanager
+def _as_without_us(module: Any) -> Iterator[None]:
+    """Give a module the class that its own was made of."""
+    kind = type(module)
+    object.__setattr__(module, "__class__", kind._remat_base)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "__class__", kind)
+
+
+_FINAL = (
+    "remat: no class can be derived of {name}, which is how remat recomputes a module. "
+    "Apply remat to its method: remat(module.forward)."
+)
 
 
 # --- Their `forward` ---

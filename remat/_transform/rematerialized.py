@@ -124,7 +124,7 @@ class Rematerialized(Generic[P, R]):
     def __getattr__(self, name: str) -> Any:
         if name == "__code__" and is_traced_symbolically():
             raise TypeError(_SYMBOLIC.format(label=self.__remat_label__))
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__code__":  # which torch.export reads
             # TorchScript asks a method for its globals, and shows this error's message.
             raise AttributeError(SCRIPTED if name == "__globals__" else name)
         return getattr(self.__wrapped__, name)
@@ -172,6 +172,10 @@ class BoundMethod(functools.partial[Any]):
     @property
     def __name__(self) -> str:
         return str(self.func.__name__)
+
+    @property
+    def __globals__(self) -> Any:
+        return self.func.__globals__  # an error: see `Rematerialized.__getattr__`
 
     @override
     def __eq__(self, other: object) -> bool:

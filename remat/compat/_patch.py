@@ -78,8 +78,10 @@ def _copy(fn: Any) -> FunctionType:
         fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
     )
     copy.__kwdefaults__, copy.__doc__ = fn.__kwdefaults__, fn.__doc__
-    copy.__module__, copy.__qualname__ = fn.__module__, fn.__qualname__
+    # By this name a pickle finds it.
+    copy.__module__, copy.__qualname__ = __name__, f"_put_in_{fn.__name__}"
     vars(copy).update(vars(fn))
+    globals()[copy.__qualname__] = copy
     return copy
 
 

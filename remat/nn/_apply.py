@@ -143,6 +143,8 @@ def _chosen(
             raise ValueError(_NO_BLOCKS.format(model=type(model).__name__))
         return [(name, module, policy) for name, module in found.items()]
     selectors = as_selectors(select)
+    if not selectors:
+        raise ValueError(_NO_SELECTORS.format(select=select))
     policies = [policy] * len(selectors)
     if isinstance(select, Mapping):
         if policy is not None:
@@ -187,6 +189,10 @@ _NO_BLOCKS = (
     "remat.nn.apply: this {model} has no list of blocks: no ModuleList, ModuleDict or "
     "Sequential has two items of a class that has submodules. Say which modules you "
     "mean: pass a class, a name such as 'layers.*', or a function of a name and module."
+)
+_NO_SELECTORS = (
+    "remat.nn.apply: {select!r} selects nothing. Pass selectors, or None for the "
+    "repeated blocks of the model."
 )
 _TWO_POLICIES = (
     "remat.nn.apply: `select` gives each module a policy, so leave out `policy`."

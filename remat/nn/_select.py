@@ -83,17 +83,18 @@ def as_selectors(select: Any) -> Sequence[Selector]:
 
 def _nothing(model: nn.Module, selector: Any) -> str:
     names = [name for name, _ in model.named_modules() if name]
+    more = ", ..." if len(names) > 8 else "."
+    has = f"Its modules are: {', '.join(names[:8])}{more}"
+    has = has if names else "It has no modules inside."
     shown = getattr(selector, "__name__", repr(selector))
-    return _NOTHING.format(
-        shown=shown, model=type(model).__name__, names=", ".join(names[:8])
-    )
+    return _NOTHING.format(shown=shown, model=type(model).__name__, has=has)
 
 
 _NO_SELECTOR = (
-    "remat.nn.apply: {selector!r} selects no modules. Pass a class of modules, a name "
+    "remat.nn.apply: {selector!r} is not a selector. Pass a class of modules, a name "
     "such as 'layers.*', a function of a name and a module, or a list of these."
 )
 _NOTHING = (
-    "remat.nn.apply: {shown} selects no module of this {model}. Its modules are: "
-    "{names}, ... In a name `*` stands for one part and `**` for several."
+    "remat.nn.apply: {shown} selects no module of this {model}. {has} "
+    "In a name `*` stands for one part and `**` for several."
 )

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import pickle
 import sys
 import types
 
@@ -14,7 +15,7 @@ from torch.func import grad
 from torch.utils import checkpoint as torchs
 
 from remat import compat
-from remat.testing import assert_same
+from remat.testing import assert_same, count_ops
 
 
 def sin_exp(x):
@@ -207,3 +208,15 @@ def test_a_model_of_transformers():
         got = gradients()
     assert len(calls) == 2
     assert_same(got, plain)
+
+
+def test_what_is_put_in_is_pickled():
+    x = torch.linspace(0.1, 1.0, 3).requires_grad_()
+    with compat.patch():
+        holder = [torchs.checkpoint]
+        (again,) = pickle.loads(pickle.dumps(holder))
+        assert again is holder[0]
+    with count_ops() as ops:
+        again(lambda x: x.sin().exp(), x).sum().backward()
+    assert ops["sin"] == 2
+    assert_same(x.grad, (x.cos() * x.sin().exp()).detach())

@@ -301,6 +301,19 @@ def test_remove_puts_back_the_modules_that_remat_was_applied_to():
     assert remat.nn.remove(remat.remat(blocks[0])) is blocks[0]
 
 
+def test_remove_between_a_forward_and_its_backward():
+    def program(wrap):
+        model = model_of()
+        if wrap is remat.remat:
+            remat.nn.apply(model)
+        loss = model(X)
+        remat.nn.remove(model)
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    assert_replayed(program, tanh=(3, 6))
+
+
 def test_remove_where_nothing_is_applied_changes_nothing():
     assert counted(remat.nn.remove(model_of())) == (3, 1)
 
@@ -330,15 +343,17 @@ REFUSED = {
     "no such class": (lambda: applied(nn.Conv2d), "Conv2d selects no module of this"),
     "one of two": (lambda: applied([Block, "haed"]), "'haed' selects no module"),
     "no blocks": (lambda: remat.nn.apply(Other()), "has no list of blocks"),
+    "no selectors": (lambda: applied([]), r"\[\] selects nothing"),
+    "no submodules": (lambda: remat.nn.apply(nn.Tanh(), "x"), "has no modules inside"),
     "two policies": (
         lambda: applied({Block: None}, policy=policies.dots_saveable),
         "gives each module a policy",
     ),
     "prune": (lambda: applied(prune="never"), "prune='never'"),
     "no model": (lambda: remat.nn.apply(3), "int is not a module"),
-    "no selector": (lambda: applied(3), "3 selects no modules. Pass a class"),
-    "a module": (lambda: applied(nn.Tanh()), "selects no modules. Pass a class"),
-    "another class": (lambda: applied(dict), "selects no modules. Pass a class"),
+    "no selector": (lambda: applied(3), "3 is not a selector. Pass a class"),
+    "a module": (lambda: applied(nn.Tanh()), "is not a selector. Pass a class"),
+    "another class": (lambda: applied(dict), "is not a selector. Pass a class"),
     "no policy": (lambda: applied(policy="dots"), "policy"),
     "remove": (lambda: remat.nn.remove([]), "list is not a module"),
 }

@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils import parametrize
 
 from remat import explain, policies, remat
+from remat.nn import apply
 from remat.testing import assert_same, count_ops
 
 
@@ -318,6 +319,78 @@ def test_it_of_a_parametrized_module():
 
     # One more where the parametrization is registered.
     assert_replayed(program, tanh=(3, 4))
+
+
+def traced():
+    return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+
+IN_PLACE = {"view": remat, "in place": lambda m: apply(m, "")}
+
+
+@pytest.mark.parametrize("wrap", IN_PLACE.values(), ids=IN_PLACE.keys())
+def test_a_module_of_fx_is_copied_and_compiled_again(wrap):
+    wrapped = wrap(traced())
+    for again in (wrapped, copy.deepcopy(wrapped), saved_and_loaded(wrapped)):
+        again.recompile()
+        assert_same(again(X), again.get_submodule("0")(X).tanh())
+        with count_ops() as ops:
+            again(X).exp().sum().backward()
+        assert ops["addmm"] == 2
+
+
+@pytest.mark.parametrize("wrap", IN_PLACE.values(), ids=IN_PLACE.keys())
+def test_a_replica_has_parameters_of_its_own(wrap):
+    replica = wrap(Block())._replicate_for_data_parallel()
+    for name in ("up", "down"):
+        replica._modules[name] = nn.Linear(4, 4)
+    assert tanhs(lambda x: replica(x).sum(), X) == 2
+    assert replica.up.weight.grad is not None
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("wrap", IN_PLACE.values(), ids=IN_PLACE.keys())
+def test_it_is_exported(wrap, strict):
+    wrapped = wrap(Block())
+    exported = torch.export.export(wrapped, (X,), strict=strict).module()
+    assert_same(exported(X), wrapped(X))
+    assert tanhs(lambda x: wrapped(x).sum(), X) == 2
+
+
+class WithSlots(Block):
+    __slots__ = ("rate",)
+
+    def __init__(self):
+        super().__init__()
+        self.rate = 3
+
+    def forward(self, x):
+        return super().forward(x, times=self.rate)
+
+
+def test_attributes_in_slots():
+    wrapped = remat(WithSlots())
+    assert wrapped.rate == 3
+    assert tanhs(lambda x: wrapped(x).sum(), X) == 2
+
+
+class Final(type):
+    def __new__(cls, name, bases, names, *, tag):
+        return super().__new__(cls, name, bases, names)
+
+    def __init__(cls, name, bases, names, *, tag):
+        super().__init__(name, bases, names)
+
+
+def test_a_class_that_nothing_can_be_derived_of_is_named():
+    class Tagged(Block, metaclass=Final, tag=1):
+        pass
+
+    with pytest.raises(TypeError, match=r"derived of .*Tagged.* remat\("):
+        remat(Tagged())
+    module = Tagged()
+    module.forward = remat(module.forward)
+    assert tanhs(lambda x: module(x).sum(), X) == 2
 
 
 def test_a_class_that_registers_its_subclasses():
