@@ -24,7 +24,7 @@ TEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 # The versions of torch that remat is run with beside the one in constraints.txt.
 TORCHES := 2.14.1
 # The tests that CI runs with those: the transform, what it keeps and counts, keys.
-CORE := $(addprefix tests/,transform capture policies random parity compat)
+CORE := $(addprefix tests/,transform capture policies random parity compat nn scope)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test core uncached faults full cov check format docs notebooks bench model clean
