@@ -140,6 +140,7 @@ from remat._torch.storages import (
 from remat._torch.surroundings import (
     autocast_depth as autocast_depth,
     checkpoint_depth as checkpoint_depth,
+    checkpoint_settings as checkpoint_settings,
     is_autocast_active as is_autocast_active,
     is_of_checkpoint as is_of_checkpoint,
     parametrization_cache as parametrization_cache,

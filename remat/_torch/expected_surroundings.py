@@ -91,6 +91,16 @@ def _of_list(
     return types.FunctionType(code, {}, closure=closure)
 
 
+@expects("checkpoint_settings")
+def _settings_of_checkpoints_are_read() -> None:
+    before = surroundings.checkpoint_settings()
+    with checkpoint.set_checkpoint_early_stop(False):
+        assert surroundings.checkpoint_settings() == (False, before[1])
+        with checkpoint.set_checkpoint_debug_enabled(True):
+            assert surroundings.checkpoint_settings() == (False, True)
+    assert surroundings.checkpoint_settings() == before
+
+
 @expects("selective_policy")
 def _selective_contexts_tell_their_policy() -> None:
     # Not made by torch's function: their class imports Dynamo.

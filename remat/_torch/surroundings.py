@@ -47,6 +47,13 @@ _checkpoint: Any = getattr(checkpoint, "_checkpoint_impl", checkpoint.checkpoint
 _CHECKPOINT: CodeType = inspect.unwrap(_checkpoint).__code__
 
 
+# Deleted by: a public way to read what torch.utils.checkpoint's `set_` functions set.
+def checkpoint_settings() -> tuple[bool | None, bool | None]:
+    """Return whether checkpoints stop early and debug; None where nothing is set."""
+    early_stop = checkpoint._enable_checkpoint_early_stop
+    return early_stop, checkpoint._checkpoint_debug_enabled
+
+
 # Deleted by: contexts of selective checkpointing that tell their policy.
 def selective_policy(context: object) -> Any:
     """Return the policy of the forward's context of selective checkpointing.

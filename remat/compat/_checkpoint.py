@@ -27,13 +27,13 @@ from remat._base.source import shown
 from remat._base.tracebacks import hide_frames
 from remat._base.types import Fn, Opaque
 from remat._partial.options import Options
-from remat._torch import eager_only
+from remat._torch import checkpoint_settings, eager_only
 from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.refused import refuse_function
 from remat._transform.rematerialized import call_lowered
 from remat.compat._debug import Log
 from remat.compat._selective import policy_of
-from remat.compat._settings import SETTINGS, with_signature_of
+from remat.compat._settings import with_signature_of
 
 
 ContextFn = Callable[
@@ -54,6 +54,7 @@ class Asked(NamedTuple):
 
 _DEFAULTS = Asked()
 _OPTIONS = Options()
+_NOTHING_SET = None, None
 
 
 @eager_only
@@ -216,7 +217,7 @@ def call(
     if lowering is Lowering.INLINED or lowering is Lowering.PLAIN:
         return fn(*args, **kwargs)
     label = _label(name or _name_of(fn), caller.f_code.co_filename, caller.f_lineno)
-    if asked != _DEFAULTS or SETTINGS.are_set:
+    if asked != _DEFAULTS or checkpoint_settings() != _NOTHING_SET:
         fn, options = _prepared(fn, asked)
     try:
         return call_lowered(lowering, fn, label, args, kwargs, options)
@@ -239,7 +240,8 @@ def _prepared(fn: Fn, asked: Asked) -> tuple[Fn, Options]:
     """Return the function under the contexts of the call, and the options."""
     log = policy = None
     has_contexts = asked.context_fn is not noop_context_fn
-    if asked.debug if SETTINGS.debug is None else SETTINGS.debug:
+    early_stop, debug = checkpoint_settings()
+    if asked.debug if debug is None else debug:
         if has_contexts:
             raise ValueError(_DEBUG)
         log = Log()
@@ -249,7 +251,7 @@ def _prepared(fn: Fn, asked: Asked) -> tuple[Fn, Options]:
         policy = policy_of(first)
         if policy is None:
             fn = _under(Opaque(_Contexts(first, second)), fn)
-    early = asked.early_stop if SETTINGS.early_stop is None else SETTINGS.early_stop
+    early = asked.early_stop if early_stop is None else early_stop
     return fn, Options(
         policy=policy,
         stops_early=bool(early),

@@ -1,9 +1,7 @@
 """What a whole program asks of its checkpoints: `set_checkpoint_early_stop` and debug.
 
-`_checkpoint` asks `SETTINGS` in each call.
-
-Invariant: torch's own settings have the same values. A call that is traced is torch's,
-and reads those.
+Invariant: the settings are torch's own. A call that is traced is torch's, and reads
+those; `_checkpoint` reads them in each call.
 Rejected: settings of a thread. torch's hold for the process, and data-parallel threads
 rely on that.
 """
@@ -28,25 +26,6 @@ def with_signature_of(original: Callable[..., Any]) -> Callable[[_F], _F]:
 
     return shown
 
-
-class Settings:
-    """What is set now.
-
-    Attributes:
-        early_stop: wins over the argument of a call; None if nothing is set.
-        debug: likewise.
-    """
-
-    early_stop: bool | None = None
-    debug: bool | None = None
-
-    @property
-    def are_set(self) -> bool:
-        """Whether anything is set."""
-        return self.early_stop is not None or self.debug is not None
-
-
-SETTINGS = Settings()
 
 _set_early_stop = theirs.set_checkpoint_early_stop
 _set_debug = theirs.set_checkpoint_debug_enabled
@@ -74,13 +53,8 @@ def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
         >>> ops["exp"], ops["sum"]
         (1, 1)
     """
-    before = SETTINGS.early_stop
     with _set_early_stop(enable):
-        SETTINGS.early_stop = enable
-        try:
-            yield
-        finally:
-            SETTINGS.early_stop = before
+        yield
 
 
 @with_signature_of(_set_debug)
@@ -98,10 +72,5 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
         >>> with compat.set_checkpoint_debug_enabled(True):
         ...     pass  # train
     """
-    before = SETTINGS.debug
     with _set_debug(enabled):
-        SETTINGS.debug = enabled
-        try:
-            yield
-        finally:
-            SETTINGS.debug = before
+        yield

@@ -528,3 +528,18 @@ def test_what_cannot_be_recomputed_is_refused():
 
 def test_torchs_reference_is_torchs():
     assert theirs.func is torchs.checkpoint is not ours.func
+
+
+def test_torchs_own_context_counts_too():
+    def ops_again(context):
+        x = leaf(3)
+        with context:
+            y = compat.checkpoint(lambda x: x.sin().exp().neg(), x)
+        with count_ops() as ops:
+            y.sum().backward()
+        return ops["sin"], ops["neg"]
+
+    contexts = torchs.set_checkpoint_early_stop, compat.set_checkpoint_early_stop
+    for context in contexts:
+        # The gradient of a negation is one, too.
+        assert [ops_again(context(stops)) for stops in (True, False)] == [(1, 1), (1, 2)]
