@@ -108,6 +108,7 @@ def checkpoint(
     Source: `torch.utils.checkpoint`.
 
     Example:
+        >>> import torch
         >>> from remat import compat
         >>> from remat.testing import count_ops
         >>> x = torch.ones(3, requires_grad=True)

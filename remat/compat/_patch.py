@@ -77,8 +77,7 @@ def _copy(fn: Any) -> FunctionType:
     copy = FunctionType(
         fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
     )
-    copy.__kwdefaults__ = fn.__kwdefaults__
-    copy.__doc__ = f"Do what `remat.compat.{fn.__name__}` does."
+    copy.__kwdefaults__, copy.__doc__ = fn.__kwdefaults__, fn.__doc__
     # By this name a pickle finds it.
     copy.__module__, copy.__qualname__ = __name__, f"_put_in_{fn.__name__}"
     vars(copy).update(vars(fn))

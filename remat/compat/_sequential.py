@@ -54,6 +54,7 @@ def checkpoint_sequential(
     Memory Cost" (2016).
 
     Example:
+        >>> import torch
         >>> from remat import compat
         >>> from remat.testing import count_ops
         >>> x = torch.ones(3, requires_grad=True)
