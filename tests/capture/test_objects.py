@@ -22,7 +22,7 @@ from support.runs import leaf
 from support.transforms import TRANSFORMS
 from support.zoo import plainly
 from torch import nn
-from torch.func import grad, hessian, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from remat import RecomputeError, remat
 from remat.testing import assert_same, check_replay, count_ops, live_bytes
@@ -526,3 +526,50 @@ def test_another_result_in_the_recompute_is_an_error():
 
     with pytest.raises(RecomputeError, match=r"result\.right'\] where .*\.left'\]"):
         grad(lambda x: sum(t.sum() for t in vars(remat(fn)(x)).values()))(X)
+
+
+# --- Results that are expanded ---
+
+
+def normal(x):
+    return torch.distributions.Normal(x.sin(), 1.0)
+
+
+def scalar_of_normal(out):
+    return (out.log_prob(X) * out.scale * out.loc.exp()).sum()
+
+
+def expanded(x):
+    y = x.sin()
+    return y, y.sum().expand(3), y[0].exp().expand(3), torch.tensor(2.0).expand(3)
+
+
+def scalar_of_expanded(out):
+    return out[0].mul(out[1]).mul(out[2]).mul(out[3]).sum()
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        hessian,
+        lambda loss: jacfwd(jacrev(loss)),
+        lambda loss: jacrev(jacfwd(loss)),
+        lambda loss: jacfwd(jacfwd(loss)),
+        lambda loss: lambda x: jvp(grad(loss), (x,), (x,))[1],
+        lambda loss: grad(lambda x: jvp(loss, (x,), (x,))[1]),
+        lambda loss: lambda x: vmap(hessian(loss))(torch.stack([x, x + 1])),
+    ],
+    ids=["hessian", "rev_fwd", "fwd_rev", "fwd_fwd", "jvp_grad", "grad_jvp", "vmap"],
+)
+@pytest.mark.parametrize(
+    ("fn", "scalar"),
+    [(normal, scalar_of_normal), (expanded, scalar_of_expanded)],
+    ids=["Normal", "tuple"],
+)
+def test_expanded_results_have_second_derivatives(second, fn, scalar):
+    with count_ops() as plain_ops:
+        expected = second(lambda x: scalar(fn(x)))(X)
+    with count_ops() as ops:
+        found = second(lambda x: scalar(remat(fn)(x)))(X)
+    torch.testing.assert_close(found, expected)
+    assert ops["sin"] > plain_ops["sin"]
