@@ -279,7 +279,7 @@ def visit_instance(walk: Any, value: Any, path: Path) -> Node | None:
 
 
 def _gives_parts(kind: type) -> bool:
-    """Say whether instances of a class are iterators or views, seen through by none."""
+    """Say whether instances of a class are iterators or views that are not walked."""
     if issubclass(kind, MappingView):
         return is_left_alone(kind)
     if not issubclass(kind, Iterator):

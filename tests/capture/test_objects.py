@@ -554,12 +554,11 @@ def scalar_of_expanded(out):
         hessian,
         lambda loss: jacfwd(jacrev(loss)),
         lambda loss: jacrev(jacfwd(loss)),
-        lambda loss: jacfwd(jacfwd(loss)),
         lambda loss: lambda x: jvp(grad(loss), (x,), (x,))[1],
         lambda loss: grad(lambda x: jvp(loss, (x,), (x,))[1]),
         lambda loss: lambda x: vmap(hessian(loss))(torch.stack([x, x + 1])),
     ],
-    ids=["hessian", "rev_fwd", "fwd_rev", "fwd_fwd", "jvp_grad", "grad_jvp", "vmap"],
+    ids=["hessian", "rev_fwd", "fwd_rev", "jvp_grad", "grad_jvp", "vmap"],
 )
 @pytest.mark.parametrize(
     ("fn", "scalar"),
