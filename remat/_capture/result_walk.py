@@ -16,7 +16,9 @@ from collections.abc import (
     Container,
     Coroutine,
     Generator,
+    Iterator,
     Mapping,
+    MappingView,
 )
 from typing import Any, NamedTuple
 
@@ -26,7 +28,6 @@ from typing_extensions import override
 from remat._base.pytree import REGISTERED, registration_of
 from remat._base.types import INERT
 from remat._capture.kinds import (
-    COPIED_ITERATORS,
     can_be_made_anew,
     is_buffer,
     is_left_alone,
@@ -72,15 +73,17 @@ class Hidden(NamedTuple):
     why: str
 
     def told(self, message: str, label: str) -> str:
-        """Return a message that names the value, and the line that registers it."""
-        kind = self.kind.__qualname__
-        line = (
-            f"remat.register({kind}, lambda value: ([value.tensor, ...], None), "
-            f"lambda rest, tensors: {kind}(*tensors))"
+        """Return a message that names the value, and what to do instead."""
+        kind, where, remedy = self.kind.__qualname__, self.where, "Return a list"
+        if self.kind.__module__ not in _UNREGISTERED:
+            remedy = (
+                f"Register the class: `remat.register({kind}, lambda value: "
+                f"([value.tensor, ...], None), lambda rest, tensors: {kind}(*tensors))`"
+            )
+        why = self.why.format(remedy=remedy)
+        return message.format(
+            label=label, kind=kind, where=where, why=why, remedy=remedy
         )
-        why = self.why.format(line=line)
-        where = self.where
-        return message.format(label=label, kind=kind, where=where, why=why, line=line)
 
 
 class OwnNode(Node):
@@ -158,8 +161,8 @@ class ResultWalk(Search):
             return visit_set
         if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_buffer(kind):
             return visit_nothing
-        if is_spent_by_use(kind) or kind in COPIED_ITERATORS:
-            return visit_hidden
+        if _gives_parts(kind):
+            return visit_parts
         visit = Search.visit_of(kind)
         return visit_instance if visit.__name__ == "visit_object" else visit
 
@@ -173,6 +176,22 @@ class ResultWalk(Search):
         if id(value) in self._own.known:
             why = ""
         self.hidden.append(Hidden(type(value), written(path)[1], why))
+
+    def may_give_tensors(self, value: Any) -> bool:
+        """Say whether an iterator or view leads to a tensor, or to a replica."""
+        seen, pending = {id(value): value}, [value]
+        while pending:
+            for part in _parts_of(pending.pop()):
+                kind = type(part)
+                if issubclass(kind, Tensor) or len(seen) > _MANY:
+                    return True
+                if kind in INERT or issubclass(kind, _TYPES) or id(part) in seen:
+                    continue
+                if id(part) in self._own.originals and not issubclass(kind, _CHANGED):
+                    return True
+                seen[id(part)] = part  # which keeps its identity
+                pending.append(part)
+        return False
 
     def _leads_to_others(self, value: Any) -> bool:
         """Say whether a function or module leads to tensors besides the user's own.
@@ -236,6 +255,12 @@ def visit_hidden(walk: Any, value: Any, path: Path) -> None:
     walk.hide(value, path, _HOLDS if _tensors_behind(value, []) else "")
 
 
+def visit_parts(walk: Any, value: Any, path: Path) -> None:
+    """Leave an iterator or a view as it is, unless it may give tensors."""
+    walk.remember(value, None)
+    walk.hide(value, path, _GIVES if walk.may_give_tensors(value) else "")
+
+
 def visit_instance(walk: Any, value: Any, path: Path) -> Node | None:
     """Walk what an object holds."""
     kind = type(value)
@@ -253,6 +278,23 @@ def visit_instance(walk: Any, value: Any, path: Path) -> Node | None:
     return walk.walk_parts(value, node, path)
 
 
+def _gives_parts(kind: type) -> bool:
+    """Say whether instances of a class are iterators or views that are not walked."""
+    if issubclass(kind, MappingView):
+        return is_left_alone(kind)
+    if not issubclass(kind, Iterator):
+        return False
+    return is_spent_by_use(kind) or not can_be_made_anew(kind)
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """Return what a value refers to, but for the globals of a function."""
+    parts = gc.get_referents(value)
+    if type(value) is types.FunctionType:
+        return [part for part in parts if part is not value.__globals__]
+    return parts
+
+
 def _tensors_behind(value: Any, seen: Any) -> bool:
     """Say whether an object leads to a tensor that is not among those seen."""
     ids = {*map(id, seen)}
@@ -267,6 +309,7 @@ def _tensors_behind(value: Any, seen: Any) -> bool:
 
 
 _AS_THEY_ARE = (types.ModuleType, type, enum.Enum, weakref.ref)
+_MANY = 10_000  # objects: what leads to more is taken to lead to a tensor
 _TYPES = (type, types.ModuleType)
 _CHANGED = (list, dict, set, deque)
 _CLOSED = (
@@ -274,5 +317,8 @@ _CLOSED = (
     "rest outside"
 )
 _LAZY = "computes when it is read. Return a list"
+_GIVES = "holds a tensor, or computes one when it is read. Return a list"
 _SET = "has several tensors in an order that is by chance. Return a list"
-_HOLDS = "holds a tensor where remat cannot see it. Register the class: `{line}`"
+_HOLDS = "holds a tensor where remat cannot see it. {remedy}"
+# The modules of classes that nobody can make from tensors.
+_UNREGISTERED = ("builtins", "itertools")

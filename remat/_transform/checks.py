@@ -290,8 +290,8 @@ _LEAKED = (
     "would be lost. Return it instead."
 )
 _MAY_HIDE = (
-    " If it is in the {kind} that is returned (`result{where}`), where remat cannot "
-    "see it, register the class: `{line}`."
+    " It may be in the {kind} that is returned (`result{where}`), where remat cannot "
+    "see it. {remedy}."
 )
 _GRADLESS = (
     "remat: recomputing {label} gave outputs that require grad: {now}, where in the "

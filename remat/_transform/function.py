@@ -124,6 +124,8 @@ def _dispatch_at(
         ends = lifted(layer, kind, inputs)
     ends = _ends(evaluation, ends, in_forward_mode)
     if ends:
+        if in_forward_mode:
+            outs = _dense(outs)
         evaluated = program, evaluation, inputs, outs, in_forward_mode
         outs = apply_at_level(_apply, evaluated, *ends)
     return outs, evaluation
@@ -143,6 +145,8 @@ def _dispatch_at_base(
     if request.at_base or in_forward_mode or is_recorded(inputs):
         ends = _ends(evaluation, inputs, in_forward_mode)
         if ends:
+            if in_forward_mode:
+                outs = _dense(outs)
             evaluated = program, evaluation, inputs, outs, in_forward_mode
             outs = _apply(evaluated, *ends)
     return outs, evaluation
@@ -290,6 +294,23 @@ def _saved(
     if recomputation is None:
         return inputs
     return [*recomputation.kept(inputs), *outs[end:]]
+
+
+def _dense(outs: Sequence[Any]) -> list[Any]:
+    """Copy outputs that are expanded.
+
+    torch copies a tangent into memory that is laid out like the output. Not to be
+    called in the forward of a Function, where levels below would record no copy.
+    """
+    return [o.contiguous() if _is_expanded(o) else o for o in outs]
+
+
+def _is_expanded(tensor: Tensor | None) -> bool:
+    """Say whether several elements of a tensor are one in memory, by `expand`."""
+    if tensor is None or tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
 def _as_views(outs: Sequence[Any], shared: Collection[int]) -> list[Any]:

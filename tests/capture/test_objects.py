@@ -22,9 +22,9 @@ from support.runs import leaf
 from support.transforms import TRANSFORMS
 from support.zoo import plainly
 from torch import nn
-from torch.func import grad, hessian, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from remat import RecomputeError, remat
+from remat import CaptureError, RecomputeError, remat
 from remat.testing import assert_same, check_replay, count_ops, live_bytes
 
 
@@ -526,3 +526,114 @@ def test_another_result_in_the_recompute_is_an_error():
 
     with pytest.raises(RecomputeError, match=r"result\.right'\] where .*\.left'\]"):
         grad(lambda x: sum(t.sum() for t in vars(remat(fn)(x)).values()))(X)
+
+
+# --- Results that are expanded ---
+
+
+def normal(x):
+    return torch.distributions.Normal(x.sin(), 1.0)
+
+
+def scalar_of_normal(out):
+    return (out.log_prob(X) * out.scale * out.loc.exp()).sum()
+
+
+def expanded(x):
+    y = x.sin()
+    return y, y.sum().expand(3), y[0].exp().expand(3), torch.tensor(2.0).expand(3)
+
+
+def scalar_of_expanded(out):
+    return out[0].mul(out[1]).mul(out[2]).mul(out[3]).sum()
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        hessian,
+        lambda loss: jacfwd(jacrev(loss)),
+        lambda loss: jacrev(jacfwd(loss)),
+        lambda loss: lambda x: jvp(grad(loss), (x,), (x,))[1],
+        lambda loss: grad(lambda x: jvp(loss, (x,), (x,))[1]),
+        lambda loss: lambda x: vmap(hessian(loss))(torch.stack([x, x + 1])),
+    ],
+    ids=["hessian", "rev_fwd", "fwd_rev", "jvp_grad", "grad_jvp", "vmap"],
+)
+@pytest.mark.parametrize(
+    ("fn", "scalar"),
+    [(normal, scalar_of_normal), (expanded, scalar_of_expanded)],
+    ids=["Normal", "tuple"],
+)
+def test_expanded_results_have_second_derivatives(second, fn, scalar):
+    with count_ops() as plain_ops:
+        expected = second(lambda x: scalar(fn(x)))(X)
+    with count_ops() as ops:
+        found = second(lambda x: scalar(remat(fn)(x)))(X)
+    torch.testing.assert_close(found, expected)
+    assert sum(ops.values()) > sum(plain_ops.values())
+
+
+# --- Results that are read later ---
+
+ITERATORS = {
+    "map": lambda y: map(torch.sin, [y]),
+    "map of a closure": lambda y: map(partial(lambda y, i: y * i, y), [1]),
+    "zip": lambda y: zip([y], strict=True),
+    "enumerate": lambda y: enumerate([y]),
+    "filter": lambda y: filter(torch.is_tensor, [y]),
+    "iter": lambda y: iter([y]),
+    "iter of a call": lambda y: iter(lambda: y, None),
+    "deep": lambda y: iter([[[[[y]]]]]),
+    "reversed": lambda y: reversed([y]),
+    "values": lambda y: {"a": y}.values(),
+    "items": lambda y: {"a": [[y]]}.items(),
+    "iter of values": lambda y: iter({"a": y}.values()),
+    "chain": lambda y: itertools.chain([y]),
+    "from_iterable": lambda y: itertools.chain.from_iterable([[y]]),
+    "cycle": lambda y: itertools.cycle([y]),
+    "islice": lambda y: itertools.islice([y], 1),
+    "tee": lambda y: itertools.tee([y])[0],
+    "starmap": lambda y: itertools.starmap(torch.sin, [(y,)]),
+    "accumulate": lambda y: itertools.accumulate([y]),
+    "groupby": lambda y: itertools.groupby([y], id),
+    "product": lambda y: itertools.product([y]),
+    "permutations": lambda y: itertools.permutations([y]),
+    "zip_longest": lambda y: itertools.zip_longest([y]),
+    "repeat": lambda y: itertools.repeat(y),
+    "generator": lambda y: (t for t in [y]),
+}
+
+
+@pytest.mark.parametrize("make", ITERATORS.values(), ids=ITERATORS.keys())
+def test_iterators_that_lead_to_tensors_are_refused(make):
+    def loss(x):
+        y, _ = remat(lambda x: (x, make(x.sin())))(x)
+        return y.sum()
+
+    with pytest.raises(CaptureError, match=r"`result\[1\]`.*Return a list\.$"):
+        grad(loss)(X)
+
+
+PLAIN = {
+    "iter": lambda: iter([1, 2]),
+    "many": lambda: iter([*range(100_000)]),
+    "zip": lambda: zip([1, 2], "ab", strict=True),
+    "map": lambda: map(str, [1, 2]),
+    "values": lambda: {"a": 1}.values(),
+    "chain": lambda: itertools.chain([1], ["a"]),
+    "enumerate": lambda: enumerate("ab"),
+}
+
+
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN.keys())
+def test_iterators_over_plain_values_are_returned(make):
+    def loss(x):
+        y, parts = remat(lambda x: (x.sin().exp(), make()))(x)
+        assert [*parts] == [*make()]
+        return y.sum()
+
+    with count_ops() as ops:
+        found = grad(loss)(X)
+    torch.testing.assert_close(found, X.cos() * X.sin().exp())
+    assert ops["sin"] == 2
