@@ -130,6 +130,7 @@ class _Blocks:
         if not recording.blocks:
             recording.end()
         hooks.open -= 1
+        self._table.forget_running(block)
         self._table.forget_used_up()
         if len(self._table):
             hooks.install()

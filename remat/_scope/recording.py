@@ -12,6 +12,7 @@ cast and count, and Python code may do anything.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tag, Tensor
 from typing_extensions import override
 
@@ -28,7 +29,14 @@ from remat._partial.exposures import Exposures
 from remat._partial.naming import tell_no_more, tell_of_names
 from remat._scope.choosing import choose, choose_named
 from remat._scope.table import Entry, Table
-from remat._scope.values import Block, Layout, Made, Operation, has_layout
+from remat._scope.values import (
+    Block,
+    Layout,
+    Made,
+    Operation,
+    has_layout,
+    results_of,
+)
 from remat._torch import (
     LeanDispatchMode,
     OpOverload,
@@ -102,19 +110,22 @@ class Recording(LeanDispatchMode):
         traits = traits_of(func)
         written_to = declared_writes(traits, args, kwargs)
         self._take_as_given(inputs, written_to)
+        self._keep_given(written_to)
         operation = Operation(func, args, kwargs, table.operand_of)
         targets = [(t, table.entry_of(t)) for t in written_to]
         before = _states_before(traits, args, kwargs)
         result = call_kernel(func, *args, **kwargs)
         operation.streams = [(s, state) for s, state in before if s.read() != state]
         written = [(t, e) for t, e in targets if e is not None]
-        new = self._new_among(tensors_of(result), inputs)
+        new = self._new_among(results_of(result), inputs)
+        self._drop_parted(tensors_of(result), inputs)
         if len(written) < len(targets):
             new.clear()  # it changed what it was given, so it cannot be run again
         if new or written:
             statistics = updated_statistics(traits, args, kwargs)
             operation.written = _places([*written_to, *statistics], args, kwargs)
             operation.settings, operation.line = read_settings(), user_line()
+            operation.grad_mode = torch.is_grad_enabled()
             self._note_writes(operation, written, args, kwargs)
             self._note_new(operation, new, args, kwargs, result)
         self._tie(tensors_of(result))
@@ -123,21 +134,43 @@ class Recording(LeanDispatchMode):
     def _take_as_given(
         self, inputs: Sequence[Tensor], written_to: Sequence[Tensor]
     ) -> None:
-        """Take blank memory that is read as given: something unseen wrote to it."""
+        """Take memory as given that something wrote to unseen.
+
+        That is blank memory which is read, and a storage that an alias with a version
+        of its own wrote to, as `.data` has one.
+        """
         ids = {*map(id, written_to)}
         for t in inputs:
             entry = self._table.entry_at(t)
-            if entry is not None and entry.made.is_blank and id(t) not in ids:
+            if entry is None:
+                continue
+            is_read_blank = entry.made.is_blank and id(t) not in ids
+            if is_read_blank or self._table.entry_of(t) is None:
+                self._table.drop(entry)
+
+    def _keep_given(self, written_to: Sequence[Tensor]) -> None:
+        """Copy what was given, where the block itself writes to it now."""
+        for t in written_to:
+            if self._table.entry_at(t) is None:
+                self._table.keep_given(t)
+
+    def _drop_parted(self, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Drop what is parted into results that count their versions apart."""
+        ids, known = {*map(id, inputs)}, {*map(storage_id, inputs)}
+        parts = [t for t in results if has_layout(t) and id(t) not in ids]
+        parts = [t for t in parts if storage_id(t) in known]
+        if len(parts) > 1:
+            for entry in filter(None, map(self._table.entry_at, parts)):
                 self._table.drop(entry)
 
     def _new_among(
-        self, results: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, results: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> list[tuple[int, Tensor]]:
         """Return the results, and their numbers, that have storages of their own."""
         known = {*map(storage_id, inputs)}
         new = []
         for k, t in enumerate(results):
-            if has_layout(t) and storage_id(t) not in known:
+            if t is not None and has_layout(t) and storage_id(t) not in known:
                 known.add(storage_id(t))
                 if self._table.entry_at(t) is None:
                     new.append((k, t))

@@ -23,7 +23,6 @@ from typing import Any
 from torch import Tensor
 
 from remat._ambient.streams import set_state, state_of
-from remat._base.absent import tensors_of
 from remat._base.errors import RecomputeError
 from remat._graph.residual import Offloaded
 from remat._scope.table import Table
@@ -36,6 +35,8 @@ from remat._scope.values import (
     Part,
     has_layout,
     mapped,
+    read_by,
+    results_of,
 )
 from remat._torch import (
     below_all_levels,
@@ -129,7 +130,7 @@ class Sweep:
         self._uses: Counter[Made] = Counter(h.made for h in [*self.unread])
         self._given_away: set[Made] = set()
         for operation in _needed_for([*self._uses]):
-            self._uses.update(_read_by(operation))
+            self._uses.update(read_by(operation))
 
     def take(self, handle: Handle) -> Tensor:
         """Return what a handle stands for."""
@@ -156,7 +157,7 @@ class Sweep:
             elif made.operation is None:
                 self.values[made] = _stored(made)
             else:
-                missing = [m for m in _read_by(made.operation) if m not in self.values]
+                missing = [m for m in read_by(made.operation) if m not in self.values]
                 stack += missing
                 if not missing:
                     self._run(made.operation)
@@ -168,14 +169,15 @@ class Sweep:
         kwargs = mapped(operation.kwargs, Operand, lambda _: next(operands))
         with _as_recorded(operation):
             result = call_kernel(operation.func, *args, **kwargs)
-        results = tensors_of(result)
+        results = results_of(result)
         for number, is_operand, ref in operation.made:
             made = ref()
             if made is not None and self._uses[made] > 0:
                 value = values[number] if is_operand else results[number]
-                _check(made, value, operation)
+                if value is None or Layout.of(value) != made.layout:
+                    raise RecomputeError(_differs(operation))
                 self.values[made] = value
-        for made in _read_by(operation):
+        for made in read_by(operation):
             if made in self.values:
                 self._use(made)
 
@@ -223,12 +225,6 @@ def _stored(made: Made) -> Tensor:
     return stored.tensor(made.op.func, made.op.source)
 
 
-def _read_by(operation: Operation) -> list[Made]:
-    """Return the values that an operation reads, each once."""
-    found = (operand.of for operand in operation.operands)
-    return [*dict.fromkeys(of for of in found if isinstance(of, Made))]
-
-
 def _needed_for(targets: Sequence[Made]) -> Iterator[Operation]:
     """Return the operations that some values need, each once."""
     seen: set[Any] = set()
@@ -238,12 +234,11 @@ def _needed_for(targets: Sequence[Made]) -> Iterator[Operation]:
         if operation is not None and operation not in seen:
             seen.add(operation)
             yield operation
-            stack += _read_by(operation)
+            stack += read_by(operation)
 
 
-def _check(made: Made, value: Tensor, operation: Operation) -> None:
-    if Layout.of(value) != made.layout:
-        raise RecomputeError(_DIFFERS.format(op=operation.func, where=operation.line))
+def _differs(operation: Operation) -> str:
+    return _DIFFERS.format(op=operation.func, where=operation.line)
 
 
 @contextmanager
@@ -252,7 +247,7 @@ def _as_recorded(operation: Operation) -> Iterator[None]:
     settings = read_settings()
     with ExitStack() as stack:
         stack.enter_context(no_torch_functions())
-        stack.enter_context(grad_mode(False))
+        stack.enter_context(grad_mode(operation.grad_mode))
         stack.enter_context(below_autograd())
         if settings != operation.settings:
             write_settings(operation.settings)

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from remat._base.tensors import version_of
-from remat._scope.values import Given, Layout, Made, Operand, has_layout
+from remat._scope.values import (
+    Block,
+    Given,
+    Layout,
+    Made,
+    Operand,
+    has_layout,
+    read_by,
+)
 from remat._torch import StorageRef, storage_id
 
 
@@ -83,7 +91,8 @@ class Table:
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
-        self._given: Any = weakref.WeakValueDictionary()
+        # By storage and version.
+        self._given: dict[int, Any] = {}
         self._unsettled: list[tuple[Entry, Tensor]] = []
         self.handles: Any = weakref.WeakSet()
         self.sweeps: Any = weakref.WeakValueDictionary()
@@ -134,6 +143,20 @@ class Table:
         if not self._entries:
             self.when_empty()
 
+    def forget_running(self, block: Block) -> None:
+        """Take out what a block made of values of earlier blocks, without a gradient.
+
+        A running mean would hold all that it ever saw. It is given to the next block.
+        """
+        self._given = {key: known for key, known in self._given.items() if known}
+        known: dict[Made, bool] = {}
+        for entry in [*self._entries.values()]:
+            made = entry.made
+            if made.part.block is block and _is_of_earlier(made, block, known):
+                tensors = [tie() for tie in entry.ties.values()]
+                if not any(t is not None and t.requires_grad for t in tensors):
+                    self.drop(entry)
+
     def forget_used_up(self) -> None:
         """Take out what was made in blocks that are closed and used up.
 
@@ -153,11 +176,36 @@ class Table:
             return Operand(entry.made, Layout.of(tensor))
         if not has_layout(tensor):
             return Operand(Given(tensor), None)
-        key = storage_id(tensor), version_of(tensor)
-        given = self._given.get(key)
+        known = self._given.get(storage_id(tensor))
+        if known is None:
+            known = self._given[storage_id(tensor)] = weakref.WeakValueDictionary()
+        given = known.get(version_of(tensor))
         if given is None:
-            self._given[key] = given = Given(tensor)
+            known[version_of(tensor)] = given = Given(tensor)
         return Operand(given, Layout.of(tensor))
+
+    def keep_given(self, tensor: Tensor) -> None:
+        """Have what was given in the storage of a tensor keep what it holds."""
+        if has_layout(tensor):
+            for given in [*self._given.pop(storage_id(tensor), {}).values()]:
+                given.keep()
+
+
+def _is_of_earlier(made: Made, block: Block, known: dict[Made, bool]) -> bool:
+    """Say whether a value was made of values of blocks before."""
+    stack = [made]
+    while stack:
+        top = stack[-1]
+        read: list[Made] = []
+        if top.operation is not None:
+            read = read_by(top.operation)
+        missing = [m for m in read if m.part.block is block and m not in known]
+        if top in known or not missing:
+            stack.pop()
+            known[top] = any(known.get(m, True) for m in read)
+        else:
+            stack += missing
+    return known[made]
 
 
 def _do_nothing() -> None:

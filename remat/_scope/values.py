@@ -27,7 +27,7 @@ from torch import Tensor
 from remat._base.errors import MutationError
 from remat._base.tensors import describe, version_of
 from remat._base.types import TENSORS
-from remat._torch import detached, flat_view, is_of_torch_func, viewed
+from remat._torch import below_autograd, detached, flat_view, is_of_torch_func, viewed
 
 
 if TYPE_CHECKING:
@@ -129,6 +129,15 @@ class Given:
         self._tensor, self._version = detached(tensor), version_of(tensor)
         self._nbytes = _nbytes_of(tensor)
 
+    def keep(self) -> None:
+        """Copy the memory, which is about to be written to."""
+        tensor = self._tensor
+        if has_layout(tensor) and version_of(tensor) == self._version:
+            with below_autograd():
+                storage = flat_view(tensor, tensor.dtype).clone()
+                self._tensor = Layout.of(tensor).view_of(storage)
+            self._version = version_of(self._tensor)
+
     def tensor(self, reader: Any, where: str) -> Tensor:
         """Return it.
 
@@ -209,13 +218,15 @@ class Operation:
         written: the operands that it writes to.
         streams: the random streams that it moved, and their states before.
         settings: those of the process at the time.
+        grad_mode: whether it was on. Some kernels keep a workspace if it is.
         line: of the user's code.
         made: what it made: the number of a result or of an operand that it wrote to,
             which of the two, and the value.
     """
 
     __slots__ = (
-        *("args", "func", "kwargs", "line", "made", "operands", "settings"),
+        *("args", "func", "grad_mode", "kwargs", "line", "made", "operands"),
+        "settings",
         *("streams", "written"),
     )
 
@@ -239,6 +250,7 @@ class Operation:
         self.written: frozenset[int] = frozenset()
         self.streams: Sequence[tuple[Any, Any]] = ()
         self.settings: tuple[Any, ...] = ()
+        self.grad_mode = True
         self.line = ""
         self.made: list[tuple[int, bool, weakref.ref[Made]]] = []
 
@@ -251,6 +263,19 @@ class Operation:
             is_operand: which of the two.
         """
         self.made.append((number, is_operand, weakref.ref(made)))
+
+
+def read_by(operation: Operation) -> list[Made]:
+    """Return the values that an operation reads, each once."""
+    found = (operand.of for operand in operation.operands)
+    return [*dict.fromkeys(of for of in found if isinstance(of, Made))]
+
+
+def results_of(result: Any) -> list[Tensor | None]:
+    """Return what an operation returned, in order; None where that is no tensor."""
+    if isinstance(result, (list, tuple)):
+        return [part for each in result for part in results_of(each)]
+    return [result if isinstance(result, Tensor) else None]
 
 
 def mapped(tree: Any, kind: type, fn: Callable[[Any], Any]) -> Any:

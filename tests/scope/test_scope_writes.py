@@ -1,0 +1,130 @@
+"""Writes inside of blocks: through aliases, to what was given, by layers of torch."""
+
+import pytest
+import torch
+from support.zoo import make
+from torch import nn
+
+import remat
+from remat.testing import assert_same, count_ops, live_bytes
+
+
+class plainly:  # noqa: N801
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def leaf(*shape):
+    return make(*shape, seed=1).requires_grad_()
+
+
+def parted(a, block):
+    with block():
+        p, q = (a * 2).unsafe_chunk(2)
+        p.sigmoid_()
+        q.tanh_()
+        s = p * q
+    return (s * s).sum()
+
+
+def flattened(a, block):
+    with block():
+        h = a * 2
+        u = torch.ops.aten._unsafe_view(h, [a.numel()])
+        u.add_(1)
+        h.mul_(2)
+        s = u.sin() * 3
+    return (s * s).sum()
+
+
+def by_data(a, block):
+    with block():
+        h = (a * 2).detach()
+        h.data.add_(1)
+        h.mul_(2)
+    return (h * a).sum() + (h.sin() * a).sum()
+
+
+def given_and_written(a, block):
+    r = torch.ones(4, dtype=a.dtype)
+    with block():
+        n = r.clone()
+        r.add_(1)
+        u = a * n + r
+        r.mul_(3)
+        v = u * n + r
+    return (u * u).sum() + (v * v).sum()
+
+
+WRITES = parted, flattened, by_data, given_and_written
+
+
+@pytest.mark.parametrize("program", WRITES)
+def test_writes_give_the_gradients_of_plain_code(program):
+    found = []
+    for block in (plainly, remat.scope):
+        a = leaf(4)
+        with count_ops() as ops:
+            program(a, block).backward()
+        found.append((a.grad, ops["mul"]))
+    (plain, muls), (ours, with_scope) = found
+    assert_same(ours, plain)
+    assert with_scope >= muls
+
+
+def gru():
+    return nn.GRU(4, 4).double(), make(5, 2, 4, seed=2)
+
+
+def lstm():
+    return nn.LSTM(4, 4), make(5, 2, 4, seed=2).float()
+
+
+def cell():
+    return nn.GRUCell(4, 4).double(), make(2, 4, seed=2)
+
+
+def instance_norm():
+    module = nn.InstanceNorm2d(2, affine=True, track_running_stats=True).double()
+    return module, make(3, 2, 4, 4, seed=2)
+
+
+@pytest.mark.parametrize("layer", [gru, lstm, cell, instance_norm])
+def test_layers_that_write_in_place(layer):
+    found = []
+    for block in (plainly, remat.scope):
+        torch.manual_seed(0)
+        module, x = layer()
+        with block():
+            # Something that is computed again, whatever of the layer is.
+            y = module(x.sin() * module.weight_ih_l0.sum() if layer is gru else x)
+        y = y[0] if isinstance(y, tuple) else y
+        (y * y).sum().backward()
+        buffers = list(module.buffers())
+        found.append(([p.grad for p in module.parameters()], buffers))
+    assert_same(found[1], found[0])
+
+
+def test_a_running_value_lets_go_of_what_it_saw():
+    w = leaf(64)
+
+    def steps(block, count):
+        ema = torch.zeros(64, dtype=torch.double)
+        for k in range(count):
+            batch = make(64, seed=k)
+            with block():
+                ema = ema * 0.9 + batch * 0.1
+            (w * batch).sin().sum().backward()
+        return ema
+
+    assert_same(steps(remat.scope, 5), steps(plainly, 5))
+    # The last value, and what it was made of.
+    assert live_bytes(lambda: steps(remat.scope, 30)) <= 3 * 64 * 8
+    with count_ops() as ops:
+        with remat.scope():
+            noise = torch.randn(64) * 2
+        (w.float() * noise).sum().backward()
+    assert ops["randn"] == 2
