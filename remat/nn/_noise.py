@@ -57,6 +57,7 @@ def weight_noise(
 
     Raises:
         ValueError: ``std`` is negative, or there is no such parameter.
+        TypeError: ``key`` is not a key, and no function.
 
     Source: Graves 2011, "Practical Variational Inference for Neural Networks"; RETURNN.
 
@@ -80,9 +81,17 @@ def weight_noise(
     if not isinstance(getattr(module, name, None), Tensor):
         kind = type(module).__name__
         raise ValueError(f"remat: weight_noise found no parameter {name!r} in {kind}")
+    if not (key is None or isinstance(key, Key) or callable(key)):
+        raise TypeError(_NO_KEY.format(key=key))
     # Not called to check it: that would draw a first time.
     parametrize.register_parametrization(module, name, _Noise(std, key), unsafe=True)
     return module
+
+
+_NO_KEY = (
+    "remat: weight_noise got key={key!r}. Pass a key of remat.random, a function that "
+    "returns one, or None to draw from the global stream."
+)
 
 
 class _Noise(nn.Module):

@@ -182,3 +182,10 @@ def test_a_copy_has_noise_of_its_own():
 def test_what_cannot_be_is_an_error(std, name, message):
     with pytest.raises(ValueError, match=message):
         weight_noise(nn.Linear(2, 2), std, name=name)
+
+
+def test_what_is_no_key_is_refused_at_once():
+    layer = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"weight_noise got key=3\. Pass a key"):
+        weight_noise(layer, 0.1, key=3)
+    assert not parametrize.is_parametrized(layer)
