@@ -571,7 +571,7 @@ def test_expanded_results_have_second_derivatives(second, fn, scalar):
     with count_ops() as ops:
         found = second(lambda x: scalar(remat(fn)(x)))(X)
     torch.testing.assert_close(found, expected)
-    assert sum(ops.values()) > sum(plain_ops.values())
+    assert ops["sin"] > plain_ops["sin"] > 0
 
 
 # --- Results that are read later ---
