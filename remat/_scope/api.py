@@ -127,6 +127,7 @@ class _Blocks:
         recording.blocks.remove(block)
         block.is_open = False
         self._table.settle()
+        self._table.drop_parted()
         if not recording.blocks:
             recording.end()
         hooks.open -= 1

@@ -110,7 +110,8 @@ class Recording(LeanDispatchMode):
         traits = traits_of(func)
         written_to = declared_writes(traits, args, kwargs)
         self._take_as_given(inputs, written_to)
-        self._keep_given(written_to)
+        statistics = updated_statistics(traits, args, kwargs)
+        self._keep_given([*written_to, *statistics])
         operation = Operation(func, args, kwargs, table.operand_of)
         targets = [(t, table.entry_of(t)) for t in written_to]
         before = _states_before(traits, args, kwargs)
@@ -122,7 +123,6 @@ class Recording(LeanDispatchMode):
         if len(written) < len(targets):
             new.clear()  # it changed what it was given, so it cannot be run again
         if new or written:
-            statistics = updated_statistics(traits, args, kwargs)
             operation.written = _places([*written_to, *statistics], args, kwargs)
             operation.settings, operation.line = read_settings(), user_line()
             operation.grad_mode = torch.is_grad_enabled()
@@ -159,9 +159,11 @@ class Recording(LeanDispatchMode):
         ids, known = {*map(id, inputs)}, {*map(storage_id, inputs)}
         parts = [t for t in results if has_layout(t) and id(t) not in ids]
         parts = [t for t in parts if storage_id(t) in known]
-        if len(parts) > 1:
-            for entry in filter(None, map(self._table.entry_at, parts)):
+        for entry in filter(None, map(self._table.entry_at, parts)):
+            if len(parts) > 1:
                 self._table.drop(entry)
+            else:
+                entry.is_parted = True
 
     def _new_among(
         self, results: Sequence[Tensor | None], inputs: Sequence[Tensor]

@@ -59,9 +59,10 @@ class Entry:
         made: the value.
         version: of the storage when it held the value; None while it is not known.
         ties: the tensors that keep this alive.
+        is_parted: whether these may count their versions apart.
     """
 
-    __slots__ = ("_ref", "key", "made", "table", "ties", "version")
+    __slots__ = ("_ref", "is_parted", "key", "made", "table", "ties", "version")
 
     def __init__(self, table: "Table", made: Made, tensor: Tensor) -> None:
         self.table, self.made = table, made
@@ -69,6 +70,7 @@ class Entry:
         self._ref = StorageRef(tensor.untyped_storage())
         self.version: int | None = version_of(tensor)
         self.ties: dict[int, _Tie] = {}
+        self.is_parted = False
         self.tie(tensor)
 
     def tie(self, tensor: Tensor) -> None:
@@ -131,9 +133,21 @@ class Table:
 
     def settle(self) -> None:
         """Read the versions of what operations wrote to."""
-        for entry, tensor in self._unsettled:
-            entry.version = version_of(tensor)
+        unsettled = [*self._unsettled]
         self._unsettled.clear()
+        for entry, tensor in unsettled:
+            entry.version = version_of(tensor)
+            others = [
+                t for t in (tie() for tie in [*entry.ties.values()]) if t is not None
+            ]
+            if any(version_of(t) != entry.version for t in others):
+                self.drop(entry)  # these count their versions apart
+
+    def drop_parted(self) -> None:
+        """Take out what several tensors hold that count their versions apart."""
+        for entry in [*self._entries.values()]:
+            if entry.is_parted and len(entry.ties) > 1:
+                self.drop(entry)
 
     def drop(self, entry: Entry) -> None:
         """Take an entry out."""

@@ -59,7 +59,35 @@ def given_and_written(a, block):
     return (u * u).sum() + (v * v).sum()
 
 
-WRITES = parted, flattened, by_data, given_and_written
+def by_data_and_after(a, block):
+    with block():
+        h = (a * 2).detach()
+        h.data.add_(1)
+    h.mul_(2)
+    return (h * a * 2).sum()
+
+
+def flattened_and_after(a, block):
+    with block():
+        h = (a * 2).detach()
+        u = torch.ops.aten._unsafe_view(h, [a.numel()])
+    u.add_(1)
+    return (h * a * 2).sum()
+
+
+def statistics(a, block):
+    mean, var = torch.ones(4, dtype=a.dtype), torch.ones(4, dtype=a.dtype)
+    x = torch.stack([a, a.sin()])
+    with block():
+        n = mean * 2
+        y = nn.functional.batch_norm(x, mean, var, training=True)
+    return (y.exp() * n * x).sum() * mean.sum()
+
+
+WRITES = (
+    *(parted, flattened, by_data, given_and_written),
+    *(by_data_and_after, flattened_and_after, statistics),
+)
 
 
 @pytest.mark.parametrize("program", WRITES)
