@@ -120,6 +120,8 @@ class Recording(LeanDispatchMode):
         written = [(t, e) for t, e in targets if e is not None]
         new = self._new_among(results_of(result), inputs)
         self._drop_parted(tensors_of(result), inputs)
+        for entry in filter(None, map(table.entry_at, statistics)):
+            table.drop(entry)  # a batch norm wrote to it, and counted no version
         if len(written) < len(targets):
             new.clear()  # it changed what it was given, so it cannot be run again
         if new or written:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.scopes import assert_scoped, grads
 from support.zoo import make
 from torch import nn
 
@@ -156,3 +157,19 @@ def test_a_running_value_lets_go_of_what_it_saw():
             noise = torch.randn(64) * 2
         (w.float() * noise).sum().backward()
     assert ops["randn"] == 2
+
+
+def test_statistics_that_a_block_made_are_read_after_their_update():
+    w = leaf(4, 4)
+
+    def program(block):
+        with block():
+            mean = torch.zeros(4, dtype=w.dtype) + 1
+            var = torch.ones(4, dtype=w.dtype) * 2
+            y = nn.functional.batch_norm(w, mean, var, training=True)
+            n = mean.sin()
+        return [*grads((y * n * w).sum(), w), mean, var]
+
+    # The batch norm reads what it updates. The sine reads the update, which is stored.
+    before = {"zeros": 1, "add": 1, "ones": 1, "mul": 1}
+    assert_scoped(program, sin=1, native_batch_norm=1, **before)
