@@ -130,10 +130,11 @@ def _view(module: nn.Module, spec: Spec) -> nn.Module:
     view = object.__new__(_class_of(type(module), spec))
     # Some modules hand attributes on to others.
     object.__setattr__(view, "__dict__", vars(module))
-    object.__setattr__(view, "_remat_module", module)
     for name in _slots_of(type(module)):
         if hasattr(module, name):
             object.__setattr__(view, name, getattr(module, name))
+    # Last: a view of a view has this slot twice.
+    object.__setattr__(view, "_remat_module", module)
     return view
 
 

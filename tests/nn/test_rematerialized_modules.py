@@ -197,6 +197,27 @@ def test_in_a_sequential_and_nested():
     assert next(iter(model.state_dict())) == "0.scale"
 
 
+class Twice(nn.Module):
+    """The block of the golden table."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(make(4, 4, seed=3))
+
+    def forward(self, x):
+        return torch.tanh(self.weight @ torch.tanh(self.weight @ x))
+
+
+@pytest.mark.parametrize(("policy", "again"), [(None, 2), (policies.dots_saveable, 3)])
+def test_a_view_of_a_view_keeps_both_policies(policy, again):
+    wrapped, x = remat(remat(Twice(), policy=policy), prune=True), make(4, 4, seed=2)
+    x.requires_grad_()
+    for _ in range(2):  # recorded, then with the record
+        with count_ops() as ops:
+            wrapped(x).sum().backward()
+        assert ops["tanh"] == 2 + again
+
+
 def test_what_is_not_there_is_an_attribute_error_of_the_module():
     with pytest.raises(AttributeError, match="'Block' object has no attribute 'left'"):
         _ = remat(Block()).left
