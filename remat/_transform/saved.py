@@ -144,15 +144,18 @@ class Saved(SavedCall):
             MutationError: the function changed an input that is not copied.
         """
         self.ambient.forward_done(keeps_casts=True)
+        following = self.following
+        if following is not None:
+            # Before the inputs: a recompute of the call around has residuals packed
+            # while this call runs, and has to pack in the same order.
+            following.finish(handles)
         changed = self.inputs.note_changes(inputs)
         if changed is not None:
             snapshot = self.setting.snapshot
             run = functools.partial(refill.run_again, self)
             changes = changes_of(snapshot, inputs, run)
             raise changed_inside(snapshot, changed, changes)
-        following = self.following
         if following is not None:
-            following.finish(handles)
             self.inputs.let_go(following.dropped)
             around = here().decisions
             if around is not None and self.index is not None:

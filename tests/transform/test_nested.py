@@ -7,6 +7,7 @@ recompute of the outer one and once in its own.
 
 import pytest
 import torch
+from support.runs import assert_replayed
 from support.transforms import TRANSFORMS
 from support.zoo import (
     BIG,
@@ -16,11 +17,12 @@ from support.zoo import (
     block,
     counted,
     leaves_of,
+    make,
     plainly,
 )
 from torch.utils.checkpoint import checkpoint
 
-from remat import remat
+from remat import policies, remat
 from remat.testing import assert_same, count_ops, live_bytes, peak_bytes
 
 
@@ -173,3 +175,28 @@ def test_a_call_in_a_checkpoint_of_torch_and_the_other_way_round(
     calls.clear()
     assert_same(transform(remat(fn)), expected)
     assert len(calls) == evaluations
+
+
+CONSTANTS = make(4, seed=7), make(4, 1, seed=8), torch.tensor(0.5).double()
+SAVING = policies.dots_saveable, policies.everything_saveable
+
+
+@pytest.mark.parametrize("policy", SAVING)
+@pytest.mark.parametrize("constant", CONSTANTS)
+def test_a_constant_and_a_residual_of_an_inner_call_are_told_apart(constant, policy):
+    """They may have one shape. Then only their order tells them apart."""
+
+    def program(wrap):
+        w = make(4, 4, seed=5).requires_grad_()
+        x = make(*constant.shape or (4,), seed=6)
+
+        def f(w, x):
+            return (w @ x).tanh() * constant
+
+        call = wrap(wrap(f) if wrap is plainly else remat(f, policy=policy))
+        found = []
+        for _ in range(3):  # recorded, then with the record
+            found += torch.autograd.grad(call(w, x).sum(), w)
+        return found
+
+    assert_replayed(program, tanh=(3, 6))
