@@ -111,7 +111,7 @@ def test_one_policy_for_all(policy):
     counted(model)
     with count_ops() as ops:
         model(X).backward()
-    assert ops["addmm"] == 7 if saves else 10
+    assert ops["addmm"] == (7 if saves else 10)
 
 
 def test_the_whole_model_by_its_class():

@@ -95,6 +95,7 @@ def test_training_is_as_with_stored_noise(keyed):
         wanted = trained(plain)
     assert_same(found, wanted)
     assert not hooks_here()
+    assert ops["add"] == plain_ops["add"] + 9  # for each layer and step
     if not keyed:
         assert ops["randn_like"] == 2 * plain_ops["randn_like"] == 2 * 9
 
