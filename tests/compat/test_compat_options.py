@@ -16,8 +16,9 @@ from support.compared import leaf, points
 from support.zoo import Evaluations, counted
 from torch.utils import checkpoint as torchs
 
+import remat
 import remat.compat as ours_as_a_module
-from remat import RecomputeError, RematError, compat
+from remat import RecomputeError, RematError, compare, compat, policies
 from remat.testing import assert_same, count_ops
 
 
@@ -544,3 +545,27 @@ def test_torchs_own_context_counts_too():
         # The gradient of a negation is one, too.
         found = [ops_again(context(stops)) for stops in (True, False)]
         assert found == [(1, 1), (1, 2)]
+
+
+def test_a_report_takes_calls_for_blocks():
+    def f(w, x):
+        return (w @ x).tanh().exp().sin()
+
+    def model(call):
+        def run(w, x):
+            for _ in range(3):
+                x = call(w, x)
+            return x
+
+        return run
+
+    w, x = leaf(4), leaf(4)
+    w = (w[:, None] * x).detach().requires_grad_()
+    dots = {"dots": {"*f": policies.dots_saveable}}
+    found, wanted = (
+        compare(model(call), w, x, policies=dots).rows
+        for call in (lambda *args: compat.checkpoint(f, *args), remat.remat(f))
+    )
+    assert found == wanted
+    assert [row.name for row in found][:2] == ["as written", "plain"]
+    assert found[0].saved_bytes < found[1].saved_bytes
