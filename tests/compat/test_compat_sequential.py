@@ -7,30 +7,13 @@ import sys
 
 import pytest
 import torch
-from support.checkpoints import both_sequential
+from support.checkpoints import KINDS, Logged, both_sequential, chain
 from support.compared import leaf
 from support.zoo import Evaluations
 from torch import nn
 
 from remat import compat
 from remat.testing import assert_same, assert_same_gradients, count_ops, live_bytes
-
-
-class Logged(nn.Module):
-    def __init__(self, index, log):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.index, self.log = index, log
-
-    def forward(self, x):
-        self.log.note(self.index)
-        return self.linear(x).tanh()
-
-
-def chain(modules, x):
-    for module in modules:
-        x = module(x)
-    return x
 
 
 @both_sequential
@@ -44,13 +27,6 @@ def test_a_sequence_of_two_segments_runs_its_first_half_again(sequential):
     out.sum().backward()
     assert [*log] == list(range(5))
     assert_same(x.grad, torch.autograd.grad(chain(modules, x).sum(), x)[0])
-
-
-KINDS = {
-    "Sequential": lambda modules: nn.Sequential(*modules),
-    "list": list,
-    "ModuleList": nn.ModuleList,
-}
 
 
 @both_sequential

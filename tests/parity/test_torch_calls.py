@@ -15,6 +15,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.checkpoints import KINDS, Logged, chain
 from support.compared import compared, leaf, points
 from support.zoo import Evaluations, counted, plainly
 from torch import nn
@@ -24,23 +25,6 @@ from remat.testing import assert_same, assert_same_gradients, count_ops, peak_by
 
 
 # --- 1-3: sequences ---
-
-
-class Logged(nn.Module):
-    def __init__(self, index, log):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.index, self.log = index, log
-
-    def forward(self, x):
-        self.log.note(self.index)
-        return self.linear(x).tanh()
-
-
-def chain(modules, x):
-    for module in modules:
-        x = module(x)
-    return x
 
 
 def sequential(modules, segments, x):
@@ -71,13 +55,6 @@ def test_gradients_by_autograd_grad_and_of_gradients(wrap, counting):
     body = counting(lambda x: x.sin().exp())
     (first,) = torch.autograd.grad(wrap(body)(x).sum(), x, create_graph=True)
     return first, *torch.autograd.grad(first.square().sum(), x)
-
-
-KINDS = {
-    "Sequential": lambda modules: nn.Sequential(*modules),
-    "list": list,
-    "ModuleList": nn.ModuleList,
-}
 
 
 @pytest.mark.parametrize("segments", [2, 3, 6])

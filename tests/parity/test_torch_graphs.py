@@ -10,45 +10,17 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from support.checkpoints import ReadsTwice, derivative, sin_exp, slope_of_sin_exp
 from support.compared import compared, leaf, points
 from support.zoo import Evaluations, counted, plainly
 from torch import nn
-from torch.autograd import Function
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from remat import remat
 from remat.testing import assert_same, assert_same_gradients, count_ops
 
 
-def sin_exp(x):
-    return x.sin().exp()
-
-
-def slope_of_sin_exp():
-    """The gradient of the sum of `sin_exp`, as plain autograd gives it."""
-    x = leaf(3)
-    return torch.autograd.grad(sin_exp(x).sum(), x)[0]
-
-
 # --- 15: custom Functions ---
-
-
-class ReadsTwice(Function):
-    """Reads what it saved twice in a backward; its derivative is 5 times too large."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.exp()
-        ctx.save_for_backward(x, y)
-        return y
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        x, y = ctx.saved_tensors
-        again = ctx.saved_tensors
-        assert again[0].equal(x)
-        assert again[1].equal(y)
-        return 5 * cotangent * y
 
 
 @compared(exp=2)
@@ -254,17 +226,6 @@ def test_save_on_cpu_inside_a_call(wrap, counting):
 
 
 # --- 27, 28: nesting, orders, hooks ---
-
-
-def derivative(f):
-    """Return the function's derivative by `autograd.grad` inside."""
-
-    def g(x):
-        with torch.enable_grad():
-            y = x if x.requires_grad else x.detach().requires_grad_()
-            return torch.autograd.grad(f(y).sum(), y, create_graph=True)[0]
-
-    return g
 
 
 # What is applied, from the outside in: c is remat, g a derivative.

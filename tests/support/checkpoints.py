@@ -7,6 +7,10 @@ what torch does; with ours, that we do the same.
 import functools
 
 import pytest
+import torch
+from support.compared import leaf
+from torch import nn
+from torch.autograd import Function
 from torch.utils import checkpoint as torchs
 
 from remat import compat
@@ -28,3 +32,69 @@ both_modules = pytest.mark.parametrize("api", [torchs, compat], ids=["torch", "r
 def wrapped(checkpoint):
     """The checkpoint as a transform of functions, for `compared`."""
     return lambda fn: functools.partial(checkpoint, fn)
+
+
+# --- What the tests of both compute ---
+
+
+def sin_exp(x):
+    return x.sin().exp()
+
+
+def slope_of_sin_exp():
+    """The gradient of the sum of `sin_exp`, as plain autograd gives it."""
+    x = leaf(3)
+    return torch.autograd.grad(sin_exp(x).sum(), x)[0]
+
+
+class ReadsTwice(Function):
+    """Reads what it saved twice in a backward; its derivative is 5 times too large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        x, y = ctx.saved_tensors
+        again = ctx.saved_tensors
+        assert again[0].equal(x)
+        assert again[1].equal(y)
+        return 5 * cotangent * y
+
+
+def derivative(f):
+    """Return the function's derivative by `autograd.grad` inside."""
+
+    def g(x):
+        with torch.enable_grad():
+            y = x if x.requires_grad else x.detach().requires_grad_()
+            return torch.autograd.grad(f(y).sum(), y, create_graph=True)[0]
+
+    return g
+
+
+class Logged(nn.Module):
+    def __init__(self, index, log):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.index, self.log = index, log
+
+    def forward(self, x):
+        self.log.note(self.index)
+        return self.linear(x).tanh()
+
+
+def chain(modules, x):
+    for module in modules:
+        x = module(x)
+    return x
+
+
+KINDS = {
+    "Sequential": lambda modules: nn.Sequential(*modules),
+    "list": list,
+    "ModuleList": nn.ModuleList,
+}
