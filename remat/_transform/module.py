@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from remat._base.code import MADE
 from remat._partial.options import Options
 from remat._transform.rematerialized import BoundMethod, Rematerialized
 
@@ -89,7 +90,7 @@ class RematModule(_Module):
 
 def has_remat_class(module: nn.Module) -> bool:
     """Say whether a module's class was made here; not whether it derives from one."""
-    return "_remat_spec" in vars(type(module))
+    return MADE in vars(type(module))
 
 
 def module_of(value: Any) -> Any:
@@ -196,7 +197,7 @@ def _made(base: type[nn.Module], spec: Spec) -> type[nn.Module]:
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
-        "_remat_base": base,
+        MADE: base,
         "_remat_spec": spec,
         "forward": _OwnForward(spec) if spec.is_own else _Forward(spec),
     }
@@ -281,8 +282,8 @@ class _Forward:
     def _recomputed(self, fn: Any) -> Any:
         call = self._call
         if call is None or call.__wrapped__ is not fn:
-            call = Rematerialized(fn, self._spec.where, self._spec.options)
-            call._name = self._kind.__qualname__
+            where, options = self._spec.where, self._spec.options
+            call = Rematerialized(fn, where, options, self._kind.__qualname__)
             self._call = call
         return call
 

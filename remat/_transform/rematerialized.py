@@ -72,14 +72,17 @@ class Rematerialized(Generic[P, R]):
 
     __wrapped__: Callable[P, R]
 
-    def __init__(self, fn: Callable[P, R], where: str, options: Options) -> None:
+    def __init__(
+        self, fn: Callable[P, R], where: str, options: Options, called: str = ""
+    ) -> None:
         if isinstance(fn, nn.Module) or not hasattr(fn, "__qualname__"):
             self.__wrapped__ = fn
             name = self.__name__ = type(fn).__qualname__
         else:
             functools.update_wrapper(self, fn)
             name = fn.__qualname__
-        self._name, self._where, self._options = name, where, options
+        # What messages call it: by default, by the name of the function.
+        self._name, self._where, self._options = called or name, where, options
         # Made by the first call that needs it, because Dynamo cannot trace it.
         self._label: Label | None = None
 
@@ -139,7 +142,8 @@ class Rematerialized(Generic[P, R]):
     def __reduce__(self) -> str | tuple[Any, ...]:
         if _find(self) is self:
             return self.__qualname__
-        return Rematerialized, (self.__wrapped__, self._where, self._options)
+        rest = self._where, self._options, self._name
+        return Rematerialized, (self.__wrapped__, *rest)
 
     @property
     def __remat_label__(self) -> Label:

@@ -218,14 +218,15 @@ def call(
     lowering = lowering_of(options)
     if lowering is Lowering.INLINED or lowering is Lowering.PLAIN:
         return fn(*args, **kwargs)
-    label = _label(name or _name_of(fn), caller.f_code.co_filename, caller.f_lineno)
+    name = name or _name_of(fn)
+    file, line = caller.f_code.co_filename, caller.f_lineno
     if asked != _DEFAULTS or checkpoint_settings() != _NOTHING_SET:
         fn, options = _prepared(fn, asked)
     if here().examining is not None:  # a report, which asks each block how to run
-        block = Rematerialized(fn, "", options)
-        block._label = label
+        block = Rematerialized(fn, f"{shown(file)}:{line}", options, name)
         return block(*args, **kwargs)
     try:
+        label = _label(name, file, line)
         return call_lowered(lowering, fn, label, args, kwargs, options)
     except Exception as error:
         hide_frames(error)
