@@ -29,14 +29,15 @@ class Context:
             differentiated; None where no graph is.
         only_our_hooks: whether all hooks for saved tensors here are of calls of remat.
             Those leave alone what torch.func saves at levels inside the call.
+        after: the cotangents that a recompute is to read first, while a graph is made.
         functions: how many calls run as Functions of remat.
         scope_pack: the hook of `remat.scope` at the bottom of the stack of hooks; None
             where no value of a block is left.
     """
 
     __slots__ = (
-        *("cells", "decisions", "examining", "followed", "functions", "inside"),
-        *("listeners", "only_our_hooks", "policy", "recomputing", "scope_pack"),
+        *("after", "cells", "decisions", "examining", "followed", "functions"),
+        *("inside", "listeners", "only_our_hooks", "policy", "recomputing", "scope_pack"),
     )
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class Context:
         self.followed = self.functions = self.recomputing = 0
         self.decisions: Decisions | None = None
         self.examining: Any = None
+        self.after: tuple[Any, ...] = ()
         self.inside: tuple[Any, ...] = ()
         self.listeners: list[Any] = []
         self.cells: list[Any] | None = None

@@ -28,6 +28,7 @@ class Situation:
     Attributes:
         is_saved: whether its graph is plain's own, with handles.
         is_compiled: whether it reaches code of torch.compile or TorchScript.
+        is_traced: whether a graph is made, whose maker drops what nobody reads.
         in_forward_mode: whether forward mode differentiates it.
         kind: the class of an input that sees the operations done with it; "" if there
             is none.
@@ -37,6 +38,7 @@ class Situation:
 
     is_saved: bool
     is_compiled: bool = False
+    is_traced: bool = False
     in_forward_mode: bool = False
     kind: str = ""
     elements: int = 0
@@ -49,6 +51,8 @@ WORTH_DROPPING = 2**16  # bytes, below which "auto" keeps inputs that nothing re
 
 def why_no_record(policy: Policy | None, prune: Prune, call: Situation) -> str:
     """Say why a call is neither recorded nor follows a record; "" if it does."""
+    if call.is_traced:
+        return "it is part of a graph"
     if policy is None and prune is False:
         return "prune=False"
     if policy is None and prune == "auto":
@@ -156,7 +160,7 @@ def warn_if_asked(
 ) -> None:
     """Warn, once for each function, that a policy or `prune=True` is not followed."""
     asked = asked_for(policy, prune)
-    if why and asked and not call.in_forward_mode:
+    if why and asked and not (call.in_forward_mode or call.is_traced):
         _warn(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
 
 

@@ -37,6 +37,20 @@ def must_inline() -> bool:
     )
 
 
+def makes_graph() -> bool:
+    """Say whether Dynamo, AOTAutograd or make_fx traces, and not for an export."""
+    if torch.compiler.is_exporting():
+        return False
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    has_proxies = torch._C._get_dispatch_mode(_PROXY) is not None
+    return (
+        has_proxies
+        and not torch.is_inference_mode_enabled()
+        and not torch._C._is_tracing()
+    )
+
+
 def is_traced_symbolically() -> bool:
     """Say whether torch.fx traces, on stand-ins that are no tensors, unlike make_fx."""
     traces = _symbolic_trace.is_fx_symbolic_tracing()

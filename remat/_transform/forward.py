@@ -29,7 +29,7 @@ from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import reference
 from remat._partial.recomputation import Recomputation, finish
 from remat._partial.recorder import Recorder
-from remat._torch import set_grad_enabled, without_hooks
+from remat._torch import is_below_tracer, set_grad_enabled, without_hooks
 from remat._transform.buffers import copy_buffers, update, written_to
 from remat._transform.call import Call
 from remat._transform.changes import changes_of
@@ -163,6 +163,7 @@ def _plan(
     situation = Situation(
         is_saved=False,
         is_compiled=call.snapshot.compiled,
+        is_traced=is_below_tracer(),
         in_forward_mode=request.in_forward_mode,
         kind=next((type(t).__name__ for t in others), ""),
         elements=sum(map(Tensor.numel, inputs)),

@@ -2,7 +2,8 @@
 
     base autograd, and vmap  saved handles: plain's own graph (`saved`)
     a level of torch.func    one Function whose backward is again a call (`function`)
-    nobody, or a tracer      the function itself
+    who makes a graph        the same, with a barrier before the recompute (`traced`)
+    nobody, or an export     the function itself
 
 `api` asks once for each call.
 
@@ -21,6 +22,7 @@ from remat._torch import (
     are_hooks_allowed,
     current_layer,
     dual_level_active,
+    makes_graph,
     must_inline,
 )
 
@@ -31,13 +33,15 @@ class Lowering(Enum):
     SAVED = "saved handles"
     FUNCTION = "one recursive Function"
     PLAIN = "the function itself"
+    TRACED = "one recursive Function, in a graph"
     INLINED = "the function itself, in a trace"
 
 
 def lowering_of(options: Options) -> Lowering:
     """Return what becomes of a call that is made here."""
     if must_inline():
-        return Lowering.INLINED
+        is_lowered = makes_graph() and torch.is_grad_enabled()
+        return Lowering.TRACED if is_lowered else Lowering.INLINED
     if not torch.is_grad_enabled():
         return Lowering.PLAIN
     is_differentiated = current_layer() is not None and not are_all_vmaps()

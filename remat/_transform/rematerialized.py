@@ -30,6 +30,7 @@ from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.primal import Primal
 from remat._transform.saved import call_saved
+from remat._transform.traced import call_traced
 
 
 P = ParamSpec("P")
@@ -92,6 +93,8 @@ class Rematerialized(Generic[P, R]):
         lowering = lowering_of(options)
         if lowering is Lowering.INLINED:
             return fn(*args, **kwargs)
+        if lowering is Lowering.TRACED:
+            return call_traced(fn, self._name, self._where, options, args, kwargs)
         label = self._label or self.__remat_label__
         examining = here().examining
         if examining is not None:

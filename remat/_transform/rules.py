@@ -29,17 +29,20 @@ from remat._base.program import (
     has_derivatives,
 )
 from remat._base.types import Outputs
+from remat._partial.barrier import behind, recomputing_after
 from remat._graph.edges import edge_of, edges_behind
 from remat._torch import (
     base_dual_level_active,
     batch,
     call_below_vmap,
+    counted_levels,
     current_layer,
     forward_ad_enabled,
     grad_level,
     grad_mode,
     is_batch_of_cotangents,
     is_for_transforms,
+    is_graph_made,
     leaf_at,
     once_differentiable_function,
     pull_back,
@@ -96,6 +99,15 @@ class Vjp(Program):
         """Recompute the program and pull the cotangents back through it."""
         del mode
         saved, cts = inputs[: self._arity], inputs[self._arity :]
+        if is_graph_made():
+            with counted_levels(), recomputing_after(cts) as after:
+                return self._recompute_and_pull(behind(saved, after), cts)
+        with counted_levels():
+            return self._recompute_and_pull(saved, cts)
+
+    def _recompute_and_pull(
+        self, saved: Sequence[Tensor], cts: tuple[Tensor, ...]
+    ) -> Outputs:
         recomputation = self._evaluation.recomputation
         with differentiated():
             if recomputation is None:
@@ -242,6 +254,10 @@ class Jvp(Program):
         if not self._evaluation.differentiable:
             return ()  # its results are inputs as they are
         primals, tangents = inputs[: self._arity], inputs[self._arity :]
+        with counted_levels():
+            return self._push(primals, tangents)
+
+    def _push(self, primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Outputs:
         if base_dual_level_active():
             return self._push_dual(primals, tangents)
         positions: list[int] = []

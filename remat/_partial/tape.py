@@ -1,0 +1,325 @@
+"""What a call in a graph keeps: what its policy says, and the state before each draw.
+
+`_transform/traced.py` has each run of a call go under a `Tape`. The first run keeps, and
+a recompute is given what was kept, in the order of the operations.
+
+Invariant: what is given reads the cotangents (`barrier`), as all that a recompute does.
+Rejected: record, plan and replay, as outside of graphs. Who makes a graph drops what
+nobody reads.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from remat._ambient.draws import is_tagged_random
+from remat._base.context import here
+from remat._base.errors import OffloadError, RandomnessError, RecomputeError
+from remat._base.op import Op
+from remat._base.source import user_line
+from remat._partial.barrier import after_cotangents
+from remat._partial.effects import declared_writes, traits_of
+from remat._partial.values import Arguments, Results
+from remat._torch import (
+    IGNORED,
+    OpOverload,
+    TracedMode,
+    base_tensor,
+    draw_again,
+    draw_and_keep_state,
+    is_view_op,
+    let_graphs_draw,
+    unlevelled,
+)
+from remat.policies import Decision, Policy
+
+
+class Kept:
+    """What one call keeps.
+
+    Args:
+        label: what messages call the function.
+        policy: says which results to keep; None for none.
+
+    Attributes:
+        entries: what was kept of each operation, in order.
+        draws: each draw, in order, and the state of the random stream before it.
+        is_first: whether the next run is the forward.
+    """
+
+    __slots__ = ("draws", "entries", "is_first", "label", "policy")
+
+    def __init__(self, label: str, policy: Policy | None) -> None:
+        self.label, self.policy = label, policy
+        self.entries: list[Entry] = []
+        self.draws: list[tuple[Any, Any]] = []
+        self.is_first = True
+
+    def tape(self) -> "Tape":
+        """Return the mode for the next run."""
+        kind = Forward if self.is_first else Recompute
+        self.is_first = False
+        return kind(self)
+
+
+class Entry:
+    """What is kept of one operation.
+
+    Attributes:
+        func: the operation.
+        op: what the policy is asked about; None if it is not asked.
+        results: those that it returned, if they are kept.
+        devices: where those belong.
+    """
+
+    __slots__ = ("devices", "func", "op", "results")
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.op: Op | None = None
+        self.results: list[Any] | None = None
+        self.devices: list[Any] = []
+
+    def keep(self, out: Any, decision: Decision, label: str) -> None:
+        """Keep what the operation returned, where the decision says."""
+        if not decision:
+            return
+        if decision is Decision.OFFLOAD_TO_DISK:
+            raise OffloadError(_DISK.format(label=label))
+        results = [t.detach() if _is_tensor(t) else t for t in tree_leaves(out)]
+        self.devices = [t.device if _is_tensor(t) else None for t in results]
+        if decision is Decision.OFFLOAD:
+            results = [_on_host(t) if _is_tensor(t) else t for t in results]
+        self.results = results
+
+    def given(self) -> Any:
+        """Return what the operation returned, for a recompute."""
+        assert self.results is not None
+        pairs = zip(self.results, self.devices, strict=True)
+        results = [_back(t, device) if _is_tensor(t) else t for t, device in pairs]
+        returns = self.func._schema.returns
+        is_one = len(returns) == 1 and str(returns[0].type) == "Tensor"
+        return results[0] if is_one else tuple(results)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", non_blocking=True)
+
+
+def _back(tensor: Tensor, device: torch.device) -> Tensor:
+    return after_cotangents(tensor).to(device, non_blocking=True)
+
+
+_DISK = (
+    "remat: a policy of {label} offloads to disk, which compiled code and graphs "
+    "cannot. Offload to 'pinned_host' there, or call the function outside of them."
+)
+
+
+class Tape(TracedMode):
+    """A mode under which a call runs while a graph is made.
+
+    Args:
+        kept: what the call keeps.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self._kept = kept
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func is torch.ops.remat.named.default:
+            self.hear(*args)
+            return None
+        if func is draw_and_keep_state or is_tagged_random(func):
+            return self._draw(func, args, kwargs)
+        if self._kept.policy is None or func in IGNORED or func is draw_again:
+            return func(*args, **kwargs)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation that draws nothing."""
+        raise NotImplementedError
+
+    def drawn(self, func: Any, draw: Any, args: Any, kwargs: Any) -> Any:
+        """Run a draw; return the state before it, and the result."""
+        raise NotImplementedError
+
+    def hear(self, tensor: Tensor, name: str) -> None:
+        """Note the name of a value."""
+
+    def parting(self, out: Any) -> Any:
+        """Return what the function returned, to be given to its caller."""
+        return out
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        # The tape of a call inside keeps the state as well.
+        is_nested = func is draw_and_keep_state
+        inner, args = (args[0], args[1:]) if is_nested else (func, args)
+        if kwargs.get("generator") is not None:
+            raise RandomnessError(_GENERATOR.format(op=inner, label=self._kept.label))
+        let_graphs_draw()
+        if not inner._schema.is_mutable:
+            state, out = self.drawn(func, inner, args, kwargs)
+        else:
+            args = _with_defaults(inner, args, kwargs)
+            state, out = self.drawn(func, _out_of_place(inner), args, kwargs)
+            out = args[0].copy_(out)
+        return (state, out) if is_nested else out
+
+
+_GENERATOR = (
+    "remat: {op} draws from an explicit generator in {label}, while a graph is made. A "
+    "graph holds no states of generators. Draw with a key of remat.random."
+)
+
+
+def _with_defaults(func: Any, args: Any, kwargs: Any) -> Any:
+    # torch.fx drops arguments equal to their default, and the operation out of place
+    # may have none: `bernoulli_(p=0.5)` and `bernoulli`.
+    missing = func._schema.arguments[len(args) :]
+    rest = [a for a in missing if not a.kwarg_only and a.name not in kwargs]
+    return *args, *(a.default_value for a in rest)
+
+
+def _out_of_place(func: Any) -> Any:
+    base, overload = func._schema.name.removeprefix("aten::"), func._overloadname
+    name = f"{base}.{overload}"
+    base, overload = _OUT_OF_PLACE.get(name, name.replace("_.", ".")).split(".")
+    return getattr(getattr(torch.ops.aten, base), overload)
+
+
+_OUT_OF_PLACE = {
+    "bernoulli_.float": "bernoulli.p",
+    "normal_.default": "normal_functional.default",
+    "random_.default": "random.default",
+    "random_.from": "random.from",
+    "random_.to": "random.to",
+}
+
+
+class Forward(Tape):
+    """The first run, which keeps."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__(kept)
+        # By storage: what made it, with the tensor, so that the number stays its own.
+        self._made: dict[int, tuple[Entry, Any]] = {}
+
+    @override
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        self._made.clear()
+        return super().__exit__(exc_type, exc_val, exc_tb)
+
+    @override
+    def drawn(self, func: Any, draw: Any, args: Any, kwargs: Any) -> Any:
+        state, out = draw_and_keep_state(draw, *args, **kwargs)
+        self._kept.draws.append((func, state))
+        return state, out
+
+    @override
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        arguments = Arguments(args, kwargs)
+        out = func(*args, **kwargs)
+        entry = Entry(func)
+        self._kept.entries.append(entry)
+        traits = traits_of(func)
+        if _computes(func) and arguments.tensors:
+            results = Results(out, arguments)
+            values = tuple(results.values)
+            entry.op = Op(func, *arguments.described, values, source=user_line())
+            self._keep(entry, out)
+            for t in results.tensors:
+                self._made[_storage(t)] = entry, out
+        for tensor in declared_writes(traits, args, kwargs):
+            # A detached tensor counts its versions apart while functions are made of
+            # operations in place, so nothing would tell that what is kept was changed.
+            made = self._made.get(_storage(tensor))
+            if made is not None:
+                made[0].results = None
+        return out
+
+    def _keep(self, entry: Entry, out: Any) -> None:
+        policy, op = self._kept.policy, entry.op
+        assert policy is not None
+        assert op is not None
+        entry.keep(out, policy(op), self._kept.label)
+
+    @override
+    def hear(self, tensor: Tensor, name: str) -> None:
+        made = self._made.get(_storage(tensor))
+        if made is None:
+            return
+        entry, out = made
+        op = entry.op
+        if op is not None:
+            names = op.names | {name}
+            entry.op = Op(op.func, op.args, op.kwargs, op.outputs, names, op.source)
+            entry.results = None
+            self._keep(entry, out)
+
+    @override
+    def parting(self, out: Any) -> Any:
+        """Keep copies of what is returned, which the caller may change in place.
+
+        Where nobody does, the copy is left out of the graph.
+        """
+        for t in filter(_is_tensor, tree_leaves(out)):
+            entry, _ = self._made.get(_storage(base_tensor(t)), (None, None))
+            if entry is not None and entry.results is not None:
+                with unlevelled(), torch.no_grad():
+                    each = entry.results
+                    entry.results = [k.clone() if _is_tensor(k) else k for k in each]
+        return out
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _computes(func: Any) -> bool:
+    is_known = isinstance(func, OpOverload)
+    return is_known and not func._schema.is_mutable and not is_view_op(func)
+
+
+class Recompute(Tape):
+    """A later run, which is given what the first one kept."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__(kept)
+        self._rest, self._draws = iter(kept.entries), iter(kept.draws)
+        self._differs = False
+
+    @override
+    def drawn(self, func: Any, draw: Any, args: Any, kwargs: Any) -> Any:
+        then, state = next(self._draws, (None, None))
+        if then is not func:
+            raise RecomputeError(_OTHER.format(op=func, label=self._kept.label))
+        return state, draw_again(state, draw, *args, **kwargs)
+
+    @override
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        entry = None if self._differs else next(self._rest, None)
+        if entry is None or entry.func is not func:
+            self._differs = True
+            return func(*args, **kwargs)
+        return func(*args, **kwargs) if entry.results is None else entry.given()
+
+
+_OTHER = (
+    "remat: the recompute of {label} draws with {op} where its forward did not, while a "
+    "graph is made. Make it draw the same numbers in both runs."
+)

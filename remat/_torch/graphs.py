@@ -1,0 +1,256 @@
+"""Graphs of dispatched operations, as AOTAutograd and make_fx make them.
+
+Invariant: nothing here imports Dynamo or inductor, which takes seconds.
+Rejected: torch's node for activation checkpoints. It is refused under torch.func, and
+in one graph with forward and backward its recompute has no order.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import eager_transforms
+from torch._guards import detect_fake_mode
+from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch.autograd import forward_ad
+from torch.fx import GraphModule, Interpreter
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    track_tensor_tree,
+)
+from torch.utils import _pytree, _python_dispatch
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+from typing_extensions import override
+
+from remat._torch.levels import base_tensor, get_interpreter_stack
+
+
+# Deleted by: a public higher-order operator whose body a library may differentiate.
+# Dynamo traces the function as the body of one node. `lower(body)` runs when the
+# graph runs, and when AOTAutograd traces it.
+as_node: Any = dynamo_bypassing_wrapper
+
+
+# Deleted by: a public way to ask what traces.
+def is_graph_made() -> bool:
+    """Say whether what is dispatched here becomes part of a graph."""
+    return get_proxy_mode() is not None
+
+
+def is_below_tracer() -> bool:
+    """Say whether tensors here are fake, functional, or stand for nodes of a graph."""
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
+
+
+_keys: Any = torch._C._TorchDispatchModeKey
+_TRACERS = _keys.PROXY, _keys.FUNCTIONAL, _keys.FAKE
+
+
+def is_body(fn: Any) -> bool:
+    """Say whether a function is what Dynamo traced for a node."""
+    return isinstance(fn, GraphModule)
+
+
+def run_body(body: Any, *args: Any) -> Any:
+    """Run what Dynamo traced for a node, and hold on to nothing of it."""
+    return Interpreter(body).run(*args)
+
+
+# Deleted by: Dynamo entering levels of torch.func as torch.func itself does.
+@contextmanager
+def counted_levels() -> Iterator[None]:
+    """Have torch.func and forward_ad count the levels of forward mode that there are.
+
+    A graph of Dynamo enters them past these counts, so that a level inside would take
+    itself for the outermost.
+    """
+    depth = sum(1 for layer in get_interpreter_stack() or () if layer.key() == _JVP)
+    before = eager_transforms.JVP_NESTING, forward_ad._current_level
+    if depth == before[0]:
+        yield
+        return
+    eager_transforms.JVP_NESTING, forward_ad._current_level = depth, 0
+    try:
+        yield
+    finally:
+        eager_transforms.JVP_NESTING, forward_ad._current_level = before
+
+
+_JVP: Any = torch._C._functorch.TransformType.Jvp
+
+
+def is_under_jvp() -> bool:
+    """Say whether some level of torch.func differentiates forward."""
+    return any(layer.key() == _JVP for layer in get_interpreter_stack() or ())
+
+
+# Deleted by: a public context outside of all levels of torch.func.
+def unlevelled() -> Any:
+    """Return a context that is outside of all levels of torch.func."""
+    return torch._C._DisableFuncTorch()
+
+
+def bottoms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the tensors below all levels of torch.func, detached."""
+    with unlevelled():
+        return tuple(base_tensor(t).detach() for t in tensors)
+
+
+# Deleted by: a node that says which of its inputs it changes.
+def changed_by(body: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """Return which inputs a traced body changes in place.
+
+    It runs on fake copies outside of the trace, and their versions tell.
+    """
+    known = body.meta.get(_CHANGED)
+    if known is None:
+        known = body.meta[_CHANGED] = _found_changed(body, args)
+    return known
+
+
+_CHANGED = "remat_changed"
+
+
+def _found_changed(body: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    nodes = body.graph.find_nodes(op="placeholder")
+    examples = [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
+    modes = [e.fake_mode for e in examples if hasattr(e, "fake_mode")]
+    fake_mode = modes[0] if modes else detect_fake_mode(args)
+    if fake_mode is None:
+        return ()
+    with ExitStack() as stack:
+        stack.enter_context(torch._C._DisableFuncTorch())
+        stack.enter_context(torch._C.DisableTorchFunctionSubclass())
+        stack.enter_context(_python_dispatch._disable_current_modes())
+        stack.enter_context(fake_mode)
+        stack.enter_context(torch.no_grad())
+        copies = [_empty_like(e) if isinstance(e, Tensor) else e for e in examples]
+        run_body(body, *copies)
+    pairs = enumerate(copies)
+    return tuple(i for i, c in pairs if isinstance(c, Tensor) and c._version)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+# --- Draws: the state of the stream is a value of the graph ---
+
+draw_and_keep_state: Any = run_and_save_rng_state
+draw_again: Any = run_with_rng_state
+
+# Operations that a dispatch mode must leave alone.
+IGNORED: frozenset[Any] = frozenset(SAC_IGNORED_OPS)
+
+
+# Deleted by: torch giving `run_and_save_rng_state` these rules. That for fake tensors
+# returns a real state, which make_fx keeps as a constant: each call draws one mask.
+def let_graphs_draw() -> None:
+    """Have graphs hold the state of a stream as a value that each run reads."""
+    if registered_hop_fake_fns.get(draw_and_keep_state) is _Fake.rule:
+        return
+    before: Any = registered_hop_fake_fns[draw_and_keep_state]
+    rest = before[1:] if isinstance(before, tuple) else ()
+    _Fake.rule = (_draw_of_fakes, *rest) if rest else _draw_of_fakes
+    registered_hop_fake_fns[draw_and_keep_state] = _Fake.rule
+    draw_and_keep_state.python_key_table[ProxyTorchDispatchMode] = _draw_of_proxies
+    draw_and_keep_state.py_functionalize_impl(_draw_of_functionals)
+
+
+class _Fake:
+    rule: Any = ()
+
+
+def _draw_of_functionals(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = ctx.unwrap_tensors(args), ctx.unwrap_tensors(kwargs)
+    with ctx.redispatch_to_next():
+        return ctx.wrap_tensors(draw_and_keep_state(op, *args, **kwargs))
+
+
+def _draw_of_fakes(op: Any, *args: Any, **kwargs: Any) -> Any:
+    leaves = _pytree.tree_leaves((args, kwargs))
+    tensors = [t for t in leaves if isinstance(t, Tensor)]
+    device = tensors[0].device if tensors else torch.device(kwargs.get("device", "cpu"))
+    size = torch.get_rng_state().numel() if device.type == "cpu" else _GPU_STATE
+    return torch.empty(size, dtype=torch.uint8), op(*args, **kwargs)
+
+
+_GPU_STATE = 16
+
+
+def _draw_of_proxies(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    with disable_proxy_modes_tracing():
+        out = draw_and_keep_state(op, *args, **kwargs)
+    unwrap = mode.tracer.unwrap_proxy
+    args, kwargs = _pytree.tree_map(unwrap, ((op, *args), kwargs))
+    node = mode.tracer.create_proxy("call_function", draw_and_keep_state, args, kwargs)
+    return track_tensor_tree(out, node, constant=None, tracer=mode.tracer)
+
+
+# --- Modes ---
+
+
+# Deleted by: a public dispatch mode that a tracer runs under.
+class TracedMode(_python_dispatch.TorchDispatchMode):
+    """A dispatch mode below functorch, and above what makes a graph."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+# --- Inductor ---
+
+
+# Deleted by: a public way to lower an operator to an alias of its input.
+def lower_to_alias(operator: Any, aliasing: Any) -> None:
+    """Have inductor run `aliasing` for `operator`, if inductor is there.
+
+    The schema of `aliasing` says that its result shares the memory of its input. So
+    the scheduler keeps the order and the storage, and copies nothing. What leaves the
+    graph is copied: a result must not be an input's alias.
+    """
+    if "torch._inductor.compile_fx" not in sys.modules or operator in _lowered():
+        return
+    ir = sys.modules["torch._inductor.ir"]
+    virtualized = sys.modules["torch._inductor.virtualized"]
+
+    def lower(x: Any, after: Any) -> Any:
+        leaves = _leaves_graph(virtualized.V.graph.current_node)
+        chosen = operator if leaves else aliasing
+        made = ir.FallbackKernel.create(chosen, x, after)
+        return _pytree.tree_map(ir.TensorBox.create, made)
+
+    register = sys.modules["torch._inductor.lowering"].register_lowering
+    register(operator, type_promotion_kind=None)(lower)
+
+
+def _lowered() -> Mapping[Any, Any]:
+    return sys.modules["torch._inductor.lowering"].lowerings
+
+
+def _leaves_graph(node: Any) -> bool:
+    return any(_is_end(user) for user in node.users)
+
+
+def _is_end(user: Any) -> bool:
+    if user.op != "call_function":
+        return bool(user.op == "output")
+    is_view = getattr(user.target, "is_view", False)
+    is_view = is_view or user.target is torch.ops.aten.detach.default
+    return is_view and _leaves_graph(user)
+
+
+Lower = Callable[[Any], Callable[..., Any]]

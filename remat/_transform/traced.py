@@ -1,0 +1,140 @@
+"""The lowering of a call that is traced: a recompute that is part of the graph.
+
+    Dynamo        the function becomes the body of one node
+    AOTAutograd   runs that node while it traces: `Lowered` calls the body again, below
+    make_fx       the same, with the function itself
+
+While a graph is made a call is one recursive Function (`function`), at every level and
+at the base. So what it recomputes is explicit in the graph. `rules` puts a barrier
+before it, and a `Tape` gives it what the policy keeps and the states of its draws.
+
+Invariant: what leaves this file for Dynamo to trace are plain functions.
+Rejected: to have Dynamo trace the Function. Under torch.func it drops a backward.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat._base.context import within
+from remat._base.labels import Label, label_of
+from remat._base.types import Fn, Opaque
+from remat._partial.options import Options
+from remat._partial.tape import Kept
+from remat._torch import (
+    as_node,
+    base_dual_level_active,
+    changed_by,
+    constant_in_traces,
+    counted_levels,
+    is_below_tracer,
+    is_body,
+    is_graph_made,
+    is_under_jvp,
+    run_body,
+)
+from remat._transform.call import Call
+from remat._transform.function import evaluate_differentiably
+from remat._transform.primal import Primal
+
+
+def call_traced(
+    fn: Fn, name: str, where: str, options: Options, args: Any, kwargs: Any
+) -> Any:
+    """Call a function whose recompute is to be part of the graph that is made."""
+    if torch.compiler.is_dynamo_compiling():
+        key = _key_of(name, where, options.policy, options.rng)
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            return fn(*args, **kwargs)
+
+        return as_node(functools.partial(_lower, key), body, *args, **kwargs)
+    return _call(fn, label_of(name, where), options, args, kwargs)
+
+
+# A node holds a key, as it takes constants and no objects.
+_KEYS: dict[tuple[Any, ...], str] = {}
+_CALLS: dict[str, tuple[Label, Options]] = {}
+
+
+@constant_in_traces
+def _key_of(name: str, where: str, policy: Any, rng: Any) -> str:
+    """Return what tells a node's label and options. Dynamo calls it as it traces."""
+    call = name, where, policy, rng
+    if call not in _KEYS:
+        key = _KEYS[call] = f"{name} {len(_KEYS)}"
+        _CALLS[key] = label_of(name, where), Options(policy, False, rng)
+    return _KEYS[call]
+
+
+def _lower(key: str, body: Any) -> Fn:
+    """Return what runs a node that Dynamo made of a call."""
+    return functools.partial(_run_node, body, *_CALLS[key])
+
+
+def _run_node(body: Any, label: Label, options: Options, *args: Any) -> Any:
+    """Run a node of Dynamo's graph."""
+    if not isinstance(body, torch.nn.Module):
+        raise NotImplementedError
+    changed = changed_by(body, args)
+    fn = _of_tensors(Opaque(body), args, changed)
+    tensors = [args[i] for i in _where(args)]
+    for i in changed:
+        tensors[i] = tensors[i].clone()
+    out = _call(fn, label, options, tensors, {})
+    if not changed:
+        return out
+    out, news = out
+    for i, new in zip(changed, news, strict=True):
+        # In no_grad where the new value is constant: what is changed may be a leaf.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and new.requires_grad):
+            args[i].copy_(new)
+    return out
+
+
+def _where(args: Sequence[Any]) -> list[int]:
+    return [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+
+
+def _of_tensors(body: Opaque, args: Sequence[Any], changed: Sequence[int]) -> Fn:
+    """Return the body as a function of its tensors. It changes none of them."""
+    where = _where(args)
+    constants = Opaque([None if isinstance(a, Tensor) else a for a in args])
+
+    def run(*tensors: Tensor) -> Any:
+        leaves = [*constants.value]
+        for i, tensor in zip(where, tensors, strict=True):
+            leaves[i] = tensor.clone() if i in changed else tensor
+        out = run_body(body.value, *leaves)
+        return (out, [leaves[i] for i in changed]) if changed else out
+
+    return run
+
+
+def _call(fn: Fn, label: Label, options: Options, args: Any, kwargs: Any) -> Any:
+    policy = options.joined()
+    is_forward_mode = is_under_jvp() or base_dual_level_active()
+    kept = Opaque(Kept(label, None if is_forward_mode else policy))
+    taped = _taped(fn, policy, kept)
+    with counted_levels():
+        call = Call(taped, label, args, kwargs, Options(rng=options.rng, prune=False))
+        inputs, needs = call.take_inputs()
+        outs = evaluate_differentiably(Primal(call), inputs, needs)
+        if outs is not None:
+            return call.join(outs, inputs)
+    return fn(*args, **kwargs)
+
+
+def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:
+    def taped(*args: Any, **kwargs: Any) -> Any:
+        if not is_graph_made():
+            return fn(*args, **kwargs)
+        tape = kept.value.tape()
+        with within(policy, followed=False), tape:
+            return tape.parting(fn(*args, **kwargs))
+
+    vars(taped)["__wrapped__"] = fn  # names its arguments
+    return taped
