@@ -9,11 +9,13 @@ value, and a user who goes on with the old one would pay for both.
 
 from typing import TypeVar
 
-import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from remat._base import pytree
+from remat._partial.barrier import named
 from remat._partial.naming import give_name
+from remat._torch import makes_graph, must_inline
 
 
 T = TypeVar("T")
@@ -51,12 +53,21 @@ def checkpoint_name(x: T, name: str) -> T:
         >>> [r.origin for r in saved_residuals(remat(f, policy=policy), x)]
         ['from the argument x', "named 'y'"]
     """
-    if torch.compiler.is_compiling():
-        return x
+    if must_inline():
+        return _named_in_graph(x, name) if makes_graph() else x
     if not isinstance(name, str):
         raise TypeError(_swapped(name) if isinstance(x, str) else _no_string(name))
     leaves = [x] if isinstance(x, Tensor) else pytree.flatten(x)[0]
     give_name([t for t in leaves if isinstance(t, Tensor)], name)
+    return x
+
+
+def _named_in_graph(x: T, name: str) -> T:
+    """Name tensors by an operation, which the tape of a call hears."""
+    leaves = [x] if isinstance(x, Tensor) else tree_leaves(x)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            named(leaf, name)
     return x
 
 

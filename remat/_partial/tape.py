@@ -33,6 +33,7 @@ from remat._torch import (
     draw_and_keep_state,
     is_view_op,
     let_graphs_draw,
+    no_torch_functions,
     unlevelled,
 )
 from remat.policies import Decision, Policy
@@ -140,11 +141,15 @@ class Tape(TracedMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        kwargs = kwargs or {}
+        # A function mode is not to see what is asked of tensors here.
+        with no_torch_functions():
+            return self._seen(func, args, kwargs or {})
+
+    def _seen(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.remat.named.default:
             self.hear(*args)
             return None
-        if func is draw_and_keep_state or is_tagged_random(func):
+        if _draws(func, args, kwargs):
             return self._draw(func, args, kwargs)
         if self._kept.policy is None or func in IGNORED or func is draw_again:
             return func(*args, **kwargs)
@@ -179,6 +184,19 @@ class Tape(TracedMode):
             state, out = self.drawn(func, _out_of_place(inner), args, kwargs)
             out = args[0].copy_(out)
         return (state, out) if is_nested else out
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    if func is draw_and_keep_state:
+        return True
+    if not is_tagged_random(func):
+        return False
+    # Attention draws only for its dropout.
+    for k, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[k] if k < len(args) else kwargs.get("dropout_p", 0.0)
+            return given != 0.0
+    return True
 
 
 _GENERATOR = (
@@ -228,29 +246,34 @@ class Forward(Tape):
     def drawn(self, func: Any, draw: Any, args: Any, kwargs: Any) -> Any:
         state, out = draw_and_keep_state(draw, *args, **kwargs)
         self._kept.draws.append((func, state))
+        if self._kept.policy is not None:
+            self._note(draw, Arguments(args, kwargs), out)
         return state, out
 
     @override
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         arguments = Arguments(args, kwargs)
         out = func(*args, **kwargs)
-        entry = Entry(func)
-        self._kept.entries.append(entry)
-        traits = traits_of(func)
-        if _computes(func) and arguments.tensors:
-            results = Results(out, arguments)
-            values = tuple(results.values)
-            entry.op = Op(func, *arguments.described, values, source=user_line())
-            self._keep(entry, out)
-            for t in results.tensors:
-                self._made[_storage(t)] = entry, out
-        for tensor in declared_writes(traits, args, kwargs):
+        self._note(func, arguments, out)
+        for tensor in declared_writes(traits_of(func), args, kwargs):
             # A detached tensor counts its versions apart while functions are made of
             # operations in place, so nothing would tell that what is kept was changed.
             made = self._made.get(_storage(tensor))
             if made is not None:
                 made[0].results = None
         return out
+
+    def _note(self, func: Any, arguments: Arguments, out: Any) -> None:
+        entry = Entry(func)
+        self._kept.entries.append(entry)
+        if not (_computes(func) and arguments.tensors):
+            return
+        results = Results(out, arguments)
+        values = tuple(results.values)
+        entry.op = Op(func, *arguments.described, values, source=user_line())
+        self._keep(entry, out)
+        for t in results.tensors:
+            self._made[_storage(t)] = entry, out
 
     def _keep(self, entry: Entry, out: Any) -> None:
         policy, op = self._kept.policy, entry.op
@@ -308,15 +331,23 @@ class Recompute(Tape):
         then, state = next(self._draws, (None, None))
         if then is not func:
             raise RecomputeError(_OTHER.format(op=func, label=self._kept.label))
+        entry = None if self._kept.policy is None else self._entry_of(draw)
+        if entry is not None and entry.results is not None:
+            return state, entry.given()
         return state, draw_again(state, draw, *args, **kwargs)
 
     @override
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        entry = None if self._differs else next(self._rest, None)
-        if entry is None or entry.func is not func:
-            self._differs = True
+        entry = self._entry_of(func)
+        if entry is None or entry.results is None:
             return func(*args, **kwargs)
-        return func(*args, **kwargs) if entry.results is None else entry.given()
+        return entry.given()
+
+    def _entry_of(self, func: Any) -> Entry | None:
+        """Return what was kept of the next operation, while they are the same."""
+        entry = None if self._differs else next(self._rest, None)
+        self._differs = entry is None or entry.func is not func
+        return None if self._differs else entry
 
 
 _OTHER = (

@@ -5,6 +5,7 @@ Rejected: torch's node for activation checkpoints. It is refused under torch.fun
 in one graph with forward and backward its recompute has no order.
 """
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -153,21 +154,20 @@ IGNORED: frozenset[Any] = frozenset(SAC_IGNORED_OPS)
 
 
 # Deleted by: torch giving `run_and_save_rng_state` these rules. That for fake tensors
-# returns a real state, which make_fx keeps as a constant: each call draws one mask.
+# returns a real state, which make_fx keeps as a constant: each call draws one mask. And
+# two draws of the same arguments are taken for one.
 def let_graphs_draw() -> None:
     """Have graphs hold the state of a stream as a value that each run reads."""
-    if registered_hop_fake_fns.get(draw_and_keep_state) is _Fake.rule:
+    rand_ops = importlib.import_module("torch._functorch.compile_utils").rand_ops
+    if draw_and_keep_state in rand_ops:
         return
+    rand_ops.append(draw_and_keep_state)
     before: Any = registered_hop_fake_fns[draw_and_keep_state]
     rest = before[1:] if isinstance(before, tuple) else ()
-    _Fake.rule = (_draw_of_fakes, *rest) if rest else _draw_of_fakes
-    registered_hop_fake_fns[draw_and_keep_state] = _Fake.rule
+    rule = (_draw_of_fakes, *rest) if rest else _draw_of_fakes
+    registered_hop_fake_fns[draw_and_keep_state] = rule
     draw_and_keep_state.python_key_table[ProxyTorchDispatchMode] = _draw_of_proxies
     draw_and_keep_state.py_functionalize_impl(_draw_of_functionals)
-
-
-class _Fake:
-    rule: Any = ()
 
 
 def _draw_of_functionals(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

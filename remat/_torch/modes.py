@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, overrides
 from torch._C._functorch import peek_interpreter_stack
+from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch
 from typing_extensions import override
 
@@ -28,17 +29,23 @@ function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 def function_modes() -> list[overrides.TorchFunctionMode]:
-    """Return the active TorchFunctionModes, outermost first, without remat's own."""
+    """Return the user's TorchFunctionModes that are active, outermost first."""
     stack = overrides._get_current_function_mode_stack()
-    return [mode for mode in stack if not hasattr(mode, "is_remats_check")]
+    return [mode for mode in stack if not _stays(mode)]
+
+
+def _stays(mode: Any) -> bool:
+    """Say whether a mode is remat's own, or that of a tracer, which holds a graph."""
+    is_of_tracer = type(mode).__module__ == proxy_tensor.__name__
+    return is_of_tracer or hasattr(mode, "is_remats_check")
 
 
 def under_function_modes(
     modes: Sequence[overrides.TorchFunctionMode], fn: Callable[..., Any], *args: Any
 ) -> Any:
-    """Call `fn` under just these TorchFunctionModes and remat's own."""
+    """Call `fn` under just these TorchFunctionModes, and those that stay."""
     before = overrides._get_current_function_mode_stack()
-    checks = [mode for mode in before if hasattr(mode, "is_remats_check")]
+    checks = [*filter(_stays, before)]
     _swap_function_modes([*modes, *checks])
     try:
         return fn(*args)

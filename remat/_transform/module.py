@@ -29,6 +29,7 @@ from typing_extensions import override
 from remat._base.code import MADE
 from remat._partial.options import Options
 from remat._transform.rematerialized import BoundMethod, Rematerialized
+from remat._transform.traced import call_inlined
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -273,7 +274,9 @@ class _Forward:
             return self._recomputed(self._kind._remat_base.forward)
         forward = self._without_us(module)
         if torch.compiler.is_compiling():
-            return forward
+            where, options = self._spec.where, self._spec.options
+            name = self._kind.__qualname__
+            return functools.partial(call_inlined, forward, name, where, options)
         is_method = type(forward) is types.MethodType
         if is_method and type(forward.__func__) is types.FunctionType:
             return BoundMethod(self._recomputed(forward.__func__), forward.__self__)

@@ -30,7 +30,7 @@ from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.primal import Primal
 from remat._transform.saved import call_saved
-from remat._transform.traced import call_traced
+from remat._transform.traced import call_inlined
 
 
 P = ParamSpec("P")
@@ -81,7 +81,9 @@ class Rematerialized(Generic[P, R]):
             name = self.__name__ = type(fn).__qualname__
         else:
             functools.update_wrapper(self, fn)
-            name = fn.__qualname__
+            # Dynamo knows no other name of a function.
+            is_traced = torch.compiler.is_compiling()
+            name = fn.__name__ if is_traced else fn.__qualname__
         # What messages call it: by default, by the name of the function.
         self._name, self._where, self._options = called or name, where, options
         # Made by the first call that needs it, because Dynamo cannot trace it.
@@ -91,10 +93,8 @@ class Rematerialized(Generic[P, R]):
         """Call the function. A backward recomputes it."""
         fn, options = self.__wrapped__, self._options
         lowering = lowering_of(options)
-        if lowering is Lowering.INLINED:
-            return fn(*args, **kwargs)
-        if lowering is Lowering.TRACED:
-            return call_traced(fn, self._name, self._where, options, args, kwargs)
+        if lowering is Lowering.INLINED or lowering is Lowering.TRACED:
+            return call_inlined(fn, self._name, self._where, options, *args, **kwargs)
         label = self._label or self.__remat_label__
         examining = here().examining
         if examining is not None:
@@ -122,8 +122,8 @@ class Rematerialized(Generic[P, R]):
         unbound = instance is None or not binds
         if unbound:
             return self
-        if torch.compiler.is_compiling():  # Dynamo makes no methods, and inlines it
-            return self.__wrapped__.__get__(instance, owner)
+        if torch.compiler.is_compiling():  # Dynamo makes no methods of other classes
+            return functools.partial(self, instance)
         bind = BoundMethod if isinstance(instance, nn.Module) else types.MethodType
         return bind(self, instance)
 

@@ -30,23 +30,37 @@ from remat._torch import (
     changed_by,
     constant_in_traces,
     counted_levels,
-    is_below_tracer,
-    is_body,
     is_graph_made,
     is_under_jvp,
     run_body,
 )
 from remat._transform.call import Call
 from remat._transform.function import evaluate_differentiably
+from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.primal import Primal
+from remat.policies._parts import parts_of, whole
 
 
-def call_traced(
-    fn: Fn, name: str, where: str, options: Options, args: Any, kwargs: Any
+def call_inlined(
+    fn: Fn, name: str, where: str, options: Options, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a function whose recompute is to be part of the graph that is made."""
+    """Call a function in a trace. Its recompute becomes part of a graph that is made.
+
+    Dynamo traces this.
+
+    Args:
+        fn: the function.
+        name: of it, for messages.
+        where: it was rematerialized.
+        options: of `remat`.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+    """
+    if lowering_of(options) is Lowering.INLINED:
+        return fn(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
-        key = _key_of(name, where, options.policy, options.rng)
+        policy = parts_of(options.policy)
+        key = _key_of(name, where, options.rng, *policy)
 
         def body(*args: Any, **kwargs: Any) -> Any:
             return fn(*args, **kwargs)
@@ -61,8 +75,9 @@ _CALLS: dict[str, tuple[Label, Options]] = {}
 
 
 @constant_in_traces
-def _key_of(name: str, where: str, policy: Any, rng: Any) -> str:
+def _key_of(name: str, where: str, rng: Any, part: Any, policy: Any) -> str:
     """Return what tells a node's label and options. Dynamo calls it as it traces."""
+    policy = whole(part, policy)
     call = name, where, policy, rng
     if call not in _KEYS:
         key = _KEYS[call] = f"{name} {len(_KEYS)}"
@@ -133,7 +148,7 @@ def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:
         if not is_graph_made():
             return fn(*args, **kwargs)
         tape = kept.value.tape()
-        with within(policy, followed=False), tape:
+        with within(policy, followed=True), tape:
             return tape.parting(fn(*args, **kwargs))
 
     vars(taped)["__wrapped__"] = fn  # names its arguments

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from remat._base.op import Op
@@ -374,7 +375,9 @@ def as_policy(obj: object) -> Policy:
         return Always(decision)
     if isinstance(obj, _COLLECTIONS):
         return save_ops(*obj)
-    return Function(asked(obj))
+    # Dynamo cannot trace the check, which `_parts` makes up for.
+    is_traced = torch.compiler.is_compiling() and isinstance(obj, FunctionType)
+    return Function(obj if is_traced else asked(obj))
 
 
 def save_from_both_policies(policy_1: object, policy_2: object) -> Policy:

@@ -1,0 +1,58 @@
+"""Takes policies apart and puts them together again, for compiled code.
+
+Dynamo calls a function of ours as it traces. An object that the trace itself has made
+has no attributes by then, so a policy is passed as its class and its fields.
+
+Invariant: `whole(*parts_of(policy))` equals the policy.
+Rejected: constructors that Dynamo calls. It cannot guard what they would return.
+"""
+
+import types
+from typing import Any
+
+from remat.policies._functions import asked
+from remat.policies._policy import Function, Policy
+
+
+def parts_of(policy: Any) -> tuple[Any, Any]:
+    """Return the parts of a policy, and the policy itself where it has none.
+
+    Dynamo traces this.
+    """
+    return (_part(policy), None) if _has_parts(policy) else (None, policy)
+
+
+def _has_parts(value: Any) -> bool:
+    fields = getattr(type(value), "__dataclass_fields__", None)
+    if fields is None:
+        is_object = isinstance(value, Policy) or not _is_constant(value)
+        return not is_object
+    return all([_has_parts(getattr(value, name)) for name in fields])
+
+
+def _is_constant(value: Any) -> bool:
+    return value is None or isinstance(
+        value, (bool, int, float, str, frozenset, types.FunctionType)
+    )
+
+
+def _part(value: Any) -> Any:
+    fields = getattr(type(value), "__dataclass_fields__", None)
+    if fields is None:
+        return value
+    return type(value), tuple([_part(getattr(value, name)) for name in fields])
+
+
+def whole(part: Any, policy: Any) -> Policy | None:
+    """Return the policy that parts are of."""
+    return policy if part is None else _whole(part)
+
+
+def _whole(part: Any) -> Any:
+    if not isinstance(part, tuple):
+        return part
+    kind, fields = part
+    fields = [*map(_whole, fields)]
+    if kind is Function and isinstance(fields[0], types.FunctionType):
+        fields = [asked(fields[0])]  # nobody could ask for its signature in the trace
+    return kind(*fields)
