@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.op import Value
+from remat._base.operators import named
 from remat._base.types import TENSORS
 from remat._torch import (
     eager_only,
@@ -25,9 +26,9 @@ from remat._torch import (
 
 # Autograd detaches the results that it saves. That is no operation of the function.
 DETACH = torch.ops.aten.detach.default
-# Neither are these, which are asked of fake tensors.
+# Neither are names, and what is asked of fake tensors.
 IGNORED = frozenset(
-    {DETACH, torch.ops.prim.device.default, torch.ops.prim.layout.default}
+    {DETACH, named, torch.ops.prim.device.default, torch.ops.prim.layout.default}
 )
 
 

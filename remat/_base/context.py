@@ -37,7 +37,8 @@ class Context:
 
     __slots__ = (
         *("after", "cells", "decisions", "examining", "followed", "functions"),
-        *("inside", "listeners", "only_our_hooks", "policy", "recomputing", "scope_pack"),
+        *("inside", "listeners", "only_our_hooks", "policy", "recomputing"),
+        "scope_pack",
     )
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from remat._base import pytree
-from remat._partial.barrier import named
+from remat._base.operators import named
 from remat._partial.naming import give_name
 from remat._torch import makes_graph, must_inline
 

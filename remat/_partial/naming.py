@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from remat._base.context import here
+from remat._base.operators import LIBRARY
 
 
 class Listener(Protocol):
@@ -51,6 +53,12 @@ def give_name(tensors: Iterable[Tensor], name: str) -> None:
     for listener in here().listeners:
         for t in tensors:
             listener.name(t, name)
+
+
+# An operation gives the name where code is compiled for no graph of AOTAutograd.
+torch.library.impl(LIBRARY, "named", "CompositeExplicitAutograd")(
+    lambda x, name: give_name([x], name)
+)
 
 
 def names_given() -> frozenset[str]:

@@ -1,14 +1,13 @@
-"""What a call in a graph keeps: what its policy says, and the state before each draw.
+"""What a call in a graph keeps: what its policy says, and the states before draws.
 
-`_transform/traced.py` has each run of a call go under a `Tape`. The first run keeps, and
-a recompute is given what was kept, in the order of the operations.
+`_transform/traced.py` has each run of a call go under a `Tape`. The first run keeps,
+and a recompute is given what was kept, in the order of the operations.
 
 Invariant: what is given reads the cotangents (`barrier`), as all that a recompute does.
 Rejected: record, plan and replay, as outside of graphs. Who makes a graph drops what
 nobody reads.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from remat._ambient.draws import is_tagged_random
-from remat._base.context import here
 from remat._base.errors import OffloadError, RandomnessError, RecomputeError
 from remat._base.op import Op
+from remat._base.operators import named
 from remat._base.source import user_line
 from remat._partial.barrier import after_cotangents
 from remat._partial.effects import declared_writes, traits_of
@@ -146,7 +145,7 @@ class Tape(TracedMode):
             return self._seen(func, args, kwargs or {})
 
     def _seen(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is torch.ops.remat.named.default:
+        if func is named:
             self.hear(*args)
             return None
         if _draws(func, args, kwargs):
@@ -351,6 +350,6 @@ class Recompute(Tape):
 
 
 _OTHER = (
-    "remat: the recompute of {label} draws with {op} where its forward did not, while a "
-    "graph is made. Make it draw the same numbers in both runs."
+    "remat: the recompute of {label} draws with {op} where its forward did not, while "
+    "a graph is made. Make it draw the same numbers in both runs."
 )

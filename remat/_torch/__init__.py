@@ -56,6 +56,25 @@ from remat._torch.autograd import (
     without_hooks as without_hooks,
     without_tangent as without_tangent,
 )
+from remat._torch.graphs import (
+    IGNORED as IGNORED,
+    TracedMode as TracedMode,
+    as_node as as_node,
+    bottoms as bottoms,
+    changed_by as changed_by,
+    counted_levels as counted_levels,
+    draw_again as draw_again,
+    draw_and_keep_state as draw_and_keep_state,
+    is_below_tracer as is_below_tracer,
+    is_body as is_body,
+    is_graph_made as is_graph_made,
+    is_under_jvp as is_under_jvp,
+    let_dynamo_see_nodes as let_dynamo_see_nodes,
+    let_graphs_draw as let_graphs_draw,
+    lower_to_alias as lower_to_alias,
+    run_body as run_body,
+    unlevelled as unlevelled,
+)
 from remat._torch.levels import (
     GRAD as GRAD,
     JVP as JVP,
@@ -153,24 +172,6 @@ from remat._torch.tensors import (
     no_torch_function as no_torch_function,
     refuse_data_ptr as refuse_data_ptr,
     tensor_without_data as tensor_without_data,
-)
-from remat._torch.graphs import (
-    IGNORED as IGNORED,
-    TracedMode as TracedMode,
-    as_node as as_node,
-    bottoms as bottoms,
-    changed_by as changed_by,
-    counted_levels as counted_levels,
-    draw_again as draw_again,
-    draw_and_keep_state as draw_and_keep_state,
-    is_below_tracer as is_below_tracer,
-    is_body as is_body,
-    is_graph_made as is_graph_made,
-    is_under_jvp as is_under_jvp,
-    let_graphs_draw as let_graphs_draw,
-    lower_to_alias as lower_to_alias,
-    run_body as run_body,
-    unlevelled as unlevelled,
 )
 from remat._torch.tracing import (
     constant_in_traces as constant_in_traces,

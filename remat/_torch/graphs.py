@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._functorch import eager_transforms
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.utils import registered_hop_fake_fns
-from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
+from torch._higher_order_ops.wrap import DynamoBypassingWrapper
+from torch._ops import HigherOrderOperator
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.autograd import forward_ad
 from torch.fx import GraphModule, Interpreter
@@ -26,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     track_tensor_tree,
 )
-from torch.utils import _pytree, _python_dispatch
+from torch.utils import _python_dispatch, _pytree
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from typing_extensions import override
 
@@ -34,9 +35,36 @@ from remat._torch.levels import base_tensor, get_interpreter_stack
 
 
 # Deleted by: a public higher-order operator whose body a library may differentiate.
-# Dynamo traces the function as the body of one node. `lower(body)` runs when the
-# graph runs, and when AOTAutograd traces it.
-as_node: Any = dynamo_bypassing_wrapper
+class _Node(DynamoBypassingWrapper):
+    """Calls `lower(fn)(*args, **kwargs)`, where Dynamo makes `fn` the body of a node.
+
+    That runs when the graph runs, and when AOTAutograd traces it.
+    """
+
+    def __init__(self) -> None:
+        HigherOrderOperator.__init__(self, "remat")
+
+
+as_node: Any = _Node()
+
+
+# Deleted by: the same. Dynamo has a table of the operators that it knows.
+def let_dynamo_see_nodes() -> None:
+    """Have Dynamo trace what `as_node` is given. To be called while it traces."""
+    operators = sys.modules["torch._dynamo.variables.higher_order_ops"]
+    table = operators._hop_name_to_variable_class
+    if "remat" not in table:
+        base = operators.DynamoBypassingWrapperHigherOrderVariable
+        table["remat"] = type("RematVariable", (base,), {"_HOP_NAME": _ADVICE})
+
+
+# Dynamo writes this before its explanation.
+_ADVICE = (
+    "remat. The trace of a rematerialized function must be whole, and have no side "
+    "effects, since a recompute would repeat them: no print, no list that grows, no "
+    "attribute that changes. Return the values instead. Without fullgraph=True the "
+    "graph breaks at the call, which then runs uncompiled."
+)
 
 
 # Deleted by: a public way to ask what traces.

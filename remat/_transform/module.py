@@ -273,6 +273,8 @@ class _Forward:
         if module is None:
             return self._recomputed(self._kind._remat_base.forward)
         forward = self._without_us(module)
+        if torch.compiler.is_exporting():  # which names parameters by this method
+            return forward
         if torch.compiler.is_compiling():
             where, options = self._spec.where, self._spec.options
             name = self._kind.__qualname__

@@ -18,18 +18,13 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from remat._ambient.draws import without_draws
 from remat._base.context import here
 from remat._base.labels import Label, label_of
 from remat._base.tracebacks import hide_frames
-from remat._base.types import Fn
 from remat._partial.options import Options
 from remat._torch import is_traced_symbolically
-from remat._transform.call import Call
-from remat._transform.function import evaluate_differentiably
+from remat._transform.lowered import call_lowered
 from remat._transform.lowering import Lowering, lowering_of
-from remat._transform.primal import Primal
-from remat._transform.saved import call_saved
 from remat._transform.traced import call_inlined
 
 
@@ -39,29 +34,6 @@ R = TypeVar("R")
 S = TypeVar("S")
 Q = ParamSpec("Q")
 T = TypeVar("T")
-
-
-def call_lowered(
-    lowering: Lowering,
-    fn: Fn,
-    label: Label,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-) -> Any:
-    """Call a function so that a backward recomputes it."""
-    if lowering is Lowering.SAVED:
-        return call_saved(fn, label, args, kwargs, options)
-    if lowering is Lowering.FUNCTION:
-        call = Call(fn, label, args, kwargs, options)
-        inputs, needs = call.take_inputs()
-        outs = None
-        if not call.is_lazy:
-            outs = evaluate_differentiably(Primal(call), inputs, needs)
-        if outs is not None:
-            return call.join(outs, inputs)
-    plain = without_draws(fn, label) if options.rng == "error" else fn
-    return plain(*args, **kwargs)
 
 
 class Rematerialized(Generic[P, R]):

@@ -29,8 +29,8 @@ from remat._base.program import (
     has_derivatives,
 )
 from remat._base.types import Outputs
-from remat._partial.barrier import behind, recomputing_after
 from remat._graph.edges import edge_of, edges_behind
+from remat._partial.barrier import behind, recomputing_after
 from remat._torch import (
     base_dual_level_active,
     batch,

@@ -30,12 +30,16 @@ from remat._torch import (
     changed_by,
     constant_in_traces,
     counted_levels,
+    is_below_tracer,
+    is_body,
     is_graph_made,
     is_under_jvp,
+    let_dynamo_see_nodes,
     run_body,
 )
 from remat._transform.call import Call
 from remat._transform.function import evaluate_differentiably
+from remat._transform.lowered import call_lowered
 from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.primal import Primal
 from remat.policies._parts import parts_of, whole
@@ -60,12 +64,9 @@ def call_inlined(
         return fn(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
         policy = parts_of(options.policy)
-        key = _key_of(name, where, options.rng, *policy)
-
-        def body(*args: Any, **kwargs: Any) -> Any:
-            return fn(*args, **kwargs)
-
-        return as_node(functools.partial(_lower, key), body, *args, **kwargs)
+        others = options.prune, options.rng, options.higher_order
+        key = _key_of(name, where, others, *policy)
+        return as_node(functools.partial(_lower, key), fn, *args, **kwargs)
     return _call(fn, label_of(name, where), options, args, kwargs)
 
 
@@ -75,13 +76,14 @@ _CALLS: dict[str, tuple[Label, Options]] = {}
 
 
 @constant_in_traces
-def _key_of(name: str, where: str, rng: Any, part: Any, policy: Any) -> str:
+def _key_of(name: str, where: str, others: Any, part: Any, policy: Any) -> str:
     """Return what tells a node's label and options. Dynamo calls it as it traces."""
-    policy = whole(part, policy)
-    call = name, where, policy, rng
+    let_dynamo_see_nodes()
+    options = Options(whole(part, policy), *others)
+    call = name, where, options
     if call not in _KEYS:
         key = _KEYS[call] = f"{name} {len(_KEYS)}"
-        _CALLS[key] = label_of(name, where), Options(policy, False, rng)
+        _CALLS[key] = label_of(name, where), options
     return _KEYS[call]
 
 
@@ -90,10 +92,18 @@ def _lower(key: str, body: Any) -> Fn:
     return functools.partial(_run_node, body, *_CALLS[key])
 
 
-def _run_node(body: Any, label: Label, options: Options, *args: Any) -> Any:
-    """Run a node of Dynamo's graph."""
-    if not isinstance(body, torch.nn.Module):
-        raise NotImplementedError
+def _run_node(
+    body: Any, label: Label, options: Options, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a node of Dynamo's graph.
+
+    Where the graph broke at the call, that is the user's function. Without
+    AOTAutograd (`backend="eager"`) the node runs on tensors as they are.
+    """
+    if not is_body(body):
+        with counted_levels():
+            lowering = lowering_of(options)
+            return call_lowered(lowering, body, label, args, kwargs, options)
     changed = changed_by(body, args)
     fn = _of_tensors(Opaque(body), args, changed)
     tensors = [args[i] for i in _where(args)]
@@ -130,6 +140,9 @@ def _of_tensors(body: Opaque, args: Sequence[Any], changed: Sequence[int]) -> Fn
 
 
 def _call(fn: Fn, label: Label, options: Options, args: Any, kwargs: Any) -> Any:
+    if not is_below_tracer():
+        with counted_levels():
+            return call_lowered(lowering_of(options), fn, label, args, kwargs, options)
     policy = options.joined()
     is_forward_mode = is_under_jvp() or base_dual_level_active()
     kept = Opaque(Kept(label, None if is_forward_mode else policy))

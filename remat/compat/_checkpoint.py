@@ -29,9 +29,10 @@ from remat._base.tracebacks import hide_frames
 from remat._base.types import Fn, Opaque
 from remat._partial.options import Options
 from remat._torch import checkpoint_settings, eager_only
+from remat._transform.lowered import call_lowered
 from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.refused import refuse_function
-from remat._transform.rematerialized import Rematerialized, call_lowered
+from remat._transform.rematerialized import Rematerialized
 from remat.compat._debug import Log
 from remat.compat._selective import policy_of
 from remat.compat._settings import with_signature_of

@@ -27,7 +27,8 @@ def _has_parts(value: Any) -> bool:
     if fields is None:
         is_object = isinstance(value, Policy) or not _is_constant(value)
         return not is_object
-    return all([_has_parts(getattr(value, name)) for name in fields])
+    # Dynamo traces no generators here.
+    return False not in [_has_parts(getattr(value, name)) for name in fields]
 
 
 def _is_constant(value: Any) -> bool:

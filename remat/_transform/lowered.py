@@ -1,0 +1,43 @@
+"""Runs a call as `lowering` says, outside of graphs.
+
+`rematerialized` calls it, `traced` for what runs after a graph broke, and
+`remat.compat`.
+
+Invariant: if there is nothing to differentiate, the function is just called.
+Rejected: to do this in the class that `remat` returns. A checkpoint has no such object.
+"""
+
+from typing import Any
+
+from remat._ambient.draws import without_draws
+from remat._base.labels import Label
+from remat._base.types import Fn
+from remat._partial.options import Options
+from remat._transform.call import Call
+from remat._transform.function import evaluate_differentiably
+from remat._transform.lowering import Lowering
+from remat._transform.primal import Primal
+from remat._transform.saved import call_saved
+
+
+def call_lowered(
+    lowering: Lowering,
+    fn: Fn,
+    label: Label,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> Any:
+    """Call a function so that a backward recomputes it."""
+    if lowering is Lowering.SAVED:
+        return call_saved(fn, label, args, kwargs, options)
+    if lowering is Lowering.FUNCTION:
+        call = Call(fn, label, args, kwargs, options)
+        inputs, needs = call.take_inputs()
+        outs = None
+        if not call.is_lazy:
+            outs = evaluate_differentiably(Primal(call), inputs, needs)
+        if outs is not None:
+            return call.join(outs, inputs)
+    plain = without_draws(fn, label) if options.rng == "error" else fn
+    return plain(*args, **kwargs)
