@@ -84,7 +84,7 @@ def mark(version: str = torch.__version__) -> str:
     return f" (torch {version}: NOT DECLARED, {declared()} is)"
 
 
-def described(device: str) -> str:
+def machine(device: str) -> str:
     """Return what was measured on: torch, its CUDA, the device, Python."""
     name = platform.machine() if device == "cpu" else torch.cuda.get_device_name()
     cuda = f", CUDA {torch.version.cuda}" if device != "cpu" else ""

@@ -10,9 +10,9 @@ from _tables import table
 from _times import Ratio, interleaved
 from rich.table import Table
 from torch import Tensor
+from torch.autograd.profiler import profile
 
 from remat import random
-from remat.testing import count_ops
 
 
 Draw = Callable[[], Tensor]
@@ -44,12 +44,19 @@ def times(n: int, device: str, rounds: int) -> Table:
     cells = table(f"{n / 1e6:g} million float32{mark()}", "draw", *headings)
     for name, (_, _, kernel) in KINDS.items():
         own, other = measured[name], measured[f"torch, {name}"]
-        with count_ops() as ops:
-            runs[name]()
         both = (f"{statistics.median(each) * 1e3:.3f}" for each in (own, other))
         ratio = str(Ratio.of(own, other))
-        cells.add_row(name, *both, ratio, "yes" if ops[kernel] else "no")
+        native = "yes" if runs_kernel(runs[name], kernel) else "no"
+        cells.add_row(name, *both, ratio, native)
     return cells
+
+
+def runs_kernel(draw: Draw, kernel: str) -> bool:
+    """Say whether a draw runs an operator of torch's, inside of remat's."""
+    # A dispatch mode sees only remat's.
+    with profile() as profiler:
+        draw()
+    return any(kernel in event.name for event in profiler.function_events or ())
 
 
 def differences(n: int, device: str) -> dict[str, float]:

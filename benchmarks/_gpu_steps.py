@@ -116,7 +116,7 @@ def offloading(sizes: Sizes, device: str, rounds: int) -> Table:
     }
     models = {name: model(wrap, sizes, device) for name, wrap in wraps.items()}
     held = {n: measured(made.forward, device).alive for n, made in models.items()}
-    sent = held[SAVING] - held[OFFLOADED]
+    sent = max(held[SAVING] - held[OFFLOADED], 0)
     runs: dict[str, Step] = {name: made.step for name, made in models.items()}
     runs["the copies alone"] = copies(sent, device)
     times = interleaved(runs, rounds, clock(device))

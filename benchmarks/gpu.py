@@ -21,7 +21,6 @@ import argparse
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,13 +28,17 @@ import torch
 
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 
 ROOT = Path(__file__).parents[1]
 PARTS = "steps", "offloading", "compiled", "draws", "tests"
-# What the tables need beside torch: remat itself, and the extra `viz`.
-NEEDED = {"optree": "optree", "rich": "rich", "typing_extensions": "typing_extensions"}
+# What remat needs beside torch, and its extra `viz`.
+NEEDED = "optree", "typing_extensions", "rich"
+
+
+# --- Whether it can be run -----------------------------------------------------------
 
 
 def reason_to_skip() -> str:
@@ -52,46 +55,66 @@ def reason_to_fail() -> str:
         return f"not run: install {', '.join(missing)} first"
     try:
         importlib.import_module("remat")
-    except ImportError as error:
-        return f"not run: {error}"
+    except Exception as error:  # noqa: BLE001, an older torch may lack anything
+        return f"not run: {described(error)}"
     return ""
 
 
-def differences() -> list[str]:
-    """Return what of torch's private API is not as remat expects it."""
-    from remat._torch.selftest import failures
+def described(error: Exception) -> str:
+    """Return an error as one line; remat's own says all that is needed."""
+    text = str(error).partition("\n")[0]
+    return text if text.startswith("remat:") else f"{type(error).__name__}: {text}"
 
-    return failures()
+
+# --- The parts -----------------------------------------------------------------------
 
 
-def tables(
-    parts: list[str], device: str, rounds: int, small: bool
-) -> Iterator["Table"]:
-    """Measure each part, and yield its tables."""
-    from _gpu_draws import equality, times
-    from _gpu_steps import compiled, offloading, steps
+def tables(part: str, device: str, rounds: int, small: bool) -> "list[Table]":
+    """Measure one part, and return its tables."""
+    import _gpu_draws
+    import _gpu_steps
     from _model import Sizes
 
     sizes = Sizes(2, 2, 16, 32) if small else Sizes(8, 8, 1024, 2048, heads=16)
-    n, backend = (10**4, "aot_eager") if small else (10**8, "inductor")
-    made: dict[str, Callable[[], list[Table]]] = {
-        "steps": lambda: [steps(sizes, device, rounds)],
-        "offloading": lambda: [offloading(sizes, device, rounds)],
-        "compiled": lambda: compiled(sizes, device, rounds, backend),
-        "draws": lambda: [times(n, device, rounds), equality(n, device)],
-    }
-    for part in parts:
-        yield from made[part]() if part in made else ()
+    if part == "steps":
+        return [_gpu_steps.steps(sizes, device, rounds)]
+    if part == "offloading":
+        return [_gpu_steps.offloading(sizes, device, rounds)]
+    if part == "compiled":
+        backend = "aot_eager" if small else "inductor"
+        return _gpu_steps.compiled(sizes, device, rounds, backend)
+    times = _gpu_draws.times(10**4 if small else 10**8, device, rounds)
+    return [times, _gpu_draws.equality(10**4 if small else 10**6, device)]
 
 
-def tested() -> int:
-    """Run the tests that are marked `gpu`; return pytest's exit code."""
+def shown(part: str, options: argparse.Namespace, screen: "Console") -> bool:
+    """Print the tables of a part, or why there are none; return whether there are."""
+    try:
+        found = tables(part, options.device, options.rounds, options.small)
+    except Exception as error:  # noqa: BLE001, the other parts are still worth running
+        screen.print(f"{part}: not run: {described(error)}", markup=False)
+        return False
+    for made in found:
+        screen.print(made)
+    return True
+
+
+def gpu_tests() -> list[Path]:
+    """Return the files with tests that are marked `gpu`."""
+    files = sorted(ROOT.glob("tests/**/test_*.py"))
+    return [path for path in files if "mark.gpu" in path.read_text()]
+
+
+def tested() -> bool:
+    """Run the tests that are marked `gpu`; return whether they pass."""
     if importlib.util.find_spec("pytest") is None:
-        print("tests not run: install the extra `test` first")
-        return 0
-    files = [p for p in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in p.read_text()]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *map(str, files)]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+        print("tests: not run: install the extra `test` first")
+        return False
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *gpu_tests()]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+# --- The script ----------------------------------------------------------------------
 
 
 def parse_options() -> argparse.Namespace:
@@ -113,7 +136,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure and print; return 1 if remat cannot be run, or a test fails."""
+    """Measure and print; return 1 if a part cannot be run, or a test fails."""
     options = parse_options()
     if options.device == "cuda" and (reason := reason_to_skip()):
         print(reason)
@@ -121,17 +144,25 @@ def main() -> int:
     if reason := reason_to_fail():
         print(reason)
         return 1
-    from _device import described, mark
+    from _device import machine, mark
     from _tables import console
 
     screen = console()
-    screen.print(f"{described(options.device)}{mark()}", markup=False)
-    if mark():
-        for line in differences():
-            screen.print(f"private API that differs: {line}", markup=False)
-    for made in tables(options.parts, options.device, options.rounds, options.small):
-        screen.print(made)
-    return tested() if "tests" in options.parts else 0
+    screen.print(f"{machine(options.device)}{mark()}", markup=False)
+    for line in differences() if mark() else ():
+        screen.print(f"private API that differs: {line}", markup=False)
+    parts = [part for part in options.parts if part != "tests"]
+    results = [shown(part, options, screen) for part in parts]
+    if "tests" in options.parts:
+        results.append(tested())
+    return 0 if all(results) else 1
+
+
+def differences() -> list[str]:
+    """Return what of torch's private API is not as remat expects it."""
+    from remat._torch.selftest import failures
+
+    return failures()
 
 
 if __name__ == "__main__":

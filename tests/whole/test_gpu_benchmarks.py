@@ -147,9 +147,16 @@ def test_the_mark_is_in_the_title_of_each_table(scripts, monkeypatch):
     assert all(t.title.endswith("(MARKED)") for t in made)
 
 
+def test_all_tests_that_need_a_gpu_are_run(scripts):
+    found = {path.name for path in scripts("gpu").gpu_tests()}
+    assert {"test_gpu.py", "test_offload_streams.py"} <= found
+    assert "test_memory.py" not in found
+
+
 def run(*options, prelude=""):
     """Run the script in a process of its own, after some code."""
     code = f"{prelude}\nimport runpy, sys\nsys.argv = {['gpu.py', *options]}\n"
+    code += f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
     code += f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -182,3 +189,21 @@ def test_a_part_that_is_not_known_is_refused():
     done = run("--device", "cpu", "stepz")
     assert done.returncode == 2
     assert "no such part: stepz" in done.stderr
+
+
+def test_a_part_that_fails_is_a_line_and_the_others_run():
+    broken = "import remat, torch; del torch.randn"
+    options = "--device", "cpu", "--small", "--rounds", "1", "steps", "draws"
+    done = run(*options, prelude=broken)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "steps: not run: AttributeError: module 'torch' has no" in done.stdout
+
+
+def test_parts_print_their_tables():
+    options = "--device", "cpu", "--small", "--rounds", "1", "offloading", "draws"
+    done = run(*options)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *_ = done.stdout.splitlines()
+    assert first.startswith(f"torch {torch.__version__}, ")
+    for title in "Offloading", "0.01 million float32", "A key's numbers":
+        assert title in done.stdout
