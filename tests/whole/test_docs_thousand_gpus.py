@@ -86,7 +86,7 @@ def test_the_text_has_the_numbers_of_the_script(script):
     text, rows = PAGE.read_text(), script.rows()
     billions, state = script.parameters() / 1e9, script.state() / 1e9
     assert f"{billions:.1f} billion parameters" in text
-    assert f"take {state:.1f} GB a GPU" in text
+    assert f"take {state:.1f} GB\n  a GPU" in text
     attention = rows["attention"].per_token - rows["nothing"].per_token
     fewer = rows["nothing"].share - rows["attention"].share
     assert f"costs {attention:,.0f} bytes per token" in text
