@@ -14,7 +14,8 @@ Without a GPU it says so, and succeeds. Each table says if it was made with a to
 pyproject.toml does not declare.
 
 Invariant: what cannot be run is a line that says why, never a traceback.
-Rejected: to run on a torch whose private API differs. `import remat` refuses it.
+Rejected: to refuse a torch that is not declared. Numbers with a mark are better than
+none, where the only GPU at hand has no other.
 """
 
 import argparse

@@ -1,14 +1,17 @@
 """The numbers of docs/thousand_gpus.md, by its script, and by hand."""
 
 import importlib
-import re
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from remat import explain
 
 
+pytestmark = pytest.mark.skipif(
+    not dist.is_available(), reason="needs the operators of torch.distributed"
+)
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/thousand_gpus.md"
 
@@ -103,5 +106,5 @@ def test_what_is_cheap_to_make_is_two_thirds_of_what_plain_keeps(script):
 
 
 def test_the_page_is_short():
-    words = re.findall(r"\w[^\s|]*", PAGE.read_text())
+    words = PAGE.read_text().split()
     assert len(words) < 1000
