@@ -5,6 +5,9 @@ and the residual stream; one that closes over its configuration and reads number
 this module; a module; or the method of one, as in ``remat(module.forward)``.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from _styles import CLOSURE, FUNCTION, Step, Work, module_work
 from _systems import DOTS, TensorFn
@@ -126,8 +129,8 @@ def block_work(style: str, *shape: int) -> Work:
     return module_work(Block(shape[-1]), x, style)
 
 
-def dots_run(step: Step) -> int:
+def dots_run(step: Step, dots: Sequence[Any] = DOTS) -> int:
     """Run a step and count the products in it."""
     with count_ops() as ops:
         step()
-    return sum(ops[packet.__name__] for packet in DOTS)
+    return sum(ops[packet.__name__] for packet in dots)

@@ -18,26 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from _block import (
-    HEADS,
-    Params,
-    add_attention,
-    add_mlp,
-    attention,
-    block_params,
-    dots_run,
-    hidden,
-    queries,
-    stream,
-)
+from _block import HEADS, dots_run
 from _files import timelines
+from _model import Model, Sizes
 from _systems import BASELINE, DEFAULT, PLAIN, SAVING, SELECTIVE, SYSTEMS, Wrapper
 from _tables import console, table, verdict
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
 
-from remat import checkpoint_name, policies, remat
+from remat import policies, remat
 
 
 NAMES, ALL, DISK = "remat, names", "remat, everything", "remat, dots to disk"
@@ -62,35 +51,7 @@ TARGETS = {
 }
 
 
-# --- The model -----------------------------------------------------------------------
-
-
-def named_block(params: Params, x: Tensor, heads: int) -> Tensor:
-    """Apply the block, and name what is expensive to compute again."""
-    qkv = checkpoint_name(queries(params, x), "qkv")
-    x = add_attention(params, x, attention(qkv, heads))
-    return add_mlp(params, x, checkpoint_name(hidden(params, x), "hidden"))
-
-
-class Model:
-    """Blocks in a row, each wrapped by one system."""
-
-    def __init__(self, wrap: Wrapper, options: argparse.Namespace) -> None:
-        self.block = wrap(named_block)
-        self.x = stream(options.batch, options.time, options.width)
-        layers = range(options.layers)
-        self.layers = [block_params(options.width, layer) for layer in layers]
-
-    def forward(self) -> Tensor:
-        """Return what the last block makes of the stream."""
-        x = self.x
-        for params in self.layers:
-            x = self.block(params, x, HEADS)
-        return x
-
-    def step(self) -> None:
-        """Add to the gradients of all parameters."""
-        self.forward().sum().backward()
+# --- The measurement ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -103,9 +64,9 @@ class Row:
     again: int
 
 
-def measure(wrap: Wrapper, options: argparse.Namespace) -> Row:
+def measure(wrap: Wrapper, sizes: Sizes) -> Row:
     """Measure one system, once its first calls are over."""
-    model = Model(wrap, options)
+    model = Model(wrap, sizes)
     model.step()
     model.step()
     memory, files = timelines(model.forward)
@@ -188,8 +149,9 @@ def main() -> None:
     """Measure, print the table, write the plot; exit with 1 if a target is missed."""
     options, screen = parse_options(), console()
     torch.set_num_threads(1)  # bytes are the same, and a busy machine no matter
+    sizes = Sizes(options.layers, options.batch, options.time, options.width)
     rows = {
-        name: measure(wrap, options)
+        name: measure(wrap, sizes)
         for name, wrap in track(CHOSEN.items(), transient=True, description="measuring")
     }
     all_met = report(rows, screen)

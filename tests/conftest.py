@@ -31,6 +31,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("remat")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU: torch finds no CUDA device")
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     # pytest-randomly seeds random and NumPy; torch needs its own.

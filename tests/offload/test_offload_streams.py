@@ -19,9 +19,6 @@ from remat._offload import bytes as _bytes, offload as _offload
 from remat._offload.offload import Fetched, Origin, in_file, in_host_memory, origin_of
 
 
-ON_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
 # --- A stand-in for streams -------------------------------------------------------
 
 
@@ -261,7 +258,7 @@ def on_cuda(*shape):
     return torch.randn(shape, device="cuda")
 
 
-@ON_CUDA
+@pytest.mark.gpu
 @rows("layout, count", LAYOUTS)
 @rows("store", STORES)
 def test_every_layout_comes_back_to_cuda(layout, count, store, folder):
@@ -284,7 +281,7 @@ def busied(weights):
     return weights
 
 
-@ON_CUDA
+@pytest.mark.gpu
 def test_memory_freed_at_once_is_not_used_before_it_is_copied():
     """The copies are late, and the memory is asked for."""
     stored, origins = [], []
@@ -305,7 +302,7 @@ def test_memory_freed_at_once_is_not_used_before_it_is_copied():
         torch.full((2**22,), -2.0, device="cuda")
 
 
-@ON_CUDA
+@pytest.mark.gpu
 def test_an_offloaded_tensor_is_not_on_the_device():
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -323,7 +320,7 @@ def test_an_offloaded_tensor_is_not_on_the_device():
     assert torch.cuda.max_memory_allocated() - before <= 3 * 2**22
 
 
-@ON_CUDA
+@pytest.mark.gpu
 def test_the_copies_run_on_a_stream_of_their_own():
     x = on_cuda(2**20)
     stored = in_host_memory(x)

@@ -127,7 +127,7 @@ def test_without_a_backward_nothing_comes_back(store):
     assert store.taken() == ([(3, 4)], [])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
 def test_on_a_device_the_copies_are_one_each_way():
     """55, by what the profiler sees."""
     fn = remat(three_names, policy=saved_and_offloaded([], ["y"], "pinned_host"))

@@ -127,7 +127,7 @@ def test_kernels_of_torch_that_disagree_are_not_used(native, module):
     assert _ops._native(torch.device("cpu")) is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @rows("draw", RAW_DRAWS)
 def test_a_gpu_draws_the_same_numbers(draw):
     got, want = draw(MANY.cuda(), 3_000).cpu(), draw(MANY, 3_000)

@@ -341,7 +341,7 @@ def test_what_is_on_the_host_already_is_not_offloaded_there():
     assert [r.place for r in found] == [""] * len(found)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_what_is_offloaded_to_the_host_says_so():
     policy = policies.dots_saveable.but_offload(to="pinned_host")
     args = [t.detach().cuda().requires_grad_() for t in inputs()]
