@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from remat._base.context import here
 from remat._base.operators import barrier, same
-from remat._torch import bottoms, lower_to_alias
+from remat._torch import base_tensor, bottoms, lower_to_alias
 
 
 class _Barrier(torch.autograd.Function):
@@ -51,11 +51,20 @@ class _Barrier(torch.autograd.Function):
         return _Barrier.apply(x, *after), in_dims[0]
 
 
-def behind(saved: Sequence[Any], cotangents: Sequence[Tensor]) -> list[Any]:
+def behind(saved: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Any]:
     """Return what was saved, to be read after the cotangents."""
-    return [
-        _Barrier.apply(t, *cotangents) if isinstance(t, Tensor) else t for t in saved
-    ]
+    found = [_Barrier.apply(t, *cotangents) for t in saved]
+    for copy, t in zip(found, saved, strict=True):
+        vars(base_tensor(copy))[_BEFORE] = before_barrier(base_tensor(t))
+    return found
+
+
+def before_barrier(tensor: Tensor) -> Tensor:
+    """Return what a tensor was before it passed barriers: that counts its changes."""
+    return vars(tensor).get(_BEFORE, tensor)
+
+
+_BEFORE = "_remat_before_barrier"
 
 
 @contextmanager

@@ -56,9 +56,9 @@ def give_name(tensors: Iterable[Tensor], name: str) -> None:
 
 
 # An operation gives the name where code is compiled for no graph of AOTAutograd.
-torch.library.impl(LIBRARY, "named", "CompositeExplicitAutograd")(
-    lambda x, name: give_name([x], name)
-)
+@torch.library.impl(LIBRARY, "named", "CompositeExplicitAutograd")
+def _named(x: Tensor, name: str) -> None:
+    give_name([x], name)
 
 
 def names_given() -> frozenset[str]:

@@ -55,7 +55,69 @@ def let_dynamo_see_nodes() -> None:
     table = operators._hop_name_to_variable_class
     if "remat" not in table:
         base = operators.DynamoBypassingWrapperHigherOrderVariable
-        table["remat"] = type("RematVariable", (base,), {"_HOP_NAME": _ADVICE})
+        methods = {"_HOP_NAME": _ADVICE, "call_function": _traced_under_modes}
+        table["remat"] = type("RematVariable", (base,), methods)
+
+
+def _traced_under_modes(variable: Any, tracer: Any, args: Any, kwargs: Any) -> Any:
+    """Trace a body that TorchFunctionModes see.
+
+    Dynamo would show the node to a mode, and trace the body without it.
+    """
+    modes = tracer.symbolic_torch_function_state.mode_stack
+    with _stack_may_change(tracer), _may_count([m.mutation_type for m in modes]):
+        return variable._call_function(tracer, args, kwargs)
+
+
+@contextmanager
+def _stack_may_change(tracer: Any) -> Iterator[None]:
+    """Have Dynamo let a body enter modes, which it leaves again."""
+    variables = sys.modules["torch._dynamo.variables.torch_function"]
+    stack = variables.TorchFunctionModeStackVariable
+    key, effects = stack.stack_value_singleton, tracer.output.side_effects
+    if key in effects:
+        yield
+        return
+    modes = tracer.symbolic_torch_function_state.mode_stack
+    source = sys.modules["torch._dynamo.source"].Source()
+    effects.track_mutable(key, stack(source, modes))
+    try:
+        yield
+    finally:
+        tracer.output.side_effects.id_to_variable.pop(id(key), None)
+
+
+@contextmanager
+def _may_count(mutations: Sequence[Any]) -> Iterator[None]:
+    """Have Dynamo let a body change the attributes of modes around it.
+
+    A recompute is of the graph, and does not change them again.
+    """
+    before = [getattr(mutation, "scope", None) for mutation in mutations]
+    for mutation in mutations:
+        if mutation is not None:
+            mutation.scope = _ANY_SCOPE
+    try:
+        yield
+    finally:
+        for mutation, scope in zip(mutations, before, strict=True):
+            if mutation is not None:
+                mutation.scope = scope
+
+
+class _AnyScope:
+    """Equals the scope of each body."""
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    @override
+    def __hash__(self) -> int:
+        return 0
+
+
+_ANY_SCOPE = _AnyScope()
 
 
 # Dynamo writes this before its explanation.
@@ -101,15 +163,19 @@ def counted_levels() -> Iterator[None]:
     itself for the outermost.
     """
     depth = sum(1 for layer in get_interpreter_stack() or () if layer.key() == _JVP)
-    before = eager_transforms.JVP_NESTING, forward_ad._current_level
-    if depth == before[0]:
+    before = _transforms.JVP_NESTING, _dual._current_level
+    if depth <= before[0]:
         yield
         return
-    eager_transforms.JVP_NESTING, forward_ad._current_level = depth, 0
+    _transforms.JVP_NESTING, _dual._current_level = depth, 0
     try:
         yield
     finally:
-        eager_transforms.JVP_NESTING, forward_ad._current_level = before
+        _transforms.JVP_NESTING, _dual._current_level = before
+
+
+_transforms: Any = eager_transforms
+_dual: Any = forward_ad
 
 
 _JVP: Any = torch._C._functorch.TransformType.Jvp
@@ -192,8 +258,8 @@ def let_graphs_draw() -> None:
     rand_ops.append(draw_and_keep_state)
     before: Any = registered_hop_fake_fns[draw_and_keep_state]
     rest = before[1:] if isinstance(before, tuple) else ()
-    rule = (_draw_of_fakes, *rest) if rest else _draw_of_fakes
-    registered_hop_fake_fns[draw_and_keep_state] = rule
+    rules: Any = registered_hop_fake_fns
+    rules[draw_and_keep_state] = (_draw_of_fakes, *rest) if rest else _draw_of_fakes
     draw_and_keep_state.python_key_table[ProxyTorchDispatchMode] = _draw_of_proxies
     draw_and_keep_state.py_functionalize_impl(_draw_of_functionals)
 

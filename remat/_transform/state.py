@@ -17,8 +17,9 @@ from remat._base.absent import Absent
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._capture.snapshot import Snapshot
+from remat._partial.barrier import before_barrier
 from remat._partial.replay import Replay
-from remat._torch import base_tensor, current_layer
+from remat._torch import base_tensor, current_layer, is_graph_made
 from remat._transform.checks import reading_refused, refuse_needed
 
 
@@ -55,6 +56,8 @@ class State(NamedTuple):
         ambient = self.ambient.restored()
         if current_layer() is not None:
             inputs = [*map(base_tensor, inputs)]
+        if is_graph_made():
+            inputs = [*map(before_barrier, inputs)]
         if versions_of(inputs) == self.versions:
             return ambient
         changed = self._changed(inputs)

@@ -66,8 +66,20 @@ def call_inlined(
         policy = parts_of(options.policy)
         others = options.prune, options.rng, options.higher_order
         key = _key_of(name, where, others, *policy)
-        return as_node(functools.partial(_lower, key), fn, *args, **kwargs)
+        return call_as_node(key, fn, *args, **kwargs)
     return _call(fn, label_of(name, where), options, args, kwargs)
+
+
+def call_as_node(key: str, fn: Fn, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function as one node of the graph that Dynamo makes.
+
+    Args:
+        key: what `key_of` returned.
+        fn: the function.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+    """
+    return as_node(functools.partial(_lower, key), fn, *args, **kwargs)
 
 
 # A node holds a key, as it takes constants and no objects.
@@ -77,9 +89,12 @@ _CALLS: dict[str, tuple[Label, Options]] = {}
 
 @constant_in_traces
 def _key_of(name: str, where: str, others: Any, part: Any, policy: Any) -> str:
+    return key_of(name, where, Options(whole(part, policy), *others))
+
+
+def key_of(name: str, where: str, options: Options) -> str:
     """Return what tells a node's label and options. Dynamo calls it as it traces."""
     let_dynamo_see_nodes()
-    options = Options(whole(part, policy), *others)
     call = name, where, options
     if call not in _KEYS:
         key = _KEYS[call] = f"{name} {len(_KEYS)}"
@@ -101,9 +116,7 @@ def _run_node(
     AOTAutograd (`backend="eager"`) the node runs on tensors as they are.
     """
     if not is_body(body):
-        with counted_levels():
-            lowering = lowering_of(options)
-            return call_lowered(lowering, body, label, args, kwargs, options)
+        return _call(body, label, options, args, kwargs)
     changed = changed_by(body, args)
     fn = _of_tensors(Opaque(body), args, changed)
     tensors = [args[i] for i in _where(args)]

@@ -3,8 +3,8 @@
 Users call it, and so does `_sequential`. It turns torch's arguments into options, and
 calls the function as `remat` calls it.
 
-Invariant: in a trace it calls torch's own checkpoint. Compilers know that, and
-recompute in the backward graph.
+Invariant: in a trace it is what `remat` is there. Only contexts that no graph can hold
+are left to torch's own checkpoint, which refuses them.
 Rejected: a `Rematerialized` for each call. To copy the names and attributes of the
 function costs as much as to search a small one.
 """
@@ -28,11 +28,12 @@ from remat._base.source import shown
 from remat._base.tracebacks import hide_frames
 from remat._base.types import Fn, Opaque
 from remat._partial.options import Options
-from remat._torch import checkpoint_settings, eager_only
+from remat._torch import checkpoint_settings, constant_in_traces, eager_only
 from remat._transform.lowered import call_lowered
 from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.refused import refuse_function
 from remat._transform.rematerialized import Rematerialized
+from remat._transform.traced import call_as_node, call_inlined, key_of
 from remat.compat._debug import Log
 from remat.compat._selective import policy_of
 from remat.compat._settings import with_signature_of
@@ -76,8 +77,8 @@ def checkpoint(
     """Call a function so that a backward recomputes what its graph would store.
 
     It takes what `torch.utils.checkpoint.checkpoint` takes, and does what `remat` does:
-    `remat(function)(*args, **kwargs)`. In a trace, as by `torch.compile`, it is torch's
-    own checkpoint.
+    `remat(function)(*args, **kwargs)`. So does it in compiled code, where contexts must
+    be those of a policy, and nothing compares the recompute.
 
     Args:
         function: the function. Without it, the result is a decorator.
@@ -175,22 +176,31 @@ def _decorated(asked: Asked, function: Fn) -> Fn:
 
 
 def _traced(fn: Fn, args: Any, kwargs: dict[str, Any], asked: Asked) -> Any:
-    """Call torch's own checkpoint, with what was asked for."""
-    options: dict[str, Any] = {"use_reentrant": False}
-    if asked.context_fn is not noop_context_fn:
-        options["context_fn"] = asked.context_fn
-    if asked.determinism_check != "default":
-        options["determinism_check"] = asked.determinism_check
-    if asked.debug:
-        options["debug"] = True
-    if not asked.early_stop:
-        options["early_stop"] = False
-    if asked.respect_saved_tensors_hooks is not None:
-        options["respect_saved_tensors_hooks"] = asked.respect_saved_tensors_hooks
-    if torch.compiler.is_dynamo_compiling():
-        # Dynamo knows the one that is there, which `patch` may have put there.
-        return theirs.checkpoint(fn, *args, **options, **kwargs)
-    return _checkpoint_of_torch(fn, *args, **options, **kwargs)
+    """Call a function in a trace of Dynamo, or for an export."""
+    context_fn = asked.context_fn
+    if context_fn is noop_context_fn or torch.compiler.is_exporting():
+        return call_inlined(fn, "checkpoint", _COMPILED, _OPTIONS, *args, **kwargs)
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    key = _key_of(context_fn)
+    if key:
+        return call_as_node(key, fn, *args, **kwargs)
+    # Not by the name of a module: `patch` may have put ours there.
+    return _checkpoint_of_torch(
+        fn, *args, use_reentrant=False, context_fn=context_fn, **kwargs
+    )
+
+
+@constant_in_traces
+def _key_of(context_fn: ContextFn) -> str:
+    """Return what tells the node of a call with a policy; "" for other contexts."""
+    policy = policy_of(context_fn()[0])
+    if policy is None:
+        return ""
+    return key_of("checkpoint", _COMPILED, Options(policy))
+
+
+_COMPILED = "compiled code"
 
 
 # --- Outside of traces ---
@@ -223,6 +233,9 @@ def call(
     file, line = caller.f_code.co_filename, caller.f_lineno
     if asked != _DEFAULTS or checkpoint_settings() != _NOTHING_SET:
         fn, options = _prepared(fn, asked)
+    if lowering is Lowering.TRACED:  # by make_fx
+        where = f"{shown(file)}:{line}"
+        return call_inlined(fn, name, where, options, *args, **kwargs)
     if here().examining is not None:  # a report, which asks each block how to run
         block = Rematerialized(fn, f"{shown(file)}:{line}", options, name)
         return block(*args, **kwargs)

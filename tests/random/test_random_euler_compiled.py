@@ -5,10 +5,11 @@ import functools
 import pytest
 import torch
 from support.euler import (
+    GENERATORS,
     GLOBAL,
+    HOST,
     KEYED,
     KEYS,
-    SOURCES,
     XS,
     assert_euler,
     cross,
@@ -52,13 +53,16 @@ def by_compiled_vmap(f, compile):
     yield from zip(XS, *compile(vmap(grad_and_value(f)))(XS, KEYS), strict=True)
 
 
-# In torch.func Dynamo fails at what breaks its graph: generators, the host's streams.
+PASSES = {"step": by_compiled_step, "loss": by_compiled_loss}
 COMPILATIONS = (
-    cross({"step": by_compiled_step, "loss": by_compiled_loss}, SOURCES)
+    cross(PASSES, KEYED | GLOBAL)
     | cross({"grad": by_compiled_grad}, KEYED | GLOBAL)
     # For the global stream torch wants `randomness`.
     | cross({"vmap of grad": by_compiled_vmap}, KEYED)
 )
+# The graph breaks at a call that uses a generator or a stream of the host. In torch.func
+# Dynamo fails there.
+BREAKS = cross(PASSES, GENERATORS | HOST)
 BY_INDUCTOR = cross({"step": by_compiled_step}, KEYED | GLOBAL) | cross(
     {"grad": by_compiled_grad}, {"a key": KEYED["a key"]} | GLOBAL
 )
@@ -90,6 +94,15 @@ def test_both_passes_of_compiled_code_have_the_same_masks(
     path, source, backend, compiler
 ):
     assert_euler_compiled(path, source(remat), compiler(backend))
+
+
+@compiles
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@rows("path, source", BREAKS)
+def test_a_call_that_breaks_the_graph_recomputes_with_the_same_masks(
+    path, source, backend, compiler
+):
+    assert_euler(functools.partial(path, compile=compiler(backend)), source(remat))
 
 
 @compiles
