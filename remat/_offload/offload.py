@@ -28,7 +28,7 @@ from torch import Tensor
 from remat._base.errors import OffloadError
 from remat._base.types import TENSORS
 from remat._offload.bytes import extent, packed, respaced, room, typed
-from remat._torch import is_shared, undisturbed
+from remat._torch import is_shared, undisturbed, wait_for
 
 
 _CPU = torch.device("cpu")
@@ -69,6 +69,7 @@ def in_host_memory(tensor: Tensor) -> Tensor:
     with undisturbed():
         if not _has_data(tensor) or tensor.is_cpu:
             return tensor
+        wait_for(tensor)  # a collective may yet write to it
         data, stride = packed(tensor)
         lane = _lane_of(tensor.device)
         host = data.cpu() if lane is None else lane.away(data)
@@ -103,6 +104,7 @@ def in_file(tensor: Tensor) -> Tensor:
     with undisturbed():
         if not _has_data(tensor):
             return tensor
+        wait_for(tensor)
         data, stride = packed(tensor)
         if not data.numel():
             return typed(data.cpu(), tensor, stride)

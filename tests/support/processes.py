@@ -1,4 +1,4 @@
-"""What the tests of two processes share: models, styles, a training, the processes."""
+"""What tests of several processes share: models, styles, a training, the processes."""
 
 import os
 from collections.abc import Callable
@@ -172,13 +172,15 @@ def assert_as_plain(name, ways):
 # --- Processes ---
 
 
-def work(rank: int, path: str, task: Callable[..., Any], *args: Any) -> None:
+def work(
+    rank: int, path: str, count: int, task: Callable[..., Any], *args: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"{path}/store", 2)
+    store = dist.FileStore(f"{path}/store", count)
     timeout = timedelta(seconds=60)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timeout
+        "gloo", store=store, rank=rank, world_size=count, timeout=timeout
     )
     try:
         torch.save(task(*args, rank), f"{path}/{rank}.pt")
@@ -186,6 +188,13 @@ def work(rank: int, path: str, task: Callable[..., Any], *args: Any) -> None:
         dist.destroy_process_group()
 
 
+def in_processes(
+    count: int, path: Any, task: Callable[..., Any], *args: Any
+) -> list[Any]:
+    """Run `task(*args, rank)` in processes that make a group; return the results."""
+    mp.spawn(work, args=(str(path), count, task, *args), nprocs=count)
+    return [torch.load(path / f"{r}.pt", weights_only=False) for r in range(count)]
+
+
 def in_two_processes(path: Any, task: Callable[..., Any], *args: Any) -> list[Any]:
-    mp.spawn(work, args=(str(path), task, *args), nprocs=2)
-    return [torch.load(path / f"{r}.pt", weights_only=False) for r in range(2)]
+    return in_processes(2, path, task, *args)
