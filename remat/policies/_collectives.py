@@ -15,26 +15,28 @@ from remat.policies._operators import family
 from remat.policies._policy import Policy
 
 
-_SPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d"}
+_SPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d"})
 # Of these spaces, what returns nothing that another process sent.
 _OTHERS = {"wait_tensor", "_wrap_tensor_autograd", "isend", "send", "barrier"}
 
 
 @dataclass(frozen=True)
 class Collectives(Policy):
-    """Saves what collectives return."""
+    """Saves what collectives return, which are the operators of some namespaces."""
+
+    spaces: frozenset[str]
 
     @override
     def decide(self, op: Op) -> bool:
         """Say whether the operation is a collective."""
         space, _, base = family(op.func).partition(".")
-        return space in _SPACES and base not in _OTHERS
+        return space in self.spaces and base not in _OTHERS
 
     def __repr__(self) -> str:
         return "save_collectives"
 
 
-save_collectives = Collectives()
+save_collectives = Collectives(_SPACES)
 """Saves what collectives return, so that no backward repeats one.
 
 Collectives are the operations of ``torch.distributed``: functional ones, those of a
