@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from remat import policies, remat
+from remat import policies, random, remat
 from remat.testing import assert_same, count_ops
 
 
@@ -31,7 +31,16 @@ def dropped(w, x):
     return nn.functional.dropout(torch.tanh(w @ x), 0.5).tanh()
 
 
-FUNCTIONS = {"block": block, "redistributed": redistributed, "dropped": dropped}
+def keyed(w, x):
+    return random.dropout(random.key(0), torch.tanh(w @ x), 0.5).tanh()
+
+
+FUNCTIONS = {
+    "block": block,
+    "redistributed": redistributed,
+    "dropped": dropped,
+    "keyed": keyed,
+}
 
 
 POLICIES = {
