@@ -80,7 +80,8 @@ def in_file(tensor: Tensor) -> Tensor:
     """Write a tensor to a file without a name, and map the file into memory.
 
     The file is in the folder `REMAT_OFFLOAD_DIR`, or where Python puts temporary files.
-    It is freed with the tensor. If the folder is on a disk, the kernel may write its
+    Variables in that name are expanded, such as `/scratch/$LOCAL_RANK`. The file is
+    freed with the tensor. If the folder is on a disk, the kernel may write its
     pages out and drop them when memory is short. No mode, transform or default of the
     user sees or changes the tensor; nor does autograd.
 
@@ -108,12 +109,12 @@ def in_file(tensor: Tensor) -> Tensor:
         data, stride = packed(tensor)
         if not data.numel():
             return typed(data.cpu(), tensor, stride)
-        folder = os.environ.get("REMAT_OFFLOAD_DIR")
+        folder = os.path.expandvars(os.environ.get("REMAT_OFFLOAD_DIR", ""))
         try:
             folder = folder or tempfile.gettempdir()
             storage = _written(data, folder)
         except OSError as error:
-            raise _no_room(tensor, data.numel(), folder, error) from error
+            raise _no_room(tensor, data.numel(), folder or None, error) from error
         return typed(storage, tensor, stride)
 
 
