@@ -1,6 +1,7 @@
 """What tests of several processes share: models, styles, a training, the processes."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -147,10 +148,16 @@ def train(model, rank, batch=one_batch):
 # --- The comparison ---
 
 
+def talks(ops):
+    """What the processes sent each other, by operation."""
+    local = ("wait_tensor", "_wrap_tensor_autograd")
+    found = {name: n for name, n in ops.items() if "c10d" in name}
+    return Counter({name: n for name, n in found.items() if not name.endswith(local)})
+
+
 def collectives(ops):
     """How often the processes talked."""
-    names = [name for name in ops if "c10d" in name and "wait" not in name]
-    return sum(ops[name] for name in names)
+    return talks(ops).total()
 
 
 def assert_as_plain(name, ways):

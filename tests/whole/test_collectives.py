@@ -21,6 +21,7 @@ from support.processes import (
     blocks_of,
     in_two_processes,
     local,
+    talks,
     train,
 )
 from support.zoo import plainly
@@ -250,13 +251,6 @@ POLICIES = {
     ),
     "collectives, on disk": policies.save_collectives.but_offload(to="disk"),
 }
-
-
-def talks(ops):
-    """What the processes sent each other, by operation."""
-    silent = ("wait_tensor", "_wrap_tensor_autograd")
-    found = {op: n for op, n in ops.items() if "c10d" in op}
-    return Counter({op: n for op, n in found.items() if not op.endswith(silent)})
 
 
 def three_calls(make, policy):

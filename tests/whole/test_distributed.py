@@ -24,6 +24,7 @@ from support.processes import (
     assert_as_plain,
     blocks_of,
     called,
+    collectives,
     decorated,
     in_processes,
     in_two_processes,
@@ -49,7 +50,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from remat import remat
+from remat import policies, remat
 from remat.testing import assert_same
 
 
@@ -388,6 +389,45 @@ def test_trainings_are_those_of_plain(kind, tmp_path, subtests):
         for rank, results in enumerate(found):
             with subtests.test(name, rank=rank):
                 assert_as_plain(name, {way: results[name, way] for way in WRAPS})
+
+
+# --- What collectives return may be saved ---
+
+
+SHARED = {**TENSOR, **{name: FSDP[name] for name in FSDP if "parallel" in name}}
+
+
+def saving(fn):
+    return remat(fn, policy=policies.save_collectives)
+
+
+def train_saving(rank):
+    """Train what shares layers, plain and saving; count what each sends."""
+    results: dict[Any, Any] = {}
+    for name, (make, batch) in SHARED.items():
+        for wrap in plainly, remat, saving:
+            torch.manual_seed(0)
+            seen, ops = train(make(wrap), rank, batch)
+            results.setdefault(name, []).append((seen, collectives(ops), ops["sin"]))
+    return results
+
+
+def test_no_collective_of_tensor_parallel_is_repeated_if_they_are_saved(
+    tmp_path, subtests
+):
+    repeated = 0
+    for rank, found in enumerate(in_two_processes(tmp_path, train_saving)):
+        for name, (plain, without, ours) in found.items():
+            with subtests.test(name, rank=rank):
+                (want, once, sines), (_, again, _), (got, sent, ran) = (
+                    plain,
+                    without,
+                    ours,
+                )
+                assert_same(got, want)
+                assert (sent, ran) == (once, 2 * sines)
+                repeated += again - once
+    assert repeated > 0
 
 
 # --- When DDP sends gradients ---
