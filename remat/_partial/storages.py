@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from remat._base.absent import PLAIN, Absent
+from remat._base.wrappers import wrapped_by
 from remat._torch import StorageRef, base_tensor, no_torch_functions, storage_id
 
 
@@ -119,20 +120,6 @@ def sees_operations(tensor: Tensor) -> bool:
     if kind in PLAIN or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
         return False
     return not hasattr(tensor, "fake_mode")
-
-
-def wrapped_by(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that a wrapper is made of; None if there is not just one."""
-    if type(tensor) is Absent or not sees_operations(tensor):
-        return None
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return None
-    wrapper: Any = tensor
-    with no_torch_functions():
-        names, _ = wrapper.__tensor_flatten__()
-        parts = [getattr(tensor, name) for name in names]
-    inner = [part for part in parts if isinstance(part, Tensor)]
-    return inner[0] if len(inner) == 1 else None
 
 
 def is_of_subclass(tensor: Tensor) -> bool:

@@ -47,11 +47,18 @@ POLICIES = {
     "nothing": None,
     "dots": policies.dots_saveable,
     "everything": policies.everything_saveable,
+    "dots, on disk": policies.dots_saveable.but_offload(to="disk"),
+    "dots, on the host": policies.dots_saveable.but_offload(),
 }
 
 
 # What a backward runs of a block: products, and tanhs.
-BACKWARD = {"plain": (4, 0), "nothing": (6, 2), "dots": (4, 2), "everything": (4, 0)}
+BACKWARD = {
+    "plain": (4, 0),
+    "nothing": (6, 2),
+    "everything": (4, 0),
+    **dict.fromkeys(("dots", "dots, on disk", "dots, on the host"), (4, 2)),
+}
 
 
 def of_dtensors(rank):
