@@ -7,6 +7,7 @@ those of plain's backward.
 
 import traceback
 import warnings
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -320,6 +321,37 @@ def test_policies_save_what_collectives_return(tmp_path, subtests):
                     assert_follows(policy, ours, plain, found[name, "nothing"])
                     repeated += policy == "nothing" and ours[1] != plain[1]
         assert repeated >= len(FUNCTIONS) - 1  # else there is nothing to save
+
+
+# --- Memory ---
+
+
+def still_alive(rank):
+    """What is alive, after a backward, of what collectives wrote to, by policy."""
+    alive = {}
+    for name, policy in POLICIES.items():
+        made: list[Any] = []
+
+        def fn(x, made=made):
+            y = x.sin()
+            made.append(weakref.ref(y))
+            dist.all_reduce(y)
+            return y.sin() * y
+
+        ours = remat(fn, policy=policy, prune=True)
+        for _ in range(2):
+            x = torch.ones(3, requires_grad=True)
+            ours(x).sum().backward()
+        alive[name] = [ref() is not None for ref in made[:2]]
+    return alive
+
+
+def test_no_record_holds_what_a_collective_wrote_to(tmp_path):
+    for alive in in_two_processes(tmp_path, still_alive):
+        assert alive == {name: [False, False] for name in POLICIES}
+
+
+# --- The checks themselves ---
 
 
 ONE = [torch.ones(1)]
