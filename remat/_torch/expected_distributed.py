@@ -20,5 +20,5 @@ def _a_work_can_be_done() -> None:
     assert done is not work
     assert torch._C._distributed_c10d.Work.unbox(done).wait()
     x = torch.ones(2)
-    distributed.wait_for(x)
+    assert distributed.wait_for(x) is None
     assert torch.ops._c10d_functional.wait_tensor(x) is x
