@@ -20,6 +20,7 @@ from support.processes import (
     Block,
     assert_as_plain,
     blocks_of,
+    collectives,
     in_two_processes,
     local,
     talks,
@@ -321,6 +322,33 @@ def test_policies_save_what_collectives_return(tmp_path, subtests):
                     assert_follows(policy, ours, plain, found[name, "nothing"])
                     repeated += policy == "nothing" and ours[1] != plain[1]
         assert repeated >= len(FUNCTIONS) - 1  # else there is nothing to save
+
+
+def turning(w, x):
+    """Takes a path that depends on what it computes, after a collective."""
+    y = functional.wait_tensor(functional.all_reduce((x @ w).sin(), "sum", GROUP))
+    return (y.cos() if y.sum() < 0 else y.sin() @ w).sin()
+
+
+GROUP = list(range(2))
+
+
+def turn(rank):
+    """What is sent in the backward of calls that take one path, and then the other."""
+    w, x = torch.ones(2, 2, requires_grad=True), torch.full((2, 2), 0.1)
+    ours = remat(turning, policy=policies.save_collectives)
+    sent = []
+    for factor in (1, 1, -1):
+        out, want = (fn(w, factor * x).sum() for fn in (ours, turning))
+        with count_ops() as ops:
+            grads = torch.autograd.grad(out, w)
+        assert_same(grads, torch.autograd.grad(want, w))
+        sent.append(collectives(ops))
+    return sent
+
+
+def test_a_call_that_does_not_fit_its_record_repeats_collectives(tmp_path):
+    assert in_two_processes(tmp_path, turn) == [[1, 1, 2]] * 2
 
 
 # --- Memory ---
