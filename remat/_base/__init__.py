@@ -13,6 +13,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     op, program       an operation, and a call, as data
     absent            a tensor without a value, for what a recompute leaves out
     tensors           how a tensor is described, and how often it was changed
+    wrappers          what is inside of a tensor that wraps another, such as a DTensor
 
 Called by all rooms.
 """

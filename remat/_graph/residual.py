@@ -16,6 +16,7 @@ from torch import Tensor
 
 from remat._base.errors import MutationError
 from remat._base.op import Op
+from remat._base.wrappers import taken_apart
 from remat._offload.offload import Fetched, Origin, in_file, in_host_memory, origin_of
 from remat._torch import base_tensor, current_task, when_done
 from remat.policies import Decision
@@ -116,27 +117,30 @@ class Offloads:
     A backward reads them from the end. While it uses one, the one before is fetched.
 
     Attributes:
-        stored: what stands for each.
+        stored: what stands for each: of a DTensor, for what is inside.
     """
 
-    __slots__ = ("_fetched", "_origins", "stored")
+    __slots__ = ("_fetched", "_origins", "_wrap", "stored")
 
     def __init__(self) -> None:
         self.stored: list[Tensor] = []
         self._origins: list[Origin] = []
+        self._wrap: list[Callable[[Tensor], Tensor]] = []
         self._fetched: Fetched | None = None
 
     def put(self, tensor: Tensor, op: Op, decision: Decision) -> Offloaded:
         """Move a tensor to where a policy wants it."""
-        self._origins.append(origin_of(tensor))
-        self.stored.append(OFFLOAD[decision](tensor))
+        inner, wrap = taken_apart(tensor)
+        self._wrap.append(wrap)
+        self._origins.append(origin_of(inner))
+        self.stored.append(OFFLOAD[decision](inner))
         return Offloaded(self, len(self.stored) - 1, op, decision)
 
     def take(self, k: int) -> Tensor:
         """Bring a tensor back."""
         if self._fetched is None:
             self._fetched = Fetched(self.stored[::-1], self._origins[::-1])
-        return self._fetched.take(len(self.stored) - 1 - k)
+        return self._wrap[k](self._fetched.take(len(self.stored) - 1 - k))
 
 
 def store(

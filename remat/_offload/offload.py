@@ -28,7 +28,7 @@ from torch import Tensor
 from remat._base.errors import OffloadError
 from remat._base.types import TENSORS
 from remat._offload.bytes import extent, packed, respaced, room, typed
-from remat._torch import is_shared, undisturbed
+from remat._torch import is_shared, undisturbed, wait_for
 
 
 _CPU = torch.device("cpu")
@@ -69,6 +69,7 @@ def in_host_memory(tensor: Tensor) -> Tensor:
     with undisturbed():
         if not _has_data(tensor) or tensor.is_cpu:
             return tensor
+        wait_for(tensor)  # a collective may yet write to it
         data, stride = packed(tensor)
         lane = _lane_of(tensor.device)
         host = data.cpu() if lane is None else lane.away(data)
@@ -79,7 +80,8 @@ def in_file(tensor: Tensor) -> Tensor:
     """Write a tensor to a file without a name, and map the file into memory.
 
     The file is in the folder `REMAT_OFFLOAD_DIR`, or where Python puts temporary files.
-    It is freed with the tensor. If the folder is on a disk, the kernel may write its
+    Variables in that name are expanded, such as `/scratch/$LOCAL_RANK`. The file is
+    freed with the tensor. If the folder is on a disk, the kernel may write its
     pages out and drop them when memory is short. No mode, transform or default of the
     user sees or changes the tensor; nor does autograd.
 
@@ -103,15 +105,16 @@ def in_file(tensor: Tensor) -> Tensor:
     with undisturbed():
         if not _has_data(tensor):
             return tensor
+        wait_for(tensor)
         data, stride = packed(tensor)
         if not data.numel():
             return typed(data.cpu(), tensor, stride)
-        folder = os.environ.get("REMAT_OFFLOAD_DIR")
+        folder = os.path.expandvars(os.environ.get("REMAT_OFFLOAD_DIR", ""))
         try:
             folder = folder or tempfile.gettempdir()
             storage = _written(data, folder)
         except OSError as error:
-            raise _no_room(tensor, data.numel(), folder, error) from error
+            raise _no_room(tensor, data.numel(), folder or None, error) from error
         return typed(storage, tensor, stride)
 
 

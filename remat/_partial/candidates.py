@@ -15,7 +15,7 @@ from torch import Tensor
 
 from remat._base.absent import Absent
 from remat._base.op import Op, Value
-from remat._partial.plan import Record, Step
+from remat._partial.plan import Record, Step, overwrites
 from remat._partial.storages import is_strided, sees_operations
 from remat._partial.values import value_of
 from remat._torch import is_lazy, viewed
@@ -64,6 +64,13 @@ class Candidates:
         self._decisions.append(Decision.RECOMPUTE if op is None else self._decide(op))
         if self._decisions[-1]:
             for t, s in zip(outputs, makes, strict=True):
+                self._hold(t, s)
+
+    def ask_of_collective(self, step: Step, written: Sequence[Tensor]) -> None:
+        """Note what the policy says of a collective that wrote in place."""
+        self._decisions[-1] = decision = self._decide(step.op)
+        if decision:
+            for t, s in zip(written, step.writes, strict=True):
                 self._hold(t, s)
 
     def _decide(self, op: Op) -> Decision:
@@ -116,7 +123,9 @@ class Candidates:
             self._policy(step.op) if step.op.names else decision
             for step, decision in zip(record.steps, self._decisions, strict=True)
         ]
-        return _recomputing(exposed, record.steps, found) if exposed else found
+        if exposed:
+            found = _recomputing(exposed, record.steps, found)
+        return overwritten(record, found)
 
     def residual(self, value: Value, number: int) -> Tensor:
         """Return the output that was made with a storage, of which a view was held."""
@@ -131,12 +140,24 @@ class Candidates:
 
 
 def decisions_of(
-    policy: Policy | None, steps: Sequence[Step], exposed: Container[int]
+    policy: Policy | None, record: Record, exposed: Container[int]
 ) -> list[Decision]:
     """Return what a policy says of each operation of a record."""
+    steps = record.steps
     if policy is None:
         return [Decision.RECOMPUTE] * len(steps)
-    return _recomputing(exposed, steps, [policy(step.op) for step in steps])
+    found = _recomputing(exposed, steps, [policy(step.op) for step in steps])
+    return overwritten(record, found)
+
+
+def overwritten(record: Record, decisions: Sequence[Decision]) -> list[Decision]:
+    """Return the decisions, where what a collective overwrites is saved for it."""
+    found = [*decisions]
+    if any(step.is_collective for step in record.steps):
+        for j, made in overwrites(record).items():
+            for i in made:
+                found[i] |= decisions[j]
+    return found
 
 
 def _recomputing(

@@ -75,15 +75,19 @@ def traits_of(func: Any) -> Traits:
         may_draw,
         func.namespace not in _OF_TORCH,
         exchanges or not _READ_BY_PYTHON.isdisjoint(func.tags),
-        tuple(by_name[a.name] for _, a in arguments if _is_written(a)),
+        tuple(by_name[a.name] for _, a in arguments if _is_written(func, a)),
         tuple(map(by_name.__getitem__, _STATISTICS)) if is_batch_norm else (),
         by_name.get("training") if is_batch_norm else None,
     )
 
 
-def _is_written(argument: Any) -> bool:
+def _is_written(func: Any, argument: Any) -> bool:
     info = argument.alias_info
-    return info is not None and info.is_write
+    if info is not None:
+        return info.is_write
+    # Collectives write in place, and their schemas do not say so.
+    in_place = func.namespace == "c10d" and func.__name__.partition(".")[0][-1] == "_"
+    return in_place and argument.name.startswith(("output", "tensors"))
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -82,6 +82,11 @@ class Step(NamedTuple):
     result: Any = _FIRST
 
     @property
+    def is_collective(self) -> bool:
+        """Whether it is a collective that writes in place."""
+        return bool(self.writes) and getattr(self.op.func, "namespace", "") == "c10d"
+
+    @property
     def is_view(self) -> bool:
         """Whether its outputs are all views of storages that it reads."""
         return bool(self.makes) and not self.writes and {*self.makes} <= {*self.reads}
@@ -119,6 +124,8 @@ class Record:
             holds handles: for each handle, the storage that it stands for.
         outputs: the storage of each output.
         packs: what each handle stands for; None where the tensor itself is saved.
+        inside: for wrappers of one tensor, the number of the wrapper and that of the
+            storage inside.
     """
 
     steps: tuple[Step, ...]
@@ -126,6 +133,7 @@ class Record:
     roots: tuple[frozenset[int], ...]
     outputs: tuple[int | None, ...] = ()
     packs: tuple[Pack | None, ...] = ()
+    inside: tuple[tuple[int, int], ...] = ()
 
     @property
     def names(self) -> frozenset[str]:
@@ -187,6 +195,7 @@ def plan(
         record: what the forward did.
         saveable: the operations whose results the policy saves. A result that shares
             memory with another tensor, or is changed in place, is recomputed anyway.
+            One that a collective overwrites is saved as the collective leaves it.
         outputs: those that have cotangents; None for all.
         extra_roots: more storages that are needed.
         prune: whether to leave out what is not needed. If not, all but what is saved is
@@ -232,6 +241,8 @@ class _Walk:
     def __init__(self, record: Record, saveable: Collection[int]) -> None:
         self._steps = record.steps
         self._makers = _makers(record)
+        self._linked = _linked(record)
+        self._overwrites = overwrites(record)
         whole = [i for i in saveable if self._is_whole(i, record.inputs)]
         self._saveable = {*whole}
         self.live: set[int] = set()
@@ -243,10 +254,25 @@ class _Walk:
     def _is_whole(self, i: int, inputs: Sequence[int]) -> bool:
         """Say whether no other step makes or changes the outputs of a step."""
         step = self._steps[i]
-        alone = all(self._makers[s] == [i] and s not in inputs for s in step.makes)
+        overwritten = any(i in made for made in self._overwrites.values())
+        alone = overwritten or all(
+            self._makers[s] == [i] and s not in inputs and not self._is_shared(s)
+            for s in step.makes
+        )
         # Constants are recomputed, as in JAX: Python may fill one without an operation.
-        made = bool(step.makes and step.reads)
+        made = bool(step.makes and (step.reads or overwritten))
         return alone and made and not (step.writes or step.always_runs or step.draws)
+
+    def _is_shared(self, storage: int) -> bool:
+        """Say whether a step writes to a storage by way of a wrapper, or inside one."""
+        linked = self._linked.get(storage, ())
+        makers = (i for s in linked for i in self._makers.get(s, ()))
+        return any(self._steps[i].writes for i in makers)
+
+    def _is_covered(self, i: int) -> bool:
+        """Say whether all that a collective overwrites is saved."""
+        made = self._overwrites.get(i)
+        return made is not None and made <= self._saveable
 
     def need(self, storages: Iterable[int]) -> None:
         """Need storages, and with them what made and changed them."""
@@ -256,10 +282,11 @@ class _Walk:
             if s in self.live:
                 continue
             self.live.add(s)
+            self._todo += self._linked.get(s, ())
             for i in self._makers.get(s, ()):
                 if i in self._saveable:
                     self.saved.add(i)
-                else:
+                elif not self._is_covered(i):
                     self._run(i, metadata_only=self._is_metadata_only(i, s))
 
     def _is_metadata_only(self, i: int, storage: int) -> bool:
@@ -302,6 +329,8 @@ class _Walk:
         step = self._steps[i]
         if i in self.saved:
             return Fate.SAVED
+        if self._is_covered(i) and self._overwrites[i] & self.saved:
+            return Fate.SAVED  # with what it overwrote
         if i in self.run_steps or not prune:
             return Fate.RECOMPUTED
         if not self.live.isdisjoint(step.makes) and step.is_view:
@@ -309,13 +338,44 @@ class _Walk:
         return Fate.METADATA_ONLY if i in self.metadata_only else Fate.DEAD
 
 
+def overwrites(record: Record) -> dict[int, frozenset[int]]:
+    """Return the steps whose results collectives replace in place, by collective.
+
+    Nothing else has read such a result by then, and the collective writes nothing else.
+    """
+    steps, makers, found = record.steps, _makers(record), dict[int, frozenset[int]]()
+    for j, step in enumerate(steps):
+        if not step.is_collective or step.always_runs or step.draws:
+            continue
+        made = [makers[s][0] for s in step.writes if makers[s][1:] == [j]]
+        fresh = all(
+            len(steps[i].makes) == 1
+            and s not in record.inputs
+            and not any(s in steps[k].reads for k in range(i + 1, j))
+            for i, s in zip(made, step.writes, strict=False)
+        )
+        if len(made) == len(step.writes) and fresh:
+            found[j] = frozenset(made)
+    return found
+
+
+def _linked(record: Record) -> dict[int, list[int]]:
+    """Return, for wrappers and for what they wrap, the storages of the same values."""
+    linked = defaultdict(list)
+    for wrapper, inner in record.inside:
+        linked[wrapper].append(inner)
+        linked[inner].append(wrapper)
+    return linked
+
+
 def _makers(record: Record) -> dict[int, list[int]]:
     """Return which steps make or change each storage."""
-    makers = defaultdict(list)
+    makers, inside = defaultdict(list), dict(record.inside)
     for i, step in enumerate(record.steps):
         # A step that returns only views makes no storage. If one output is new, then
         # the step is needed as soon as any of its outputs is.
-        made = step.makes if {*step.makes}.difference(step.reads) else ()
+        read = {*step.reads, *(inside.get(s, s) for s in step.reads)}
+        made = step.makes if {*step.makes} - read else ()
         for s in {*made, *step.writes}:
             makers[s].append(i)
     return makers

@@ -64,7 +64,12 @@ class Plans:
         self.each_has_handle = {*self.residual_of_handle.values()} == {*count}
         read = _read_in_recompute(record, made) | self.extra_roots
         numbers = enumerate(_storages_of_residuals(record, made))
-        self.for_recompute = frozenset(index for index, s in numbers if s in read)
+        self.for_recompute = frozenset(
+            index
+            for index, s in numbers
+            # No absent tensor can stand for one of a subclass.
+            if s in read or record.steps[made.residuals[index][0]].hides_aliases
+        )
 
     def planned_again(
         self, decisions: Sequence[Decision], extra_roots: frozenset[int]

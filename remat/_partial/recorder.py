@@ -118,6 +118,8 @@ class Recorder(LeanDispatchMode):
             op = step.op if may_be_saved(step, results.tensors) else None
             statics = statics_of(args, kwargs)
             self.candidates.ask(op, statics, results.tensors, makes)
+            if step.is_collective:
+                self.candidates.ask_of_collective(step, seen.written)
 
     @override
     def __enter__(self) -> Any:
@@ -164,7 +166,9 @@ class Recorder(LeanDispatchMode):
         steps = completed(self.steps, self._names, self._updates, self.exposed)
         ends = tuple(map(self._storages.known, outs))
         roots = self.roots
-        return Record(steps, self.inputs, roots.roots(gone), ends, roots.packs())
+        inside = tuple(self._storages.inside.items())
+        packs = roots.packs()
+        return Record(steps, self.inputs, roots.roots(gone), ends, packs, inside)
 
     def decisions(self, record: Record) -> list[Decision]:
         """Return what the policy says of each operation of the record."""

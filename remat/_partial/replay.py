@@ -96,7 +96,9 @@ class Replay(Follow):
             args = args[::-1]
         if fate is Fate.SAVED:
             self._check_wiring(i, step, args, kwargs)
-            return self._result(step, step.result, (), self.schedule.residual_index[i])
+            indices = self.schedule.residual_index.get(i, {})
+            inputs = inputs_of(args, kwargs)
+            return self._result(step, step.result, inputs, indices)
         if fate is Fate.METADATA_ONLY:
             return self._on_no_values(step, args, kwargs or {})
         return self._left_out(i, step, args, kwargs)

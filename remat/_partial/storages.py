@@ -6,7 +6,8 @@ Invariant: tensors that share a storage have the same number, and a number is ne
 for two storages: each storage is referred to weakly, so that its address is not used
 again. Rejected: to number every tensor by its storage. Sparse, nested and quantized
 tensors have several storages or none, so each such tensor has a number of its own, and
-is held.
+is held. A wrapper of one tensor, such as a DTensor, is such a tensor too: `inside` has
+the number of the storage that it wraps.
 """
 
 from collections.abc import Sequence
@@ -16,15 +17,21 @@ import torch
 from torch import Tensor
 
 from remat._base.absent import PLAIN, Absent
+from remat._base.wrappers import wrapped_by
 from remat._torch import StorageRef, base_tensor, no_torch_functions, storage_id
 
 
 class Storages:
-    """The numbers of the storages that were met."""
+    """The numbers of the storages that were met.
 
-    __slots__ = ("_numbers", "_references")
+    Attributes:
+        inside: for each wrapper of a tensor, the number of the storage that it wraps.
+    """
+
+    __slots__ = ("_numbers", "_references", "inside")
 
     def __init__(self) -> None:
+        self.inside: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._references: list[Any] = []
 
@@ -39,7 +46,15 @@ class Storages:
         if number is None:
             number = self._numbers[key] = len(self._numbers)
             self._references.append(_reference_if(strided, tensor))
+            if not strided:
+                self._look_inside(tensor, number)
         return number
+
+    def _look_inside(self, tensor: Tensor, number: int) -> None:
+        inner = wrapped_by(tensor)
+        if inner is not None:
+            inner_number = self.number(inner)
+            self.inside[number] = self.inside.get(inner_number, inner_number)
 
     def numbers(
         self, tensors: Sequence[Tensor], strided: Sequence[bool]

@@ -27,7 +27,7 @@ from remat._partial.storages import (
     sees_operations,
     storage_of,
 )
-from remat._torch import no_torch_functions
+from remat._torch import finished, no_torch_functions
 
 
 def value_of(tensor: Tensor) -> Value:
@@ -161,7 +161,7 @@ class Results(Described):
             return Slot(len(self.tensors) - 1) if k is None else Passed(k)
         if isinstance(result, (list, tuple)):
             return type(result)(map(self._form_of, result))
-        return result
+        return finished(result)  # a collective's own would hold its tensors
 
 
 # A `torch.Size` is described as the tuple that it is.

@@ -224,7 +224,8 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
         return
     if is_traceable_wrapper_subclass(tensor):
         wrapper: Any = tensor
-        inner = [getattr(tensor, name) for name in wrapper.__tensor_flatten__()[0]]
+        found = [getattr(tensor, name) for name in wrapper.__tensor_flatten__()[0]]
+        inner = [part for part in found if isinstance(part, Tensor)]
     elif tensor.is_nested:
         inner = [tensor.values(), *(getattr(tensor, name)() for name in _OF_NESTED)]
     elif tensor.layout is torch.strided:

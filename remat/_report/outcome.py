@@ -50,7 +50,7 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
     why = why_no_record(policy, prune, call)
     if why:
         return _without_plan(record, options, found, why)
-    decisions = decisions_of(policy, record.steps, found.exposed)
+    decisions = decisions_of(policy, record, found.exposed)
     roots = found.exposed.union(cache.plans.extra_roots if cache.plans else ())
     verdict = planned(record, decisions, policy, prune, roots)
     made = verdict.plan

@@ -9,6 +9,7 @@
     storages        numbers of storages, references to them, copies that share one
     pytrees         torch's registry of pytree classes
     process         settings, and the global generators
+    distributed     collectives that are under way
     surroundings    autocast, cached parametrizations, torch's checkpoint
     selftest, expected_*    what each name expects of torch, checked
 
@@ -56,6 +57,7 @@ from remat._torch.autograd import (
     without_hooks as without_hooks,
     without_tangent as without_tangent,
 )
+from remat._torch.distributed import finished as finished, wait_for as wait_for
 from remat._torch.graphs import (
     IGNORED as IGNORED,
     TracedMode as TracedMode,

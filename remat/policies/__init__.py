@@ -25,6 +25,7 @@ the product has a batch dimension and is recomputed. Use `dots_saveable` or name
 """
 
 from remat._base.op import Op as Op, Value as Value
+from remat.policies._collectives import save_collectives as save_collectives
 from remat.policies._decision import Decision as Decision
 from remat.policies._dots import (
     checkpoint_dots as checkpoint_dots,

@@ -18,6 +18,7 @@ from remat.random._continuous import gumbel
 from remat.random._draw import Shape, as_shape, consumed, draw, fits, is_readable
 from remat.random._key import Key, KeyLike, data_of
 from remat.random._samplers import randint
+from remat.random._sharded import shape_like
 
 
 def permutation(
@@ -197,7 +198,7 @@ def _scaled(p: Tensor) -> Tensor:
 
 def _noisy(key: KeyLike, shape: tuple[int, ...], logits: Tensor) -> Tensor:
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    return gumbel(key, shape, dtype) + logits.detach().to(dtype)
+    return gumbel(key, shape_like(logits, shape), dtype) + logits.detach().to(dtype)
 
 
 def categorical(

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from remat._torch import current_layer, must_inline
-from remat.random import _reuse
+from remat.random import _reuse, _sharded
 from remat.random._key import KeyLike, data_of, integer
+from remat.random._sharded import Sharded, is_dtensor, shape_like
 
 
-Shape: TypeAlias = int | tuple[int, ...] | None
+Shape: TypeAlias = int | tuple[int, ...] | Tensor | None
 Value: TypeAlias = float | Tensor
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -37,6 +38,8 @@ def draw(
     kind: Any,
 ) -> Tensor:
     """Return `op`'s numbers, `shape` of them from each key."""
+    if isinstance(shape, Sharded):
+        return _sharded.draw(op, data, shape, kind)
     numbers = op(data, math.prod(shape), kind)
     return numbers.reshape((*data.shape[:-1], *shape))
 
@@ -52,6 +55,9 @@ def shape_for(key: KeyLike, shape: Shape, **parameters: Value) -> tuple[int, ...
     if shape is None:
         shape = torch.broadcast_shapes(*(p.shape for p in tensors.values()))
     shape = as_shape(shape)
+    layout = next(filter(is_dtensor, tensors.values()), None)
+    if layout is not None and not isinstance(shape, Sharded):
+        shape = shape_like(layout, shape)
     for name, value in tensors.items():
         result = (*data_of(key).shape[:-1], *shape)
         if not fits(value.shape, result):
@@ -66,9 +72,13 @@ _WIDENS = (
 
 
 def as_shape(shape: Any) -> tuple[int, ...]:
-    """Return the shape given by a number, a sequence of numbers or None."""
+    """Return the shape given by a number, a sequence of numbers, a DTensor or None."""
     if shape is None:
         return ()
+    if is_dtensor(shape):
+        return shape_like(shape)
+    if isinstance(shape, Sharded):
+        return shape
     lengths = tuple(map(integer, shape if isinstance(shape, Iterable) else (shape,)))
     if any(n < 0 for n in lengths):
         raise ValueError(f"remat: no shape has negative lengths, got {list(lengths)}.")

@@ -15,10 +15,11 @@ from torch.autograd import Function
 from typing_extensions import override
 
 from remat._torch import current_layer, must_inline
-from remat.random import _ops
+from remat.random import _ops, _sharded
 from remat.random._draw import Value, consumed, fits, is_number
 from remat.random._key import KeyLike, data_of
 from remat.random._samplers import check_probability
+from remat.random._sharded import is_dtensor
 
 
 def dropout(key: KeyLike, x: Tensor, p: Value, training: bool = True) -> Tensor:
@@ -95,6 +96,8 @@ def _drop(x: Tensor, data: Tensor, p: float) -> Tensor:
 
 
 def _numbers_for(x: Tensor, data: Tensor) -> Tensor:
+    if is_dtensor(x):
+        return _sharded.draw_each(_ops.uniform, data, x, torch.float32)
     n = math.prod(x.shape[data.ndim - 1 :])
     return _ops.uniform(data, n, torch.float32).reshape(x.shape)
 
@@ -104,8 +107,8 @@ def _masked(x: Tensor, data: Tensor, p: float) -> Tensor:
     scale = 1 / (1 - p) if p < 1 else 1.0
     drop = _numbers_for(x, data) < p
     # In place, so that the product keeps the memory format of `x`. Not under vmap,
-    # where `drop` may be batched and `x` not.
-    if current_layer() is None:
+    # where `drop` may be batched and `x` not, nor where `x` is to be added up.
+    if current_layer() is None and not is_dtensor(x):
         return (x * scale).masked_fill_(drop, 0)
     return torch.where(drop, 0.0, x * scale)
 

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from remat._torch import current_layer, must_inline
 from remat.random._key import Key
 from remat.random._samplers import bernoulli, bits, normal, randint, uniform
+from remat.random._sharded import shape_like
 
 
 # Not `dtype.to_real()`, which Dynamo does not trace.
@@ -88,21 +89,21 @@ def check_all(holds: Callable[[], Tensor], t: Tensor, what: str) -> None:
 
 
 def uniform_(key: Key, x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    return uniform_of(key, x.shape, x.dtype, low, high)
+    return uniform_of(key, shape_like(x), x.dtype, low, high)
 
 
 def normal_(key: Key, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return gaussian(key, x.shape, x.dtype, mean, std)
+    return gaussian(key, shape_like(x), x.dtype, mean, std)
 
 
 def bernoulli_(key: Key, x: Tensor, p: Any = 0.5) -> Tensor:
-    return coin(key, p, x.shape).to(x.dtype)
+    return coin(key, p, shape_like(x)).to(x.dtype)
 
 
 def coin(key: Key, p: Any, shape: Any) -> Tensor:
     if isinstance(p, Tensor):
         check_all(lambda: (p >= 0) & (p <= 1), p, "probabilities are between 0 and 1")
-    return bernoulli(key, p, tuple(shape))
+    return bernoulli(key, p, shape)
 
 
 def check_floats(name: str, x: Tensor) -> None:
@@ -113,7 +114,7 @@ def check_floats(name: str, x: Tensor) -> None:
 def exponential_(key: Key, x: Tensor, lambd: float = 1.0) -> Tensor:
     check_floats("exponential_", x)
     check(lambd > 0, "exponential_ needs lambd > 0", lambd)
-    u = uniform(key, x.shape, wide(x))
+    u = uniform(key, shape_like(x), wide(x))
     # Never zero: callers take its logarithm.
     least = torch.finfo(u.dtype).eps / 2
     return (-torch.log1p(-u)).clamp_min(least) / lambd
@@ -121,19 +122,19 @@ def exponential_(key: Key, x: Tensor, lambd: float = 1.0) -> Tensor:
 
 def log_normal_(key: Key, x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
     check_floats("log_normal_", x)
-    return normal(key, x.shape, wide(x), mean, std).exp()
+    return normal(key, shape_like(x), wide(x), mean, std).exp()
 
 
 def cauchy_(key: Key, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
     check_floats("cauchy_", x)
     check(sigma > 0, "cauchy_ needs sigma > 0", sigma)
-    u = uniform(key, x.shape, wide(x))
+    u = uniform(key, shape_like(x), wide(x))
     return torch.tan(math.pi * (u - 0.5)) * sigma + median
 
 
 def geometric_(key: Key, x: Tensor, p: float) -> Tensor:
     check(0 < p < 1, "geometric_ needs 0 < p < 1", p)
-    u = uniform(key, x.shape, wide(x))
+    u = uniform(key, shape_like(x), wide(x))
     return (torch.log1p(-u) / math.log1p(-p)).ceil().clamp_min(1)
 
 
@@ -143,7 +144,7 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 
 def random_(key: Key, x: Tensor, *bounds: int, **named: int) -> Tensor:
     low, high = _bounds(x.dtype, *bounds, **named)
-    return integers(key, x.shape, low, high, torch.int64).to(x.dtype)
+    return integers(key, shape_like(x), low, high, torch.int64).to(x.dtype)
 
 
 def _bounds(

@@ -98,6 +98,16 @@ def normal(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     return op(data, n, dtype)
 
 
+def per_block(op: Callable[[Tensor, int, Any], Tensor], kind: Any) -> int:
+    """Return how many numbers of a draw come from one block of the stream."""
+    readings: Any = {
+        bits: _philox.BITS,
+        uniform: _philox.UNIFORM,
+        normal: _philox.NORMAL,
+    }
+    return readings[op][kind].per_block
+
+
 _NO_INTEGERS = {torch.bool, torch.complex32, torch.complex64, torch.complex128}
 _NOT_INTEGERS = (
     "remat: `fold_in` takes an integer or a tensor of integers, got a tensor of {got}. "

@@ -19,6 +19,7 @@ from remat.random import _numbers as numbers
 from remat.random._choices import permutation
 from remat.random._key import Key
 from remat.random._samplers import uniform
+from remat.random._sharded import shape_like
 
 
 Draw = Callable[[], Key]
@@ -80,7 +81,7 @@ def _like(sample: Sampler) -> Rule:
     def rule(draw: Draw, input: Tensor, **options: Any) -> Tensor:
         key = draw()
         return _deliver_like(
-            lambda device, dtype: sample(key.to(device), input.shape, dtype),
+            lambda device, dtype: sample(key.to(device), shape_like(input), dtype),
             input,
             **options,
         )
@@ -156,7 +157,7 @@ def _randint_like(
     key = draw()
     return _deliver_like(
         lambda device, dtype: numbers.integers(
-            key.to(device), input.shape, int(low), int(high), dtype
+            key.to(device), shape_like(input), int(low), int(high), dtype
         ),
         input,
         **options,
@@ -213,7 +214,7 @@ def _bernoulli(
 ) -> Tensor:
     numbers.check_floats("bernoulli", input)
     value = numbers.coin(
-        draw().to(input.device), input if p is None else p, input.shape
+        draw().to(input.device), input if p is None else p, shape_like(input)
     )
     return _into(out, _constant_in(value.to(input.dtype), input))
 

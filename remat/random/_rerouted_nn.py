@@ -20,6 +20,7 @@ from remat.random._dropout import dropout
 from remat.random._key import Key, clone, fold_in
 from remat.random._rerouted import Draw, Rule, laid_out
 from remat.random._samplers import bernoulli, check_probability, uniform
+from remat.random._sharded import shape_like
 
 
 # -- Dropout --------------------------------------------------------------------------
@@ -31,7 +32,7 @@ def _drops(p: float, train: bool | None, x: Tensor) -> bool:
 
 
 def _whole(x: Tensor) -> tuple[int, ...]:
-    return x.shape
+    return shape_like(x)
 
 
 def _features(x: Tensor) -> tuple[int, ...]:
@@ -40,7 +41,7 @@ def _features(x: Tensor) -> tuple[int, ...]:
             "remat: feature dropout needs at least 2 dimensions, batch and features; "
             f"got {x.dim()}."
         )
-    return (*x.shape[:2], *(1 for _ in x.shape[2:]))
+    return shape_like(x, (*x.shape[:2], *(1 for _ in x.shape[2:])))
 
 
 def _zeroed(key: Key, x: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
@@ -89,7 +90,7 @@ def _native_dropout(
         return torch.native_dropout(input, p, train)
     key = draw().to(input.device)
     # A clone, so that the second use draws the same numbers.
-    dropped = bernoulli(clone(key), p, input.shape)
+    dropped = bernoulli(clone(key), p, shape_like(input))
     return dropout(key, input, p), ~dropped
 
 
@@ -106,7 +107,7 @@ def _rrelu(plain: Any) -> Rule:
         if not training:
             return plain(input, lower, upper, training)
         key = draw().to(input.device)
-        slope = uniform(key, input.shape, input.dtype, lower, upper)
+        slope = uniform(key, shape_like(input), input.dtype, lower, upper)
         out = torch.where(input > 0, input, input * slope)
         return input.copy_(out) if is_in_place else out
 
@@ -152,7 +153,7 @@ def _gumbel_softmax(
     dim: int = -1,
 ) -> Tensor:
     del eps  # torch deprecated it and ignores it too
-    noise = gumbel(draw().to(logits.device), tuple(logits.shape), logits.dtype)
+    noise = gumbel(draw().to(logits.device), shape_like(logits), logits.dtype)
     soft = ((logits + noise) / tau).softmax(dim)
     if not hard:
         return soft

@@ -335,7 +335,7 @@ def _modulo(words: Tensor, span: int) -> Tensor:
     """Return 64 bits, taken as unsigned, modulo an integer up to 2**64."""
     if span <= 2**31:
         # One remainder is enough: its argument is below 2**63.
-        high, low = (words >> 32).bitwise_and_(_LOW), words & _LOW
+        high, low = _shifted(words, 32).bitwise_and_(_LOW), words & _LOW
         return high.mul_(2**32 % span).add_(low) % span
     if span <= 2**62:
         return (words % span + (words < 0) * (2**64 % span)) % span
@@ -345,6 +345,9 @@ def _modulo(words: Tensor, span: int) -> Tensor:
 
 
 _LOW = 2**32 - 1
+
+# Not `words >> n`: that of a DTensor returns the words as they are, also in torch 2.14.
+_shifted = torch.bitwise_right_shift
 
 
 def _modulo_each(words: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -364,7 +367,7 @@ def _less(words: Tensor, span: int | Tensor) -> Tensor:
 
 def _modulo_wide(words: Tensor, span: int | Tensor) -> Tensor:
     """Return 64 bits modulo a positive integer below 2**63."""
-    half = ((words >> 1) & (2**63 - 1)) % span
+    half = (_shifted(words, 1) & (2**63 - 1)) % span
     # Twice `half` modulo `span`, without reaching 2**63.
     twice = torch.where(half >= span - half, half - (span - half), half + half)
     odd = words & 1

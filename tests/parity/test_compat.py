@@ -15,6 +15,7 @@ from torch.utils import _python_dispatch
 from remat import _torch
 from remat._torch import (
     autograd,
+    distributed,
     levels,
     modes,
     operators,
@@ -30,8 +31,8 @@ from remat._torch import (
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    *(autograd, levels, modes, operators, process, pytrees, storages, surroundings),
-    *(tensors, tracing),
+    *(autograd, distributed, levels, modes, operators, process, pytrees, storages),
+    *(surroundings, tensors, tracing),
 )
 SHIMS = sorted(
     name

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from support.records import (
+    collective,
     draw,
     draw_in_place,
     draw_like,
@@ -243,6 +244,58 @@ KEPT = [
         "not what shares memory with another",
         record(pure([0], 1), pure([1], 1, 2), roots=[[2]]),
         *([1], {}, "run run", set()),
+    ),
+    (
+        "what a collective overwrites, as the collective leaves it",
+        record(pure([0], 1), collective(1), pure([1], 2), roots=[[1]]),
+        *([0], {}, "keep keep dead", {(0, 0)}),
+    ),
+    (
+        "what a collective overwrites, also of nothing, and in full",
+        record(pure([], 1), collective(1), pure([1], 2), roots=[[1]]),
+        *([0], {"prune": False}, "keep keep run", {(0, 0)}),
+    ),
+    (
+        "nothing of it, if the policy does not say so",
+        record(pure([0], 1), collective(1), pure([1], 2), roots=[[1]]),
+        *([1], {}, "run run dead", set()),
+    ),
+    (
+        "not what was read before a collective overwrote it",
+        record(pure([0], 1), pure([1], 2), collective(1), roots=[[1, 2]]),
+        *([0], {}, "run run run", set()),
+    ),
+    (
+        "not what is changed after a collective overwrote it",
+        record(pure([0], 1), collective(1), in_place(1), roots=[[1]]),
+        *([0], {}, "run run run", set()),
+    ),
+    (
+        "not an input that a collective overwrites",
+        record(collective(0), pure([0], 1), roots=[[0]]),
+        *([0], {}, "run dead", set()),
+    ),
+    (
+        "what a wrapper holds, for the wrapper",
+        record(pure([0], 1), pure([2], 3), roots=[[2]], inside=[(2, 1)]),
+        *([0], {}, "keep dead", {(0, 0)}),
+    ),
+    (
+        "a wrapper, for what it holds",
+        record(pure([0], 1), pure([2], 3), roots=[[2]], inside=[(1, 2)]),
+        *([0], {}, "keep dead", {(0, 0)}),
+    ),
+    (
+        "not a wrapper of what is changed in place",
+        record(pure([0], 1), in_place(2), roots=[[1]], inside=[(1, 2)]),
+        *([0], {}, "run run", set()),
+    ),
+    (
+        "what a wrapper of it is read from: that is a view",
+        record(
+            pure([0], 1), Step(Op("wait"), (2,), (1,)), roots=[[1]], inside=[(2, 1)]
+        ),
+        *([0], {}, None, {(0, 0)}),
     ),
     ("for all outputs", TWO, [0, 2], {}, None, {(0, 0), (2, 0)}),
     ("for one output", TWO, [0, 2], {"outputs": [1]}, None, {(2, 0)}),

@@ -50,6 +50,7 @@ MANY = {
     "nothing_saveable": nothing_saveable,
     "everything_saveable": everything_saveable,
     "dots_saveable": dots_saveable,
+    "save_collectives": policies.save_collectives,
     "dots_with_no_batch_dims_saveable": dots_with_no_batch_dims_saveable,
     "dots_with_no_batch_dims_saveable.but_offload(to='pinned_host')": (
         offload_dot_with_no_batch_dims()
@@ -123,6 +124,22 @@ def test_a_policy_cannot_be_changed(text):
 @each_policy
 def test_every_answer_is_a_decision(text):
     assert all(type(MANY[text](o)) is Decision for o in OPS)
+
+
+@pytest.mark.parametrize(
+    ("operator", "decision"),
+    [
+        (torch.ops._c10d_functional.all_reduce.default, SAVE),
+        (torch.ops._c10d_functional.reduce_scatter_tensor, SAVE),
+        (torch.ops._c10d_functional_autograd.all_gather_into_tensor.default, SAVE),
+        (torch.ops.c10d.allreduce_.default, SAVE),
+        (torch.ops._c10d_functional.wait_tensor.default, RECOMPUTE),
+        (torch.ops.c10d.send.default, RECOMPUTE),
+        (MM, RECOMPUTE),
+    ],
+)
+def test_collectives_are_known(operator, decision):
+    assert policies.save_collectives(Op(operator)) is decision
 
 
 def test_the_names_that_a_policy_mentions():

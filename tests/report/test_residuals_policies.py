@@ -37,6 +37,7 @@ LARGE = ["named 't'", "output of _softmax"]
 POLICIES = {
     "no policy": (None, []),
     "nothing_saveable": (policies.nothing_saveable, []),
+    "save_collectives": (policies.save_collectives, []),
     "everything_saveable": (policies.everything_saveable, LARGE + SMALL),
     "dots_saveable": (policies.dots_saveable, DOTS),
     "checkpoint_dots": (policies.checkpoint_dots, DOTS),

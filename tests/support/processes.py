@@ -1,6 +1,7 @@
-"""What the tests of two processes share: models, styles, a training, the processes."""
+"""What tests of several processes share: models, styles, a training, the processes."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -147,10 +148,16 @@ def train(model, rank, batch=one_batch):
 # --- The comparison ---
 
 
+def talks(ops):
+    """What the processes sent each other, by operation."""
+    local = ("wait_tensor", "_wrap_tensor_autograd")
+    found = {name: n for name, n in ops.items() if "c10d" in name}
+    return Counter({name: n for name, n in found.items() if not name.endswith(local)})
+
+
 def collectives(ops):
     """How often the processes talked."""
-    names = [name for name in ops if "c10d" in name and "wait" not in name]
-    return sum(ops[name] for name in names)
+    return talks(ops).total()
 
 
 def assert_as_plain(name, ways):
@@ -172,13 +179,15 @@ def assert_as_plain(name, ways):
 # --- Processes ---
 
 
-def work(rank: int, path: str, task: Callable[..., Any], *args: Any) -> None:
+def work(
+    rank: int, path: str, count: int, task: Callable[..., Any], *args: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"{path}/store", 2)
+    store = dist.FileStore(f"{path}/store", count)
     timeout = timedelta(seconds=60)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timeout
+        "gloo", store=store, rank=rank, world_size=count, timeout=timeout
     )
     try:
         torch.save(task(*args, rank), f"{path}/{rank}.pt")
@@ -186,6 +195,13 @@ def work(rank: int, path: str, task: Callable[..., Any], *args: Any) -> None:
         dist.destroy_process_group()
 
 
+def in_processes(
+    count: int, path: Any, task: Callable[..., Any], *args: Any
+) -> list[Any]:
+    """Run `task(*args, rank)` in processes that make a group; return the results."""
+    mp.spawn(work, args=(str(path), count, task, *args), nprocs=count)
+    return [torch.load(path / f"{r}.pt", weights_only=False) for r in range(count)]
+
+
 def in_two_processes(path: Any, task: Callable[..., Any], *args: Any) -> list[Any]:
-    mp.spawn(work, args=(str(path), task, *args), nprocs=2)
-    return [torch.load(path / f"{r}.pt", weights_only=False) for r in range(2)]
+    return in_processes(2, path, task, *args)

@@ -1,5 +1,7 @@
 """Records of the planner, written by hand: no tensors, no torch operations."""
 
+import torch
+
 from remat._base.op import Op
 from remat._partial.plan import Record, Step
 
@@ -15,6 +17,12 @@ def view(of):
 
 def in_place(target, *reads):
     return Step(Op("in_place"), (target, *reads), (target,), (target,))
+
+
+def collective(target):
+    """Writes in place what the processes have, `all_reduce` say."""
+    op = Op(torch.ops.c10d.allreduce_.default)
+    return Step(op, (target,), (target,), (target,))
 
 
 def draw(*reads, makes):
@@ -40,6 +48,6 @@ def zeros_like(of, makes):
     return Step(Op("zeros_like"), (of,), (makes,), metadata_only=(0,))
 
 
-def record(*steps, inputs=(0,), roots=()):
+def record(*steps, inputs=(0,), roots=(), inside=()):
     """Storages are numbered from 0 by the inputs; `roots` are those of each output."""
-    return Record(steps, inputs, tuple(map(frozenset, roots)))
+    return Record(steps, inputs, tuple(map(frozenset, roots)), inside=tuple(inside))

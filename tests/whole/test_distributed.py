@@ -1,4 +1,4 @@
-"""Two gloo processes on the CPU: FSDP2, DDP and tensor parallel.
+"""Two gloo processes on the CPU, or four: FSDP2, DDP and tensor parallel.
 
 Each arrangement is trained for three steps plain, with remat and with torch's
 checkpoint. Gradients and parameters have to be plain's bit for bit; a fourth step is
@@ -24,7 +24,9 @@ from support.processes import (
     assert_as_plain,
     blocks_of,
     called,
+    collectives,
     decorated,
+    in_processes,
     in_two_processes,
     inside,
     method,
@@ -34,7 +36,11 @@ from support.processes import (
 from support.zoo import plainly
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -44,7 +50,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from remat import remat
+from remat import policies, remat
 from remat.testing import assert_same
 
 
@@ -96,11 +102,12 @@ def accumulated(model, rank, step):
         one_batch(model, rank, 10 * step + part)
 
 
-def sharded_and_parallel(build):
+def sharded_and_parallel(build, replicas=1):
     """Tensor parallel in each block, whose shards FSDP2 has."""
 
     def make(wrap):
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+        shape = (replicas, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
         model = build(wrap)
         for block in model.blocks:
             parallelize_module(block, mesh["tensor"], COLUMNS_AND_ROWS)
@@ -112,6 +119,7 @@ def sharded_and_parallel(build):
 
 COLUMNS_AND_ROWS = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+AWAY = CPUOffloadPolicy(pin_memory=False)
 
 
 def with_dropout(wrap):
@@ -126,6 +134,8 @@ FSDP = {
     "called, accumulated": (sharded(called), accumulated),
     "inside, mixed precision": (sharded(inside, mp_policy=HALF), one_batch),
     "called, mixed precision": (sharded(called, mp_policy=HALF), one_batch),
+    "inside, offloaded": (sharded(inside, offload_policy=AWAY), one_batch),
+    "called, offloaded": (sharded(called, offload_policy=AWAY), one_batch),
     "inside, only root": (only_root(inside), one_batch),
     "called, only root": (only_root(called), one_batch),
     "decorated, only root": (only_root(decorated), one_batch),
@@ -135,6 +145,29 @@ FSDP = {
     "dropout": (sharded(with_dropout), one_batch),
     "tensor parallel, inside": (sharded_and_parallel(inside), one_batch),
     "tensor parallel, called": (sharded_and_parallel(called), one_batch),
+}
+
+
+def in_pairs(model, rank, step):
+    """Processes that share the layers share each batch."""
+    one_batch(model, rank // 2, step)
+
+
+def sharded_and_replicated(build):
+    """Two replicas, each of two shards."""
+
+    def make(wrap):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        return sharded(build, mesh=mesh)(wrap)
+
+    return make
+
+
+OF_FOUR = {
+    "tensor parallel, inside": (sharded_and_parallel(inside, 2), in_pairs),
+    "tensor parallel, called": (sharded_and_parallel(called, 2), in_pairs),
+    "replicas, inside": (sharded_and_replicated(inside), one_batch),
+    "replicas, called": (sharded_and_replicated(called), one_batch),
 }
 
 
@@ -298,7 +331,13 @@ TENSOR = {
 
 
 WRAPS = {"plain": plainly, "remat": remat, "checkpoint": theirs}
-ARRANGEMENTS = {"FSDP2": FSDP, "DDP": DDP, "tensor parallel": TENSOR}
+ARRANGEMENTS = {
+    "FSDP2": FSDP,
+    "DDP": DDP,
+    "tensor parallel": TENSOR,
+    "FSDP2 of four": OF_FOUR,
+}
+PROCESSES = {"FSDP2 of four": 4}
 
 
 def train_all(kind: str, rank: int) -> dict[Any, Any]:
@@ -338,16 +377,61 @@ def test_the_comparison_fails_on_what_is_wrong(ours, said):
 
 
 # FSDP2 takes about half a minute.
-KINDS = [pytest.param("FSDP2", marks=pytest.mark.slow), "DDP", "tensor parallel"]
+SLOW = ("FSDP2", "FSDP2 of four")
+KINDS = ["DDP", "tensor parallel"]
+KINDS += [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trainings_are_those_of_plain(kind, tmp_path, subtests):
-    both = in_two_processes(tmp_path, train_all, kind)
+    found = in_processes(PROCESSES.get(kind, 2), tmp_path, train_all, kind)
     for name in ARRANGEMENTS[kind]:
-        for rank, results in enumerate(both):
+        for rank, results in enumerate(found):
             with subtests.test(name, rank=rank):
-                assert_as_plain(name, {way: results[name, way] for way in WRAPS})
+                ways = {way: results[name, way] for way in WRAPS}
+                assert_as_plain(name, ways)
+                if "FSDP2" in kind:  # what is gathered for the backward is enough
+                    (_, once), (_, ours), _ = ways.values()
+                    assert collectives(ours) == collectives(once)
+
+
+# --- What collectives return may be saved ---
+
+
+SHARED = {**TENSOR, **{name: FSDP[name] for name in FSDP if "parallel" in name}}
+
+
+def saving(fn):
+    return remat(fn, policy=policies.save_collectives)
+
+
+def train_saving(rank):
+    """Train what shares layers, plain and saving; count what each sends."""
+    results: dict[Any, Any] = {}
+    for name, (make, batch) in SHARED.items():
+        for wrap in plainly, remat, saving:
+            torch.manual_seed(0)
+            seen, ops = train(make(wrap), rank, batch)
+            results.setdefault(name, []).append((seen, collectives(ops), ops["sin"]))
+    return results
+
+
+def test_no_collective_of_tensor_parallel_is_repeated_if_they_are_saved(
+    tmp_path, subtests
+):
+    repeated = 0
+    for rank, found in enumerate(in_two_processes(tmp_path, train_saving)):
+        for name, (plain, without, ours) in found.items():
+            with subtests.test(name, rank=rank):
+                (want, once, sines), (_, again, _), (got, sent, ran) = (
+                    plain,
+                    without,
+                    ours,
+                )
+                assert_same(got, want)
+                assert (sent, ran) == (once, 2 * sines)
+                repeated += again - once
+    assert repeated > 0
 
 
 # --- When DDP sends gradients ---

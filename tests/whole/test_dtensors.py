@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from remat import policies, remat
+from remat import policies, random, remat, saved_residuals
 from remat.testing import assert_same, count_ops
 
 
@@ -31,24 +31,40 @@ def dropped(w, x):
     return nn.functional.dropout(torch.tanh(w @ x), 0.5).tanh()
 
 
-FUNCTIONS = {"block": block, "redistributed": redistributed, "dropped": dropped}
+def keyed(w, x):
+    return random.dropout(random.key(0), torch.tanh(w @ x), 0.5).tanh()
+
+
+FUNCTIONS = {
+    "block": block,
+    "redistributed": redistributed,
+    "dropped": dropped,
+    "keyed": keyed,
+}
 
 
 POLICIES = {
     "nothing": None,
     "dots": policies.dots_saveable,
     "everything": policies.everything_saveable,
+    "dots, on disk": policies.dots_saveable.but_offload(to="disk"),
+    "dots, on the host": policies.dots_saveable.but_offload(),
 }
 
 
 # What a backward runs of a block: products, and tanhs.
-BACKWARD = {"plain": (4, 0), "nothing": (6, 2), "dots": (4, 2), "everything": (4, 0)}
+BACKWARD = {
+    "plain": (4, 0),
+    "nothing": (6, 2),
+    "everything": (4, 0),
+    **dict.fromkeys(("dots", "dots, on disk", "dots, on the host"), (4, 2)),
+}
 
 
 def of_dtensors(rank):
     """The gradients of each function under each policy, and what runs for them."""
     mesh = init_device_mesh("cpu", (2,))
-    w, x = torch.randn(2, 4, 4).unbind()
+    w, x = torch.randn(4, 4), torch.randn(4, 4)
     found = {}
     for name, fn in FUNCTIONS.items():
         for policy in BACKWARD:
@@ -57,7 +73,15 @@ def of_dtensors(rank):
                 found[name, policy, captured] = three_calls(
                     fn, wrap, captured, distribute_tensor(w, mesh, [Shard(0)]), x
                 )
-    return found
+    where = (
+        distribute_tensor(w, mesh, [Shard(0)]),
+        distribute_tensor(x, mesh, [Replicate()]),
+    )
+    kept = {
+        policy: saved_residuals(remat(block, policy=POLICIES[policy]), *where)
+        for policy in POLICIES
+    }
+    return found, {name: [(r.place, r.nbytes) for r in kept[name]] for name in kept}
 
 
 def three_calls(fn, wrap, captured, w, x):
@@ -78,7 +102,11 @@ def three_calls(fn, wrap, captured, w, x):
 
 
 def test_functions_of_dtensors_follow_policies(tmp_path, subtests):
-    for rank, found in enumerate(in_two_processes(tmp_path, of_dtensors)):
+    for rank, (found, kept) in enumerate(in_two_processes(tmp_path, of_dtensors)):
+        inputs = [("", 2 * 4 * 4), ("", 4 * 4 * 4)]
+        assert kept["nothing"] == inputs
+        assert kept["dots"] == [*inputs, *[("", 2 * 4 * 4)] * 2]  # of each its half
+        assert kept["dots, on disk"] == [*inputs, *[("disk", 2 * 4 * 4)] * 2]
         for (name, policy, captured), (seen, (forward, backward)) in found.items():
             with subtests.test(name, policy=policy, captured=captured, rank=rank):
                 want, (once, _) = found[name, "plain", captured]
