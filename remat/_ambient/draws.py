@@ -82,7 +82,7 @@ def without_draws(fn: Fn, label: str) -> Fn:
         fn: the function.
         label: what errors call it.
     """
-    message = _DREW_IN.format(label=label.replace("{", "{{").replace("}", "}}"))
+    message = drew_in(label)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         streams = global_streams()
@@ -97,6 +97,11 @@ def without_draws(fn: Fn, label: str) -> Fn:
         return result
 
     return run
+
+
+def drew_in(label: str) -> str:
+    """Return the message of an error, with `{op}` and `{where}` to be filled in."""
+    return _DREW_IN.format(label=label.replace("{", "{{").replace("}", "}}"))
 
 
 _DREW = (

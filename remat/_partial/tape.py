@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from remat._ambient.draws import is_tagged_random
+from remat._ambient.draws import drew_in, is_tagged_random
 from remat._base.errors import OffloadError, RandomnessError, RecomputeError
 from remat._base.op import Op
 from remat._base.operators import named
@@ -44,6 +44,7 @@ class Kept:
     Args:
         label: what messages call the function.
         policy: says which results to keep; None for none.
+        refuses_draws: whether draws from global streams are errors.
 
     Attributes:
         entries: what was kept of each operation, in order.
@@ -51,10 +52,12 @@ class Kept:
         is_first: whether the next run is the forward.
     """
 
-    __slots__ = ("draws", "entries", "is_first", "label", "policy")
+    __slots__ = (*("draws", "entries", "is_first", "label", "policy", "refuses_draws"),)
 
-    def __init__(self, label: str, policy: Policy | None) -> None:
-        self.label, self.policy = label, policy
+    def __init__(
+        self, label: str, policy: Policy | None, *, refuses_draws: bool = False
+    ) -> None:
+        self.label, self.policy, self.refuses_draws = label, policy, refuses_draws
         self.entries: list[Entry] = []
         self.draws: list[tuple[Any, Any]] = []
         self.is_first = True
@@ -111,11 +114,11 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", non_blocking=True)
+    return tensor.to("cpu")
 
 
 def _back(tensor: Tensor, device: torch.device) -> Tensor:
-    return after_cotangents(tensor).to(device, non_blocking=True)
+    return after_cotangents(tensor).to(device)
 
 
 _DISK = (
@@ -175,6 +178,9 @@ class Tape(TracedMode):
         inner, args = (args[0], args[1:]) if is_nested else (func, args)
         if kwargs.get("generator") is not None:
             raise RandomnessError(_GENERATOR.format(op=inner, label=self._kept.label))
+        if self._kept.refuses_draws:
+            message = drew_in(self._kept.label)
+            raise RandomnessError(message.format(op=inner, where=user_line()))
         let_graphs_draw()
         if not inner._schema.is_mutable:
             state, out = self.drawn(func, inner, args, kwargs)

@@ -4,6 +4,7 @@
     levels          the levels of torch.func
     modes           function modes and dispatch modes
     tracing         Dynamo, torch.fx, TorchScript
+    graphs          graphs that AOTAutograd and make_fx make
     operators       what `torch.ops` holds; torch's keyed draws
     tensors         tensors without data, lazy bits, fake tensors
     storages        numbers of storages, references to them, copies that share one
@@ -184,4 +185,5 @@ from remat._torch.tracing import (
     must_inline as must_inline,
     not_scriptable as not_scriptable,
     show_to_traced_modes as show_to_traced_modes,
+    uncompiled as uncompiled,
 )

@@ -18,9 +18,10 @@ from remat._torch import tracing
 from remat._torch.selftest import expects, replaced
 
 
-@expects("must_inline")
+@expects("makes_graph", "must_inline")
 def _traces_are_seen() -> None:
     assert tracing.must_inline() is False
+    assert tracing.makes_graph() is False
     with torch.inference_mode():
         assert tracing.must_inline() is True
     assert torch._C._get_dispatch_mode(tracing._PROXY) is None
@@ -51,6 +52,16 @@ def _dynamo_asks_what_is_set() -> None:
     with replaced(sys.modules, "torch._dynamo.variables.torch", stub):
         tracing.show_to_traced_modes([torch.sin])
     assert shown == {torch.sin}
+
+
+@expects("uncompiled")
+def _dynamo_asks_what_to_leave_alone() -> None:
+    function = tracing.uncompiled(lambda: 1, "why")
+    names = "_torchdynamo_disable", "_torchdynamo_disable_msg"
+    assert vars(function) == dict(zip(names, (True, "why"), strict=True))
+    dynamo = Path(torch.__file__).parent / "_dynamo"
+    functions = (dynamo / "variables" / "functions.py").read_text()
+    assert all(f'"{name}"' in functions for name in names)
 
 
 @expects("is_compiled")

@@ -79,6 +79,13 @@ def constant_in_traces(fn: _F) -> _F:
     return fn
 
 
+# Deleted by: the same.
+def uncompiled(fn: _F, why: str) -> _F:
+    """Have Dynamo break its graph at a call of `fn`, or refuse it with a reason."""
+    vars(fn).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=why)
+    return fn
+
+
 # Deleted by: Dynamo sending to modes every function that they get when not traced.
 def show_to_traced_modes(functions: Iterable[Any]) -> None:
     """Have Dynamo send these functions to TorchFunctionModes."""

@@ -36,13 +36,14 @@ from remat._torch import (
     is_under_jvp,
     let_dynamo_see_nodes,
     run_body,
+    uncompiled,
 )
 from remat._transform.call import Call
 from remat._transform.function import evaluate_differentiably
 from remat._transform.lowered import call_lowered
 from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.primal import Primal
-from remat.policies._parts import parts_of, whole
+from remat.policies._parts import offloads_to_disk, parts_of, whole
 
 
 def call_inlined(
@@ -66,6 +67,8 @@ def call_inlined(
         policy = parts_of(options.policy)
         others = options.prune, options.rng, options.higher_order
         key = _key_of(name, where, others, *policy)
+        if not key:
+            return _call_uncompiled(fn, name, where, options, args, kwargs)
         return call_as_node(key, fn, *args, **kwargs)
     return _call(fn, label_of(name, where), options, args, kwargs)
 
@@ -89,7 +92,22 @@ _CALLS: dict[str, tuple[Label, Options]] = {}
 
 @constant_in_traces
 def _key_of(name: str, where: str, others: Any, part: Any, policy: Any) -> str:
-    return key_of(name, where, Options(whole(part, policy), *others))
+    options = Options(whole(part, policy), *others)
+    return "" if offloads_to_disk(options.policy) else key_of(name, where, options)
+
+
+def _call_uncompiled(
+    fn: Fn, name: str, where: str, options: Options, args: Any, kwargs: Any
+) -> Any:
+    label = label_of(name, where)
+    return call_lowered(lowering_of(options), fn, label, args, kwargs, options)
+
+
+uncompiled(
+    _call_uncompiled,
+    "remat: a policy offloads to disk, which compiled code cannot. Offload to "
+    "'pinned_host' there. Without fullgraph=True the call runs uncompiled.",
+)
 
 
 def key_of(name: str, where: str, options: Options) -> str:
@@ -158,10 +176,11 @@ def _call(fn: Fn, label: Label, options: Options, args: Any, kwargs: Any) -> Any
             return call_lowered(lowering_of(options), fn, label, args, kwargs, options)
     policy = options.joined()
     is_forward_mode = is_under_jvp() or base_dual_level_active()
-    kept = Opaque(Kept(label, None if is_forward_mode else policy))
+    followed = None if is_forward_mode else policy
+    kept = Opaque(Kept(label, followed, refuses_draws=options.rng == "error"))
     taped = _taped(fn, policy, kept)
     with counted_levels():
-        call = Call(taped, label, args, kwargs, Options(rng=options.rng, prune=False))
+        call = Call(taped, label, args, kwargs, Options(prune=False))
         inputs, needs = call.take_inputs()
         outs = evaluate_differentiably(Primal(call), inputs, needs)
         if outs is not None:

@@ -10,6 +10,7 @@ Rejected: constructors that Dynamo calls. It cannot guard what they would return
 import types
 from typing import Any
 
+from remat.policies._decision import Decision
 from remat.policies._functions import asked
 from remat.policies._policy import Function, Policy
 
@@ -20,6 +21,14 @@ def parts_of(policy: Any) -> tuple[Any, Any]:
     Dynamo traces this.
     """
     return (_part(policy), None) if _has_parts(policy) else (None, policy)
+
+
+def offloads_to_disk(policy: Any) -> bool:
+    """Say whether a policy offloads to disk, as far as its fields tell."""
+    if policy == "disk" or policy is Decision.OFFLOAD_TO_DISK:
+        return True
+    fields = getattr(type(policy), "__dataclass_fields__", ())
+    return any(offloads_to_disk(getattr(policy, name)) for name in fields)
 
 
 def _has_parts(value: Any) -> bool:

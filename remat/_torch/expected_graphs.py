@@ -1,0 +1,177 @@
+"""What the shims of `graphs` expect of torch.
+
+Invariant: a check fails where a name of it is missing or does something else.
+Rejected: to have Dynamo or inductor compile something. Importing them takes seconds, so
+what is asked of them is looked up in their text.
+"""
+
+import functools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from typing_extensions import override
+
+from remat._torch import graphs, levels
+from remat._torch.selftest import expects, replaced, same
+
+
+def _text(*path: str) -> str:
+    return Path(torch.__file__).parent.joinpath(*path).read_text("utf-8")
+
+
+@expects("as_node", "let_dynamo_see_nodes")
+def _nodes_run_what_lowers_them() -> None:
+    text = _text("_higher_order_ops", "wrap.py")
+    assert "return wrapper_fn(inner_fn)(*args, **kwargs)" in text
+    assert graphs.as_node.name() == "remat"
+    name = "torch._dynamo.variables.higher_order_ops"
+    table: dict[str, Any] = {}
+    base = type("Base", (), {"_call_function": lambda *_: "traced"})
+    stub = SimpleNamespace(
+        _hop_name_to_variable_class=table,
+        DynamoBypassingWrapperHigherOrderVariable=base,
+    )
+    with replaced(sys.modules, name, stub):
+        graphs.let_dynamo_see_nodes()
+    assert issubclass(table["remat"], base)
+    text = _text("_dynamo", "variables", "higher_order_ops.py")
+    assert "_hop_name_to_variable_class.get(value.__name__)" in text
+    assert "class DynamoBypassingWrapperHigherOrderVariable" in text
+    text = _text("_dynamo", "variables", "torch_function.py")
+    assert "if cls.stack_value_singleton not in tx.output.side_effects" in text
+    assert "return m.scope == scope_id" in _text("_dynamo", "variables", "base.py")
+
+
+@expects("is_below_tracer", "is_graph_made")
+def _tracers_are_seen() -> None:
+    assert not graphs.is_below_tracer()
+    assert not graphs.is_graph_made()
+    with FakeTensorMode():
+        assert graphs.is_below_tracer()
+        assert not graphs.is_graph_made()
+    keys = torch._C._TorchDispatchModeKey
+    assert graphs._TRACERS == (keys.PROXY, keys.FUNCTIONAL, keys.FAKE)
+
+
+@expects("changed_by", "is_body", "run_body")
+def _bodies_tell_what_they_change() -> None:
+    def change(x: Tensor, y: Tensor) -> Tensor:
+        return x.add_(y)
+
+    body = fx.symbolic_trace(change)
+    mode = FakeTensorMode()
+    for node in body.graph.find_nodes(op="placeholder"):
+        node.meta["example_value"] = mode.from_tensor(torch.ones(2))
+    x = torch.ones(2)
+    assert graphs.is_body(body)
+    assert not graphs.is_body(change)
+    assert graphs.changed_by(body, [x, x]) == (0,)
+    assert same(x, torch.ones(2))
+    assert same(graphs.run_body(body, x, torch.ones(2)), torch.full((2,), 2.0))
+
+
+@expects("bottoms", "unlevelled")
+def _levels_are_left() -> None:
+    ones = torch.ones(2)
+    with levels.grad_level() as level:
+        x = levels.leaf_at(level, ones, requires_grad=True)
+        (below,) = graphs.bottoms([x])
+        with graphs.unlevelled():
+            one = torch.ones(2).sin()
+    assert same(below, torch.ones(2))
+    assert not below.requires_grad
+    assert same(levels.base_tensor(one), one)
+
+
+@expects("counted_levels", "is_under_jvp")
+def _levels_of_forward_mode_are_counted() -> None:
+    assert not graphs.is_under_jvp()
+    transforms, dual = graphs._transforms, graphs._dual
+    before = transforms.JVP_NESTING, dual._current_level
+    assert before == (0, -1)
+    functorch: Any = torch._C._functorch
+    functorch._jvp_increment_nesting()
+    try:
+        assert graphs.is_under_jvp()
+        with graphs.counted_levels():
+            assert (transforms.JVP_NESTING, dual._current_level) == (1, 0)
+    finally:
+        functorch._jvp_decrement_nesting()
+    assert before == (transforms.JVP_NESTING, dual._current_level)
+
+
+@expects("draw_again", "draw_and_keep_state", "let_graphs_draw")
+def _draws_are_repeated_in_a_graph() -> None:
+    graphs.let_graphs_draw()
+    rand, x = torch.ops.aten.rand_like.default, torch.ones(4)
+    before = torch.get_rng_state()
+    try:
+        state, first = graphs.draw_and_keep_state(rand, x)
+        second = graphs.draw_again(state, rand, x)
+    finally:
+        torch.set_rng_state(before)
+    assert same(first, second)
+    with FakeTensorMode() as mode:
+        state, _ = graphs.draw_and_keep_state(rand, mode.from_tensor(x))
+        assert isinstance(state, FakeTensor)
+    table = graphs.draw_and_keep_state.python_key_table
+    assert table[ProxyTorchDispatchMode] is graphs._draw_of_proxies
+    assert "get_aten_target(n) in rand_ops" in _text("_functorch", "compile_utils.py")
+
+
+@expects("IGNORED", "TracedMode")
+def _modes_see_what_is_traced() -> None:
+    seen: list[Any] = []
+
+    class Note(graphs.TracedMode):
+        @override
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Note():
+        torch.ones(2).sin()
+    assert torch.ops.aten.sin.default in seen
+    assert torch.ops.aten.detach.default in graphs.IGNORED
+    modes = _text("utils", "_python_dispatch.py")
+    assert "def ignore_compile_internals(cls)" in modes
+
+
+@expects("lower_to_alias")
+def _inductor_is_told_of_aliases() -> None:
+    operator = torch.ops.aten.alias.default
+    table: dict[Any, Any] = {}
+
+    def register(op: Any, **_: Any) -> Any:
+        return functools.partial(table.setdefault, op)
+
+    stub = SimpleNamespace(lowerings=table, register_lowering=register)
+    modules: dict[str, Any] = dict.fromkeys(_OF_INDUCTOR, SimpleNamespace())
+    modules["torch._inductor.lowering"] = stub
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        graphs.lower_to_alias(operator, operator)
+    finally:
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
+    assert set(table) == {operator}
+    text = _text("_inductor", "lowering.py")
+    assert "def register_lowering" in text
+    assert "def create(cls, kernel: _OpOverloads, *args" in _text("_inductor", "ir.py")
+
+
+_OF_INDUCTOR = [
+    f"torch._inductor.{name}"
+    for name in ("compile_fx", "ir", "lowering", "virtualized")
+]
