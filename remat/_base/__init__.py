@@ -11,6 +11,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     code              what a function's code refers to
     source            the line of the user that is running
     op, program       an operation, and a call, as data
+    operators         the operators that graphs hold: the barrier, and names
     absent            a tensor without a value, for what a recompute leaves out
     tensors           how a tensor is described, and how often it was changed
     wrappers          what is inside of a tensor that wraps another, such as a DTensor

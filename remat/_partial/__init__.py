@@ -19,6 +19,7 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
     cache, forward_plan         what calls of one signature share; what one forward does
     following, recomputation    what a call saves and replays: at base, under torch.func
     naming, names               `checkpoint_name`
+    tape, barrier               in a graph: what is kept, and read after the cotangents
 
 Called by `_transform` if there is a policy or pruning, and by `_scope` and `_report`.
 """

@@ -261,7 +261,8 @@ def let_graphs_draw() -> None:
     rules: Any = registered_hop_fake_fns
     rules[draw_and_keep_state] = (_draw_of_fakes, *rest) if rest else _draw_of_fakes
     draw_and_keep_state.python_key_table[ProxyTorchDispatchMode] = _draw_of_proxies
-    draw_and_keep_state.py_functionalize_impl(_draw_of_functionals)
+    if torch._C.DispatchKey.Functionalize not in draw_and_keep_state.py_kernels:
+        draw_and_keep_state.py_functionalize_impl(_draw_of_functionals)
 
 
 def _draw_of_functionals(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ To follow a call, read the files in this order.
     rematerialized      what it returns: a callable
     module              what it returns for a module: a module
     lowering            the one file that chooses
+    lowered, traced     runs a call as chosen: outside of graphs, and in one
 
 Under base autograd: plain's own graph, which holds handles.
 

@@ -16,6 +16,7 @@ from remat import _torch
 from remat._torch import (
     autograd,
     distributed,
+    graphs,
     levels,
     modes,
     operators,
@@ -31,8 +32,8 @@ from remat._torch import (
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    *(autograd, distributed, levels, modes, operators, process, pytrees, storages),
-    *(surroundings, tensors, tracing),
+    *(autograd, distributed, graphs, levels, modes, operators, process, pytrees),
+    *(storages, surroundings, tensors, tracing),
 )
 SHIMS = sorted(
     name
