@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._higher_order_ops.wrap import DynamoBypassingWrapper
@@ -221,7 +222,7 @@ def _found_changed(body: Any, args: Sequence[Any]) -> tuple[int, ...]:
     if fake_mode is None:
         return ()
     with ExitStack() as stack:
-        stack.enter_context(torch._C._DisableFuncTorch())
+        stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(torch._C.DisableTorchFunctionSubclass())
         stack.enter_context(_python_dispatch._disable_current_modes())
         stack.enter_context(fake_mode)

@@ -5,7 +5,9 @@ What docs/limits.md says in words is tested in `test_docs_state.py` and
 """
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -30,8 +32,10 @@ WITH_EXAMPLES = [page for page in PAGES if any(blocks(page))]
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)
-def test_the_examples_of_the_page_run(page):
-    namespace = {"__name__": "example"}
+def test_the_examples_of_the_page_run(page, monkeypatch):
+    module = ModuleType("example")
+    namespace = vars(module)
+    monkeypatch.setitem(sys.modules, "example", module)  # where Dynamo looks
     for line, code in blocks(page):
         # Blank lines in front make a traceback name the line in the page.
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
