@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from remat._base.context import here
 from remat._base.operators import barrier, same
+from remat._base.wrappers import taken_apart
 from remat._torch import base_tensor, bottoms, lower_to_alias
 
 
@@ -26,7 +27,7 @@ class _Barrier(torch.autograd.Function):
     @staticmethod
     @override
     def forward(x: Tensor, *after: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
-        return barrier(x, [*after])
+        return _passed(x, after)
 
     @staticmethod
     @override
@@ -86,4 +87,10 @@ def recomputing_after(cotangents: Sequence[Tensor]) -> Iterator[Sequence[Tensor]
 def after_cotangents(kept: Tensor) -> Tensor:
     """Return what was kept below autograd, to be read after the cotangents."""
     after = here().after
-    return barrier(kept, [*after]) if after else kept.detach()
+    return _passed(kept, after) if after else kept.detach()
+
+
+def _passed(x: Tensor, after: Sequence[Tensor]) -> Tensor:
+    """Pass what is inside of a tensor through the barrier."""
+    inner, wrap = taken_apart(x)
+    return wrap(barrier(inner, [taken_apart(t)[0] for t in after]))

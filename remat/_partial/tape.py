@@ -118,7 +118,8 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _back(tensor: Tensor, device: torch.device) -> Tensor:
-    return after_cotangents(tensor).to(device)
+    back = after_cotangents(tensor)
+    return back if back.device == device else back.to(device)
 
 
 _DISK = (

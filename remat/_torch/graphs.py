@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._guards import detect_fake_mode
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._higher_order_ops.wrap import DynamoBypassingWrapper
 from torch._ops import HigherOrderOperator
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.autograd import forward_ad
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import (
@@ -200,25 +200,25 @@ def bottoms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 # Deleted by: a node that says which of its inputs it changes.
-def changed_by(body: Any, args: Sequence[Any]) -> tuple[int, ...]:
+def changed_by(body: Any) -> tuple[int, ...]:
     """Return which inputs a traced body changes in place.
 
     It runs on fake copies outside of the trace, and their versions tell.
     """
     known = body.meta.get(_CHANGED)
     if known is None:
-        known = body.meta[_CHANGED] = _found_changed(body, args)
+        known = body.meta[_CHANGED] = _found_changed(body)
     return known
 
 
 _CHANGED = "remat_changed"
 
 
-def _found_changed(body: Any, args: Sequence[Any]) -> tuple[int, ...]:
+def _found_changed(body: Any) -> tuple[int, ...]:
     nodes = body.graph.find_nodes(op="placeholder")
     examples = [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
-    modes = [e.fake_mode for e in examples if hasattr(e, "fake_mode")]
-    fake_mode = modes[0] if modes else detect_fake_mode(args)
+    modes = [maybe_get_fake_mode(e) for e in examples if isinstance(e, Tensor)]
+    fake_mode = next((m for m in modes if m is not None), None)
     if fake_mode is None:
         return ()
     with ExitStack() as stack:
@@ -234,6 +234,8 @@ def _found_changed(body: Any, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
+    if _python_dispatch.is_traceable_wrapper_subclass(tensor):
+        return torch.empty_like(tensor)
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )

@@ -135,7 +135,7 @@ def _run_node(
     """
     if not is_body(body):
         return _call(body, label, options, args, kwargs)
-    changed = changed_by(body, args)
+    changed = changed_by(body)
     fn = _of_tensors(Opaque(body), args, changed)
     tensors = [args[i] for i in _where(args)]
     for i in changed:
