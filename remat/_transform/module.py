@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from remat._base.code import MADE
 from remat._partial.options import Options
-from remat._transform.rematerialized import BoundMethod, Rematerialized
+from remat._transform.rematerialized import SCRIPTED, BoundMethod, Rematerialized
 from remat._transform.traced import call_inlined
 
 
@@ -61,6 +61,8 @@ class RematModule(_Module):
     # Of each subclass: the class that it was made of, and how it recomputes.
     _remat_base: type[nn.Module]
     _remat_spec: Spec
+    # How the `forward` of a module is recomputed.
+    _remat_forward: Any
     # Of a view: the module.
     _remat_module: nn.Module
 
@@ -80,6 +82,10 @@ class RematModule(_Module):
         if args and args[0] is type(self):  # as `object` does
             make, args = _new, (self._remat_base, *args[1:])
         return _again, (make, args, self._remat_spec), *state
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse to be compiled by TorchScript."""
+        raise TypeError(SCRIPTED)
 
     def _replicate_for_data_parallel(self) -> Any:
         """Return a module with the same attributes, which gets other parameters."""
@@ -105,8 +111,11 @@ def recomputed_by(fn: Any) -> tuple[Any, Rematerialized[..., Any]] | None:
 
     Also of a method or a partial of one, and of a module.
     """
+    if isinstance(fn, types.MethodType) and isinstance(fn.__self__, RematModule):
+        is_ours = fn.__func__ is vars(type(fn.__self__)).get("forward")
+        fn = fn.__self__ if is_ours else fn
     if isinstance(fn, RematModule):
-        fn = fn.forward
+        fn = fn._remat_forward
     if isinstance(fn, Rematerialized):
         return fn.__wrapped__, fn
     is_method = isinstance(fn, (types.MethodType, BoundMethod))
@@ -200,8 +209,9 @@ def _made(base: type[nn.Module], spec: Spec) -> type[nn.Module]:
         "__doc__": base.__doc__,
         MADE: base,
         "_remat_spec": spec,
-        "forward": _OwnForward(spec) if spec.is_own else _Forward(spec),
+        "_remat_forward": _OwnForward(spec) if spec.is_own else _Forward(spec),
     }
+    names["forward"] = _forward_of(base, names["_remat_forward"])
     if spec.is_view:
         names["__slots__"] = ("_remat_module",)
     becomes = getattr(base, "cls_to_become", None)
@@ -216,6 +226,23 @@ def _made(base: type[nn.Module], spec: Spec) -> type[nn.Module]:
         return type(base)(base.__name__, bases, names)
     except TypeError as error:
         raise TypeError(_FINAL.format(name=base.__qualname__)) from error
+
+
+def _forward_of(base: Any, forward: Any) -> Any:
+    """Return the `forward` of a class, which is a function where that of its base is.
+
+    Dynamo looks `type(module).forward` up as if no descriptor were there.
+    """
+    if type(forward) is _OwnForward or type(base.forward) is not types.FunctionType:
+        return forward
+
+    @functools.wraps(base.forward)
+    def recomputed(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, forward._kind):  # a lazy one, which has a new class
+            return self._remat_forward(*args, **kwargs)
+        return forward.__get__(self)(*args, **kwargs)
+
+    return recomputed
 
 
 def _deepcopied(self: Any, memo: dict[int, Any]) -> Any:
@@ -295,8 +322,12 @@ class _Forward:
     def _without_us(self, module: Any) -> Any:
         if self._spec.is_view and type(module) is self._kind:
             module = module._remat_module
-            is_script = isinstance(module, torch.jit.ScriptModule)
-            return module if is_script else module.forward
+            if isinstance(module, torch.jit.ScriptModule):
+                return module
+            if self._spec.is_own:
+                return module.forward
+            # A `forward` that the module got since calls this one.
+            return type(module).forward.__get__(module, type(module))
         if self._spec.is_own and "forward" in vars(module):
             return vars(module)["forward"]
         inherited: Any = super(self._kind, module)
