@@ -44,6 +44,7 @@ def checkpoint_name(x: T, name: str) -> T:
     Source: JAX's `jax.ad_checkpoint.checkpoint_name`.
 
     Example:
+        >>> import torch
         >>> from remat import policies, remat, saved_residuals
         >>> def f(x):
         ...     y = checkpoint_name(x.sin(), "y")

@@ -20,6 +20,7 @@ from remat._partial.options import Options
 from remat._torch import (
     are_all_vmaps,
     are_hooks_allowed,
+    base_dual_level_active,
     current_layer,
     dual_level_active,
     makes_graph,
@@ -40,8 +41,7 @@ class Lowering(Enum):
 def lowering_of(options: Options) -> Lowering:
     """Return what becomes of a call that is made here."""
     if must_inline():
-        is_lowered = makes_graph() and torch.is_grad_enabled()
-        return Lowering.TRACED if is_lowered else Lowering.INLINED
+        return Lowering.TRACED if _holds_recomputes() else Lowering.INLINED
     if not torch.is_grad_enabled():
         return Lowering.PLAIN
     is_differentiated = current_layer() is not None and not are_all_vmaps()
@@ -50,3 +50,11 @@ def lowering_of(options: Options) -> Lowering:
     if not are_hooks_allowed():
         return Lowering.FUNCTION
     return Lowering.SAVED
+
+
+def _holds_recomputes() -> bool:
+    """Say whether a graph is made that a recompute belongs to."""
+    if not (makes_graph() and torch.is_grad_enabled()):
+        return False
+    # Forward mode alone stores nothing: it is so in `torch.func.linearize`.
+    return torch.compiler.is_dynamo_compiling() or not base_dual_level_active()
