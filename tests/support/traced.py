@@ -52,8 +52,13 @@ def ran(call: Callable[[], Any]) -> tuple[Any, Counter[str]]:
     """The result of a call, and how often each operation ran in it."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         result = call()
-    names = [event.name for event in profiler.events()]
+    names = [event.name for event in profiler.events() if not _is_passed_on(event)]
     return result, Counter(n.removeprefix("aten::") for n in names if "::" in n)
+
+
+def _is_passed_on(event: Any) -> bool:
+    """Whether a mode was shown the operation. Where that ran it, it is another event."""
+    return any(child.name == "PythonDispatchMode" for child in event.cpu_children)
 
 
 @contextmanager

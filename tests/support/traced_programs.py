@@ -178,23 +178,13 @@ def captured_tensor(wrap):
     return lambda w, x: fn(w, x).square().sum()
 
 
-def recursive(wrap):
-    """A call in a call."""
-    inner = wrap(block)
-    fn = wrap(lambda w, x: inner(w, inner(w, x)))
-    return lambda w, x: fn(w, x).square().sum()
-
-
-def twice(wrap):
-    fn = wrap(wrap(block))
-    return lambda w, x: fn(w, x).square().sum()
-
-
 PROGRAMS: dict[str, Any] = {
     fn.__name__: fn
     for fn in (
         *(plain_block, inside, closure, keywords, partial, pytree, loop, in_place),
         *(named, several_results, views, argument_returned, constants, branches),
-        *(attention, without_gradient, captured_tensor, recursive, twice),
+        *(attention, without_gradient, captured_tensor),
     )
 }
+# In this a weight is used by several calls.
+REASSOCIATED = {"loop"}
