@@ -60,8 +60,8 @@ COMPILATIONS = (
     # For the global stream torch wants `randomness`.
     | cross({"vmap of grad": by_compiled_vmap}, KEYED)
 )
-# The graph breaks at a call that uses a generator or a stream of the host. In torch.func
-# Dynamo fails there.
+# The graph breaks at a call that uses a generator or a stream of the host. There Dynamo
+# fails in torch.func.
 BREAKS = cross(PASSES, GENERATORS | HOST)
 BY_INDUCTOR = cross({"step": by_compiled_step}, KEYED | GLOBAL) | cross(
     {"grad": by_compiled_grad}, {"a key": KEYED["a key"]} | GLOBAL

@@ -57,7 +57,7 @@ def ran(call: Callable[[], Any]) -> tuple[Any, Counter[str]]:
 
 
 def _is_passed_on(event: Any) -> bool:
-    """Whether a mode was shown the operation. Where that ran it, it is another event."""
+    """Whether a mode was shown the operation. If that ran it, it is another event."""
     return any(child.name == "PythonDispatchMode" for child in event.cpu_children)
 
 
