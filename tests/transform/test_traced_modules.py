@@ -163,9 +163,7 @@ def test_a_module_is_recomputed_by_other_backends(style, backend):
     if backend == "eager":
         assert_module_traced(program_of(style), backend)
         return
-    assert_module_traced(
-        program_of(style), backend, read="addmm", reassociated=True
-    )
+    assert_module_traced(program_of(style), backend, read="addmm", reassociated=True)
 
 
 def norm():
