@@ -4,8 +4,6 @@ Euler's identity tells: w . grad f(w) = n f(w) for f of degree n in w. It holds 
 the masks are, if the value and the gradient are of the same ones.
 """
 
-import functools
-
 import pytest
 import torch
 from support.tables import rows

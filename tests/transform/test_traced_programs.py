@@ -39,8 +39,8 @@ def check(name, transform, backend, **options):
 FEW = [("closure", transform) for transform in TRANSFORMS]
 MANY = [(name, transform) for name in PROGRAMS for transform in ("backward", "grad")]
 EVERY = [(name, transform) for name in PROGRAMS for transform in TRANSFORMS]
-# See the test of results that are views of each other. What fails under jvp leaves torch
-# with a dual level.
+# See the test of results that are views of each other. What fails under jvp leaves
+# torch with a dual level.
 VIEWS = {
     ("views", how) for how in TRANSFORMS if how not in ("backward", "jvp", "jacfwd")
 }
