@@ -134,12 +134,20 @@ def test_aot_module_recomputes_in_its_backward():
 # --- linearize: nothing is saved there ---
 
 
+# torch's own, of any function.
+linearizes = pytest.mark.filterwarnings(
+    "ignore:Attempted to insert a get_attr Node:UserWarning"
+)
+
+
+@linearizes
 def test_linearize_gives_what_plain_gives():
     (got, push), (want, pushed) = linearize(remat(block), W, X), linearize(block, W, X)
     assert_same(got, want)
     assert_same(push(W, X), pushed(W, X))
 
 
+@linearizes
 def test_a_linearized_call_may_be_differentiated():
     def derivative(fn):
         return grad(lambda w: linearize(lambda w: fn(w, X), w)[1](w).sum())

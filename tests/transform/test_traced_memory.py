@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from remat import policies, remat
 
 
-BATCH, WIDTH, HIDDEN, BLOCKS = 256, 32, 256, 6
+BATCH, WIDTH, HIDDEN, BLOCKS = 512, 32, 256, 4
 
 
 def weights():
