@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from support.traced import block
+from support.zoo import plainly
 
-from remat import checkpoint_name
+from remat import checkpoint_name, compat
 
 
 def plain_block(wrap):
@@ -172,6 +173,33 @@ def without_gradient(wrap):
     return lambda w, x: fn(w, x).square().sum()
 
 
+def autocast_around(wrap):
+    fn = wrap(lambda w, x: block(w.float(), x.float()))
+
+    def loss(w, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = fn(w, x)
+        return y.double().square().sum()
+
+    return loss
+
+
+def autocast_inside(wrap):
+    def fn(w, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return block(w.float(), x.float())
+
+    fn = wrap(fn)
+    return lambda w, x: fn(w, x).double().square().sum()
+
+
+def checkpointed(wrap):
+    """By torch's own name for it."""
+    if wrap is plainly:
+        return lambda w, x: block(w, x).square().sum()
+    return lambda w, x: compat.checkpoint(block, w, x).square().sum()
+
+
 def captured_tensor(wrap):
     shift = torch.linspace(-1, 1, 8, dtype=torch.double)
     fn = wrap(lambda w, x: block(w, x + shift))
@@ -183,7 +211,8 @@ PROGRAMS: dict[str, Any] = {
     for fn in (
         *(plain_block, inside, closure, keywords, partial, pytree, loop, in_place),
         *(named, several_results, views, argument_returned, constants, branches),
-        *(attention, without_gradient, captured_tensor),
+        *(attention, without_gradient, captured_tensor, checkpointed),
+        *(autocast_around, autocast_inside),
     )
 }
 # In this a weight is used by several calls.

@@ -150,13 +150,13 @@ def assert_euler(path, loss, *, backend="aot_eager", keyed=False):
     assert (values[0] == values[1]) == keyed, "each call has to draw anew"
 
 
-@rows("path", PATHS)
+@rows("path", PATHS, fast=["backward"])
 @rows("fn", DRAWS)
 def test_both_runs_have_the_same_masks(fn, path):
     assert_euler(path, loss_of(fn), keyed=fn.__name__ in KEYED)
 
 
-@rows("path", PATHS)
+@rows("path", PATHS, fast=["grad"])
 @rows("policy", {k: p for k, p in POLICIES.items() if p is not None})
 @rows("fn", {k: DRAWS[k] for k in ("dropped", "same_arguments", "nested")})
 def test_under_a_policy_both_runs_have_the_same_masks(fn, policy, path):
@@ -180,7 +180,7 @@ def test_the_backend_eager_has_the_same_masks(fn):
 
 
 # A trace holds no state of its own: each call of it draws a new mask.
-@rows("path", TRACES)
+@rows("path", TRACES, fast=["make_fx, real"])
 @rows("fn", {k: fn for k, fn in DRAWS.items() if k not in KEYED})
 def test_a_trace_draws_anew_in_each_call(fn, path):
     assert_euler(path, loss_of(fn))

@@ -104,7 +104,9 @@ def test_an_effect_is_refused_in_a_full_graph(effect, way, capsys):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"]
+)
 @rows("way", WAYS)
 @rows("effect", EFFECTS)
 def test_an_effect_breaks_the_graph_and_happens_once_in_each_call(

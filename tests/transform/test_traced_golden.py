@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from support.golden import REASSOCIATED, ROWS, block, compared, golden, table
+from support.tables import rows
 from support.traced import Graphs, compiling, operations, ran
 from support.zoo import Evaluations, W, X, leaves_of
 from torch.func import grad_and_value, vjp, vmap
@@ -20,6 +21,8 @@ from remat.testing import assert_same
 
 # Of a result that nobody uses the forward is not in a graph either.
 DEAD = {"sin, exp": table("exp 1"), "sin2, exp2": table("exp 2")}
+# The others are slow tests, but for forward and backward.
+FEW = "sin2", "remat", "dots", "everything", "remat(dots)", "dots(remat)", "remat(two)"
 COTANGENT = torch.linspace(0.5, 2, 16, dtype=X.dtype).view(4, 4)
 
 
@@ -187,7 +190,7 @@ def test_a_policy_is_asked_about_the_same_operations_and_decides_alike(policy):
     assert asked(lambda fn: make_fx(by_vjp(fn))(*ARGS)) == eager
 
 
-@pytest.mark.parametrize("row", ROWS)
+@rows("row", {row: row for row in ROWS}, fast=FEW)
 def test_the_backend_eager_runs_what_eager_code_does(row):
     """Its node is eager remat, which leaves out what no derivative reads."""
     plain, fn, *_ = ROWS[row]

@@ -57,7 +57,7 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@rows("mode", {mode: mode for mode in MODES}, fast=["real"])
 @rows("transform, plain, rematerialized", TRACED)
 def test_a_trace_holds_the_recompute(transform, plain, rematerialized, mode):
     graphs = [
@@ -147,14 +147,6 @@ def test_linearize_gives_what_plain_gives():
     assert_same(push(W, X), pushed(W, X))
 
 
-@linearizes
-def test_a_linearized_call_may_be_differentiated():
-    def derivative(fn):
-        return grad(lambda w: linearize(lambda w: fn(w, X), w)[1](w).sum())
-
-    assert_same(derivative(remat(block))(W), derivative(block)(W), reassociated=True)
-
-
 # --- torch.export: the graph is plain's, node for node ---
 
 
@@ -210,7 +202,7 @@ def test_an_export_of_a_rematerialized_module_is_plains(strict):
 
 
 @pytest.mark.filterwarnings("default")  # inductor warns of slow numerics
-@pytest.mark.parametrize("compiles_forward", [False, True])
+@rows("compiles_forward", {"eager": False, "compiled": True}, fast=["eager"])
 @pytest.mark.parametrize(
     "backend",
     ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],

@@ -126,7 +126,7 @@ def assert_saves(how, allowed, backend, wrap=remat):
     assert ratio <= allowed, f"{ratio:.2f} of plain's {plain} bytes, not {allowed}"
 
 
-@rows("how, allowed", MEASURED)
+@rows("how, allowed", MEASURED, fast=["backward", "grad", "vmap of grad"])
 def test_compiled_remat_needs_a_part_of_plains_memory(how, allowed):
     assert_saves(how, allowed, "aot_eager")
 
@@ -151,6 +151,7 @@ def test_it_needs_about_what_torchs_checkpoint_does(backend):
     assert ours <= 1.1 * most
 
 
+@pytest.mark.slow
 def test_a_policy_keeps_what_it_says():
     """The results of products: more than nothing, and less than all."""
     peaks = [

@@ -238,8 +238,8 @@ def by_functional_call(loss, batched):
 FUNCTIONAL = ("inside", "method", "decorated", "decorated_method", "applied", "wrapped")
 
 
-@pytest.mark.parametrize("batched", [False, True])
-@rows("style", {k: STYLES[k] for k in FUNCTIONAL})
+@rows("batched", {"one": False, "batch": True}, fast=["one"])
+@rows("style", {k: STYLES[k] for k in FUNCTIONAL}, fast=["inside", "applied"])
 def test_a_functional_call_is_recomputed(style, batched):
     shape = (3, 4, SIZE) if batched else (4, SIZE)
     kind = Transform(

@@ -106,7 +106,11 @@ def check(program, transform, tanh, products):
     assert dots[0] - dots[1] == products
 
 
-@rows("policy, tanh, products", POLICIES)
+@rows(
+    "policy, tanh, products",
+    POLICIES,
+    fast=["none", "dots", "everything", "another name", "operations", "large"],
+)
 def test_a_policy_is_followed(policy, tanh, products):
     check(outside(policy), "backward", tanh, products)
 
@@ -115,7 +119,7 @@ def test_a_policy_is_followed(policy, tanh, products):
 MADE_INSIDE = {k: row for k, row in POLICIES.items() if k != "operations"}
 
 
-@rows("policy, tanh, products", MADE_INSIDE)
+@rows("policy, tanh, products", MADE_INSIDE, fast=["a name", "a union", "a lambda"])
 def test_a_policy_that_is_made_inside_is_followed(policy, tanh, products):
     check(inside(policy), "backward", tanh, products)
 
@@ -172,7 +176,7 @@ NESTED = {
 
 
 @rows("nest, tanh, products", NESTED)
-@pytest.mark.parametrize("transform", ["backward", "grad"])
+@rows("transform", {k: k for k in ("backward", "grad")}, fast=["backward"])
 def test_policies_of_calls_in_calls(nest, tanh, products, transform):
     def program(wrap):
         fn = block if wrap is plainly else nest(block)

@@ -1,7 +1,7 @@
 """Programs in compiled code: right values, and a recompute that is there.
 
-Every program goes through `.backward()` and `grad`, and a few through every transform.
-All of both are slow tests.
+Every program goes through `.backward()`, and one through every transform. All of both
+are slow tests.
 """
 
 import subprocess
@@ -39,8 +39,11 @@ def check(name, transform, backend, **options):
     assert_traced(PROGRAMS[name], kind, backend, reassociated=reassociated, **options)
 
 
-FEW = [("closure", transform) for transform in TRANSFORMS]
-MANY = [(name, transform) for name in PROGRAMS for transform in ("backward", "grad")]
+FEW = [
+    *((name, "backward") for name in PROGRAMS),
+    *((name, "grad") for name in REPRESENTATIVE),
+    *(("closure", transform) for transform in TRANSFORMS if transform != "hessian"),
+]
 EVERY = [(name, transform) for name in PROGRAMS for transform in TRANSFORMS]
 # See the test of results that are views of each other. What fails under jvp leaves
 # torch with a dual level.
@@ -53,12 +56,12 @@ def cases(pairs):
     return [pair for pair in dict.fromkeys(pairs) if pair not in VIEWS]
 
 
-@pytest.mark.parametrize(("name", "transform"), cases(MANY + FEW))
+@pytest.mark.parametrize(("name", "transform"), cases(FEW))
 def test_a_program_is_recomputed_in_its_graph(name, transform):
     check(name, transform, "aot_eager")
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@rows("transform", {k: k for k in TRANSFORMS}, fast=["backward", "grad", "jvp_grad"])
 def test_the_backend_eager_runs_eager_remat(transform):
     check("plain_block", transform, "eager")
 
@@ -121,7 +124,7 @@ def test_inductors_code_recomputes(name, transform, plain, rematerialized):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@rows("name", {k: k for k in REPRESENTATIVE}, fast=["plain_block"])
 def test_a_step_with_its_backward_inside_is_one_graph(name, backend):
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         assert_traced(PROGRAMS[name], STEP, backend)

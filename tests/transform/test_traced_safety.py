@@ -104,8 +104,8 @@ CHANGES = {
 }
 
 
-@rows("transform", BOTH)
-@rows("policy", KEEPING)
+@rows("transform", BOTH, fast=["backward"])
+@rows("policy", KEEPING, fast=["dots", "everything"])
 @rows("program", CHANGES)
 def test_what_is_kept_may_be_changed_later(program, policy, transform):
     def run(wrap):
