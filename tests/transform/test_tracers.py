@@ -1,4 +1,7 @@
-"""TorchScript and torch.fx: a trace inlines remat, and a compiler refuses it."""
+"""TorchScript and symbolic torch.fx: a trace inlines remat, a compiler refuses it.
+
+Graphs of dispatched operations hold a recompute: see test_traced_graphs.
+"""
 
 import warnings
 

@@ -1,0 +1,251 @@
+"""Who else makes graphs: make_fx, aot_function, linearize and export."""
+
+import pytest
+import torch
+from support.tables import rows
+from support.traced import W, X, block, operations, ran
+from support.zoo import leaves_of, plainly
+from torch import nn
+from torch._dynamo import compiled_autograd
+from torch._functorch.aot_autograd import aot_function, aot_module, make_boxed_func
+from torch.func import grad, jvp, linearize, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from remat import policies, remat
+from remat.testing import assert_same
+
+
+MODES = ["real", "fake", "symbolic"]
+
+
+def loss_of(fn):
+    return lambda w, x: fn(w, x).square().sum()
+
+
+def gradients(fn):
+    w, x = leaves_of(W, X)
+    value = fn(w, x)
+    value.backward()
+    return value.detach(), w.grad, x.grad
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8, dtype=torch.double)
+        self.last = nn.Linear(8, 8, dtype=torch.double)
+
+    def forward(self, x):
+        return torch.tanh(self.last(torch.tanh(self.first(x))))
+
+
+# --- make_fx ---
+
+
+def second(loss):
+    return grad(lambda w, x: grad(loss)(w, x).square().sum())
+
+
+# A transform, and how many tanh its graph holds for plain, and with remat.
+TRACED = {
+    "grad": (grad, 2, 4),
+    "grad of grad": (second, 2, 8),
+    "vmap of grad": (lambda loss: vmap(grad(loss), (None, 0)), 2, 4),
+    "vjp": (lambda loss: lambda w, x: vjp(loss, w, x)[1](x.sum()), 2, 4),
+    "jvp": (lambda loss: lambda w, x: jvp(loss, (w, x), (w, x)), 2, 2),
+}
+
+
+@rows("mode", {mode: mode for mode in MODES}, fast=["real"])
+@rows("transform, plain, rematerialized", TRACED)
+def test_a_trace_holds_the_recompute(transform, plain, rematerialized, mode):
+    graphs = [
+        make_fx(transform(loss_of(wrap(block))), tracing_mode=mode)(W, X)
+        for wrap in (plainly, remat)
+    ]
+    counts = [operations(graph)["tanh"] for graph in graphs]
+    assert counts == [plain, rematerialized]
+    assert_same(graphs[1](W, X), graphs[0](W, X), reassociated=True)
+    other = W + 0.1, X * 2
+    want = transform(loss_of(block))(*other)
+    assert_same(graphs[1](*other), want, reassociated=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trace_of_a_training_step_holds_the_recompute(mode):
+    def step(w, x):
+        return torch.autograd.grad(loss_of(remat(block))(w, x), (w, x))
+
+    graph = make_fx(step, tracing_mode=mode)(*leaves_of(W, X))
+    assert operations(graph)["tanh"] == 4
+    got = [g.detach() for g in graph(*leaves_of(W, X))]
+    assert_same(got, [*grad(loss_of(block), (0, 1))(W, X)])
+
+
+def test_a_symbolic_trace_takes_other_sizes():
+    graph = make_fx(grad(loss_of(remat(block))), tracing_mode="symbolic")(W, X)
+    x = torch.cat([X, X])
+    assert_same(graph(W, x), grad(loss_of(block))(W, x))
+
+
+def test_a_trace_without_a_gradient_holds_the_function():
+    graph = make_fx(remat(block))(W, X)
+    assert operations(graph)["tanh"] == 2
+    with torch.no_grad():
+        graph = make_fx(remat(block))(*leaves_of(W, X))
+    assert operations(graph)["tanh"] == 2
+    assert operations(graph)["remat::barrier"] == 0
+
+
+# --- AOTAutograd by itself ---
+
+
+def test_aot_function_recomputes_in_its_backward():
+    counts = []
+
+    def compiler(graph, _):
+        counts.append(operations(graph)["tanh"])
+        return make_boxed_func(graph.forward)
+
+    fn = aot_function(loss_of(remat(block)), fw_compiler=compiler, bw_compiler=compiler)
+    assert_same(gradients(fn), gradients(loss_of(block)))
+    assert counts == [2, 2]
+
+
+def test_aot_module_recomputes_in_its_backward():
+    counts = []
+
+    def compiler(graph, _):
+        counts.append(operations(graph)["tanh"])
+        return make_boxed_func(graph.forward)
+
+    module = Model()
+    x = X.clone().requires_grad_()
+    aot_module(remat(module), compiler)(x).square().sum().backward()
+    got = x.grad, [p.grad for p in module.parameters()]
+    x = X.clone().requires_grad_()
+    module.zero_grad()
+    module(x).square().sum().backward()
+    assert_same(got, (x.grad, [p.grad for p in module.parameters()]))
+    assert counts == [2, 2]
+
+
+# --- linearize: nothing is saved there ---
+
+
+# torch's own, of any function.
+linearizes = pytest.mark.filterwarnings(
+    "ignore:Attempted to insert a get_attr Node:UserWarning"
+)
+
+
+@linearizes
+def test_linearize_gives_what_plain_gives():
+    (got, push), (want, pushed) = linearize(remat(block), W, X), linearize(block, W, X)
+    assert_same(got, want)
+    assert_same(push(W, X), pushed(W, X))
+
+
+# --- torch.export: the graph is plain's, node for node ---
+
+
+class Calling(nn.Module):
+    """Applies remat in its forward."""
+
+    def __init__(self, wrap, **options):
+        super().__init__()
+        self.model, self.wrap, self.options = Model(), wrap, options
+
+    def forward(self, x):
+        y = self.wrap(self.model, **self.options)(x)
+        return y + self.wrap(torch.sin, **self.options)(x)
+
+
+def nodes(exported):
+    return [(node.op, str(node.target)) for node in exported.graph.nodes]
+
+
+def plain(fn, **_):
+    return fn
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "policy", [None, policies.dots_saveable, policies.everything_saveable], ids=str
+)
+def test_an_export_is_plains(strict, policy):
+    torch.manual_seed(0)
+    ours = torch.export.export(Calling(remat, policy=policy), (X,), strict=strict)
+    torch.manual_seed(0)
+    theirs = torch.export.export(Calling(plain), (X,), strict=strict)
+    assert nodes(ours) == nodes(theirs)
+    assert_same(ours.module()(X), theirs.module()(X))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_export_of_a_rematerialized_module_is_plains(strict):
+    """But for the names of its parameters, which are those of the wrapper."""
+    module = Model()
+    ours = torch.export.export(remat(module), (X,), strict=strict)
+    theirs = torch.export.export(module, (X,), strict=strict)
+
+    def calls(exported):
+        return [target for op, target in nodes(exported) if op == "call_function"]
+
+    assert calls(ours) == calls(theirs)
+    assert len(nodes(ours)) == len(nodes(theirs))
+    assert_same(ours.module()(X), module(X))
+
+
+# --- Compiled autograd: nothing special ---
+
+
+@pytest.mark.filterwarnings("default")  # inductor warns of slow numerics
+@rows("compiles_forward", {"eager": False, "compiled": True}, fast=["eager"])
+@pytest.mark.parametrize(
+    "backend",
+    ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],
+)
+def test_a_backward_of_compiled_autograd_gives_what_plain_gives(
+    backend, compiles_forward
+):
+    torch._dynamo.reset()
+    loss = loss_of(remat(block))
+    if compiles_forward:
+        loss = torch.compile(loss, backend=backend)
+    want = gradients(loss_of(block))
+    for _ in range(2):
+        w, x = leaves_of(W, X)
+        value = loss(w, x)
+        with compiled_autograd._enable(torch.compile(backend=backend)):
+            _, ops = ran(value.backward)
+        got = value.detach(), w.grad, x.grad
+        assert_same(got, want, reassociated=backend == "inductor")
+    if backend != "inductor":
+        assert ops["tanh"] == 2
+    torch._dynamo.reset()
+
+
+# --- Beside torch's checkpoint ---
+
+
+def test_torchs_checkpoint_in_the_same_graph():
+    def mixed(wrap):
+        def loss(w, x):
+            y = checkpoint(block, w, x, use_reentrant=False)
+            return wrap(block)(w, y).square().sum()
+
+        return loss
+
+    results = []
+    for wrap in (plainly, remat):
+        torch._dynamo.reset()
+        compiled = torch.compile(mixed(wrap), backend="aot_eager", fullgraph=True)
+        results.append(gradients(compiled))
+        _, ops = ran(lambda compiled=compiled: gradients(compiled))
+        results.append(ops["tanh"])
+    want, once, got, again = results
+    assert_same(got, want, reassociated=True)
+    assert again == once + 2
+    torch._dynamo.reset()

@@ -1,0 +1,243 @@
+"""Policies in compiled code: made outside and inside of it, and followed there.
+
+What runs again is counted: of `tanh(tanh(x @ w) @ w)` up to two tanh and two products.
+"""
+
+import functools
+
+import pytest
+import torch
+from support.tables import rows
+from support.traced import (
+    TRANSFORMS,
+    W,
+    X,
+    assert_traced,
+    block,
+    differentiated,
+)
+from support.zoo import plainly
+from torch.func import grad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from remat import checkpoint_name, policies, remat
+from remat.testing import assert_same
+
+
+aten = torch.ops.aten
+
+
+def named(w, x):
+    return torch.tanh(checkpoint_name(torch.tanh(x @ w), "a") @ w)
+
+
+def is_product(op):
+    return op.packet is aten.mm
+
+
+# A policy, and how many tanh and products of the forward run again under it.
+POLICIES = {
+    "none": (lambda: None, 2, 2),
+    "nothing": (lambda: policies.nothing_saveable, 2, 2),
+    "dots": (lambda: policies.dots_saveable, 2, 0),
+    "everything": (lambda: policies.everything_saveable, 0, 0),
+    "a name": (lambda: policies.save_only_these_names("a"), 1, 1),
+    "another name": (lambda: policies.save_only_these_names("b"), 2, 2),
+    "any name but": (lambda: policies.save_any_names_but_these("b"), 1, 1),
+    "a union": (
+        lambda: policies.save_only_these_names("a") | policies.dots_saveable,
+        1,
+        0,
+    ),
+    "an intersection": (
+        lambda: policies.save_only_these_names("a") & policies.dots_saveable,
+        *(2, 2),
+    ),
+    "from both": (
+        lambda: policies.save_from_both_policies(
+            policies.save_only_these_names("a"), policies.dots_saveable
+        ),
+        *(1, 0),
+    ),
+    "a lambda": (lambda: lambda op: op.packet is aten.mm, 2, 0),
+    "a function": (lambda: is_product, 2, 0),
+    "operations": (lambda: policies.save_ops(aten.tanh), 0, 0),
+    "large": (lambda: policies.save_larger_than(8), 0, 0),
+    "small": (lambda: policies.save_smaller_than(8), 2, 2),
+}
+
+
+def outside(policy):
+    def program(wrap):
+        fn = named if wrap is plainly else remat(named, policy=policy())
+        return lambda w, x: fn(w, x).square().sum()
+
+    return program
+
+
+def inside(policy):
+    """The policy is made where Dynamo traces it."""
+
+    def program(wrap):
+        if wrap is plainly:
+            return lambda w, x: named(w, x).square().sum()
+        return lambda w, x: remat(named, policy=policy())(w, x).square().sum()
+
+    return program
+
+
+def decorated(policy):
+    def program(wrap):
+        if wrap is plainly:
+            return lambda w, x: named(w, x).square().sum()
+        fn = remat(policy=policy())(named)
+        return lambda w, x: fn(w, x).square().sum()
+
+    return program
+
+
+def check(program, transform, tanh, products):
+    kind = TRANSFORMS[transform]
+    want, once = differentiated(program(plainly), kind, "aot_eager")
+    got, ops = differentiated(program(remat), kind, "aot_eager")
+    assert_same(got, want)
+    assert ops["tanh"] - once["tanh"] == tanh
+    dots = [sum(o[name] for name in ("mm", "bmm")) for o in (ops, once)]
+    assert dots[0] - dots[1] == products
+
+
+@rows(
+    "policy, tanh, products",
+    POLICIES,
+    fast=["none", "dots", "everything", "another name", "operations", "large"],
+)
+def test_a_policy_is_followed(policy, tanh, products):
+    check(outside(policy), "backward", tanh, products)
+
+
+# What Dynamo warns of when it is made in compiled code: it calls a cached function.
+MADE_INSIDE = {k: row for k, row in POLICIES.items() if k != "operations"}
+
+
+@rows("policy, tanh, products", MADE_INSIDE, fast=["a name", "a union", "a lambda"])
+def test_a_policy_that_is_made_inside_is_followed(policy, tanh, products):
+    check(inside(policy), "backward", tanh, products)
+
+
+@pytest.mark.xfail(reason="Dynamo warns of the cache in save_ops")
+def test_a_policy_of_operations_may_be_made_inside():
+    check(inside(POLICIES["operations"][0]), "backward", 0, 0)
+
+
+FEW = {k: POLICIES[k] for k in ("dots", "everything", "a name", "a union")}
+
+
+@rows("policy, tanh, products", FEW)
+def test_a_policy_is_followed_under_grad(policy, tanh, products):
+    check(outside(policy), "grad", tanh, products)
+
+
+@pytest.mark.slow
+@rows("policy, tanh, products", FEW)
+def test_a_policy_of_a_decorator_is_followed(policy, tanh, products):
+    check(decorated(policy), "backward", tanh, products)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", ["grad", "vmap_grad", "vjp"])
+@rows("policy, tanh, products", MADE_INSIDE)
+@rows("made", {"outside": outside, "inside": inside})
+def test_every_policy_under_transforms(made, policy, tanh, products, transform):
+    check(made(policy), transform, tanh, products)
+
+
+# --- Under a level of forward mode nothing is kept: values are right ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", ["jvp_grad", "hessian"])
+@rows("policy, tanh, products", {k: FEW[k] for k in ("dots",)})
+def test_values_are_right_under_forward_mode(policy, tanh, products, transform):
+    del tanh, products
+    assert_traced(outside(policy), TRANSFORMS[transform], "aot_eager")
+
+
+# --- Calls in calls: the outer policy reaches in ---
+
+
+NESTED = {
+    "remat(dots)": (lambda fn: remat(remat(fn, policy=policies.dots_saveable)), 3, 2),
+    "dots(remat)": (lambda fn: remat(remat(fn), policy=policies.dots_saveable), 2, 0),
+    "everything(remat)": (
+        lambda fn: remat(remat(fn), policy=policies.everything_saveable),
+        *(0, 0),
+    ),
+}
+
+
+@rows("nest, tanh, products", NESTED)
+@rows("transform", {k: k for k in ("backward", "grad")}, fast=["backward"])
+def test_policies_of_calls_in_calls(nest, tanh, products, transform):
+    def program(wrap):
+        fn = block if wrap is plainly else nest(block)
+        return lambda w, x: fn(w, x).square().sum()
+
+    check(program, transform, tanh, products)
+
+
+# --- One function, several policies ---
+
+
+def test_policies_that_differ_are_compiled_apart():
+    """The second is not taken for the first."""
+    counts = []
+    for policy in (None, policies.dots_saveable, policies.everything_saveable):
+        loss = outside(lambda policy=policy: policy)(remat)
+        _, ops = differentiated(loss, TRANSFORMS["grad"], "aot_eager")
+        counts.append((ops["tanh"], ops["mm"]))
+    assert counts == [(4, 8), (4, 6), (2, 6)]
+
+
+def test_policies_of_two_calls_in_one_graph_are_their_own():
+    def program(wrap):
+        if wrap is plainly:
+            first = second = block
+        else:
+            first = remat(block, policy=policies.dots_saveable)
+            second = remat(block, policy=policies.everything_saveable)
+        return lambda w, x: (first(w, x) + second(w, x * 2)).square().sum()
+
+    want, once = differentiated(program(plainly), TRANSFORMS["backward"], "aot_eager")
+    got, ops = differentiated(program(remat), TRANSFORMS["backward"], "aot_eager")
+    assert_same(got, want, reassociated=True)
+    assert (once["tanh"], ops["tanh"]) == (4, 6)
+
+
+# --- Names, where nothing is compiled ---
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_name_is_kept_in_a_trace(mode):
+    fn = remat(named, policy=policies.save_only_these_names("a"))
+    graph = make_fx(grad(lambda w, x: fn(w, x).square().sum()), tracing_mode=mode)(W, X)
+    graph.graph.eliminate_dead_code()
+    tanh = graph.graph.find_nodes(op="call_function", target=aten.tanh.default)
+    assert len(tanh) == 3
+    assert_same(graph(W, X), grad(lambda w, x: named(w, x).square().sum())(W, X))
+
+
+def test_a_name_outside_of_a_call_is_no_operation():
+    def program(wrap):
+        return lambda w, x: checkpoint_name(wrap(block)(w, x), "a").square().sum()
+
+    assert_traced(program, TRANSFORMS["backward"], "aot_eager")
+
+
+def test_names_in_a_batch():
+    loss = outside(POLICIES["a name"][0])
+    how = {"transform": TRANSFORMS["vmap_grad"], "backend": "aot_eager"}
+    run = functools.partial(differentiated, **how)
+    got, ops = run(loss(remat))
+    want, once = run(loss(plainly))
+    assert_same(got, want)
+    assert (once["tanh"], ops["tanh"]) == (2, 3)

@@ -1,0 +1,330 @@
+"""Where compiled code is easily wrong without an error.
+
+What is kept may change, what is changed may lose a gradient, and a rule that is missing
+may give zero. Each test is of one such number that was met.
+"""
+
+import pytest
+import torch
+from support.tables import rows
+from support.traced import (
+    TRANSFORMS,
+    Graphs,
+    Transform,
+    W,
+    X,
+    assert_traced,
+    compiling,
+    differentiated,
+    operations,
+    points,
+)
+from support.zoo import leaves_of, plainly
+from torch._subclasses import FakeTensorMode
+from torch.func import grad, jvp
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from remat import OffloadError, policies, remat
+from remat._partial.tape import Entry
+from remat.policies import Decision
+from remat.testing import assert_same
+
+
+BOTH = {k: TRANSFORMS[k] for k in ("backward", "grad")}
+KEEPING = {
+    "dots": policies.dots_saveable,
+    "everything": policies.everything_saveable,
+    "nothing": policies.nothing_saveable,
+}
+
+
+# --- What is kept, and changed in place later ---
+
+
+def changed_by_itself(wrap):
+    """The product is kept, and then doubled."""
+
+    def fn(w, x):
+        y = x @ w
+        z = torch.tanh(y + 1)
+        y.mul_(2)
+        return torch.tanh(z * y)
+
+    fn = wrap(fn)
+    return lambda w, x: fn(w, x).square().sum()
+
+
+def changed_through_a_view(wrap):
+    def fn(w, x):
+        y = x @ w
+        z = torch.tanh(y + 1)
+        y[1:].t()[2].mul_(3)
+        return torch.tanh(z * y)
+
+    fn = wrap(fn)
+    return lambda w, x: fn(w, x).square().sum()
+
+
+def changed_by_the_caller(wrap):
+    def fn(w, x):
+        y = x @ w
+        return y, torch.tanh(y + 1)
+
+    fn = wrap(fn)
+
+    def loss(w, x):
+        y, z = fn(w, x)
+        y.mul_(2)
+        return (y * z).square().sum()
+
+    return loss
+
+
+def view_changed_by_the_caller(wrap):
+    def fn(w, x):
+        y = x @ w
+        return y[1:], torch.tanh(y + 1)
+
+    fn = wrap(fn)
+
+    def loss(w, x):
+        y, z = fn(w, x)
+        y.mul_(2)
+        return (y * z[1:]).square().sum()
+
+    return loss
+
+
+CHANGES = {
+    fn.__name__: fn
+    for fn in (
+        *(changed_by_itself, changed_through_a_view),
+        *(changed_by_the_caller, view_changed_by_the_caller),
+    )
+}
+
+
+@rows("transform", BOTH, fast=["backward"])
+@rows("policy", KEEPING, fast=["dots", "everything"])
+@rows("program", CHANGES)
+def test_what_is_kept_may_be_changed_later(program, policy, transform):
+    def run(wrap):
+        return differentiated(program(wrap), transform, "aot_eager")
+
+    want, once = run(plainly)
+    got, ops = run(lambda fn: remat(fn, policy=policy))
+    assert_same(got, want)
+    assert (ops["tanh"] > once["tanh"]) == (policy is not KEEPING["everything"])
+    assert ops["mm"] >= once["mm"]
+
+
+# --- Inputs that are changed in place ---
+
+
+def running_sum(wrap):
+    """What is added up is a constant."""
+
+    def fn(w, x, total):
+        y = torch.tanh(x @ w)
+        total.add_(y.detach().sum(0))
+        return y * total.sum()
+
+    fn = wrap(fn)
+
+    def loss(w, x):
+        total = torch.zeros(8, dtype=torch.double)
+        return fn(w, x, total).square().sum() + total.sum()
+
+    return loss
+
+
+def differentiable_sum(wrap):
+    """What is added up has a gradient, which must not be lost."""
+
+    def fn(w, x, total):
+        y = torch.tanh(x @ w)
+        total.add_(y.sum(0))
+        return torch.tanh(y * total.sum())
+
+    fn = wrap(fn)
+
+    def loss(w, x):
+        total = x.new_zeros(8)
+        return fn(w, x, total).square().sum() + total.square().sum()
+
+    return loss
+
+
+def overwritten(wrap):
+    """The old value of what is overwritten has a gradient as well."""
+
+    def fn(w, y):
+        z = torch.tanh((y * 1) @ w)
+        y.copy_(z * 2)
+        return z
+
+    fn = wrap(fn)
+
+    def loss(w, x):
+        y = x * 1.0
+        return fn(w, y).square().sum() + y.square().sum()
+
+    return loss
+
+
+MUTATIONS = {fn.__name__: fn for fn in (running_sum, differentiable_sum, overwritten)}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@rows("program", MUTATIONS)
+def test_an_input_may_be_changed_in_place(program, backend):
+    assert_traced(program, TRANSFORMS["backward"], backend)
+
+
+@rows("program", MUTATIONS)
+def test_an_input_may_be_changed_in_place_under_grad(program):
+    assert_traced(program, TRANSFORMS["grad"], "aot_eager")
+
+
+def test_an_argument_of_the_compiled_code_is_changed_once_in_each_call():
+    def fn(w, x, total):
+        y = torch.tanh(x @ w)
+        total.add_(1)
+        return y * total.sum()
+
+    total = torch.zeros(8)
+    with compiling():
+        compiled = torch.compile(remat(fn), backend="aot_eager", fullgraph=True)
+        for call in range(3):
+            w, x = leaves_of(W, X)
+            compiled(w, x, total).sum().backward()
+            assert total.tolist() == [call + 1] * 8
+
+
+# --- Derivatives of custom Functions, and of the barrier ---
+
+
+class Tripled(torch.autograd.Function):
+    """Its forward doubles, and its backward triples: what a wrong derivative gives."""
+
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * 3
+
+
+def tripled(w, x):
+    return torch.tanh(Tripled.apply(w) * x.sum()).sum()
+
+
+# Of Dynamo, about how it calls them itself.
+functions = pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)
+
+
+@functions
+@pytest.mark.parametrize("wrap", [plainly, remat], ids=["plain", "remat"])
+def test_a_custom_function_is_right_by_backward(wrap):
+    w, x = leaves_of(W, X)
+    with compiling():
+        torch.compile(wrap(tripled), backend="aot_eager", fullgraph=True)(
+            w, x
+        ).backward()
+    got = w.grad
+    w, _ = leaves_of(W, X)
+    tripled(w, X).backward()
+    assert_same(got, w.grad)
+
+
+@pytest.mark.xfail(reason="Dynamo differentiates the forward, without remat as well")
+@functions
+@pytest.mark.parametrize("wrap", [plainly, remat], ids=["plain", "remat"])
+def test_a_custom_function_under_compiled_grad(wrap):
+    with compiling():
+        got = torch.compile(grad(wrap(tripled)), backend="aot_eager")(W, X)
+    want = grad(tripled)(W, X)
+    assert_same(got, want)
+
+
+def test_tangents_are_not_zero():
+    """An operator without a rule for jvp would have tangents of zero."""
+    fn = remat(lambda w, x: torch.tanh(torch.tanh(x @ w) @ w))
+
+    def pushed(w, x):
+        first = grad(lambda w, x: fn(w, x).square().sum())
+        return jvp(lambda w: first(w, x), (w,), (torch.ones_like(w),))
+
+    graph = make_fx(pushed)(W, X)
+    for values in (graph(W, X), torch.compile(pushed, backend="aot_eager")(W, X)):
+        assert all(t.any() for t in values)
+        assert_same(values, pushed(W, X), reassociated=True)
+    torch._dynamo.reset()
+
+
+# --- Policies ---
+
+
+def layers(w, x):
+    return torch.tanh(torch.tanh(x @ w) @ w)
+
+
+def loss_under(policy):
+    fn = remat(layers, policy=policy)
+    return lambda w, x: fn(w, x).sum()
+
+
+def test_offloading_to_disk_is_refused():
+    message = r"a policy of .* offloads to disk.*Offload to 'pinned_host' there"
+    with pytest.raises(OffloadError, match=message):
+        make_fx(grad(loss_under(lambda op: Decision.OFFLOAD_TO_DISK)))(W, X)
+
+
+def test_what_is_offloaded_is_on_the_host_until_it_is_given_back():
+    entry = Entry(torch.ops.aten.mm.default)
+    with FakeTensorMode():
+        entry.keep(torch.empty(4, 4, device="cuda"), Decision.OFFLOAD, "f")
+        assert [kept.device.type for kept in entry.results] == ["cpu"]
+        assert entry.given().device.type == "cuda"
+
+
+@pytest.mark.gpu
+def test_a_graph_moves_to_the_host_and_back():
+    policy = policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    w, x = (torch.ones(8, 8, device="cuda") for _ in range(2))
+    graph = make_fx(grad(loss_under(policy)))(w, x)
+    graph.graph.eliminate_dead_code()
+    copy = torch.ops.aten._to_copy.default
+    moves = graph.graph.find_nodes(op="call_function", target=copy)
+    devices = [node.kwargs["device"].type for node in moves]
+    assert sorted(devices) == ["cpu", "cpu", "cuda", "cuda"]
+    assert operations(graph)["mm"] == 5  # none again
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad"])
+def test_what_policies_keep_passes_the_barrier(transform):
+    """Else the recompute around it is merged with the forward, and all is held."""
+    graphs = Graphs()
+    kind = TRANSFORMS[transform]
+    with compiling():
+        loss = loss_under(policies.dots_saveable)
+        kind.call(torch.compile(kind.of(loss), backend=graphs, fullgraph=True))
+    held = graphs.forward + graphs.backward
+    assert held["remat::barrier"] == 4  # the inputs, and both products
+    assert held["tanh"] == 4
+
+
+def test_a_batched_barrier_is_batched():
+    kind = Transform(TRANSFORMS["vmap_grad"].of, lambda c: c(W, points(3, 4, 8)))
+    assert_traced(lambda wrap: lambda w, x: moved(wrap)(w, x), kind, "aot_eager")
+
+
+def moved(wrap):
+    return lambda w, x: wrap(lambda w, x: torch.tanh(x @ w))(w, x).square().sum()
