@@ -137,7 +137,7 @@ class Tape(TracedMode):
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept, self._is_parting = kept, False
 
     @override
     def __torch_dispatch__(
@@ -154,7 +154,8 @@ class Tape(TracedMode):
             return None
         if _draws(func, args, kwargs):
             return self._draw(func, args, kwargs)
-        if self._kept.policy is None or func in IGNORED or func is draw_again:
+        is_ours = self._is_parting or func in IGNORED or func is draw_again
+        if self._kept.policy is None or is_ours:
             return func(*args, **kwargs)
         return self.run(func, args, kwargs)
 
@@ -306,6 +307,7 @@ class Forward(Tape):
 
         Where nobody does, the copy is left out of the graph.
         """
+        self._is_parting = True
         for t in filter(_is_tensor, tree_leaves(out)):
             entry, _ = self._made.get(_storage(base_tensor(t)), (None, None))
             if entry is not None and entry.results is not None:

@@ -44,6 +44,7 @@ from remat._torch import (
     dual_level_active,
     eager_only,
     forward_ad_enabled,
+    is_below_tracer,
     kind_of,
     lifted,
     requires_grad_at_any_level,
@@ -315,4 +316,6 @@ def _is_expanded(tensor: Tensor | None) -> bool:
 
 def _as_views(outs: Sequence[Any], shared: Collection[int]) -> list[Any]:
     """Make outputs that share memory views, so that torch refuses to change them."""
-    return [alias(o) if j in shared else o for j, o in enumerate(outs)]
+    # Past the modes of a tracer nobody would know what the alias is of.
+    view = torch.ops.aten.alias.default if is_below_tracer() else alias
+    return [view(o) if j in shared else o for j, o in enumerate(outs)]

@@ -30,6 +30,7 @@ from remat._torch import (
     changed_by,
     constant_in_traces,
     counted_levels,
+    eager_only,
     is_below_tracer,
     is_body,
     is_graph_made,
@@ -125,6 +126,7 @@ def _lower(key: str, body: Any) -> Fn:
     return functools.partial(_run_node, body, *_CALLS[key])
 
 
+@eager_only
 def _run_node(
     body: Any, label: Label, options: Options, /, *args: Any, **kwargs: Any
 ) -> Any:
@@ -170,6 +172,7 @@ def _of_tensors(body: Opaque, args: Sequence[Any], changed: Sequence[int]) -> Fn
     return run
 
 
+@eager_only
 def _call(fn: Fn, label: Label, options: Options, args: Any, kwargs: Any) -> Any:
     if not is_below_tracer():
         with counted_levels():

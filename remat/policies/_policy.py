@@ -304,7 +304,9 @@ def save_ops(*operators: Any) -> Policy:
         >>> policy
         save_ops(torch.ops.aten.bmm.default, torch.ops.aten.mm)
     """
-    return Operators(frozenset(name(checked(o, "save_ops")) for o in operators))
+    # Dynamo warns of functions that remember results.
+    name_of = name.__wrapped__ if torch.compiler.is_compiling() else name
+    return Operators(frozenset([name_of(checked(o, "save_ops")) for o in operators]))
 
 
 @dataclass(frozen=True)

@@ -207,9 +207,6 @@ def test_a_graph_may_break_under_grad(program):
     assert ops["tanh"] == 2 * once["tanh"]
 
 
-@pytest.mark.xfail(
-    reason="Dynamo compiles the rest of remat's own frame, and warns of what it finds"
-)
 def test_an_error_inside_is_the_users():
     def fails(w, x):
         raise ValueError(f"no {x.shape[0]} rows")

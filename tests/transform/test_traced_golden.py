@@ -160,18 +160,9 @@ POLICIES = {
     "everything": policies.everything_saveable,
     "no dots": ~policies.dots_saveable,
 }
-COPIES = pytest.mark.xfail(
-    reason="where a result is kept, the policy is asked about remat's own copy of it"
-)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(p, id=n, marks=COPIES if n in ("everything", "no dots") else ())
-        for n, p in POLICIES.items()
-    ],
-)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_a_policy_is_asked_about_the_same_operations_and_decides_alike(policy):
     """The derivative reads them all; eager code asks about no others."""
 

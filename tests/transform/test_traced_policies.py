@@ -124,7 +124,6 @@ def test_a_policy_that_is_made_inside_is_followed(policy, tanh, products):
     check(inside(policy), "backward", tanh, products)
 
 
-@pytest.mark.xfail(reason="Dynamo warns of the cache in save_ops")
 def test_a_policy_of_operations_may_be_made_inside():
     check(inside(POLICIES["operations"][0]), "backward", 0, 0)
 

@@ -85,9 +85,6 @@ assert torch.equal(got, gradient(w, x))
 """
 
 
-@pytest.mark.xfail(
-    reason="a result that is a view of another is no fake tensor in AOTAutograd's trace"
-)
 def test_results_may_be_views_of_each_other():
     """In a process of its own: a compilation that fails leaves torch with levels."""
     program = [sys.executable, "-W", "ignore", "-c", VIEW_OF_ANOTHER]
