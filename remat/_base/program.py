@@ -150,6 +150,13 @@ class Program:
         del outs
         return False
 
+    def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
+        """Refuse inputs that were changed in place since the forward.
+
+        Asked while a graph is made, before the inputs pass a barrier.
+        """
+        del inputs
+
     def check_reached(
         self, outs: Sequence[Any], inputs: Sequence[Tensor], missing: Sequence[int]
     ) -> None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from remat._base.context import here
 from remat._base.operators import barrier, same
 from remat._base.wrappers import taken_apart
-from remat._torch import base_tensor, bottoms, lower_to_alias
+from remat._torch import bottoms, lower_to_alias
 
 
 class _Barrier(torch.autograd.Function):
@@ -54,18 +54,7 @@ class _Barrier(torch.autograd.Function):
 
 def behind(saved: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Any]:
     """Return what was saved, to be read after the cotangents."""
-    found = [_Barrier.apply(t, *cotangents) for t in saved]
-    for copy, t in zip(found, saved, strict=True):
-        vars(base_tensor(copy))[_BEFORE] = before_barrier(base_tensor(t))
-    return found
-
-
-def before_barrier(tensor: Tensor) -> Tensor:
-    """Return what a tensor was before it passed barriers: that counts its changes."""
-    return vars(tensor).get(_BEFORE, tensor)
-
-
-_BEFORE = "_remat_before_barrier"
+    return [_Barrier.apply(t, *cotangents) for t in saved]
 
 
 @contextmanager

@@ -189,7 +189,11 @@ class Tape(TracedMode):
         else:
             args = _with_defaults(inner, args, kwargs)
             state, out = self.drawn(func, _out_of_place(inner), args, kwargs)
-            out = args[0].copy_(out)
+            if isinstance(out, tuple):  # of rrelu: its result, and the noise
+                out, noise = out
+                args[1].copy_(noise)
+            else:
+                out = args[0].copy_(out)
         return (state, out) if is_nested else out
 
 
@@ -233,6 +237,7 @@ _OUT_OF_PLACE = {
     "random_.default": "random.default",
     "random_.from": "random.from",
     "random_.to": "random.to",
+    "rrelu_with_noise.default": "rrelu_with_noise_functional.default",
 }
 
 

@@ -61,6 +61,7 @@ from remat._torch.autograd import (
 from remat._torch.distributed import finished as finished, wait_for as wait_for
 from remat._torch.graphs import (
     IGNORED as IGNORED,
+    FunctionalValue as FunctionalValue,
     TracedMode as TracedMode,
     as_node as as_node,
     bottoms as bottoms,

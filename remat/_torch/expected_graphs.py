@@ -64,7 +64,7 @@ def _bodies_are_run() -> None:
     body.graph, body.meta = graph, dict[str, Any]()
     assert graphs.is_body(object.__new__(fx.GraphModule))
     assert not graphs.is_body(body)
-    assert graphs.changed_by(body) == ()  # nothing is fake
+    assert graphs.changed_by(body) == graphs.Changes()  # nothing is fake
     # To run a real one imports locks of processes.
     with replaced(vars(graphs), "Interpreter", _Interpreter):
         assert graphs.run_body(body, 1, 2) == (body, 1, 2)

@@ -7,9 +7,10 @@ in one graph with forward and backward its recompute has no order.
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch._higher_order_ops.wrap import DynamoBypassingWrapper
 from torch._ops import HigherOrderOperator
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import maybe_get_fake_mode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import (
@@ -28,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     track_tensor_tree,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from typing_extensions import override
@@ -199,28 +202,67 @@ def bottoms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(base_tensor(t).detach() for t in tensors)
 
 
-# Deleted by: a node that says which of its inputs it changes.
-def changed_by(body: Any) -> tuple[int, ...]:
-    """Return which inputs a traced body changes in place.
+# Deleted by: AOTAutograd counting the changes of a tensor that autograd saved. It makes
+# functions of operations in place, and each detached tensor counts for itself.
+class FunctionalValue:
+    """The value that a tensor has in the graph of AOTAutograd, if it is in one.
 
-    It runs on fake copies outside of the trace, and their versions tell.
+    Args:
+        tensor: the tensor, which is not held.
     """
-    known = body.meta.get(_CHANGED)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._value = _value_of(tensor)
+
+    def has_changed(self) -> bool:
+        """Say whether the tensor was changed in place since."""
+        tensor = self._tensor()
+        return tensor is not None and _value_of(tensor) is not self._value
+
+
+def _value_of(tensor: Any) -> Any:
+    if not isinstance(tensor, FunctionalTensor):
+        return None
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor.elem)
+
+
+# Deleted by: a node that says which of its inputs it changes.
+class Changes(NamedTuple):
+    """What a traced body changes in place.
+
+    Attributes:
+        inputs: which of its inputs.
+        is_shared: whether another input, or a result, shares memory with one of them.
+    """
+
+    inputs: tuple[int, ...] = ()
+    is_shared: bool = False
+
+
+def changed_by(body: Any) -> Changes:
+    """Return what a traced body changes.
+
+    It runs on fake copies, outside of the trace.
+    """
+    known = body.meta.get(_CHANGES)
     if known is None:
-        known = body.meta[_CHANGED] = _found_changed(body)
+        known = body.meta[_CHANGES] = _found_changes(body)
     return known
 
 
-_CHANGED = "remat_changed"
+_CHANGES = "remat_changes"
 
 
-def _found_changed(body: Any) -> tuple[int, ...]:
+def _found_changes(body: Any) -> Changes:
     nodes = body.graph.find_nodes(op="placeholder")
     examples = [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
     modes = [maybe_get_fake_mode(e) for e in examples if isinstance(e, Tensor)]
     fake_mode = next((m for m in modes if m is not None), None)
     if fake_mode is None:
-        return ()
+        return Changes()
+    writes = _Writes()
     with ExitStack() as stack:
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(torch._C.DisableTorchFunctionSubclass())
@@ -228,9 +270,46 @@ def _found_changed(body: Any) -> tuple[int, ...]:
         stack.enter_context(fake_mode)
         stack.enter_context(torch.no_grad())
         copies = [_empty_like(e) if isinstance(e, Tensor) else e for e in examples]
-        run_body(body, *copies)
-    pairs = enumerate(copies)
-    return tuple(i for i, c in pairs if isinstance(c, Tensor) and c._version)
+        with writes:
+            outs = run_body(body, *copies)
+    inputs = tuple(i for i, c in enumerate(copies) if _storage(c) in writes.storages)
+    inside = {_storage(copies[i]) for i in inputs}
+    outside = [_storage(examples[i]) for i in inputs]
+    others = [_storage(e) for i, e in enumerate(examples) if i not in inputs]
+    is_shared = not inside.isdisjoint(map(_storage, _pytree.tree_leaves(outs)))
+    is_shared = is_shared or len({*outside}) < len(outside)
+    return Changes(inputs, is_shared or not {*outside}.isdisjoint(others))
+
+
+def _storage(value: Any) -> Any:
+    """Return what identifies the storage of a tensor, inside of a wrapper."""
+    if not isinstance(value, Tensor):
+        return None
+    while _python_dispatch.is_traceable_wrapper_subclass(value):
+        value = getattr(value, value.__tensor_flatten__()[0][0])
+    return StorageWeakRef(value.untyped_storage())
+
+
+class _Writes(_python_dispatch.TorchDispatchMode):
+    """Notes the storages that operations write to, by their schemas."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[Any] = set()
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        for k, argument in enumerate(schema.arguments if schema else ()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[k] if k < len(args) else kwargs.get(argument.name)
+                self.storages.update(map(_storage, _pytree.tree_leaves(given)))
+        return func(*args, **kwargs)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -349,6 +428,3 @@ def _is_end(user: Any) -> bool:
     is_view = getattr(user.target, "is_view", False)
     is_view = is_view or user.target is torch.ops.aten.detach.default
     return is_view and _leaves_graph(user)
-
-
-Lower = Callable[[Any], Callable[..., Any]]

@@ -25,8 +25,9 @@ def must_inline() -> bool:
     """Say whether a function is to be called as it is, though it is differentiated.
 
     That is so while Dynamo traces, which drops a Function's backward under torch.func;
-    in a trace by make_fx, torch.fx or TorchScript, which saves no memory; and in
-    inference mode, where a torch.func level makes a graph but nothing below it can.
+    in a trace by make_fx, torch.fx or TorchScript; and in inference mode, where a
+    torch.func level makes a graph but nothing below it can. `makes_graph` says where
+    the graph is to hold a recompute nevertheless.
     """
     return (
         torch.compiler.is_compiling()

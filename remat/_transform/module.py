@@ -29,7 +29,7 @@ from typing_extensions import override
 from remat._base.code import MADE
 from remat._partial.options import Options
 from remat._transform.rematerialized import SCRIPTED, BoundMethod, Rematerialized
-from remat._transform.traced import call_inlined
+from remat._transform.traced import call_traced
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -305,7 +305,7 @@ class _Forward:
         if torch.compiler.is_compiling():
             where, options = self._spec.where, self._spec.options
             name = self._kind.__qualname__
-            return functools.partial(call_inlined, forward, name, where, options)
+            return functools.partial(call_traced, forward, name, where, options)
         is_method = type(forward) is types.MethodType
         if is_method and type(forward.__func__) is types.FunctionType:
             return BoundMethod(self._recomputed(forward.__func__), forward.__self__)

@@ -139,6 +139,16 @@ class Primal(Program):
         return result
 
     @override
+    def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
+        """Refuse inputs that were changed in place since the forward.
+
+        Raises:
+            MutationError: one was.
+        """
+        assert self.state is not None
+        self.state.refuse_changed(self.call.snapshot, inputs)
+
+    @override
     def check_outputs(self, outs: Sequence[Any]) -> bool:
         """Check that the outputs of a recompute are differentiable as in the forward.
 

@@ -25,7 +25,7 @@ from remat._partial.options import Options
 from remat._torch import is_traced_symbolically
 from remat._transform.lowered import call_lowered
 from remat._transform.lowering import Lowering, lowering_of
-from remat._transform.traced import call_inlined
+from remat._transform.traced import call_traced
 
 
 P = ParamSpec("P")
@@ -66,7 +66,7 @@ class Rematerialized(Generic[P, R]):
         fn, options = self.__wrapped__, self._options
         lowering = lowering_of(options)
         if lowering is Lowering.INLINED or lowering is Lowering.TRACED:
-            return call_inlined(fn, self._name, self._where, options, *args, **kwargs)
+            return call_traced(fn, self._name, self._where, options, *args, **kwargs)
         label = self._label or self.__remat_label__
         examining = here().examining
         if examining is not None:

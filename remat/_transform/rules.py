@@ -100,10 +100,16 @@ class Vjp(Program):
         del mode
         saved, cts = inputs[: self._arity], inputs[self._arity :]
         if is_graph_made():
+            self._program.refuse_changed(saved)
             with counted_levels(), recomputing_after(cts) as after:
                 return self._recompute_and_pull(behind(saved, after), cts)
         with counted_levels():
             return self._recompute_and_pull(saved, cts)
+
+    @override
+    def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
+        """Refuse what the program refuses."""
+        self._program.refuse_changed(inputs[: self._arity])
 
     def _recompute_and_pull(
         self, saved: Sequence[Tensor], cts: tuple[Tensor, ...]
@@ -254,8 +260,15 @@ class Jvp(Program):
         if not self._evaluation.differentiable:
             return ()  # its results are inputs as they are
         primals, tangents = inputs[: self._arity], inputs[self._arity :]
+        if is_graph_made():
+            self._program.refuse_changed(primals)
         with counted_levels():
             return self._push(primals, tangents)
+
+    @override
+    def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
+        """Refuse what the program refuses."""
+        self._program.refuse_changed(inputs[: self._arity])
 
     def _push(self, primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Outputs:
         if base_dual_level_active():
@@ -361,6 +374,11 @@ class Batch(Program):
     def uses(self, count: int) -> Sequence[int]:
         """Return what the program uses."""
         return self.unbatched.uses(count)
+
+    @override
+    def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
+        """Refuse what the program refuses."""
+        self.unbatched.refuse_changed(inputs)
 
     @override
     def check_reached(

@@ -17,9 +17,14 @@ from remat._base.absent import Absent
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._capture.snapshot import Snapshot
-from remat._partial.barrier import before_barrier
 from remat._partial.replay import Replay
-from remat._torch import base_tensor, current_layer, is_graph_made
+from remat._torch import (
+    FunctionalValue,
+    base_tensor,
+    current_layer,
+    is_below_tracer,
+    is_graph_made,
+)
 from remat._transform.checks import reading_refused, refuse_needed
 
 
@@ -30,18 +35,33 @@ class State(NamedTuple):
         ambient: what the function reads without being passed it.
         versions: how often each input had been changed in place.
         classes: of the inputs; empty where all are plain tensors.
+        values: of the inputs, where AOTAutograd makes functions of operations in place.
     """
 
     ambient: Ambient
     versions: Sequence[int | None]
     classes: Sequence[type]
+    values: Sequence[Any] = ()
 
     def updated(self, before: Mapping[int, Tensor]) -> "State":
         """Return it for recomputes on inputs as they were before some were updated."""
-        versions = [*self.versions]
+        versions, values = [*self.versions], [*self.values]
         for i, value in before.items():
             versions[i] = value._version
-        return State(self.ambient, versions, self.classes)
+            if values:
+                values[i] = FunctionalValue(value)
+        return self._replace(versions=versions, values=values)
+
+    def refuse_changed(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
+        """Refuse inputs that were changed in place since, while a graph is made.
+
+        Raises:
+            MutationError: one was.
+        """
+        changed = self._changed([*map(base_tensor, inputs)])
+        changed += [i for i, value in enumerate(self.values) if value.has_changed()]
+        if changed:
+            refuse_needed(snapshot, changed, changed)
 
     def restored(
         self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
@@ -56,8 +76,8 @@ class State(NamedTuple):
         ambient = self.ambient.restored()
         if current_layer() is not None:
             inputs = [*map(base_tensor, inputs)]
-        if is_graph_made():
-            inputs = [*map(before_barrier, inputs)]
+        if is_graph_made():  # they passed a barrier, and were looked at before
+            return ambient
         if versions_of(inputs) == self.versions:
             return ambient
         changed = self._changed(inputs)
@@ -94,7 +114,8 @@ def state_of(snapshot: Snapshot, inputs: Sequence[Tensor]) -> State:
     ambient = Ambient(snapshot.streams, snapshot.handles_states)
     is_plain = TENSORS.issuperset(map(type, inputs))
     classes = () if is_plain else [*map(type, inputs)]
-    return State(ambient, versions_of(inputs), classes)
+    values = [*map(FunctionalValue, inputs)] if is_below_tracer() else ()
+    return State(ambient, versions_of(inputs), classes, values)
 
 
 def _as_class(tensor: Tensor, kind: type) -> Tensor:

@@ -13,6 +13,7 @@ Rejected: to have Dynamo trace the Function. Under torch.func it drops a backwar
 """
 
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ from remat._transform.primal import Primal
 from remat.policies._parts import offloads_to_disk, parts_of, whole
 
 
-def call_inlined(
+def call_traced(
     fn: Fn, name: str, where: str, options: Options, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a function in a trace. Its recompute becomes part of a graph that is made.
@@ -137,7 +138,10 @@ def _run_node(
     """
     if not is_body(body):
         return _call(body, label, options, args, kwargs)
-    changed = changed_by(body)
+    changed, is_shared = changed_by(body)
+    if is_shared:
+        _warn(label)
+        return run_body(body, *args)
     fn = _of_tensors(Opaque(body), args, changed)
     tensors = [args[i] for i in _where(args)]
     for i in changed:
@@ -151,6 +155,22 @@ def _run_node(
         with torch.set_grad_enabled(torch.is_grad_enabled() and new.requires_grad):
             args[i].copy_(new)
     return out
+
+
+def _warn(label: Label) -> None:
+    """Warn, once for each function, that a call recomputes nothing."""
+    message = _SHARED.format(label=label)
+    if message not in _WARNED:
+        _WARNED.add(message)
+        warnings.warn(message, stacklevel=2)
+
+
+_WARNED: set[str] = set()
+_SHARED = (
+    "remat: {label} changes an input in place that shares memory with another input or "
+    "with its result. In compiled code such a call is not recomputed, and saves no "
+    "memory. Change a copy."
+)
 
 
 def _where(args: Sequence[Any]) -> list[int]:

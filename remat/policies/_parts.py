@@ -10,6 +10,7 @@ Rejected: constructors that Dynamo calls. It cannot guard what they would return
 import types
 from typing import Any
 
+from remat._torch import constant_in_traces
 from remat.policies._decision import Decision
 from remat.policies._functions import asked
 from remat.policies._policy import Function, Policy
@@ -20,7 +21,17 @@ def parts_of(policy: Any) -> tuple[Any, Any]:
 
     Dynamo traces this.
     """
-    return (_part(policy), None) if _has_parts(policy) else (None, policy)
+    # Of others Dynamo may take a number for one that changes from call to call.
+    if _is_made_here(policy) and _has_parts(policy):
+        return _part(policy), None
+    return None, policy
+
+
+@constant_in_traces
+def _is_made_here(policy: Any) -> bool:
+    """Say whether the trace has made a policy: then it has no attributes yet."""
+    fields = getattr(type(policy), "__dataclass_fields__", ())
+    return bool(fields) and not vars(policy)
 
 
 def offloads_to_disk(policy: Any) -> bool:

@@ -69,6 +69,8 @@ class Policy(ABC):
             TypeError: a function of the user returned something other than a decision.
         """
         answer = self.decide(op)
+        if isinstance(answer, torch.SymBool):  # a size that compiled code does not fix
+            answer = bool(answer)
         decision = decision_of(answer)
         if decision is None:
             raise TypeError(

@@ -1,0 +1,172 @@
+"""Compiled code that changes inputs in place: right numbers, or an error."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from remat import policies, remat
+from remat.testing import assert_same
+
+
+# Dynamo warns of its own deprecations.
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def weights():
+    return torch.arange(1.0, 4).requires_grad_()
+
+
+def gradient(f, *args):
+    w = weights()
+    f(w, *args).backward()
+    return w.grad
+
+
+def compiled(f, backend="aot_eager"):
+    return torch.compile(f, fullgraph=True, backend=backend)
+
+
+# --- Changed after the call ---
+
+
+# A compilation that fails leaves torch with levels, so each has a process of its own.
+AFTER = """
+import torch
+from remat import remat
+
+{}
+
+def step(w):
+    x = w * 1
+    {}
+
+torch.compile(step, backend="aot_eager")(torch.ones(3, requires_grad=True)).backward()
+"""
+COUNTED = (
+    "g = remat(lambda x, c: (x + c).sin())",
+    "c = x.detach() * 0; y = g(x, c); c.add_(1); return y.sum() + g(x, c).sum()",
+)
+STREAM = "g = remat(lambda x: (x * 2).sin())", "x.add_(g(x)); return x.sum()"
+
+
+@pytest.mark.parametrize("program", [COUNTED, STREAM], ids=["counted", "stream"])
+def test_an_input_that_changes_before_the_backward_is_refused(program):
+    """As outside of graphs."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", AFTER.format(*program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "MutationError" in run.stderr
+    assert "was changed in place between the forward" in run.stderr
+
+
+# --- Changed inside ---
+
+
+def aliased(wrap):
+    g = wrap(lambda x, y: (y.mul_(2), x * x)[1])
+
+    def f(w):
+        x = w * 1
+        return g(x, x[:2]).sum()
+
+    return f
+
+
+def returned(wrap):
+    g = wrap(lambda x: x.mul_(2))
+
+    def f(w):
+        x = w * 1
+        g(x).add_(1)
+        return (x * x).sum()
+
+    return f
+
+
+@pytest.mark.parametrize("program", [aliased, returned])
+def test_a_changed_input_that_shares_memory_is_not_recomputed(program):
+    want = gradient(program(lambda f: f))
+    with pytest.warns(
+        UserWarning, match="changes an input in place that shares memory"
+    ):
+        got = gradient(compiled(program(lambda f: remat(f))))
+    assert_same(got, want)
+
+
+def by_list(x, b):
+    torch._foreach_add_([b], 1.0)
+    return x * b
+
+
+def by_data(x, b):
+    b.data.add_(1)
+    return x * b
+
+
+@pytest.mark.parametrize("change", [by_list, by_data])
+def test_a_change_that_counts_no_version_happens_once(change):
+    g = remat(change)
+    b = torch.ones(3)
+    got = gradient(compiled(lambda w, b: g(w, b).sum()), b)
+    assert_same(got, torch.full((3,), 2.0))
+    assert_same(b, torch.full((3,), 2.0))
+
+
+def test_a_draw_that_writes_its_noise_leaves_its_input():
+    def f(w):
+        y = functional.rrelu(-torch.ones(3), 0.5, 0.5, True)
+        x = -torch.ones(3)
+        return (x * w * w + y).sum()
+
+    assert_same(gradient(compiled(remat(f))), gradient(f))
+    slope = compiled(remat(lambda w: functional.rrelu(-w, 0.5, 0.5, True).sum()))
+    assert_same(gradient(slope), torch.full((3,), -0.5))
+
+
+def test_buffers_that_a_batch_norm_updates_are_no_changed_inputs():
+    module = nn.BatchNorm1d(4)
+    x = torch.randn(3, 4, requires_grad=True)
+    compiled(lambda x: remat(module)(x).square().sum())(x).backward()
+    assert module.num_batches_tracked == 1
+    assert module.weight.grad.any()
+
+
+# --- Traced otherwise, or with sizes that change ---
+
+
+def test_make_fx_traces_the_gradients_of_parameters():
+    module = nn.Linear(3, 3)
+
+    def gradients(wrap):
+        out = wrap(module)(torch.ones(2, 3)).sin().sum()
+        return torch.autograd.grad(out, [*module.parameters()])
+
+    graph = make_fx(lambda _: gradients(remat))(torch.ones(1))
+    assert_same(graph(torch.ones(1)), gradients(lambda f: f))
+
+
+def test_a_policy_by_size_decides_about_sizes_that_change():
+    g = remat(lambda x: x.sin().sin(), policy=policies.save_larger_than(20))
+    f = torch.compile(lambda x: g(x).sum(), backend="aot_eager", dynamic=True)
+    for size in (3, 5, 8):
+        x = torch.linspace(0, 1, size, requires_grad=True)
+        y = x.detach().requires_grad_()
+        f(x).backward()
+        y.sin().sin().sum().backward()
+        assert_same(x.grad, y.grad)
