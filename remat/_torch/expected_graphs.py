@@ -78,6 +78,18 @@ class _Interpreter:
         return self._body, *args
 
 
+@expects("FunctionalValue")
+def _values_in_graphs_are_told_apart() -> None:
+    x = torch.ones(2)
+    value = graphs.FunctionalValue(x)
+    assert not value.has_changed()
+    x.add_(1)
+    assert not value.has_changed()  # it is in no graph
+    functional = _text("_subclasses", "functional_tensor.py")
+    assert "torch._sync(" in functional
+    assert "torch._from_functional_tensor(" in functional
+
+
 @expects("bottoms", "unlevelled")
 def _levels_are_left() -> None:
     ones = torch.ones(2)

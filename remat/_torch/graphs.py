@@ -282,9 +282,10 @@ def _found_changes(body: Any) -> Changes:
 
 
 def _storage(value: Any) -> Any:
-    """Return what identifies the storage of a tensor, inside of a wrapper."""
+    """Return what identifies the storage of a tensor, inside of all wrappers."""
     if not isinstance(value, Tensor):
         return None
+    value = base_tensor(value)
     while _python_dispatch.is_traceable_wrapper_subclass(value):
         value = getattr(value, value.__tensor_flatten__()[0][0])
     return StorageWeakRef(value.untyped_storage())
