@@ -5,6 +5,7 @@
     modes           function modes and dispatch modes
     tracing         Dynamo, torch.fx, TorchScript
     graphs          graphs that AOTAutograd and make_fx make
+    nodes           nodes of Dynamo's graphs
     operators       what `torch.ops` holds; torch's keyed draws
     tensors         tensors without data, lazy bits, fake tensors
     storages        numbers of storages, references to them, copies that share one
@@ -63,20 +64,15 @@ from remat._torch.graphs import (
     IGNORED as IGNORED,
     FunctionalValue as FunctionalValue,
     TracedMode as TracedMode,
-    as_node as as_node,
     bottoms as bottoms,
-    changed_by as changed_by,
     counted_levels as counted_levels,
     draw_again as draw_again,
     draw_and_keep_state as draw_and_keep_state,
     is_below_tracer as is_below_tracer,
-    is_body as is_body,
     is_graph_made as is_graph_made,
     is_under_jvp as is_under_jvp,
-    let_dynamo_see_nodes as let_dynamo_see_nodes,
     let_graphs_draw as let_graphs_draw,
     lower_to_alias as lower_to_alias,
-    run_body as run_body,
     unlevelled as unlevelled,
 )
 from remat._torch.levels import (
@@ -130,6 +126,13 @@ from remat._torch.modes import (
     unseen as unseen,
     viewed as viewed,
     without_dispatch_mode as without_dispatch_mode,
+)
+from remat._torch.nodes import (
+    as_node as as_node,
+    changed_by as changed_by,
+    is_body as is_body,
+    let_dynamo_see_nodes as let_dynamo_see_nodes,
+    run_body as run_body,
 )
 from remat._torch.operators import (
     HigherOrderOperator as HigherOrderOperator,

@@ -1,4 +1,4 @@
-"""What the shims of `graphs` expect of torch.
+"""What the shims of `graphs` and `nodes` expect of torch.
 
 Invariant: a check fails where a name of it is missing or does something else.
 Rejected: to have Dynamo or inductor compile something, or to make fake tensors, which
@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat._torch import graphs, levels
+from remat._torch import graphs, levels, nodes
 from remat._torch.selftest import expects, replaced, same
 
 
@@ -29,7 +29,7 @@ def _text(*path: str) -> str:
 def _nodes_run_what_lowers_them() -> None:
     text = _text("_higher_order_ops", "wrap.py")
     assert "return wrapper_fn(inner_fn)(*args, **kwargs)" in text
-    assert graphs.as_node.name() == "remat"
+    assert nodes.as_node.name() == "remat"
     name = "torch._dynamo.variables.higher_order_ops"
     table: dict[str, Any] = {}
     base = type("Base", (), {"_call_function": lambda *_: "traced"})
@@ -38,7 +38,7 @@ def _nodes_run_what_lowers_them() -> None:
         DynamoBypassingWrapperHigherOrderVariable=base,
     )
     with replaced(sys.modules, name, stub):
-        graphs.let_dynamo_see_nodes()
+        nodes.let_dynamo_see_nodes()
     assert issubclass(table["remat"], base)
     text = _text("_dynamo", "variables", "higher_order_ops.py")
     assert "_hop_name_to_variable_class.get(value.__name__)" in text
@@ -62,12 +62,12 @@ def _bodies_are_run() -> None:
     graph.placeholder("x")
     body: Any = nn.Module()
     body.graph, body.meta = graph, dict[str, Any]()
-    assert graphs.is_body(object.__new__(fx.GraphModule))
-    assert not graphs.is_body(body)
-    assert graphs.changed_by(body) == graphs.Changes()  # nothing is fake
+    assert nodes.is_body(object.__new__(fx.GraphModule))
+    assert not nodes.is_body(body)
+    assert nodes.changed_by(body) == nodes.Changes()  # nothing is fake
     # To run a real one imports locks of processes.
-    with replaced(vars(graphs), "Interpreter", _Interpreter):
-        assert graphs.run_body(body, 1, 2) == (body, 1, 2)
+    with replaced(vars(nodes), "Interpreter", _Interpreter):
+        assert nodes.run_body(body, 1, 2) == (body, 1, 2)
 
 
 class _Interpreter:

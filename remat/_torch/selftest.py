@@ -24,8 +24,9 @@ from torch import Tensor
 RUN = ("2.13.0", "2.14.1")
 
 _MODULES = (
-    *("autograd", "distributed", "graphs", "levels", "modes", "operators"),
-    *("process", "pytrees", "storages", "surroundings", "tensors", "tracing"),
+    *("autograd", "distributed", "graphs", "levels", "modes", "nodes"),
+    *("operators", "process", "pytrees", "storages", "surroundings"),
+    *("tensors", "tracing"),
 )
 _CHECKS = (
     *("expected_autograd", "expected_distributed", "expected_graphs"),

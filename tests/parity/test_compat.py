@@ -19,6 +19,7 @@ from remat._torch import (
     graphs,
     levels,
     modes,
+    nodes,
     operators,
     process,
     pytrees,
@@ -32,8 +33,8 @@ from remat._torch import (
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    *(autograd, distributed, graphs, levels, modes, operators, process, pytrees),
-    *(storages, surroundings, tensors, tracing),
+    *(autograd, distributed, graphs, levels, modes, nodes, operators),
+    *(process, pytrees, storages, surroundings, tensors, tracing),
 )
 SHIMS = sorted(
     name
