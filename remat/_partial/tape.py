@@ -62,7 +62,7 @@ class Kept:
         self.draws: list[tuple[Any, Any]] = []
         self.is_first = True
 
-    def tape(self) -> "Tape":
+    def next_tape(self) -> "Tape":
         """Return the mode for the next run."""
         kind = Forward if self.is_first else Recompute
         self.is_first = False

@@ -56,7 +56,7 @@ def _traced_under_modes(variable: Any, tracer: Any, args: Any, kwargs: Any) -> A
     Dynamo would show the node to a mode, and trace the body without it.
     """
     modes = tracer.symbolic_torch_function_state.mode_stack
-    with _stack_may_change(tracer), _may_count([m.mutation_type for m in modes]):
+    with _stack_may_change(tracer), _modes_may_change([m.mutation_type for m in modes]):
         return variable._call_function(tracer, args, kwargs)
 
 
@@ -79,7 +79,7 @@ def _stack_may_change(tracer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _may_count(mutations: Sequence[Any]) -> Iterator[None]:
+def _modes_may_change(mutations: Sequence[Any]) -> Iterator[None]:
     """Have Dynamo let a body change the attributes of modes around it.
 
     A recompute is of the graph, and does not change them again.

@@ -143,7 +143,7 @@ def _run_node(
         _warn(label)
         return run_body(body, *args)
     fn = _of_tensors(Opaque(body), args, changed)
-    tensors = [args[i] for i in _where(args)]
+    tensors = [args[i] for i in _tensors_at(args)]
     for i in changed:
         tensors[i] = tensors[i].clone()
     out = _call(fn, label, options, tensors, {})
@@ -173,18 +173,18 @@ _SHARED = (
 )
 
 
-def _where(args: Sequence[Any]) -> list[int]:
+def _tensors_at(args: Sequence[Any]) -> list[int]:
     return [i for i, a in enumerate(args) if isinstance(a, Tensor)]
 
 
 def _of_tensors(body: Opaque, args: Sequence[Any], changed: Sequence[int]) -> Fn:
     """Return the body as a function of its tensors. It changes none of them."""
-    where = _where(args)
+    places = _tensors_at(args)
     constants = Opaque([None if isinstance(a, Tensor) else a for a in args])
 
     def run(*tensors: Tensor) -> Any:
         leaves = [*constants.value]
-        for i, tensor in zip(where, tensors, strict=True):
+        for i, tensor in zip(places, tensors, strict=True):
             leaves[i] = tensor.clone() if i in changed else tensor
         out = run_body(body.value, *leaves)
         return (out, [leaves[i] for i in changed]) if changed else out
@@ -215,7 +215,7 @@ def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:
     def taped(*args: Any, **kwargs: Any) -> Any:
         if not is_graph_made():
             return fn(*args, **kwargs)
-        tape = kept.value.tape()
+        tape = kept.value.next_tape()
         with within(policy, followed=True), tape:
             return tape.parting(fn(*args, **kwargs))
 
