@@ -143,9 +143,9 @@ def _run_node(
         _warn(label)
         return run_body(body, *args)
     fn = _of_tensors(Opaque(body), args, changed)
-    tensors = [args[i] for i in _tensors_at(args)]
-    for i in changed:
-        tensors[i] = tensors[i].clone()
+    # The recompute starts from what a changed input was before.
+    places = _tensors_at(args)
+    tensors = [args[i].clone() if i in changed else args[i] for i in places]
     out = _call(fn, label, options, tensors, {})
     if not changed:
         return out

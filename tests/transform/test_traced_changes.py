@@ -128,6 +128,18 @@ def test_a_change_that_counts_no_version_happens_once(change):
     assert_same(b, torch.full((3,), 2.0))
 
 
+def test_sizes_that_change_are_inputs_beside_a_changed_one():
+    g = remat(lambda n, x, b: (b.add_(n), x * b)[1])
+    f = torch.compile(
+        lambda x, b: g(x.shape[0], x, b).sum(), backend="aot_eager", dynamic=True
+    )
+    for size in (3, 5):
+        x, b = torch.ones(size, requires_grad=True), torch.ones(size)
+        f(x, b).backward()
+        assert_same(b, torch.full((size,), 1.0 + size))
+        assert_same(x.grad, b)
+
+
 def test_a_draw_that_writes_its_noise_leaves_its_input():
     def f(w):
         y = functional.rrelu(-torch.ones(3), 0.5, 0.5, True)
