@@ -161,16 +161,17 @@ def warn_if_asked(
     """Warn, once for each function, that a policy or `prune=True` is not followed."""
     asked = asked_for(policy, prune)
     if why and asked and not (call.in_forward_mode or call.is_traced):
-        _warn(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
+        warn_once(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
 
 
 def warn_if_unpruned(prune: Prune, label: str, why: str) -> None:
     """Warn, once for each function, that `prune=True` does not prune."""
     if why and prune is True:
-        _warn(_NOT_PRUNED.format(label=label, why=why))
+        warn_once(_NOT_PRUNED.format(label=label, why=why))
 
 
-def _warn(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Warn, unless this was said before."""
     if message not in _WARNED:
         _WARNED.add(message)
         warnings.warn(message, stacklevel=3)

@@ -31,13 +31,24 @@ def call_lowered(
     """Call a function so that a backward recomputes it."""
     if lowering is Lowering.SAVED:
         return call_saved(fn, label, args, kwargs, options)
-    if lowering is Lowering.FUNCTION:
-        call = Call(fn, label, args, kwargs, options)
-        inputs, needs = call.take_inputs()
-        outs = None
-        if not call.is_lazy:
-            outs = evaluate_differentiably(Primal(call), inputs, needs)
-        if outs is not None:
-            return call.join(outs, inputs)
     plain = without_draws(fn, label) if options.rng == "error" else fn
+    if lowering is Lowering.FUNCTION:
+        return call_as_function(fn, label, args, kwargs, options, plain)
     return plain(*args, **kwargs)
+
+
+def call_as_function(
+    fn: Fn,
+    label: Label,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    plain: Fn,
+) -> Any:
+    """Call a function as one Function; if nothing is differentiated, call `plain`."""
+    call = Call(fn, label, args, kwargs, options)
+    inputs, needs = call.take_inputs()
+    outs = None
+    if not call.is_lazy:
+        outs = evaluate_differentiably(Primal(call), inputs, needs)
+    return plain(*args, **kwargs) if outs is None else call.join(outs, inputs)

@@ -41,7 +41,7 @@ class Lowering(Enum):
 def lowering_of(options: Options) -> Lowering:
     """Return what becomes of a call that is made here."""
     if must_inline():
-        return Lowering.TRACED if _holds_recomputes() else Lowering.INLINED
+        return Lowering.TRACED if _is_traced(options) else Lowering.INLINED
     if not torch.is_grad_enabled():
         return Lowering.PLAIN
     is_differentiated = current_layer() is not None and not are_all_vmaps()
@@ -52,9 +52,12 @@ def lowering_of(options: Options) -> Lowering:
     return Lowering.SAVED
 
 
-def _holds_recomputes() -> bool:
-    """Say whether a graph is made that a recompute belongs to."""
-    if not (makes_graph() and torch.is_grad_enabled()):
+def _is_traced(options: Options) -> bool:
+    """Say whether a graph is made that a recompute, or a refusal, belongs to."""
+    if not makes_graph():
         return False
+    if options.rng == "error":
+        return True
     # Forward mode alone stores nothing: it is so in `torch.func.linearize`.
-    return torch.compiler.is_dynamo_compiling() or not base_dual_level_active()
+    is_dynamo = torch.compiler.is_dynamo_compiling()
+    return torch.is_grad_enabled() and (is_dynamo or not base_dual_level_active())

@@ -1,7 +1,7 @@
 """The lowering of a call that is traced: a recompute that is part of the graph.
 
     Dynamo        the function becomes the body of one node
-    AOTAutograd   runs that node while it traces: `Lowered` calls the body again, below
+    AOTAutograd   runs that node while it traces, and so calls the body
     make_fx       the same, with the function itself
 
 While a graph is made a call is one recursive Function (`function`), at every level and
@@ -13,7 +13,6 @@ Rejected: to have Dynamo trace the Function. Under torch.func it drops a backwar
 """
 
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,8 @@ from torch import Tensor
 from remat._base.context import within
 from remat._base.labels import Label, label_of
 from remat._base.types import Fn, Opaque
-from remat._partial.options import Options
+from remat._partial.decide import warn_once
+from remat._partial.options import DEFAULT, Options
 from remat._partial.tape import Kept
 from remat._torch import (
     as_node,
@@ -40,11 +40,8 @@ from remat._torch import (
     run_body,
     uncompiled,
 )
-from remat._transform.call import Call
-from remat._transform.function import evaluate_differentiably
-from remat._transform.lowered import call_lowered
+from remat._transform.lowered import call_as_function, call_lowered
 from remat._transform.lowering import Lowering, lowering_of
-from remat._transform.primal import Primal
 from remat.policies._parts import offloads_to_disk, parts_of, whole
 
 
@@ -140,8 +137,8 @@ def _run_node(
         return _call(body, label, options, args, kwargs)
     changed, is_shared = changed_by(body)
     if is_shared:
-        _warn(label)
-        return run_body(body, *args)
+        warn_once(_SHARED.format(label=label))
+        return _plain(functools.partial(run_body, body), label, options)(*args)
     fn = _of_tensors(Opaque(body), args, changed)
     # The recompute starts from what a changed input was before.
     places = _tensors_at(args)
@@ -157,15 +154,6 @@ def _run_node(
     return out
 
 
-def _warn(label: Label) -> None:
-    """Warn, once for each function, that a call recomputes nothing."""
-    message = _SHARED.format(label=label)
-    if message not in _WARNED:
-        _WARNED.add(message)
-        warnings.warn(message, stacklevel=2)
-
-
-_WARNED: set[str] = set()
 _SHARED = (
     "remat: {label} changes an input in place that shares memory with another input or "
     "with its result. In compiled code such a call is not recomputed, and saves no "
@@ -197,18 +185,23 @@ def _call(fn: Fn, label: Label, options: Options, args: Any, kwargs: Any) -> Any
     if not is_below_tracer():
         with counted_levels():
             return call_lowered(lowering_of(options), fn, label, args, kwargs, options)
+    plain = _plain(fn, label, options)
+    if not torch.is_grad_enabled():
+        return plain(*args, **kwargs)
     policy = options.joined()
     is_forward_mode = is_under_jvp() or base_dual_level_active()
     followed = None if is_forward_mode else policy
-    kept = Opaque(Kept(label, followed, refuses_draws=options.rng == "error"))
-    taped = _taped(fn, policy, kept)
+    kept = Kept(label, followed, refuses_draws=options.rng == "error")
+    taped = _taped(fn, policy, Opaque(kept))
     with counted_levels():
-        call = Call(taped, label, args, kwargs, Options(prune=False))
-        inputs, needs = call.take_inputs()
-        outs = evaluate_differentiably(Primal(call), inputs, needs)
-        if outs is not None:
-            return call.join(outs, inputs)
-    return fn(*args, **kwargs)
+        return call_as_function(taped, label, args, kwargs, DEFAULT, plain)
+
+
+def _plain(fn: Fn, label: Label, options: Options) -> Fn:
+    """Return what runs where nothing is recomputed; it may refuse draws."""
+    if options.rng != "error":
+        return fn
+    return _taped(fn, None, Opaque(Kept(label, None, refuses_draws=True)))
 
 
 def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:

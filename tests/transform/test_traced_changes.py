@@ -61,9 +61,8 @@ COUNTED = (
 STREAM = "g = remat(lambda x: (x * 2).sin())", "x.add_(g(x)); return x.sum()"
 
 
-@pytest.mark.parametrize("program", [COUNTED, STREAM], ids=["counted", "stream"])
-def test_an_input_that_changes_before_the_backward_is_refused(program):
-    """As outside of graphs."""
+def refusal(program):
+    """What a program that is refused writes to the screen."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", AFTER.format(*program)],
         capture_output=True,
@@ -71,8 +70,22 @@ def test_an_input_that_changes_before_the_backward_is_refused(program):
         check=False,
     )
     assert run.returncode == 1
-    assert "MutationError" in run.stderr
-    assert "was changed in place between the forward" in run.stderr
+    return run.stderr
+
+
+@pytest.mark.parametrize("program", [COUNTED, STREAM], ids=["counted", "stream"])
+def test_an_input_that_changes_before_the_backward_is_refused(program):
+    """As outside of graphs."""
+    said = refusal(program)
+    assert "MutationError" in said
+    assert "was changed in place between the forward" in said
+
+
+def test_a_draw_is_refused_also_where_nothing_is_recomputed():
+    """The result is the input that is changed."""
+    draws = "lambda x: x.mul_(2).add_(torch.rand_like(x))"
+    said = refusal((f"g = remat({draws}, rng='error')", "return g(x).sum()"))
+    assert "drew from a global random stream in aten.rand_like" in said
 
 
 # --- Changed inside ---

@@ -165,8 +165,10 @@ def test_draws_are_refused_in_graphs_too():
         for mode in torch.enable_grad, torch.no_grad:
             with refused, mode():
                 fn(x)
-    with refused:
-        make_fx(fn)(ones(3))
+    for x in ones(3), torch.ones(3):
+        for mode in torch.enable_grad, torch.no_grad:
+            with refused, mode():
+                make_fx(fn)(x)
 
 
 def test_a_refused_draw_leaves_the_stream_of_python_alone():
