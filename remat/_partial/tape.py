@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 from typing_extensions import override
 
 from remat._ambient.draws import drew_in, is_tagged_random
@@ -24,7 +25,6 @@ from remat._partial.barrier import after_cotangents
 from remat._partial.effects import declared_writes, traits_of
 from remat._partial.values import Arguments, Results
 from remat._torch import (
-    IGNORED,
     OpOverload,
     TracedMode,
     base_tensor,
@@ -33,6 +33,7 @@ from remat._torch import (
     is_view_op,
     let_graphs_draw,
     no_torch_functions,
+    storage_id,
     unlevelled,
 )
 from remat.policies import Decision, Policy
@@ -137,7 +138,7 @@ class Tape(TracedMode):
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()
-        self._kept, self._is_parting = kept, False
+        self._kept, self._is_copying = kept, False
 
     @override
     def __torch_dispatch__(
@@ -150,11 +151,11 @@ class Tape(TracedMode):
 
     def _seen(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is named:
-            self.hear(*args)
+            self.name(*args)
             return None
-        if _draws(func, args, kwargs):
+        if _is_draw(func, args, kwargs):
             return self._draw(func, args, kwargs)
-        is_ours = self._is_parting or func in IGNORED or func is draw_again
+        is_ours = self._is_copying or func in SAC_IGNORED_OPS or func is draw_again
         if self._kept.policy is None or is_ours:
             return func(*args, **kwargs)
         return self.run(func, args, kwargs)
@@ -167,12 +168,11 @@ class Tape(TracedMode):
         """Run a draw; return the state before it, and the result."""
         raise NotImplementedError
 
-    def hear(self, tensor: Tensor, name: str) -> None:
+    def name(self, tensor: Tensor, name: str) -> None:
         """Note the name of a value."""
 
-    def parting(self, out: Any) -> Any:
-        """Return what the function returned, to be given to its caller."""
-        return out
+    def keep_copies(self, out: Any) -> None:
+        """Keep copies of what the function returned, before its caller has it."""
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         # The tape of a call inside keeps the state as well.
@@ -197,7 +197,7 @@ class Tape(TracedMode):
         return (state, out) if is_nested else out
 
 
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+def _is_draw(func: Any, args: Any, kwargs: Any) -> bool:
     if func is draw_and_keep_state:
         return True
     if not is_tagged_random(func):
@@ -270,7 +270,7 @@ class Forward(Tape):
         for tensor in declared_writes(traits_of(func), args, kwargs):
             # A detached tensor counts its versions apart while functions are made of
             # operations in place, so nothing would tell that what is kept was changed.
-            made = self._made.get(_storage(tensor))
+            made = self._made.get(storage_id(tensor))
             if made is not None:
                 made[0].results = None
         return out
@@ -285,7 +285,7 @@ class Forward(Tape):
         entry.op = Op(func, *arguments.described, values, source=user_line())
         self._keep(entry, out)
         for t in results.tensors:
-            self._made[_storage(t)] = entry, out
+            self._made[storage_id(t)] = entry, out
 
     def _keep(self, entry: Entry, out: Any) -> None:
         policy, op = self._kept.policy, entry.op
@@ -294,8 +294,8 @@ class Forward(Tape):
         entry.keep(out, policy(op), self._kept.label)
 
     @override
-    def hear(self, tensor: Tensor, name: str) -> None:
-        made = self._made.get(_storage(tensor))
+    def name(self, tensor: Tensor, name: str) -> None:
+        made = self._made.get(storage_id(tensor))
         if made is None:
             return
         entry, out = made
@@ -307,23 +307,18 @@ class Forward(Tape):
             self._keep(entry, out)
 
     @override
-    def parting(self, out: Any) -> Any:
+    def keep_copies(self, out: Any) -> None:
         """Keep copies of what is returned, which the caller may change in place.
 
         Where nobody does, the copy is left out of the graph.
         """
-        self._is_parting = True
+        self._is_copying = True
         for t in filter(_is_tensor, tree_leaves(out)):
-            entry, _ = self._made.get(_storage(base_tensor(t)), (None, None))
+            entry, _ = self._made.get(storage_id(base_tensor(t)), (None, None))
             if entry is not None and entry.results is not None:
                 with unlevelled(), torch.no_grad():
                     each = entry.results
                     entry.results = [k.clone() if _is_tensor(k) else k for k in each]
-        return out
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _computes(func: Any) -> bool:
@@ -336,12 +331,12 @@ class Recompute(Tape):
 
     def __init__(self, kept: Kept) -> None:
         super().__init__(kept)
-        self._rest, self._draws = iter(kept.entries), iter(kept.draws)
+        self._entries, self._states = iter(kept.entries), iter(kept.draws)
         self._differs = False
 
     @override
     def drawn(self, func: Any, draw: Any, args: Any, kwargs: Any) -> Any:
-        then, state = next(self._draws, (None, None))
+        then, state = next(self._states, (None, None))
         if then is not func:
             raise RecomputeError(_OTHER.format(op=func, label=self._kept.label))
         entry = None if self._kept.policy is None else self._entry_of(draw)
@@ -358,7 +353,7 @@ class Recompute(Tape):
 
     def _entry_of(self, func: Any) -> Entry | None:
         """Return what was kept of the next operation, while they are the same."""
-        entry = None if self._differs else next(self._rest, None)
+        entry = None if self._differs else next(self._entries, None)
         self._differs = entry is None or entry.func is not func
         return None if self._differs else entry
 

@@ -61,7 +61,6 @@ from remat._torch.autograd import (
 )
 from remat._torch.distributed import finished as finished, wait_for as wait_for
 from remat._torch.graphs import (
-    IGNORED as IGNORED,
     FunctionalValue as FunctionalValue,
     TracedMode as TracedMode,
     bottoms as bottoms,
@@ -69,7 +68,6 @@ from remat._torch.graphs import (
     draw_again as draw_again,
     draw_and_keep_state as draw_and_keep_state,
     is_below_tracer as is_below_tracer,
-    is_graph_made as is_graph_made,
     is_under_jvp as is_under_jvp,
     let_graphs_draw as let_graphs_draw,
     lower_to_alias as lower_to_alias,
@@ -129,7 +127,8 @@ from remat._torch.modes import (
 )
 from remat._torch.nodes import (
     as_node as as_node,
-    changed_by as changed_by,
+    faking as faking,
+    inputs_of_body as inputs_of_body,
     is_body as is_body,
     let_dynamo_see_nodes as let_dynamo_see_nodes,
     run_body as run_body,
@@ -183,6 +182,7 @@ from remat._torch.tensors import (
 from remat._torch.tracing import (
     constant_in_traces as constant_in_traces,
     eager_only as eager_only,
+    has_proxies as has_proxies,
     is_compiled as is_compiled,
     is_traced_symbolically as is_traced_symbolically,
     makes_graph as makes_graph,

@@ -48,23 +48,24 @@ def _nodes_run_what_lowers_them() -> None:
     assert "return m.scope == scope_id" in _text("_dynamo", "variables", "base.py")
 
 
-@expects("is_below_tracer", "is_graph_made")
+@expects("is_below_tracer")
 def _tracers_are_seen() -> None:
     assert not graphs.is_below_tracer()
-    assert not graphs.is_graph_made()
     keys = torch._C._TorchDispatchModeKey
     assert graphs._TRACERS == (keys.PROXY, keys.FUNCTIONAL, keys.FAKE)
 
 
-@expects("changed_by", "is_body", "run_body")
+@expects("faking", "inputs_of_body", "is_body", "run_body")
 def _bodies_are_run() -> None:
     graph: Any = fx.Graph()
-    graph.placeholder("x")
+    graph.placeholder("x").meta["example_value"] = "fake"
     body: Any = nn.Module()
     body.graph, body.meta = graph, dict[str, Any]()
     assert nodes.is_body(object.__new__(fx.GraphModule))
     assert not nodes.is_body(body)
-    assert nodes.changed_by(body) == nodes.Changes()  # nothing is fake
+    assert nodes.inputs_of_body(body) == ["fake"]
+    with nodes.faking([torch.ones(2)]) as copies:
+        assert copies is None  # nothing is fake
     # To run a real one imports locks of processes.
     with replaced(vars(nodes), "Interpreter", _Interpreter):
         assert nodes.run_body(body, 1, 2) == (body, 1, 2)
@@ -144,11 +145,10 @@ def _draws_are_repeated() -> None:
     assert "get_aten_target(n) in rand_ops" in _text("_functorch", "compile_utils.py")
 
 
-@expects("IGNORED", "TracedMode")
+@expects("TracedMode")
 def _modes_see_what_is_traced() -> None:
     assert graphs.TracedMode.ignore_compile_internals()
     assert hasattr(TorchDispatchMode, "supports_higher_order_operators")
-    assert torch.ops.aten.detach.default in graphs.IGNORED
     modes = _text("utils", "_python_dispatch.py")
     assert "def ignore_compile_internals(cls)" in modes
 

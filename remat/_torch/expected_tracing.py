@@ -18,10 +18,11 @@ from remat._torch import tracing
 from remat._torch.selftest import expects, replaced
 
 
-@expects("makes_graph", "must_inline")
+@expects("has_proxies", "makes_graph", "must_inline")
 def _traces_are_seen() -> None:
     assert tracing.must_inline() is False
     assert tracing.makes_graph() is False
+    assert tracing.has_proxies() is False
     with torch.inference_mode():
         assert tracing.must_inline() is True
     assert torch._C._get_dispatch_mode(tracing._PROXY) is None

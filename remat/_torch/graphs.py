@@ -22,22 +22,15 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
     disable_proxy_modes_tracing,
-    get_proxy_mode,
     track_tensor_tree,
 )
 from torch.utils import _python_dispatch, _pytree
-from torch.utils.checkpoint import SAC_IGNORED_OPS
 from typing_extensions import override
 
 from remat._torch.levels import base_tensor, get_interpreter_stack
 
 
 # Deleted by: a public way to ask what traces.
-def is_graph_made() -> bool:
-    """Say whether what is dispatched here becomes part of a graph."""
-    return get_proxy_mode() is not None
-
-
 def is_below_tracer() -> bool:
     """Say whether tensors here are fake, functional, or stand for nodes of a graph."""
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
@@ -55,7 +48,7 @@ def counted_levels() -> Iterator[None]:
     A graph of Dynamo enters them past these counts, so that a level inside would take
     itself for the outermost.
     """
-    depth = sum(1 for layer in get_interpreter_stack() or () if layer.key() == _JVP)
+    depth = _jvp_levels()
     before = _transforms.JVP_NESTING, _dual._current_level
     if depth <= before[0]:
         yield
@@ -76,7 +69,11 @@ _JVP: Any = torch._C._functorch.TransformType.Jvp
 
 def is_under_jvp() -> bool:
     """Say whether some level of torch.func differentiates forward."""
-    return any(layer.key() == _JVP for layer in get_interpreter_stack() or ())
+    return _jvp_levels() > 0
+
+
+def _jvp_levels() -> int:
+    return sum(layer.key() == _JVP for layer in get_interpreter_stack() or ())
 
 
 # Deleted by: a public context outside of all levels of torch.func.
@@ -121,9 +118,6 @@ def _value_of(tensor: Any) -> Any:
 
 draw_and_keep_state: Any = run_and_save_rng_state
 draw_again: Any = run_with_rng_state
-
-# Operations that a dispatch mode must leave alone.
-IGNORED: frozenset[Any] = frozenset(SAC_IGNORED_OPS)
 
 
 # Deleted by: torch giving `run_and_save_rng_state` these rules. That for fake tensors

@@ -8,8 +8,8 @@ in one graph with forward and backward its recompute has no order.
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,8 @@ from torch._higher_order_ops.wrap import DynamoBypassingWrapper
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.fx import GraphModule, Interpreter
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _python_dispatch
 from typing_extensions import override
-
-from remat._torch.levels import base_tensor
 
 
 # Deleted by: a public higher-order operator whose body a library may differentiate.
@@ -130,89 +127,32 @@ def run_body(body: Any, *args: Any) -> Any:
     return Interpreter(body).run(*args)
 
 
-# Deleted by: a node that says which of its inputs it changes.
-class Changes(NamedTuple):
-    """What a traced body changes in place.
-
-    Attributes:
-        inputs: which of its inputs.
-        is_shared: whether another input, or a result, shares memory with one of them.
-    """
-
-    inputs: tuple[int, ...] = ()
-    is_shared: bool = False
-
-
-def changed_by(body: Any) -> Changes:
-    """Return what a traced body changes.
-
-    It runs on fake copies, outside of the trace.
-    """
-    known = body.meta.get(_CHANGES)
-    if known is None:
-        known = body.meta[_CHANGES] = _found_changes(body)
-    return known
-
-
-_CHANGES = "remat_changes"
-
-
-def _found_changes(body: Any) -> Changes:
+def inputs_of_body(body: Any) -> list[Any]:
+    """Return the fake inputs that Dynamo traced a body with."""
     nodes = body.graph.find_nodes(op="placeholder")
-    examples = [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
-    modes = [maybe_get_fake_mode(e) for e in examples if isinstance(e, Tensor)]
-    fake_mode = next((m for m in modes if m is not None), None)
-    if fake_mode is None:
-        return Changes()
-    writes = _Writes()
-    with ExitStack() as stack:
-        stack.enter_context(temporarily_clear_interpreter_stack())
-        stack.enter_context(torch._C.DisableTorchFunctionSubclass())
-        stack.enter_context(_python_dispatch._disable_current_modes())
-        stack.enter_context(fake_mode)
-        stack.enter_context(torch.no_grad())
-        copies = [_empty_like(e) if isinstance(e, Tensor) else e for e in examples]
-        with writes:
-            outs = run_body(body, *copies)
-    inputs = tuple(i for i, c in enumerate(copies) if _storage(c) in writes.storages)
-    inside = {_storage(copies[i]) for i in inputs}
-    outside = [_storage(examples[i]) for i in inputs]
-    others = [_storage(e) for i, e in enumerate(examples) if i not in inputs]
-    is_shared = not inside.isdisjoint(map(_storage, _pytree.tree_leaves(outs)))
-    is_shared = is_shared or len({*outside}) < len(outside)
-    return Changes(inputs, is_shared or not {*outside}.isdisjoint(others))
+    return [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
 
 
-def _storage(value: Any) -> Any:
-    """Return what identifies the storage of a tensor, inside of all wrappers."""
-    if not isinstance(value, Tensor):
-        return None
-    value = base_tensor(value)
-    while _python_dispatch.is_traceable_wrapper_subclass(value):
-        value = getattr(value, value.__tensor_flatten__()[0][0])
-    return StorageWeakRef(value.untyped_storage())
+# Deleted by: a public context outside of a trace.
+@contextmanager
+def faking(examples: Sequence[Any]) -> Iterator[list[Any] | None]:
+    """Run the body of the block outside of the trace, on fake copies of fake inputs.
 
-
-class _Writes(_python_dispatch.TorchDispatchMode):
-    """Notes the storages that operations write to, by their schemas."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: set[Any] = set()
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)
-        for k, argument in enumerate(schema.arguments if schema else ()):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[k] if k < len(args) else kwargs.get(argument.name)
-                self.storages.update(map(_storage, _pytree.tree_leaves(given)))
-        return func(*args, **kwargs)
+    Gives the copies; None if no input is fake.
+    """
+    found = [maybe_get_fake_mode(e) for e in examples if isinstance(e, Tensor)]
+    mode = next((m for m in found if m is not None), None)
+    if mode is None:
+        yield None
+        return
+    with (
+        temporarily_clear_interpreter_stack(),
+        torch._C.DisableTorchFunctionSubclass(),
+        _python_dispatch._disable_current_modes(),
+        mode,
+        torch.no_grad(),
+    ):
+        yield [_empty_like(e) if isinstance(e, Tensor) else e for e in examples]
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

@@ -31,11 +31,16 @@ def must_inline() -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or has_proxies()
         or torch.is_inference_mode_enabled()
         or torch._C._is_tracing()
         or _symbolic_trace.is_fx_symbolic_tracing()
     )
+
+
+def has_proxies() -> bool:
+    """Say whether what is dispatched here becomes a node of a graph."""
+    return torch._C._get_dispatch_mode(_PROXY) is not None
 
 
 def makes_graph() -> bool:
@@ -44,9 +49,8 @@ def makes_graph() -> bool:
         return False
     if torch.compiler.is_dynamo_compiling():
         return True
-    has_proxies = torch._C._get_dispatch_mode(_PROXY) is not None
     return (
-        has_proxies
+        has_proxies()
         and not torch.is_inference_mode_enabled()
         and not torch._C._is_tracing()
     )
@@ -55,7 +59,7 @@ def makes_graph() -> bool:
 def is_traced_symbolically() -> bool:
     """Say whether torch.fx traces, on stand-ins that are no tensors, unlike make_fx."""
     traces = _symbolic_trace.is_fx_symbolic_tracing()
-    return traces and torch._C._get_dispatch_mode(_PROXY) is None
+    return traces and not has_proxies()
 
 
 # Deleted by: a public way to say that TorchScript cannot compile a function.

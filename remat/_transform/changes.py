@@ -1,22 +1,25 @@
-"""Finds the operation that changes an input of a call in place, for an error to name.
+"""Finds which inputs are changed in place, and by what: by running on copies.
 
-`saved` and `forward` ask, when they refuse such a call.
+`saved` and `forward` ask about a call, when they refuse it. `traced` asks about the
+body of a node, once.
 
-Invariant: it runs only for an error, on copies, and what it does to objects is undone.
+Invariant: what it does to objects is undone.
 Rejected: to watch every forward. That would cost each call a dispatch mode.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from remat._ambient.ambient import Ambient
 from remat._base.source import user_line
 from remat._base.types import TENSORS
+from remat._base.wrappers import taken_apart
 from remat._capture.snapshot import Snapshot
 from remat._partial.effects import written_by
 from remat._torch import (
@@ -24,6 +27,9 @@ from remat._torch import (
     base_tensor,
     call_kernel,
     eager_only,
+    faking,
+    inputs_of_body,
+    run_body,
     storage_id,
 )
 
@@ -56,6 +62,52 @@ def changes_of(
     return found
 
 
+class Changes(NamedTuple):
+    """What the body of a node changes in place.
+
+    Attributes:
+        inputs: which of its inputs.
+        is_shared: whether another input, or a result, shares memory with one of them.
+    """
+
+    inputs: Sequence[int] = ()
+    is_shared: bool = False
+
+
+def changed_by(body: Any) -> Changes:
+    """Return what the body of a node changes, which is remembered with it."""
+    known = body.meta.get(_CHANGES)
+    if known is None:
+        known = body.meta[_CHANGES] = _changes_of_body(body)
+    return known
+
+
+_CHANGES = "remat_changes"
+
+
+def _changes_of_body(body: Any) -> Changes:
+    examples, found = inputs_of_body(body), dict[int, str]()
+    with faking(examples) as copies:
+        if copies is None:
+            return Changes()
+        index = {_memory(c): i for i, c in enumerate(copies) if isinstance(c, Tensor)}
+        with _NoteChanges(index, found):
+            outs = run_body(body, *copies)
+    inputs = sorted(found)
+    changed = [_memory(examples[i]) for i in inputs]
+    others = [e for i, e in enumerate(examples) if i not in found]
+    others = {_memory(e) for e in others if isinstance(e, Tensor)}
+    results = {_memory(o) for o in tree_leaves(outs) if isinstance(o, Tensor)}
+    is_shared = len({*changed}) < len(changed) or not others.isdisjoint(changed)
+    written = {_memory(copies[i]) for i in inputs}
+    return Changes(inputs, is_shared or not results.isdisjoint(written))
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the number of the storage of a tensor, inside of all wrappers."""
+    return storage_id(taken_apart(base_tensor(tensor))[0])
+
+
 def _can_be_copied(tensor: Tensor) -> bool:
     """Say whether a tensor is strided and its memory is there. FSDP frees memory."""
     if tensor.layout is not torch.strided or type(tensor) not in TENSORS:
@@ -79,7 +131,7 @@ class _NoteChanges(LeanDispatchMode):
         del types
         kwargs = kwargs or {}
         for tensor in written_by(func, args, kwargs):
-            i = self._index.get(storage_id(tensor))
+            i = self._index.get(_memory(tensor))
             if i is not None:
                 self._found.setdefault(i, f"{func} at {user_line()}")
         return call_kernel(func, *args, **kwargs)

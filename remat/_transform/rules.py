@@ -40,9 +40,9 @@ from remat._torch import (
     forward_ad_enabled,
     grad_level,
     grad_mode,
+    has_proxies,
     is_batch_of_cotangents,
     is_for_transforms,
-    is_graph_made,
     leaf_at,
     once_differentiable_function,
     pull_back,
@@ -99,7 +99,7 @@ class Vjp(Program):
         """Recompute the program and pull the cotangents back through it."""
         del mode
         saved, cts = inputs[: self._arity], inputs[self._arity :]
-        if is_graph_made():
+        if has_proxies():
             self._program.refuse_changed(saved)
             with counted_levels(), recomputing_after(cts) as after:
                 return self._recompute_and_pull(behind(saved, after), cts)
@@ -260,7 +260,7 @@ class Jvp(Program):
         if not self._evaluation.differentiable:
             return ()  # its results are inputs as they are
         primals, tangents = inputs[: self._arity], inputs[self._arity :]
-        if is_graph_made():
+        if has_proxies():
             self._program.refuse_changed(primals)
         with counted_levels():
             return self._push(primals, tangents)

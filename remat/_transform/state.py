@@ -22,8 +22,8 @@ from remat._torch import (
     FunctionalValue,
     base_tensor,
     current_layer,
+    has_proxies,
     is_below_tracer,
-    is_graph_made,
 )
 from remat._transform.checks import reading_refused, refuse_needed
 
@@ -76,7 +76,7 @@ class State(NamedTuple):
         ambient = self.ambient.restored()
         if current_layer() is not None:
             inputs = [*map(base_tensor, inputs)]
-        if is_graph_made():  # they passed a barrier, and were looked at before
+        if has_proxies():  # they passed a barrier, and were looked at before
             return ambient
         if versions_of(inputs) == self.versions:
             return ambient

@@ -28,18 +28,18 @@ from remat._partial.tape import Kept
 from remat._torch import (
     as_node,
     base_dual_level_active,
-    changed_by,
     constant_in_traces,
     counted_levels,
     eager_only,
+    has_proxies,
     is_below_tracer,
     is_body,
-    is_graph_made,
     is_under_jvp,
     let_dynamo_see_nodes,
     run_body,
     uncompiled,
 )
+from remat._transform.changes import changed_by
 from remat._transform.lowered import call_as_function, call_lowered
 from remat._transform.lowering import Lowering, lowering_of
 from remat.policies._parts import offloads_to_disk, parts_of, whole
@@ -206,11 +206,13 @@ def _plain(fn: Fn, label: Label, options: Options) -> Fn:
 
 def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:
     def taped(*args: Any, **kwargs: Any) -> Any:
-        if not is_graph_made():
+        if not has_proxies():
             return fn(*args, **kwargs)
         tape = kept.value.next_tape()
         with within(policy, followed=True), tape:
-            return tape.parting(fn(*args, **kwargs))
+            out = fn(*args, **kwargs)
+            tape.keep_copies(out)
+            return out
 
     vars(taped)["__wrapped__"] = fn  # names its arguments
     return taped
