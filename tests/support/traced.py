@@ -61,6 +61,11 @@ def _is_passed_on(event: Any) -> bool:
     return any(child.name == "PythonDispatchMode" for child in event.cpu_children)
 
 
+def begins_again(ops: Counter[str]) -> bool:
+    """Whether a recompute is among what ran, or is held: it begins at a barrier."""
+    return ops["remat::barrier"] + ops["remat::same"] > 0
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Dynamo compiles in here, from a clean slate."""

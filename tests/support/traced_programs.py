@@ -215,5 +215,10 @@ PROGRAMS: dict[str, Any] = {
         *(autocast_around, autocast_inside),
     )
 }
-# In this a weight is used by several calls.
-REASSOCIATED = {"loop"}
+# Gradients that are sums in another order: of a weight that several calls use, or, in
+# second derivatives, of contributions in a short dtype.
+REASSOCIATED: dict[str, bool | torch.dtype] = {
+    "loop": True,
+    "autocast_around": torch.bfloat16,
+    "autocast_inside": torch.bfloat16,
+}

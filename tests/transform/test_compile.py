@@ -5,7 +5,16 @@ Each row on each backend. The details are tested by the files named test_traced.
 
 import pytest
 import torch
-from support.traced import STEP, TRANSFORMS, W, X, assert_traced, block
+from support.traced import (
+    STEP,
+    TRANSFORMS,
+    W,
+    X,
+    assert_traced,
+    begins_again,
+    block,
+    ran,
+)
 from torch import nn
 from torch.func import grad
 
@@ -40,6 +49,11 @@ def body(w, x):
 
 def gradient(fn, w):
     return torch.autograd.grad(fn(w, x), w)[0]
+
+
+def again(ops, backend, name="tanh", times=1):
+    """Whether a recompute ran: without AOTAutograd it is of eager code."""
+    return ops[name] >= times if backend == "eager" else begins_again(ops)
 
 
 # --- What is compiled calls remat ---
@@ -79,8 +93,11 @@ def test_compiled_step_that_accumulates(backend, weight):
     def step(w):
         remat(body)(w, x).backward()
 
-    torch.compile(step, backend=backend)(weight)
+    compiled = torch.compile(step, backend=backend)
+    compiled(weight)
     torch.testing.assert_close(weight.grad, gradient(body, weight))
+    _, ops = ran(lambda: compiled(weight))
+    assert again(ops, backend)
 
 
 def test_remat_may_be_applied_inside_compiled_code(backend):
@@ -88,9 +105,11 @@ def test_remat_may_be_applied_inside_compiled_code(backend):
     step = torch.compile(
         lambda x: remat(torch.sin)(x).exp(), backend=backend, fullgraph=True
     )
-    (got,) = torch.autograd.grad(step(x).sum(), x)
+    value = step(x).sum()
+    (got,), ops = ran(lambda: torch.autograd.grad(value, x))
     (want,) = torch.autograd.grad(x.sin().exp().sum(), x)
     assert_same(got, want, reassociated=True)
+    assert begins_again(ops) or backend == "eager"  # which has nothing to run again
 
 
 class Decorated(nn.Module):
@@ -108,8 +127,10 @@ def test_a_decorated_method_is_compiled(backend):
     (want,) = torch.autograd.grad(module(x).sum(), module.linear.weight)
     for compiled in (lambda x: module(x), module):
         compiled = torch.compile(compiled, backend=backend, fullgraph=True)
-        (got,) = torch.autograd.grad(compiled(x).sum(), module.linear.weight)
+        value = compiled(x).sum()
+        (got,), ops = ran(lambda: torch.autograd.grad(value, module.linear.weight))
         torch.testing.assert_close(got, want)
+        assert again(ops, backend, "addmm")
 
 
 def test_after_a_graph_break_within_grad_the_function_runs_uncompiled(backend):
@@ -178,5 +199,8 @@ def test_values_and_gradients_are_those_of_plain_with_other_numbers(backend):
     compiled = torch.compile(grad(program(remat)), backend=backend, fullgraph=True)
     plain = grad(program(lambda fn: fn))
     for scale in (1.0, 0.5, -2.0):
-        got, want = compiled(W * scale, X + scale), plain(W * scale, X + scale)
-        assert_same(got, want, reassociated=True)
+        numbers = W * scale, X + scale
+        compiled(*numbers)
+        got, ops = ran(lambda: compiled(*numbers))
+        assert_same(got, plain(*numbers), reassociated=True)
+        assert again(ops, backend, times=4)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from support.traced import begins_again, operations, ran
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
@@ -31,6 +32,15 @@ def weights():
 def gradient(f, *args):
     w = weights()
     f(w, *args).backward()
+    return w.grad
+
+
+def recomputed(f, *args):
+    """The gradient of a compiled function, which recomputes."""
+    w = weights()
+    value = compiled(f)(w, *args)
+    _, ops = ran(value.backward)
+    assert begins_again(ops)
     return w.grad
 
 
@@ -136,7 +146,7 @@ def by_data(x, b):
 def test_a_change_that_counts_no_version_happens_once(change):
     g = remat(change)
     b = torch.ones(3)
-    got = gradient(compiled(lambda w, b: g(w, b).sum()), b)
+    got = recomputed(lambda w, b: g(w, b).sum(), b)
     assert_same(got, torch.full((3,), 2.0))
     assert_same(b, torch.full((3,), 2.0))
 
@@ -148,7 +158,8 @@ def test_sizes_that_change_are_inputs_beside_a_changed_one():
     )
     for size in (3, 5):
         x, b = torch.ones(size, requires_grad=True), torch.ones(size)
-        f(x, b).backward()
+        _, ops = ran(f(x, b).backward)
+        assert begins_again(ops)
         assert_same(b, torch.full((size,), 1.0 + size))
         assert_same(x.grad, b)
 
@@ -159,15 +170,17 @@ def test_a_draw_that_writes_its_noise_leaves_its_input():
         x = -torch.ones(3)
         return (x * w * w + y).sum()
 
-    assert_same(gradient(compiled(remat(f))), gradient(f))
-    slope = compiled(remat(lambda w: functional.rrelu(-w, 0.5, 0.5, True).sum()))
-    assert_same(gradient(slope), torch.full((3,), -0.5))
+    assert_same(recomputed(remat(f)), gradient(f))
+    slope = remat(lambda w: functional.rrelu(-w, 0.5, 0.5, True).sum())
+    assert_same(recomputed(slope), torch.full((3,), -0.5))
 
 
 def test_buffers_that_a_batch_norm_updates_are_no_changed_inputs():
     module = nn.BatchNorm1d(4)
     x = torch.randn(3, 4, requires_grad=True)
-    compiled(lambda x: remat(module)(x).square().sum())(x).backward()
+    value = compiled(lambda x: remat(module)(x).square().sum())(x)
+    _, ops = ran(value.backward)
+    assert begins_again(ops)
     assert module.num_batches_tracked == 1
     assert module.weight.grad.any()
 
@@ -183,6 +196,7 @@ def test_make_fx_traces_the_gradients_of_parameters():
         return torch.autograd.grad(out, [*module.parameters()])
 
     graph = make_fx(lambda _: gradients(remat))(torch.ones(1))
+    assert begins_again(operations(graph))
     with torch.no_grad():  # the graph holds the parameters
         got = graph(torch.ones(1))
     assert_same(got, gradients(lambda f: f))
@@ -194,6 +208,7 @@ def test_a_policy_by_size_decides_about_sizes_that_change():
     for size in (3, 5, 8):
         x = torch.linspace(0, 1, size, requires_grad=True)
         y = x.detach().requires_grad_()
-        f(x).backward()
+        _, ops = ran(f(x).backward)
+        assert begins_again(ops)
         y.sin().sin().sum().backward()
         assert_same(x.grad, y.grad)

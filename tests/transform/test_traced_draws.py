@@ -7,7 +7,7 @@ the masks are, if the value and the gradient are of the same ones.
 import pytest
 import torch
 from support.tables import rows
-from support.traced import Graphs, W, X, compiling, ran
+from support.traced import Graphs, W, X, begins_again, compiling, ran
 from torch import nn
 from torch.func import grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -146,6 +146,9 @@ def assert_euler(path, loss, *, backend="aot_eager", keyed=False):
             (W * gradient).sum() / (4 * value), torch.ones_like(value)
         )
         values.append(value)
+    _, ops = ran(run)
+    # Without AOTAutograd there is no barrier. Plain code runs five products.
+    assert ops["mm"] > 5 if backend == "eager" else begins_again(ops)
     assert values[0] == values[2]
     assert (values[0] == values[1]) == keyed, "each call has to draw anew"
 
@@ -201,10 +204,13 @@ def test_two_draws_with_the_same_arguments_are_different_ones():
         return first * (x @ w), second * (x @ w)
 
     with compiling():
-        compiled = torch.compile(lambda w, x: remat(fn)(w, x), backend="aot_eager")
+        graphs = Graphs()
+        compiled = torch.compile(lambda w, x: remat(fn)(w, x), backend=graphs)
         w = W.clone().requires_grad_()
         first, second = compiled(w, X)
+        (first + second).sum().backward()
     assert not (first == second).any()
+    assert graphs.backward["run_with_rng_state"] == 2
     torch._dynamo.reset()
 
 
@@ -225,6 +231,7 @@ def test_a_batch_of_masks_is_one_per_example():
     with compiling():
         compiled = torch.compile(transform, backend="aot_eager", fullgraph=True)
         gradients, values = compiled(W, xs)
+        assert begins_again(ran(lambda: compiled(W, xs))[1])
     euler = (W * gradients).sum((1, 2)) / (4 * values)
     torch.testing.assert_close(euler, torch.ones_like(euler))
     assert len({*values.tolist()}) == 3
@@ -264,7 +271,8 @@ def test_the_stream_is_left_where_plain_leaves_it():
             compiled(w, X)
             torch.manual_seed(5)
             value = compiled(w, X).sum()
-            value.backward()
+            _, ops = ran(value.backward)
+            assert begins_again(ops) == (wrap is remat)
             after.append((value.detach(), w.grad, torch.rand(3)))
     for plain, ours in zip(*after, strict=True):
         assert torch.equal(plain, ours)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.golden import REASSOCIATED, ROWS, block, compared, golden, table
 from support.tables import rows
-from support.traced import Graphs, compiling, operations, ran
+from support.traced import Graphs, begins_again, compiling, operations, ran
 from support.zoo import Evaluations, W, X, leaves_of
 from torch.func import grad_and_value, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,6 +21,8 @@ from remat.testing import assert_same
 
 # Of a result that nobody uses the forward is not in a graph either.
 DEAD = {"sin, exp": table("exp 1"), "sin2, exp2": table("exp 2")}
+# Of these rows nothing is recomputed, and nothing that is kept is read.
+NOTHING_AGAIN = "plain", "2x+1"
 # The others are slow tests, but for forward and backward.
 FEW = "sin2", "remat", "dots", "everything", "remat(dots)", "dots(remat)", "remat(two)"
 COTANGENT = torch.linspace(0.5, 2, 16, dtype=X.dtype).view(4, 4)
@@ -49,6 +51,7 @@ def test_the_graphs_of_forward_and_backward_hold_what_jax_runs(row):
     forward = table(in_forward) - DEAD.get(row, Counter())
     assert compared(graphs.forward, row) == forward
     assert compared(graphs.backward, row) == table(in_backward)
+    assert begins_again(graphs.backward) == (row not in NOTHING_AGAIN)
     assert_same(got, backward(plain), reassociated=row in REASSOCIATED)
 
 
@@ -103,6 +106,7 @@ def test_the_graph_of_a_transform_holds_what_jax_runs(how, row):
         got = compiled(*args)
     held = graphs.forward - AROUND.get(how, Counter())
     assert compared(held, row) == of_graphs(row)
+    assert begins_again(graphs.forward) == (row not in NOTHING_AGAIN)
     assert not graphs.backward
     assert_same(got, transform(plain)(*args), reassociated=row in REASSOCIATED)
 
@@ -126,7 +130,9 @@ def test_a_trace_by_make_fx_holds_what_jax_runs(how, row):
     plain, fn, *_ = ROWS[row]
     w, x = leaves_of(W, X) if transform is by_backward else (W, X)
     graph = make_fx(transform(fn), tracing_mode=mode)(w, x, COTANGENT)
-    assert compared(operations(graph), row) == of_graphs(row)
+    held = operations(graph)
+    assert compared(held, row) == of_graphs(row)
+    assert begins_again(held) == (row not in NOTHING_AGAIN)
     got, want = graph(w, x, COTANGENT), transform(plain)(w, x, COTANGENT)
     assert_same(got, want, reassociated=row in REASSOCIATED)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.tables import rows
-from support.traced import Transform, assert_traced, points
+from support.traced import Transform, assert_traced, points, ran
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
@@ -186,6 +186,8 @@ def test_the_count_of_batches_is_right():
     for step in range(3):
         compiled(points(4, SIZE, seed=step).requires_grad_()).sum().backward()
         assert module.norm.num_batches_tracked == step + 1
+    x = points(4, SIZE).requires_grad_()
+    assert ran(lambda: compiled(x).sum().backward())[1]["tanh"] == 4
 
 
 def test_a_sequence_of_blocks_is_applied_and_recomputed():
@@ -216,6 +218,8 @@ def test_weights_may_change_between_calls():
             loss.backward()
             optimizer.step()
             losses.setdefault(wrap is remat, []).append(loss.item())
+        _, ops = ran(lambda: compiled(points(4, SIZE)).sum().backward())  # noqa: B023
+        assert ops["tanh"] == (4 if wrap is remat else 2)
     assert losses[True] == losses[False]
     assert len({*losses[True]}) == 3
 

@@ -13,6 +13,7 @@ from support.traced import (
     W,
     X,
     assert_traced,
+    begins_again,
     block,
     differentiated,
 )
@@ -101,6 +102,7 @@ def check(program, transform, tanh, products):
     want, once = differentiated(program(plainly), kind, "aot_eager")
     got, ops = differentiated(program(remat), kind, "aot_eager")
     assert_same(got, want)
+    assert begins_again(ops), "what is kept passes the barrier too"
     assert ops["tanh"] - once["tanh"] == tanh
     dots = [sum(o[name] for name in ("mm", "bmm")) for o in (ops, once)]
     assert dots[0] - dots[1] == products

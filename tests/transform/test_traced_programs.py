@@ -17,6 +17,7 @@ from support.traced import (
     W,
     X,
     assert_traced,
+    begins_again,
     block,
     compiling,
     points,
@@ -34,7 +35,7 @@ slow = pytest.mark.slow
 
 
 def check(name, transform, backend, **options):
-    reassociated = name in REASSOCIATED
+    reassociated = REASSOCIATED.get(name, False)
     kind = TRANSFORMS[transform]
     assert_traced(PROGRAMS[name], kind, backend, reassociated=reassociated, **options)
 
@@ -223,6 +224,7 @@ def test_dynamic_sizes_are_compiled_once():
         compiled = torch.compile(sized(remat), backend="aot_eager", dynamic=True)
         by_sizes(compiled)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+        assert begins_again(ran(lambda: by_sizes(compiled))[1])
     assert graphs == 1
 
 

@@ -14,10 +14,12 @@ from support.traced import (
     W,
     X,
     assert_traced,
+    begins_again,
     compiling,
     differentiated,
     operations,
     points,
+    ran,
 )
 from support.zoo import leaves_of, plainly
 from torch._subclasses import FakeTensorMode
@@ -114,6 +116,7 @@ def test_what_is_kept_may_be_changed_later(program, policy, transform):
     want, once = run(plainly)
     got, ops = run(lambda fn: remat(fn, policy=policy))
     assert_same(got, want)
+    assert begins_again(ops)
     assert (ops["tanh"] > once["tanh"]) == (policy is not KEEPING["everything"])
     assert ops["mm"] >= once["mm"]
 
@@ -197,8 +200,10 @@ def test_an_argument_of_the_compiled_code_is_changed_once_in_each_call():
         compiled = torch.compile(remat(fn), backend="aot_eager", fullgraph=True)
         for call in range(3):
             w, x = leaves_of(W, X)
-            compiled(w, x, total).sum().backward()
+            value = compiled(w, x, total).sum()
+            _, ops = ran(value.backward)
             assert total.tolist() == [call + 1] * 8
+    assert ops["tanh"] == 1
 
 
 # --- Derivatives of custom Functions, and of the barrier ---
@@ -235,9 +240,9 @@ functions = pytest.mark.filterwarnings(
 def test_a_custom_function_is_right_by_backward(wrap):
     w, x = leaves_of(W, X)
     with compiling():
-        torch.compile(wrap(tripled), backend="aot_eager", fullgraph=True)(
-            w, x
-        ).backward()
+        compiled = torch.compile(wrap(tripled), backend="aot_eager", fullgraph=True)
+        _, ops = ran(compiled(w, x).backward)
+    assert ops["tanh"] == (1 if wrap is remat else 0)
     got = w.grad
     w, _ = leaves_of(W, X)
     tripled(w, X).backward()
@@ -263,6 +268,7 @@ def test_tangents_are_not_zero():
         return jvp(lambda w: first(w, x), (w,), (torch.ones_like(w),))
 
     graph = make_fx(pushed)(W, X)
+    assert begins_again(operations(graph))
     for values in (graph(W, X), torch.compile(pushed, backend="aot_eager")(W, X)):
         assert all(t.any() for t in values)
         assert_same(values, pushed(W, X), reassociated=True)
