@@ -110,7 +110,7 @@ def descent(start: int, stop: int, slots: int, width: int = 1) -> Iterator[int]:
         slots: How many carries may be stored, with carry `start`.
         width: How many steps are a unit, which is reversed as one.
     """
-    left = _units(start, stop, width) + 1
+    left = units(start, stop, width) + 1
     while left > 1:
         yield start
         slots -= 1
@@ -147,7 +147,7 @@ def reverse(
     while stack:
         live = stack[-1]
         yield Load(live)
-        while (left := _units(live, stop, width)) > 1:
+        while (left := units(live, stop, width)) > 1:
             free = slots - len(stack)
             move = split(left, free + 1) if free else left - 1
             yield Advance(live, live + move * width)
@@ -161,7 +161,8 @@ def reverse(
             yield Drop(stack.pop())
 
 
-def _units(start: int, stop: int, width: int) -> int:
+def units(start: int, stop: int, width: int) -> int:
+    """Return how many units the steps from `start` to `stop` are."""
     return -(-(stop - start) // width)
 
 
@@ -211,8 +212,8 @@ class Binomial(Schedule):
 
     def evaluations(self, length: int) -> Evaluations:
         """Count by the closed form."""
-        units = _units(0, length, self.unroll)
-        again = advances(units + 1, self.checkpoints) - units  # of whole units
+        chain = units(0, length, self.unroll)
+        again = advances(chain + 1, self.checkpoints) - chain  # of whole units
         return Evaluations(length, self.unroll * again + length)
 
     def _descent(self, length: int) -> Iterator[int]:

@@ -29,6 +29,8 @@ from remat.chain._binomial import (
     beta as beta,
     repetitions as repetitions,
 )
+from remat.chain._multilevel import Multilevel as Multilevel
+from remat.chain._online import Online as Online, Placer as Placer
 from remat.chain._segments import (
     EveryStep as EveryStep,
     Sqrt as Sqrt,

@@ -41,6 +41,7 @@ class Interpreter:
         self.evaluations = 0
         self.peak = Counter()
         self.done = Counter()
+        self.written, self.read = [], []  # on disk
 
     def forward(self, actions):
         """Run a forward, and return how many steps it ran."""
@@ -83,6 +84,8 @@ class Interpreter:
                 self.save(step, storage)
             case Load(step):
                 require(step in self.stored, f"carry {step} is not stored")
+                if self.stored[step] is Storage.DISK:
+                    self.read.append(step)
                 self.live = step
             case Drop(step):
                 require(step in self.stored, f"carry {step} is not stored")
@@ -99,6 +102,8 @@ class Interpreter:
         require(step not in self.stored, f"carry {step} is stored already")
         require(step < self.length, "the result needs no checkpoint")
         self.stored[step] = storage
+        if storage is Storage.DISK:
+            self.written.append(step)
         count = sum(kind is storage for kind in self.stored.values())
         self.peak[storage] = max(self.peak[storage], count)
         require(count <= self.limits[storage], f"{count} carries in {storage}")
