@@ -1,0 +1,123 @@
+"""What a schedule tells a chain to do: its actions, and what all schedules share.
+
+A chain has steps 0 .. length - 1. Carry `k` is the input of step `k`, and carry
+`length` is the result. At any time at most one carry is *live*: the next step runs on
+it. Other carries are *stored*, as checkpoints. Actions name steps and carries.
+
+Invariant: a schedule is data. It runs nothing and holds no tensor, and its iterators
+are lazy: a chain of 100,000 steps never exists as a list of actions.
+Rejected: actions as named tuples. `Advance(0, 3)` would equal `Reverse(0, 3)`.
+"""
+
+import abc
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Storage(enum.Enum):
+    """Where a checkpoint is stored."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Run steps `start` .. `stop - 1` from the live carry, and record nothing.
+
+    Carry `start` is live before it, carry `stop` after it.
+    """
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Store the live carry, which is carry `step`. It stays live."""
+
+    step: int
+    storage: Storage = Storage.MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Make the stored carry `step` the live one. It stays stored."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Let go of the stored carry `step`. If it is live, it stays live."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reverse:
+    """Run steps `start` .. `stop - 1` from the live carry again and reverse them.
+
+    They run with recording, so that the residuals of all of them exist at once. Then
+    the cotangent of carry `stop` is pulled back to carry `start`. No carry is live
+    after it.
+    """
+
+    start: int
+    stop: int
+
+
+Action = Advance | Save | Load | Drop | Reverse
+
+
+class Evaluations(NamedTuple):
+    """How many steps are run."""
+
+    forward: int
+    backward: int
+
+
+class Schedule(abc.ABC):
+    """Which carries of a chain are stored, and what a backward runs again.
+
+    A forward runs every step once, because its caller needs the result, and leaves
+    checkpoints behind. A backward begins with these checkpoints and no live carry. It
+    reverses every step once, from the last to the first, and ends with nothing stored.
+    Carry 0, the input of the chain, is a checkpoint like the others: it is counted.
+    """
+
+    @abc.abstractmethod
+    def forward(self, length: int) -> Iterator[Action]:
+        """Return what the forward of a chain does: `Advance` and `Save`."""
+
+    @abc.abstractmethod
+    def backward(self, length: int) -> Iterator[Action]:
+        """Return what the backward does with the checkpoints of the forward."""
+
+    @abc.abstractmethod
+    def evaluations(self, length: int) -> Evaluations:
+        """Predict how many steps the forward and the backward run."""
+
+
+def check_count(taker: str, name: str, value: object, least: int = 1) -> None:
+    """Refuse an argument of a schedule that is not a count.
+
+    Args:
+        taker: The name of the schedule.
+        name: The name of the argument.
+        value: Its value.
+        least: The least value that is allowed.
+
+    Raises:
+        TypeError: the value is not an integer.
+        ValueError: the value is too small.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(
+            f"remat: {taker} takes an integer as {name}; got {value!r}, a "
+            f"{type(value).__name__}"
+        )
+    if value < least:
+        raise ValueError(f"remat: {taker} takes {name} >= {least}; got {value}")

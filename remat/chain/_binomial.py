@@ -1,0 +1,220 @@
+"""Binomial checkpointing: the fewest advances for a number of checkpoints.
+
+The classic problem: carry 0 of a chain is stored in the first of `slots` checkpoints,
+and the steps are reversed from the last to the first. A step runs once more when it is
+reversed; all other evaluations are *advances*. With `beta(c, r) = C(c + r, c)`, the
+longest chain that `c` checkpoints reverse with at most `r` advances of each step, the
+fewest advances are `t(l, c) = r * l - beta(c + 1, r - 1)`, for the least `r` with
+`beta(c, r) >= l`.
+
+Invariant: a subchain of `l` steps with `c` checkpoints is split where the minimum of
+`k + t(l - k, c - 1) + t(k, c)` over `k` is reached, so the count is `t(l, c)` exactly.
+Rejected: a table of optimal splits. It takes time and space quadratic in the length.
+Rejected: keeping the residuals of the last step from the forward on. It spares one
+evaluation, and holds those residuals while the caller computes a loss.
+
+Source: Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000; Griewank,
+"Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
+differentiation", 1992.
+"""
+
+import bisect
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from remat.chain._actions import (
+    Action,
+    Advance,
+    Drop,
+    Evaluations,
+    Load,
+    Reverse,
+    Save,
+    Schedule,
+    check_count,
+)
+
+
+def beta(slots: int, repetitions: int) -> int:
+    """Return the length of the longest chain that can be reversed.
+
+    Args:
+        slots: How many checkpoints there are, with that of carry 0.
+        repetitions: How often each step may be advanced over.
+
+    Example:
+        >>> beta(3, 2)
+        10
+    """
+    return math.comb(slots + repetitions, slots) if repetitions >= 0 else 0
+
+
+def repetitions(length: int, slots: int) -> int:
+    """Return the least repetitions that reverse a chain: r in t(l, c).
+
+    Example:
+        >>> repetitions(10, 3), repetitions(11, 3)
+        (2, 3)
+    """
+    if length <= 1:
+        return 0
+    high = 1
+    while beta(slots, high) < length:
+        high *= 2
+    return bisect.bisect_left(range(high), length, key=lambda r: beta(slots, r))
+
+
+def advances(length: int, slots: int) -> int:
+    """Return t(l, c), the fewest advances that reverse a chain.
+
+    Each step runs once more, recorded, when it is reversed: that is not counted here.
+
+    Example:
+        >>> advances(10, 3), advances(1000, 10)
+        (15, 3636)
+    """
+    if length <= 1 or slots >= length - 1:  # large binomials are slow to compute
+        return max(length - 1, 0)
+    r = repetitions(length, slots)
+    return r * length - beta(slots + 1, r - 1)
+
+
+@functools.lru_cache(4096)  # the same subchains come up again and again
+def split(length: int, slots: int) -> int:
+    """Return how far to advance before the next checkpoint.
+
+    Args:
+        length: The length of a subchain, at least 2.
+        slots: How many checkpoints it may use, with that of its start, at least 2.
+
+    Returns:
+        The least `k` that minimizes `k + t(length - k, slots - 1) + t(k, slots)`.
+    """
+    if slots >= length - 1:
+        return 1
+    r = repetitions(length, slots)
+    return max(1, beta(slots, r - 2), length - beta(slots - 1, r))
+
+
+def descent(start: int, stop: int, slots: int, width: int = 1) -> Iterator[int]:
+    """Return the carries to store on a first run over a subchain that goes to its end.
+
+    The run goes over the last unit too, without recording it. That is what the classic
+    schedule does with a chain that is one unit longer, whose last unit costs nothing.
+
+    Args:
+        start: The first step.
+        stop: The step after the last.
+        slots: How many carries may be stored, with carry `start`.
+        width: How many steps are a unit, which is reversed as one.
+    """
+    left = units(start, stop, width) + 1
+    while left > 1:
+        yield start
+        slots -= 1
+        if not slots:
+            return
+        move = split(left, slots + 1)
+        start, left = start + move * width, left - move
+
+
+def save_on_the_way(carries: Iterable[int], stop: int) -> Iterator[Action]:
+    """Advance from the first carry to carry `stop`, and store the carries in memory."""
+    live = None
+    for carry in carries:
+        if live is not None:
+            yield Advance(live, carry)
+        yield Save(carry)
+        live = carry
+    if live is not None:
+        yield Advance(live, stop)
+
+
+def reverse(
+    stored: Iterable[int], stop: int, slots: int, width: int = 1
+) -> Iterator[Action]:
+    """Reverse a subchain from its stored carries.
+
+    Args:
+        stored: The carries that are stored, in order. The first is its start.
+        stop: The step after the last.
+        slots: How many carries may be stored at once, at least those that are.
+        width: How many steps are a unit, which is reversed as one.
+    """
+    stack = list(stored)
+    while stack:
+        live = stack[-1]
+        yield Load(live)
+        while (left := units(live, stop, width)) > 1:
+            free = slots - len(stack)
+            move = split(left, free + 1) if free else left - 1
+            yield Advance(live, live + move * width)
+            live += move * width
+            if free and left - move > 1:
+                yield Save(live)
+                stack.append(live)
+        yield Reverse(live, stop)
+        stop = live
+        if stack[-1] == live:
+            yield Drop(stack.pop())
+
+
+def units(start: int, stop: int, width: int) -> int:
+    """Return how many units the steps from `start` to `stop` are."""
+    return -(-(stop - start) // width)
+
+
+@dataclass(frozen=True)
+class Binomial(Schedule):
+    """Run the fewest steps again that a number of checkpoints allows.
+
+    A chain of `n` units runs `advances(n + 1, checkpoints)` units in its backward, for
+    `unroll=1`. It is `n + 1`, not `n`: the forward runs to the result and records
+    nothing, so the last unit runs in the backward again. No schedule with as many
+    checkpoints and units runs fewer.
+
+    Args:
+        checkpoints: How many carries may be stored at once, with carry 0, which is the
+            input of the chain. The live carry, and the residuals of the unit that is
+            being reversed, come on top.
+        unroll: How many steps are a unit. The residuals of a unit exist at once. The
+            last unit may be shorter.
+
+    Source: Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000.
+
+    Example:
+        >>> for action in Binomial(checkpoints=2).forward(4):
+        ...     print(action)
+        Save(step=0, storage=<Storage.MEMORY: 'memory'>)
+        Advance(start=0, stop=2)
+        Save(step=2, storage=<Storage.MEMORY: 'memory'>)
+        Advance(start=2, stop=4)
+        >>> Binomial(checkpoints=10).evaluations(1000)
+        Evaluations(forward=1000, backward=3640)
+    """
+
+    checkpoints: int
+    unroll: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("Binomial", "checkpoints", self.checkpoints)
+        check_count("Binomial", "unroll", self.unroll)
+
+    def forward(self, length: int) -> Iterator[Action]:
+        """Store the carries of the first descent."""
+        return save_on_the_way(self._descent(length), length)
+
+    def backward(self, length: int) -> Iterator[Action]:
+        """Reverse the chain from the carries of the first descent."""
+        return reverse(self._descent(length), length, self.checkpoints, self.unroll)
+
+    def evaluations(self, length: int) -> Evaluations:
+        """Count by the closed form."""
+        chain = units(0, length, self.unroll)
+        again = advances(chain + 1, self.checkpoints) - chain  # of whole units
+        return Evaluations(length, self.unroll * again + length)
+
+    def _descent(self, length: int) -> Iterator[int]:
+        return descent(0, length, self.checkpoints, self.unroll)

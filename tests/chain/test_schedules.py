@@ -1,0 +1,409 @@
+"""Schedules of chains: what an interpreter finds, against their closed forms."""
+
+import functools
+import itertools
+import math
+
+import pytest
+from hypothesis import given, strategies as st
+from support.interpreter import Interpreter, WrongScheduleError
+
+from remat.chain.schedules import (
+    Advance,
+    Binomial,
+    Drop,
+    EveryStep,
+    Load,
+    Multilevel,
+    Online,
+    Reverse,
+    Save,
+    Sqrt,
+    Storage,
+    Uniform,
+    advances,
+    beta,
+    repetitions,
+)
+
+
+LENGTHS = st.integers(0, 200)
+SLOTS = st.integers(1, 20)
+WIDTHS = st.integers(1, 7)
+
+# The longest chains by repetitions 0 to 6, and t(l, c): Griewank and Walther 2000.
+BETA = {
+    1: [1, 2, 3, 4, 5, 6, 7],
+    2: [1, 3, 6, 10, 15, 21, 28],
+    3: [1, 4, 10, 20, 35, 56, 84],
+    4: [1, 5, 15, 35, 70, 126, 210],
+    5: [1, 6, 21, 56, 126, 252, 462],
+    8: [1, 9, 45, 165, 495, 1287, 3003],
+    10: [1, 11, 66, 286, 1001, 3003, 8008],
+}
+SLOTS_OF_T = 1, 2, 3, 4, 5, 6, 8, 10, 16, 25, 32, 50
+T = {
+    5: [10, 6, 5, 4, 4, 4, 4, 4, 4, 4, 4, 4],
+    8: [28, 14, 11, 10, 9, 8, 7, 7, 7, 7, 7, 7],
+    10: [45, 20, 15, 14, 13, 12, 10, 9, 9, 9, 9, 9],
+    16: [120, 45, 33, 27, 25, 24, 22, 20, 15, 15, 15, 15],
+    32: [496, 140, 93, 75, 68, 60, 54, 52, 46, 37, 31, 31],
+    56: [1540, 340, 210, 168, 140, 132, 113, 100, 94, 85, 78, 60],
+    64: [2016, 420, 258, 200, 172, 156, 137, 116, 110, 101, 94, 76],
+    100: [4950, 845, 490, 374, 316, 280, 245, 222, 182, 173, 166, 148],
+    250: [31125, 3479, 1785, 1288, 1040, 920, 780, 672, 579, 473, 466, 448],
+    1000: [499500, 28820, 12155, 7998, 6284, 5284, 4285, 3636, 2860, 2622, 2405, 1948],
+}
+
+
+@functools.cache
+def fewest_advances(length, slots):
+    """t(l, c) by trying all splits."""
+    if length <= 1 or slots == 1:
+        return length * (length - 1) // 2
+    rest = slots - 1
+    return min(
+        k + fewest_advances(length - k, rest) + fewest_advances(k, slots)
+        for k in range(1, length)
+    )
+
+
+def assert_as_predicted(schedule, length, **limits):
+    interpreter = Interpreter(length, **limits)
+    assert interpreter.run(schedule) == schedule.evaluations(length)
+    return interpreter
+
+
+# --- The interpreter ----------------------------------------------------------------
+
+FORWARD = [Save(0), Advance(0, 2), Save(2), Advance(2, 3)]
+BACKWARD = [
+    *(Load(2), Reverse(2, 3), Drop(2)),
+    *(Load(0), Advance(0, 1), Reverse(1, 2)),
+    *(Load(0), Reverse(0, 1), Drop(0)),
+]
+
+
+def interpret(forward, backward, **limits):
+    interpreter = Interpreter(3, **{"memory": 2, **limits})
+    return interpreter.forward(forward), interpreter.backward(backward)
+
+
+def edited(actions, at, *new, cut=1):
+    return [*actions[:at], *new, *actions[at + cut :]]
+
+
+def test_the_interpreter_accepts_a_right_schedule_and_counts():
+    assert interpret(FORWARD, BACKWARD) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("forward", "says"),
+    [
+        (edited(FORWARD, 3), "does not reach the result"),
+        (edited(FORWARD, 1, Load(0), Advance(0, 2)), "Load.* in a forward"),
+        (edited(FORWARD, 1, Reverse(0, 2)), "Reverse.* in a forward"),
+        (edited(FORWARD, 1, Advance(1, 2)), "carry 1 is not live, but 0 is"),
+        (edited(FORWARD, 2, Save(1)), "carry 1 is not live, but 2 is"),
+        (edited(FORWARD, 2, Save(2), Save(2)), "stored already"),
+        (edited(FORWARD, 2, Save(2, Storage.DISK)), "1 carries in Storage.DISK"),
+        (edited(FORWARD, 1, Advance(0, 1), Save(1), Advance(1, 2)), "3 carries in"),
+        (edited(FORWARD, 2, Drop(2)), "carry 2 is not stored"),
+        (edited(FORWARD, 1, Advance(0, 0)), "no steps"),
+        (edited(FORWARD, 3, Advance(2, 4)), "no steps"),
+        ([*FORWARD, Drop(0), Save(3)], "the result needs no checkpoint"),
+    ],
+)
+def test_the_interpreter_refuses_wrong_forwards(forward, says):
+    with pytest.raises(WrongScheduleError, match=says):
+        interpret(forward, BACKWARD)
+
+
+@pytest.mark.parametrize(
+    ("backward", "says"),
+    [
+        (BACKWARD[1:], "carry 2 is not live, but None is"),
+        (edited(BACKWARD, 3), "carry 0 is not live, but None is"),
+        (BACKWARD[:-2], "step 0 is not reversed"),
+        (edited(BACKWARD, 2), r"carries \[2\] are still stored"),
+        (BACKWARD[:-1], r"carries \[0\] are still stored"),
+        (BACKWARD[3:], "out of order"),
+        ([*BACKWARD[:3], *BACKWARD[6:]], "out of order"),
+        (edited(BACKWARD, 4, Advance(0, 3)), "step 2 is reversed already"),
+        (edited(BACKWARD, 0, Load(1)), "carry 1 is not stored"),
+        ([*BACKWARD, Load(0)], "carry 0 is not stored"),
+        (edited(BACKWARD, 4, Reverse(0, 2), cut=4), "too wide"),
+    ],
+)
+def test_the_interpreter_refuses_wrong_backwards(backward, says):
+    with pytest.raises(WrongScheduleError, match=says):
+        interpret(FORWARD, backward, width=1)
+
+
+def test_the_assertion_fails_on_a_wrong_prediction():
+    class Wrong(Binomial):
+        def evaluations(self, length):
+            right = super().evaluations(length)
+            return right._replace(backward=right.backward + 1)
+
+    with pytest.raises(AssertionError, match="backward=19"):
+        assert_as_predicted(Wrong(3), 10)
+
+
+# --- Closed forms -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", BETA)
+def test_the_longest_chains_are_those_of_the_table(slots):
+    assert [beta(slots, r) for r in range(7)] == BETA[slots]
+
+
+@pytest.mark.parametrize("length", T)
+def test_the_fewest_advances_are_those_of_the_table(length):
+    assert [advances(length, c) for c in SLOTS_OF_T] == T[length]
+
+
+@pytest.mark.parametrize("slots", range(1, 15))
+def test_the_fewest_advances_are_those_of_all_splits(slots):
+    for length in range(61):
+        assert advances(length, slots) == fewest_advances(length, slots)
+
+
+@given(st.integers(2, 10**6), st.integers(1, 60))
+def test_the_repetitions_are_the_least_that_reach_the_length(length, slots):
+    r = repetitions(length, slots)
+    assert beta(slots, r - 1) < length <= beta(slots, r)
+
+
+# --- Segments -----------------------------------------------------------------------
+
+
+@given(LENGTHS, st.integers(1, 40))
+def test_uniform_segments_are_equal(length, segments):
+    width = math.ceil(length / segments)
+    found = assert_as_predicted(Uniform(segments), length, memory=segments, width=width)
+    assert found.done[Reverse] == found.peak[Storage.MEMORY] == min(segments, length)
+
+
+@given(LENGTHS)
+def test_the_segments_of_sqrt_are_as_many_as_their_steps(length):
+    root = math.ceil(math.sqrt(length))
+    found = assert_as_predicted(Sqrt(), length, memory=root, width=root)
+    assert found.done[Reverse] == root
+
+
+@given(LENGTHS, WIDTHS)
+def test_every_step_is_stored_and_reversed_alone(length, unroll):
+    found = assert_as_predicted(EveryStep(unroll), length, width=unroll)
+    assert found.done[Reverse] == found.peak[Storage.MEMORY] == -(-length // unroll)
+
+
+# --- Binomial -----------------------------------------------------------------------
+
+
+@given(LENGTHS, SLOTS, WIDTHS)
+def test_binomial_runs_what_it_predicts(length, slots, unroll):
+    schedule = Binomial(slots, unroll)
+    assert_as_predicted(schedule, length, memory=slots, width=unroll)
+
+
+@pytest.mark.parametrize("length", T)
+def test_binomial_runs_what_the_table_says(length):
+    # A forward that goes to the result is the first descent of a chain with one more.
+    for slots, expected in zip(SLOTS_OF_T, T[length], strict=True):
+        found = Interpreter(length - 1, memory=slots, width=1).run(Binomial(slots))
+        assert found == (length - 1, expected)
+
+
+def all_schedules_of(length, slots):
+    """The fewest steps that a backward runs, over all checkpoints of the forward."""
+    carries = range(1, length)
+    kept = itertools.chain.from_iterable(
+        itertools.combinations(carries, n) for n in range(min(slots, length))
+    )
+    return min(_reversal((0, *stored), length, slots) for stored in kept)
+
+
+def _reversal(stored, length, slots):
+    total, free = length, slots - len(stored)
+    for start, stop in itertools.pairwise([*stored, length][::-1]):
+        start, stop = stop, start
+        total += fewest_advances(stop - start, free + 1)
+        free += 1
+    return total
+
+
+@pytest.mark.parametrize("slots", range(1, 5))
+def test_no_choice_of_checkpoints_in_the_forward_runs_fewer(slots):
+    for length in range(1, 11):
+        assert Binomial(slots).evaluations(length).backward == all_schedules_of(
+            length, slots
+        )
+
+
+def test_with_a_checkpoint_for_each_step_every_step_runs_once_more():
+    for length in range(10):
+        for slots in range(max(length, 1), 12):
+            assert Binomial(slots).evaluations(length) == (length, length)
+
+
+def test_with_one_checkpoint_the_count_is_quadratic():
+    assert Binomial(1).evaluations(100) == (100, 5050)
+
+
+def test_long_chains_are_scheduled_lazily():
+    schedule, length = Binomial(10), 100_000
+    first = list(itertools.islice(schedule.backward(10**12), 5))
+    assert isinstance(first[0], Load)
+    assert_as_predicted(schedule, length, memory=10, width=1)
+
+
+# --- Memory and disk ----------------------------------------------------------------
+
+COSTS = st.sampled_from([0, 0.5, 1, 3, 10, 100])
+
+
+@given(LENGTHS, SLOTS, st.none() | st.integers(0, 30), COSTS, COSTS, WIDTHS)
+def test_two_levels_run_what_they_predict(length, memory, disk, write, read, unroll):
+    schedule = Multilevel(memory, disk, write, read, unroll)
+    most = math.inf if disk is None else disk
+    found = assert_as_predicted(
+        schedule, length, memory=memory, disk=most, width=unroll
+    )
+    assert found.peak[Storage.DISK] == schedule.on_disk(length)
+    assert len(found.written) == len(set(found.written)) == schedule.on_disk(length)
+    assert found.read == found.written[::-1]
+
+
+def price(schedule, length):
+    transfers = schedule.write_cost + schedule.read_cost
+    steps = schedule.evaluations(length).backward
+    return steps + transfers * schedule.on_disk(length)
+
+
+def least_price(length, memory, disk, transfers):
+    """The least price over all sets of carries on disk."""
+    return min(
+        length
+        + count * transfers
+        + fewest_advances(length - cuts[-1] + 1, memory)
+        - (length - cuts[-1])
+        + sum(fewest_advances(b - a, memory) for a, b in itertools.pairwise(cuts))
+        for count in range(min(length, disk + 1))
+        for rest in itertools.combinations(range(1, length), count)
+        for cuts in [(0, *rest)]
+    )
+
+
+@pytest.mark.parametrize("transfers", [0, 1, 2.5, 6])
+@pytest.mark.parametrize("disk", [0, 1, 3, 12])
+@pytest.mark.parametrize("memory", [1, 2, 3])
+def test_no_other_carries_on_disk_cost_less(memory, disk, transfers):
+    for length in range(1, 13):
+        schedule = Multilevel(memory, disk, transfers, 0)
+        assert price(schedule, length) == least_price(length, memory, disk, transfers)
+
+
+@given(st.integers(1, 300), SLOTS, COSTS)
+def test_no_other_number_of_carries_on_disk_costs_less(length, memory, transfers):
+    best = price(Multilevel(memory, None, transfers, 0), length)
+    for disk in range(length):
+        found = Multilevel(memory, disk, transfers, 0)
+        assert price(found, length) >= best
+
+
+def test_without_a_disk_two_levels_are_binomial():
+    for length in range(30):
+        one, two = Binomial(4), Multilevel(4, disk=0)
+        assert list(one.forward(length)) == list(two.forward(length))
+        assert list(one.backward(length)) == list(two.backward(length))
+
+
+def test_a_free_disk_stores_what_it_takes_to_run_each_step_once_more():
+    schedule = Multilevel(4, None, 0, 0)
+    assert schedule.evaluations(100) == (100, 100)
+    assert schedule.on_disk(100) == 96
+
+
+# --- Chains of unknown length -------------------------------------------------------
+
+
+@given(st.integers(0, 300), st.integers(1, 12))
+def test_online_runs_what_it_predicts(length, slots):
+    assert_as_predicted(Online(slots), length, memory=slots, width=1)
+
+
+@pytest.mark.parametrize("slots", range(1, 13))
+def test_online_is_close_to_a_schedule_that_knows_the_length(slots):
+    ratios = [
+        Online(slots).evaluations(length).backward
+        / Binomial(slots).evaluations(length).backward
+        for length in range(1, 301)
+    ]
+    assert min(ratios) == 1
+    assert max(ratios) < 1.4
+    assert sum(ratios) / len(ratios) < 1.12
+
+
+def test_online_stays_close_on_long_chains():
+    for slots, length in [(5, 10_000), (10, 10_000), (20, 10_000), (10, 100_000)]:
+        found = Online(slots).evaluations(length).backward
+        assert found < 1.25 * Binomial(slots).evaluations(length).backward
+
+
+@given(st.integers(1, 300), st.integers(2, 12))
+def test_no_step_is_repeated_more_often_than_it_must(length, slots):
+    times = [0] * length
+    for action in Online(slots).backward(length):
+        if isinstance(action, Advance):
+            for step in range(action.start, action.stop):
+                times[step] += 1
+    assert max(times) <= repetitions(length + 1, slots)
+
+
+@given(st.integers(1, 200), st.integers(1, 12))
+def test_a_placer_can_be_stopped_at_any_step(length, slots):
+    placer = Online(slots).online()
+    interpreter = Interpreter(length, memory=slots, width=1)
+    interpreter.forward(
+        action for k in range(length) for action in [*placer.at(k), Advance(k, k + 1)]
+    )
+    assert placer.stored == tuple(interpreter.stored)
+    found = interpreter.backward(Online(slots).backward(length, placer.stored))
+    assert found == Online(slots).evaluations(length).backward
+
+
+def test_a_placer_refuses_a_step_out_of_order():
+    placer = Online(3).online()
+    placer.at(0)
+    with pytest.raises(ValueError, match="expected carry 1; got carry 2"):
+        placer.at(2)
+
+
+# --- Arguments ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: Uniform(0), ValueError, "Uniform takes segments >= 1; got 0"),
+        (lambda: Binomial(0), ValueError, "Binomial takes checkpoints >= 1; got 0"),
+        (lambda: Binomial(2.5), TypeError, "an integer as checkpoints; got 2.5, a f"),
+        (lambda: Binomial(True), TypeError, "an integer as checkpoints; got True"),
+        (lambda: Binomial(3, 0), ValueError, "Binomial takes unroll >= 1; got 0"),
+        (lambda: Online(0), ValueError, "Online takes checkpoints >= 1; got 0"),
+        (lambda: Multilevel(0), ValueError, "Multilevel takes memory >= 1; got 0"),
+        (lambda: Multilevel(1, -1), ValueError, "Multilevel takes disk >= 0; got -1"),
+        (lambda: Multilevel(1, 1, -2.0), ValueError, "write_cost >= 0, in steps; got"),
+        (lambda: EveryStep(-1), ValueError, "EveryStep takes unroll >= 1; got -1"),
+    ],
+)
+def test_counts_are_checked(make, error, says):
+    with pytest.raises(error, match=says):
+        make()
+
+
+def test_schedules_are_values():
+    assert Binomial(3) == Binomial(3) != Binomial(4)
+    assert len({Binomial(3), Binomial(3), Uniform(3), Sqrt(), EveryStep()}) == 4
+    assert Advance(0, 3) != Reverse(0, 3)
