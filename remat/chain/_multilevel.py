@@ -144,12 +144,11 @@ class Multilevel(Schedule):
 
     def forward(self, length: int) -> Iterator[Action]:
         """Write the first carry of each block, then descend into the last block."""
-        starts = list(self._starts(length))
-        for start, stop in itertools.pairwise(starts):
+        last = 0
+        for start, last in itertools.pairwise(self._starts(length)):
             yield Save(start, Storage.DISK)
-            yield Advance(start, stop)
-        for start in starts[-1:]:
-            yield from save_on_the_way(self._descent(start, length), length)
+            yield Advance(start, last)
+        yield from save_on_the_way(self._descent(last, length), length)
 
     def backward(self, length: int) -> Iterator[Action]:
         """Reverse the last block, then each block after its first carry was read."""
