@@ -64,7 +64,7 @@ def rotor(
     matter, it is a last stage: then no residuals of the stage before have to wait.
 
     Args:
-        stages: The stages of the chain, at least one.
+        stages: The stages of the chain.
         budget: How many bytes may exist at once, with the input.
         input_bytes: The bytes of the input.
         input_gradient_bytes: The bytes of its cotangent, if there is one.

@@ -1,7 +1,10 @@
 """An interpreter of schedules without tensors, which refuses every wrong action."""
 
+import functools
 import math
 from collections import Counter
+
+from hypothesis import strategies as st
 
 from remat.chain.schedules import (
     Advance,
@@ -14,6 +17,11 @@ from remat.chain.schedules import (
     Save,
     Storage,
 )
+
+
+LENGTHS = st.integers(0, 200)
+SLOTS = st.integers(1, 20)
+WIDTHS = st.integers(1, 7)
 
 
 class WrongScheduleError(AssertionError):
@@ -123,6 +131,26 @@ class Interpreter:
         count = sum(kind is storage for kind in self.stored.values())
         self.peak[storage] = max(self.peak[storage], count)
         require(count <= self.limits[storage], f"{count} carries in {storage}")
+
+
+def assert_as_predicted(schedule, length, **limits):
+    """Run a schedule, compare the counts, and return the interpreter."""
+    interpreter = Interpreter(length, **limits)
+    found, predicted = interpreter.run(schedule), schedule.evaluations(length)
+    require(found == predicted, f"it ran {found}, but predicted {predicted}")
+    return interpreter
+
+
+@functools.cache
+def fewest_advances(length, slots):
+    """t(l, c) by trying all splits."""
+    if length <= 1 or slots == 1:
+        return length * (length - 1) // 2
+    rest = slots - 1
+    return min(
+        k + fewest_advances(length - k, rest) + fewest_advances(k, slots)
+        for k in range(1, length)
+    )
 
 
 class ByteInterpreter(Interpreter):
