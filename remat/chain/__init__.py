@@ -4,6 +4,8 @@
     _segments     equal segments, each reversed as a whole
     _multilevel   carries on disk, and the steps between them reversed from memory
     _online       chains whose length is known only at their end
+    _rotor        the best plan for stages of different work and sizes, under a budget
+    _plan         such a plan, its work and its peak
     _binomial     the fewest steps run again for a number of checkpoints
     _actions      what a schedule says, and what all schedules share
 

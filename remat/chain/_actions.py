@@ -69,7 +69,30 @@ class Reverse:
     stop: int
 
 
-Action = Advance | Save | Load | Drop | Reverse
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Run step `step` from the live carry with recording, and hold its residuals.
+
+    Its input and its output exist as long as the residuals. Carry `step + 1` is live
+    after it. `option` is the number of one of the ways in which the stage can be
+    recorded. Only plans of `rotor` say this.
+    """
+
+    step: int
+    option: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Pull the cotangent of carry `step + 1` back to carry `step`.
+
+    The step was recorded before. Its residuals are let go. No carry is live after it.
+    """
+
+    step: int
+
+
+Action = Advance | Save | Load | Drop | Reverse | Record | Backward
 
 
 class Evaluations(NamedTuple):
@@ -90,7 +113,7 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, length: int) -> Iterator[Action]:
-        """Return what the forward of a chain does: `Advance` and `Save`."""
+        """Return what the forward of a chain does."""
 
     @abc.abstractmethod
     def backward(self, length: int) -> Iterator[Action]:

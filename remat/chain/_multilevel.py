@@ -8,9 +8,10 @@ Invariant: each carry on disk is written once, in the forward, and read once. Am
 schedules that do so, the number and the places of these carries are optimal. They come
 from closed forms: `t(l, c)` is convex in `l`, so blocks are equal up to its slope; and
 the total is convex in the number of blocks, so bisection finds it.
-Rejected: reading a carry more than once. It saves writes that cost more than many steps
-(Aupy et al. have a dynamic program, quadratic in the length), and occupies the disk
-while the rest of the chain is reversed.
+Rejected: reading a carry more than once, as the dynamic program of Aupy et al. may do.
+It is quadratic in the length. With three memory checkpoints or more, it finds nothing
+better if a read costs as much as a write, and up to 9% if writes cost 100 steps and
+reads cost one.
 
 Source: Aupy, Herrmann, Hovland and Robert, "Optimal multistage algorithm for adjoint
 computation", SIAM J. Sci. Comput. 38, 2016; Herrmann and Pallez, "H-Revolve", ACM TOMS
@@ -144,12 +145,11 @@ class Multilevel(Schedule):
 
     def forward(self, length: int) -> Iterator[Action]:
         """Write the first carry of each block, then descend into the last block."""
-        starts = list(self._starts(length))
-        for start, stop in itertools.pairwise(starts):
+        last = 0
+        for start, last in itertools.pairwise(self._starts(length)):
             yield Save(start, Storage.DISK)
-            yield Advance(start, stop)
-        for start in starts[-1:]:
-            yield from save_on_the_way(self._descent(start, length), length)
+            yield Advance(start, last)
+        yield from save_on_the_way(self._descent(last, length), length)
 
     def backward(self, length: int) -> Iterator[Action]:
         """Reverse the last block, then each block after its first carry was read."""

@@ -9,15 +9,28 @@ Advance(start=1, stop=2)
 >>> schedule.evaluations(10)
 Evaluations(forward=10, backward=18)
 
-In all schedules, the number of checkpoints includes carry 0, the input of the chain.
+Which one to choose:
+
+- `Sqrt`, `Uniform`: each step runs twice. Segments of several steps are reversed as a
+  whole, so the residuals of all their steps exist at once.
+- `EveryStep`: each step runs twice and is reversed alone, but all carries are stored.
+- `Binomial`: the fewest steps for a number of checkpoints (Revolve).
+- `Multilevel`: `Binomial` in memory, between carries on disk.
+- `Online`: for a chain whose length is known only at its end.
+- `rotor`: the plan with the least work for stages of different work and sizes, under a
+  budget in bytes.
+
+The number of checkpoints always includes carry 0, the input of the chain.
 """
 
 from remat.chain._actions import (
     Action as Action,
     Advance as Advance,
+    Backward as Backward,
     Drop as Drop,
     Evaluations as Evaluations,
     Load as Load,
+    Record as Record,
     Reverse as Reverse,
     Save as Save,
     Schedule as Schedule,
@@ -31,6 +44,15 @@ from remat.chain._binomial import (
 )
 from remat.chain._multilevel import Multilevel as Multilevel
 from remat.chain._online import Online as Online, Placer as Placer
+from remat.chain._plan import (
+    Keep as Keep,
+    Option as Option,
+    Parts as Parts,
+    Recompute as Recompute,
+    Rotor as Rotor,
+    Stage as Stage,
+)
+from remat.chain._rotor import least_budget as least_budget, rotor as rotor
 from remat.chain._segments import (
     EveryStep as EveryStep,
     Sqrt as Sqrt,

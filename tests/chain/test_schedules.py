@@ -1,12 +1,19 @@
 """Schedules of chains: what an interpreter finds, against their closed forms."""
 
-import functools
 import itertools
 import math
 
 import pytest
 from hypothesis import given, strategies as st
-from support.interpreter import Interpreter, WrongScheduleError
+from support.interpreter import (
+    LENGTHS,
+    SLOTS,
+    WIDTHS,
+    Interpreter,
+    WrongScheduleError,
+    assert_as_predicted,
+    fewest_advances,
+)
 
 from remat.chain.schedules import (
     Advance,
@@ -26,10 +33,6 @@ from remat.chain.schedules import (
     repetitions,
 )
 
-
-LENGTHS = st.integers(0, 200)
-SLOTS = st.integers(1, 20)
-WIDTHS = st.integers(1, 7)
 
 # The longest chains by repetitions 0 to 6, and t(l, c): Griewank and Walther 2000.
 BETA = {
@@ -54,24 +57,6 @@ T = {
     250: [31125, 3479, 1785, 1288, 1040, 920, 780, 672, 579, 473, 466, 448],
     1000: [499500, 28820, 12155, 7998, 6284, 5284, 4285, 3636, 2860, 2622, 2405, 1948],
 }
-
-
-@functools.cache
-def fewest_advances(length, slots):
-    """t(l, c) by trying all splits."""
-    if length <= 1 or slots == 1:
-        return length * (length - 1) // 2
-    rest = slots - 1
-    return min(
-        k + fewest_advances(length - k, rest) + fewest_advances(k, slots)
-        for k in range(1, length)
-    )
-
-
-def assert_as_predicted(schedule, length, **limits):
-    interpreter = Interpreter(length, **limits)
-    assert interpreter.run(schedule) == schedule.evaluations(length)
-    return interpreter
 
 
 # --- The interpreter ----------------------------------------------------------------
@@ -127,8 +112,8 @@ def test_the_interpreter_refuses_wrong_forwards(forward, says):
         (BACKWARD[:-2], "step 0 is not reversed"),
         (edited(BACKWARD, 2), r"carries \[2\] are still stored"),
         (BACKWARD[:-1], r"carries \[0\] are still stored"),
-        (BACKWARD[3:], "out of order"),
-        ([*BACKWARD[:3], *BACKWARD[6:]], "out of order"),
+        (BACKWARD[3:], "has no cotangent"),
+        ([*BACKWARD[:3], *BACKWARD[6:]], "has no cotangent"),
         (edited(BACKWARD, 4, Advance(0, 3)), "step 2 is reversed already"),
         (edited(BACKWARD, 0, Load(1)), "carry 1 is not stored"),
         ([*BACKWARD, Load(0)], "carry 0 is not stored"),
@@ -146,7 +131,7 @@ def test_the_assertion_fails_on_a_wrong_prediction():
             right = super().evaluations(length)
             return right._replace(backward=right.backward + 1)
 
-    with pytest.raises(AssertionError, match="backward=19"):
+    with pytest.raises(WrongScheduleError, match="backward=18.* predicted .*=19"):
         assert_as_predicted(Wrong(3), 10)
 
 
@@ -256,128 +241,6 @@ def test_long_chains_are_scheduled_lazily():
     first = list(itertools.islice(schedule.backward(10**12), 5))
     assert isinstance(first[0], Load)
     assert_as_predicted(schedule, length, memory=10, width=1)
-
-
-# --- Memory and disk ----------------------------------------------------------------
-
-COSTS = st.sampled_from([0, 0.5, 1, 3, 10, 100])
-
-
-@given(LENGTHS, SLOTS, st.none() | st.integers(0, 30), COSTS, COSTS, WIDTHS)
-def test_two_levels_run_what_they_predict(length, memory, disk, write, read, unroll):
-    schedule = Multilevel(memory, disk, write, read, unroll)
-    most = math.inf if disk is None else disk
-    found = assert_as_predicted(
-        schedule, length, memory=memory, disk=most, width=unroll
-    )
-    assert found.peak[Storage.DISK] == schedule.on_disk(length)
-    assert len(found.written) == len(set(found.written)) == schedule.on_disk(length)
-    assert found.read == found.written[::-1]
-
-
-def price(schedule, length):
-    transfers = schedule.write_cost + schedule.read_cost
-    steps = schedule.evaluations(length).backward
-    return steps + transfers * schedule.on_disk(length)
-
-
-def least_price(length, memory, disk, transfers):
-    """The least price over all sets of carries on disk."""
-    return min(
-        length
-        + count * transfers
-        + fewest_advances(length - cuts[-1] + 1, memory)
-        - (length - cuts[-1])
-        + sum(fewest_advances(b - a, memory) for a, b in itertools.pairwise(cuts))
-        for count in range(min(length, disk + 1))
-        for rest in itertools.combinations(range(1, length), count)
-        for cuts in [(0, *rest)]
-    )
-
-
-@pytest.mark.parametrize("transfers", [0, 1, 2.5, 6])
-@pytest.mark.parametrize("disk", [0, 1, 3, 12])
-@pytest.mark.parametrize("memory", [1, 2, 3])
-def test_no_other_carries_on_disk_cost_less(memory, disk, transfers):
-    for length in range(1, 13):
-        schedule = Multilevel(memory, disk, transfers, 0)
-        assert price(schedule, length) == least_price(length, memory, disk, transfers)
-
-
-@given(st.integers(1, 300), SLOTS, COSTS)
-def test_no_other_number_of_carries_on_disk_costs_less(length, memory, transfers):
-    best = price(Multilevel(memory, None, transfers, 0), length)
-    for disk in range(length):
-        found = Multilevel(memory, disk, transfers, 0)
-        assert price(found, length) >= best
-
-
-def test_without_a_disk_two_levels_are_binomial():
-    for length in range(30):
-        one, two = Binomial(4), Multilevel(4, disk=0)
-        assert list(one.forward(length)) == list(two.forward(length))
-        assert list(one.backward(length)) == list(two.backward(length))
-
-
-def test_a_free_disk_stores_what_it_takes_to_run_each_step_once_more():
-    schedule = Multilevel(4, None, 0, 0)
-    assert schedule.evaluations(100) == (100, 100)
-    assert schedule.on_disk(100) == 96
-
-
-# --- Chains of unknown length -------------------------------------------------------
-
-
-@given(st.integers(0, 300), st.integers(1, 12))
-def test_online_runs_what_it_predicts(length, slots):
-    assert_as_predicted(Online(slots), length, memory=slots, width=1)
-
-
-@pytest.mark.parametrize("slots", range(1, 13))
-def test_online_is_close_to_a_schedule_that_knows_the_length(slots):
-    ratios = [
-        Online(slots).evaluations(length).backward
-        / Binomial(slots).evaluations(length).backward
-        for length in range(1, 301)
-    ]
-    assert min(ratios) == 1
-    assert max(ratios) < 1.4
-    assert sum(ratios) / len(ratios) < 1.12
-
-
-def test_online_stays_close_on_long_chains():
-    for slots, length in [(5, 10_000), (10, 10_000), (20, 10_000), (10, 100_000)]:
-        found = Online(slots).evaluations(length).backward
-        assert found < 1.25 * Binomial(slots).evaluations(length).backward
-
-
-@given(st.integers(1, 300), st.integers(2, 12))
-def test_no_step_is_repeated_more_often_than_it_must(length, slots):
-    times = [0] * length
-    for action in Online(slots).backward(length):
-        if isinstance(action, Advance):
-            for step in range(action.start, action.stop):
-                times[step] += 1
-    assert max(times) <= repetitions(length + 1, slots)
-
-
-@given(st.integers(1, 200), st.integers(1, 12))
-def test_a_placer_can_be_stopped_at_any_step(length, slots):
-    placer = Online(slots).online()
-    interpreter = Interpreter(length, memory=slots, width=1)
-    interpreter.forward(
-        action for k in range(length) for action in [*placer.at(k), Advance(k, k + 1)]
-    )
-    assert placer.stored == tuple(interpreter.stored)
-    found = interpreter.backward(Online(slots).backward(length, placer.stored))
-    assert found == Online(slots).evaluations(length).backward
-
-
-def test_a_placer_refuses_a_step_out_of_order():
-    placer = Online(3).online()
-    placer.at(0)
-    with pytest.raises(ValueError, match="expected carry 1; got carry 2"):
-        placer.at(2)
 
 
 # --- Arguments ----------------------------------------------------------------------

@@ -1,17 +1,27 @@
 """An interpreter of schedules without tensors, which refuses every wrong action."""
 
+import functools
 import math
 from collections import Counter
 
+from hypothesis import strategies as st
+
 from remat.chain.schedules import (
     Advance,
+    Backward,
     Drop,
     Evaluations,
     Load,
+    Record,
     Reverse,
     Save,
     Storage,
 )
+
+
+LENGTHS = st.integers(0, 200)
+SLOTS = st.integers(1, 20)
+WIDTHS = st.integers(1, 7)
 
 
 class WrongScheduleError(AssertionError):
@@ -37,6 +47,7 @@ class Interpreter:
         self.limits = {Storage.MEMORY: memory, Storage.DISK: disk}
         self.stored = {}
         self.live = None
+        self.recorded = {}  # the option of each step that waits for its backward
         self.reversed_to = length
         self.evaluations = 0
         self.peak = Counter()
@@ -47,7 +58,7 @@ class Interpreter:
         """Run a forward, and return how many steps it ran."""
         self.live, self.evaluations = 0, 0
         for action in actions:
-            allowed = isinstance(action, Advance | Save | Drop)
+            allowed = isinstance(action, Advance | Save | Drop | Record)
             require(allowed, f"{action} in a forward")
             self.step(action)
         require(self.live == self.length, "the forward does not reach the result")
@@ -60,6 +71,7 @@ class Interpreter:
             self.step(action)
         require(self.reversed_to == 0, f"step {self.reversed_to - 1} is not reversed")
         require(not self.stored, f"carries {list(self.stored)} are still stored")
+        require(not self.recorded, f"steps {list(self.recorded)} are still recorded")
         return self.evaluations
 
     def run(self, schedule):
@@ -76,10 +88,17 @@ class Interpreter:
                 self.live = stop
             case Reverse(start, stop):
                 self.evaluate(start, stop)
-                self.live = None
                 require(stop - start <= self.width, f"{action} is too wide")
-                require(stop == self.reversed_to, f"{action} is out of order")
-                self.reversed_to = start
+                self.pull(stop, start)
+            case Record(step, option):
+                self.evaluate(step, step + 1)
+                require(step not in self.recorded, f"step {step} is recorded already")
+                self.recorded[step] = option
+                self.live = step + 1
+            case Backward(step):
+                require(step in self.recorded, f"step {step} is not recorded")
+                self.pull(step + 1, step)
+                del self.recorded[step]
             case Save(step, storage):
                 self.save(step, storage)
             case Load(step):
@@ -97,6 +116,11 @@ class Interpreter:
         require(stop <= self.reversed_to, f"step {stop - 1} is reversed already")
         self.evaluations += stop - start
 
+    def pull(self, stop, start):
+        late = f"carry {stop} has no cotangent, but {self.reversed_to} has"
+        require(stop == self.reversed_to, late)
+        self.live, self.reversed_to = None, start
+
     def save(self, step, storage):
         require(self.live == step, f"carry {step} is not live, but {self.live} is")
         require(step not in self.stored, f"carry {step} is stored already")
@@ -107,3 +131,76 @@ class Interpreter:
         count = sum(kind is storage for kind in self.stored.values())
         self.peak[storage] = max(self.peak[storage], count)
         require(count <= self.limits[storage], f"{count} carries in {storage}")
+
+
+def assert_as_predicted(schedule, length, **limits):
+    """Run a schedule, compare the counts, and return the interpreter."""
+    interpreter = Interpreter(length, **limits)
+    found, predicted = interpreter.run(schedule), schedule.evaluations(length)
+    require(found == predicted, f"it ran {found}, but predicted {predicted}")
+    return interpreter
+
+
+@functools.cache
+def fewest_advances(length, slots):
+    """t(l, c) by trying all splits."""
+    if length <= 1 or slots == 1:
+        return length * (length - 1) // 2
+    rest = slots - 1
+    return min(
+        k + fewest_advances(length - k, rest) + fewest_advances(k, slots)
+        for k in range(1, length)
+    )
+
+
+class ByteInterpreter(Interpreter):
+    """Counts bytes and work as well, for a chain of unequal stages.
+
+    Args:
+        stages: The stages.
+        input_bytes: The bytes of the input, which exists all the time.
+        input_gradient_bytes: The bytes of its cotangent.
+    """
+
+    def __init__(self, stages, input_bytes=0, input_gradient_bytes=0):
+        super().__init__(len(stages))
+        self.stages = stages
+        self.carries = [input_bytes, *(stage.output_bytes for stage in stages)]
+        given = [input_gradient_bytes, *(stage.gradient_bytes for stage in stages)]
+        pairs = zip(self.carries, given, strict=True)
+        self.gradients = [carry if g is None else g for carry, g in pairs]
+        self.most_bytes = self.work = 0
+
+    def step(self, action):
+        match action:
+            case Advance(start, stop) if stop > start + 1:
+                for k in range(start, stop):
+                    self.step(Advance(k, k + 1))
+                return
+            case Advance(start):
+                stage = self.stages[start]
+                self.note(stage.output_bytes + stage.extra_bytes, stage.forward_cost)
+            case Record(step, number):
+                stage = self.stages[step]
+                option = stage.options[number]
+                self.note(option.saved_bytes + option.forward_extra, stage.forward_cost)
+            case Backward(step) if step in self.recorded:
+                option = self.stages[step].options[self.recorded[step]]
+                extra = self.gradients[step] + option.backward_extra
+                self.note(extra, option.backward_cost)
+        super().step(action)
+
+    def note(self, extra, work):
+        """Note what exists during an action."""
+        self.most_bytes = max(self.most_bytes, self.held() + extra)
+        self.work += work
+
+    def held(self):
+        """What exists between actions. Recorded steps hold their input and output."""
+        carries = {*self.stored, *self.recorded, self.live} - {None, 0}
+        plain = (self.carries[k] for k in carries if k - 1 not in self.recorded)
+        residuals = (
+            self.stages[k].options[o].saved_bytes for k, o in self.recorded.items()
+        )
+        gradient = self.gradients[self.reversed_to]
+        return self.carries[0] + sum(plain) + sum(residuals) + gradient
