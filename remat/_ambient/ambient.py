@@ -155,6 +155,20 @@ class Ambient:
                 stack.enter_context(context)
 
 
+def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
+    """Note the state of all streams in the middle of a forward.
+
+    Args:
+        streams: as of `Ambient`.
+        earlier: what was noted before; it is returned if nothing was drawn since.
+    """
+    if earlier is not None and not moved_since([*earlier.moved]):
+        return earlier
+    ambient = Ambient(streams, always=True)
+    ambient.forward_done(keeps_casts=True)
+    return ambient
+
+
 @contextmanager
 def _under(settings: tuple[Any, ...]) -> Iterator[None]:
     now = read_settings()

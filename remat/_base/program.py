@@ -141,6 +141,25 @@ class Program:
         """
         raise NotImplementedError
 
+    def pulled(
+        self,
+        program: "Program",
+        evaluation: Evaluation,
+        arity: int,
+        wanted: Sequence[int],
+        given: Sequence[int],
+    ) -> "Program | None":
+        """Return the vjp of a program that has one of its own, otherwise None.
+
+        Args:
+            program: whose vjp: this, or this under vmap.
+            evaluation: of its forward.
+            arity: how many primals the node saved: inputs and residuals.
+            wanted: the inputs to give the gradients of.
+            given: the outputs that have cotangents.
+        """
+        del program, evaluation, arity, wanted, given
+
     def check_outputs(self, outs: Sequence[Any]) -> bool:
         """Check that the outputs of a recompute are differentiable as in the forward.
 

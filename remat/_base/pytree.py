@@ -54,6 +54,12 @@ def unflatten(treedef: Treedef, leaves: Iterable[Leaf]) -> Any:
     return optree.tree_unflatten(treedef, leaves)
 
 
+def map_leaves(fn: Callable[[Leaf], Leaf], tree: Any) -> Any:
+    """Return a pytree with another value in place of each leaf."""
+    leaves, treedef = flatten(tree)
+    return unflatten(treedef, map(fn, leaves))
+
+
 def flatten_up_to(treedef: Treedef, tree: Any) -> list[Any]:
     """Return the parts of a tree where a treedef has leaves.
 

@@ -43,7 +43,7 @@ class Forward(Run):
     """
 
     is_recompute = False
-    __slots__ = ("_changing", "_found", "_made", "_originals", "_states")
+    __slots__ = ("_changing", "_found", "_made", "_originals", "_plain", "_states")
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Forward(Run):
         self._made: list[tuple[Composite, Any]] = []
         self._changing: list[tuple[Composite, Any]] = []
         self._states: list[Any] = []
+        self._plain: list[tuple[tuple[Composite, Any], dict[Any, Any]]] = []
 
     @override
     def make(self, node: Composite) -> Any:
@@ -79,6 +80,12 @@ class Forward(Run):
         self._changing = [pair for pair in made if _tells_changes(*pair)]
         self._states = [_state(node, new) for node, new in self._changing]
 
+    def watch(self, walked: Sequence[tuple[Any, Any]]) -> None:
+        """Note what values hold that lead to no tensor, for `changed`."""
+        pairs = [(n, v) for v, n in walked if isinstance(n, _MUTABLE) and not n.live]
+        pairs = [pair for pair in pairs if _tells_changes(*pair)]
+        self._plain = [(pair, _state(*pair)) for pair in pairs]
+
     def hand_on(self) -> None:
         """Assign what the function changed to the user's objects."""
         changes: list[tuple[Composite, Any]] = []
@@ -96,6 +103,18 @@ class Forward(Run):
             owned = {key: owners.get(id(v), v) for key, v in now.items()}
             _assign(node, originals[id(node)], owned)
 
+    def changed(self) -> str:
+        """Name what the function changed; "" if it changed nothing.
+
+        Also what leads to no tensor, of which there is no replica.
+        """
+        pairs = [*zip(self._changing, self._states, strict=True), *self._plain]
+        for (node, value), before in pairs:
+            now = _state(node, value)
+            if now.keys() != before.keys() or differing(now, before):
+                return _named(value, before, now)
+        return ""
+
     def owners(self) -> dict[int, Any]:
         """Return the user's own value for each replica, by the replica's identity."""
         originals = self._originals
@@ -105,6 +124,15 @@ class Forward(Run):
 _MUTABLE = (
     *(CellNode, DictNode, FunctionNode, ObjectNode, RegisteredNode, SequenceNode),
 )
+
+
+def _named(value: Any, before: dict[Any, Any], now: dict[Any, Any]) -> str:
+    """Name what of a value changed."""
+    kind = type(value).__name__
+    changed = [k for k in {**before, **now} if before.get(k, now) is not now.get(k)]
+    if not changed or not isinstance(changed[0], str) or isinstance(value, dict):
+        return f"a {kind}"
+    return f"`{changed[0]}` of a {kind}"
 
 
 def _refuse_registered(node: Composite, value: Any) -> None:

@@ -8,11 +8,10 @@ Rejected: a list of leaves and a treedef. It would lose what an object among the
 arguments holds, and that it is that very object.
 """
 
-import functools
 import operator
 import types
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -130,9 +129,9 @@ class Snapshot:
         return not (self._cache is None and parametrization_cache() is None)
 
     def built(self, run: Building) -> tuple[Any, Any, Any]:
-        """Return a function without arguments, the modes, and a cache."""
+        """Return the function with its arguments, the modes, and a cache."""
         args, kwargs = self._arguments(run)
-        fn = functools.partial(_built(self._fn, run), *args, **kwargs)
+        fn = Bound(_built(self._fn, run), args, kwargs)
         modes = [_built(mode, run) for mode in self._modes]
         return fn, modes, None if self._cache is None else self._cache.build(run)
 
@@ -178,6 +177,20 @@ class Snapshot:
             return self._names[k - self._count]
         code, skip = self._target
         return parameter_at(code, skip + k) or f"args[{k}]"
+
+
+class Bound(NamedTuple):
+    """A function and its arguments.
+
+    Not a partial, which joins its arguments to those of a partial that it is made of.
+    """
+
+    fn: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.fn(*self.args, **self.kwargs)
 
 
 def _built(found: Any, run: Building) -> Any:

@@ -37,6 +37,7 @@ from remat._torch.autograd import (
     grad_mode as grad_mode,
     hooks_here as hooks_here,
     is_for_transforms as is_for_transforms,
+    is_forward_ad_enabled as is_forward_ad_enabled,
     is_graph_held as is_graph_held,
     is_held as is_held,
     keeps_graph as keeps_graph,

@@ -24,7 +24,7 @@ from remat._capture.restore import Run
 from remat._capture.result_walk import Hidden, Own
 from remat._capture.results import Emptied, Result
 from remat._capture.search import Search
-from remat._capture.snapshot import Snapshot
+from remat._capture.snapshot import Bound, Snapshot
 from remat._capture.structure import Out, slots_of
 from remat._partial.options import DEFAULT, Options
 from remat._torch import current_layer, requires_grad_at_any_level, unwrap_dead
@@ -99,6 +99,20 @@ class Call:
         self.wrapped = passed
         return inputs, [*map(requires_grad_at_any_level, inputs)]
 
+    def body(self, fn: Bound, run: Forward) -> Fn:
+        """Return what the forward calls: the function, or what calls it repeatedly.
+
+        Args:
+            fn: the function, with its arguments.
+            run: the forward.
+        """
+        del run
+        return fn
+
+    def hand_on(self, run: Forward) -> None:
+        """Let the user's objects hold what the function changed in the forward."""
+        run.hand_on()
+
     def join(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> Any:
         """Return the value that the function returned, around tensors of its level."""
         assert self.structure is not None
@@ -114,10 +128,10 @@ class Call:
             raise CaptureError(_SCRIPTED.format(name=search.found.scripted))
         run = Forward(inputs, search.found.tensors, search.originals())
         with run:
-            built = self.snapshot.built(run)
+            fn, *around = self.snapshot.built(run)
             run.note()
-            value = self.snapshot.called(*built)
-            run.hand_on()
+            value = self.snapshot.called(self.body(fn, run), *around)
+            self.hand_on(run)
             if type(value) is Tensor:
                 return Result(value)
             tensors = slots_of(search.found.tensors)

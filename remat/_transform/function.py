@@ -55,7 +55,7 @@ from remat._torch import (
     without_tangent,
     wrap_for_grad,
 )
-from remat._transform.rules import Batch, Jvp, Vjp, is_recorded, replace
+from remat._transform.rules import Batch, Jvp, is_recorded, replace, vjp_of
 
 
 def call(program: Program, inputs: Sequence[Tensor]) -> Sequence[Any]:
@@ -255,7 +255,7 @@ class Remat(SingleLevelFunction):
         primals: Sequence[Tensor] = saved_tensors(ctx)
         if not evaluation.request.at_base:  # their level may be gone
             primals = [*map(unwrap_dead, primals)]
-        rule = Vjp(ctx.program, evaluation, len(primals), wanted, given)
+        rule = vjp_of(ctx.program, evaluation, len(primals), wanted, given)
         there: list[Any] = [cotangents[j] for j in given]
         cts = [*map(unwrap_dead, there)]
         try:

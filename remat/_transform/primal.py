@@ -112,19 +112,28 @@ class Primal(Program):
         return call.split(result, inputs)
 
     def _recompute(self, out: Out, inputs: Sequence[Tensor], mode: Any) -> Outputs:
-        call, state, evaluation = self.call, self.state, self.evaluation
+        result, inputs = self.again(self.call.run_again, inputs, mode, self.state)
+        return out.split_again(result, inputs)
+
+    def again(
+        self, run: Fn, inputs: Sequence[Tensor], mode: Any, state: "State | None"
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """Run something on inputs, in a state of the forward.
+
+        Returns:
+            The result, and the inputs as it was given them.
+        """
+        evaluation = self.evaluation
         assert state is not None
         assert evaluation is not None
-        with state.restored(call.snapshot, inputs, mode):
+        with state.restored(self.call.snapshot, inputs, mode):
             if evaluation.updated:
                 inputs = copies_of_buffers(inputs, evaluation.updated)
-            if state.has_classes():
-                inputs = state.in_classes(inputs)
-                with torch_functions():
-                    result = self._under(mode, call.run_again, inputs)
-            else:
-                result = self._under(mode, call.run_again, inputs)
-        return out.split_again(result, inputs)
+            if not state.has_classes():
+                return self._under(mode, run, inputs), inputs
+            inputs = state.in_classes(inputs)
+            with torch_functions():
+                return self._under(mode, run, inputs), inputs
 
     def _under(self, mode: Any, run: Fn, inputs: Sequence[Tensor]) -> Any:
         """Run the function under the policy of the call, and a mode if there is one."""

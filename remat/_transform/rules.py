@@ -210,6 +210,18 @@ class Vjp(Program):
             return inner, self._program.run(*inner, mode=mode)
 
 
+def vjp_of(
+    program: Program,
+    evaluation: Evaluation,
+    arity: int,
+    wanted: Sequence[int],
+    given: Sequence[int],
+) -> Program:
+    """Return the vjp of a program. The arguments are those of `Vjp`."""
+    own = program.pulled(program, evaluation, arity, wanted, given)
+    return own or Vjp(program, evaluation, arity, wanted, given)
+
+
 def _once_differentiable(
     outs: Sequence[Tensor], inputs: Sequence[Tensor], *, at_base: bool
 ) -> dict[int, tuple[Any, bool]]:
@@ -320,7 +332,7 @@ class Batch(Program):
     """
 
     __slots__ = (
-        *("_needs_outside", "_vmap", "once", "out_dims", "outside", "unbatched"),
+        *("needs_outside", "_vmap", "once", "out_dims", "outside", "unbatched"),
     )
     once: Mapping[int, Any]
     outside: tuple[OutsideVmap, ...]
@@ -331,7 +343,7 @@ class Batch(Program):
         needs_outside: Sequence[bool],
         vmap: tuple[Any, int, str],
     ) -> None:
-        self.unbatched, self._needs_outside, self._vmap = unbatched, needs_outside, vmap
+        self.unbatched, self.needs_outside, self._vmap = unbatched, needs_outside, vmap
         self.out_dims: tuple[Any, ...] = ()
         self.outside = ()
         self.once = _NONE
@@ -340,7 +352,7 @@ class Batch(Program):
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Evaluate the program on every element of the batch."""
         program = self.unbatched
-        is_marked = program.is_forward and True in self._needs_outside
+        is_marked = program.is_forward and True in self.needs_outside
         run = self._run_forward if is_marked else program.run
         run = functools.partial(run, mode=mode)
         outs, self.out_dims = batch(run, *self._vmap)(*inputs)
@@ -353,13 +365,13 @@ class Batch(Program):
     @override
     def signature(self) -> tuple[Any, ...]:
         """That of the program, and how it is batched."""
-        return (*self.unbatched.signature, *self._needs_outside, *self._vmap)
+        return (*self.unbatched.signature, *self.needs_outside, *self._vmap)
 
     def _run_forward(self, *inputs: Tensor, mode: Any) -> Outputs:
         # As plain code sees them: requiring grad outside the vmap and not inside it,
         # where other kernels would be chosen.
         with grad_level() as level:
-            pairs = zip(inputs, self._needs_outside, strict=True)
+            pairs = zip(inputs, self.needs_outside, strict=True)
             inner = [leaf_at(level, t, requires_grad=need) for t, need in pairs]
             outs = self.unbatched.run(*inner, mode=mode)
             if mode is not None:
@@ -399,6 +411,11 @@ class Batch(Program):
     ) -> tuple[Sequence[Any], Evaluation]:
         """Evaluate the forward of the user's call."""
         return self.unbatched.forward(program, inputs, request)
+
+    @override
+    def pulled(self, program: Program, *rest: Any) -> Program | None:
+        """Return the vjp that the user's call has for it, if any."""
+        return self.unbatched.pulled(program, *rest)
 
 
 def requires_grad(tensor: Tensor | None) -> bool:

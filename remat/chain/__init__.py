@@ -1,13 +1,30 @@
-"""Chains: many steps in a row, whose backward needs few of their carries.
+"""Chains: loops and long sequences whose gradient needs few of their carries.
 
-    schedules     which carries to store, and which steps to run again: public
-    _segments     equal segments, each reversed as a whole
-    _multilevel   carries on disk, and the steps between them reversed from memory
-    _online       chains whose length is known only at their end
-    _rotor        the best plan for stages of different work and sizes, under a budget
-    _plan         such a plan, its work and its peak
-    _binomial     the fewest steps run again for a number of checkpoints
+    scan, fori_loop, while_loop, sequential   what users call
+    schedules                                 which carries to store: public
+
+    _loops, _sequential   what a step is: arguments are checked here
+    _call                 calls a chain as a node, as the plain loop, or in a graph
+    _chain                the node, and its forward
+    _reversal             its backward, which runs a schedule
+    _segment              some of the steps, as a program
+    _sweep                runs steps with the graph of one at a time
+    _stored               stored carries, in memory and on disk
+    _steps                what is between two steps, as data
+
+    _segments     schedule: equal segments, each reversed as a whole
+    _multilevel   schedule: carries on disk, and the steps between them from memory
+    _online       schedule: chains whose length is known only at their end
+    _binomial     schedule: the fewest steps run again for a number of checkpoints
+    _rotor        plans for chains of unequal stages, under a budget
     _actions      what a schedule says, and what all schedules share
 
 Called by users.
 """
+
+from remat.chain import schedules as schedules
+from remat.chain._loops import (
+    fori_loop as fori_loop,
+    scan as scan,
+    while_loop as while_loop,
+)

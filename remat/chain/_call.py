@@ -1,0 +1,105 @@
+"""Calls a chain: as one node, as the plain loop, or in a graph.
+
+`_loops` and `_sequential` say what a step is, and call it.
+
+Invariant: the plain loop checks carries like the chain does. Code that works without
+gradients works with them.
+Rejected: a node for each step in the plain loop, for what a body may differentiate.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from remat._base.labels import Label, label_of
+from remat._base.tracebacks import hide_frames
+from remat._torch import must_inline
+from remat._transform.api import PolicyLike, remat
+from remat._transform.function import evaluate_differentiably
+from remat.chain._actions import Schedule
+from remat.chain._chain import Chain, ChainCall
+from remat.chain._segments import Sqrt
+from remat.chain._steps import Live, Steps, refuse_other_form, taken_apart
+
+
+Progress: TypeAlias = Callable[[int], object] | None
+
+
+def call_chain(
+    fn: Any, args: tuple[Any, ...], steps: Steps, schedule: Schedule, progress: Progress
+) -> tuple[Any, Any]:
+    """Run all steps; return the last carry and what was collected."""
+    if must_inline():
+        return _inlined(fn, args, steps)
+    if torch.is_grad_enabled():
+        try:
+            call = ChainCall(fn, args, steps, schedule, progress)
+            inputs, needs = call.take_inputs()
+            if not call.is_lazy:
+                outs = evaluate_differentiably(Chain(call), inputs, needs)
+                if outs is not None:
+                    return call.join(outs, inputs)
+        except Exception as error:
+            hide_frames(error)
+            raise
+    return _plain(fn, args, steps, progress)
+
+
+def _plain(
+    fn: Any, args: tuple[Any, ...], steps: Steps, progress: Progress
+) -> tuple[Any, Any]:
+    """Run all steps where nothing is differentiated."""
+    carry, rows, k = args[steps.initial], [], 0
+    first = _form_of(carry)
+    while k != steps.length and (steps.goes_on is None or steps.goes_on(fn, carry)):
+        carry, y = steps.apply(fn, args, k, carry, 0)
+        if steps.is_repeated:
+            refuse_other_form(_form_of(carry), first, k, steps.label)
+        rows.append(taken_apart(y))
+        k += 1
+        if progress is not None:
+            progress(k)
+    if steps.is_reversed:
+        rows.reverse()
+    columns = [torch.stack(c) for c in zip(*(tensors for tensors, _ in rows))]  # noqa: B905
+    return carry, rows[0][1].filled(columns) if rows else None
+
+
+def _form_of(carry: Any) -> Live:
+    tensors, frame = taken_apart(carry)
+    return Live(tensors, frame, ())
+
+
+def _inlined(fn: Any, args: tuple[Any, ...], steps: Steps) -> tuple[Any, Any]:
+    """Run all steps in a graph, where about sqrt(n) segments are recomputed."""
+    if steps.length is None:
+        raise NotImplementedError(_UNKNOWN.format(label=steps.label))
+    raise NotImplementedError
+
+
+def policed(f: Any, policy: PolicyLike) -> Any:
+    """Return the function of a step, which saves what a policy says."""
+    return f if policy is None else remat(f, policy=policy)
+
+
+def label_for(kind: str, f: Any, where: str) -> Label:
+    """Return what errors call a chain."""
+    name = getattr(f, "__qualname__", type(f).__qualname__)
+    return label_of(f"{kind} of {name}", where)
+
+
+def check_function(kind: str, f: object) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        TypeError: it is not callable.
+    """
+    if not callable(f):
+        raise TypeError(f"remat: {kind} takes a function; got {f!r}")
+
+
+_UNKNOWN = (
+    "remat: {label} cannot be compiled: how many steps there are depends on values. "
+    "Leave it out of the compiled function (`torch.compiler.disable`)."
+)

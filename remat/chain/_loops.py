@@ -1,0 +1,397 @@
+"""`scan`, `fori_loop` and `while_loop`: loops whose gradient needs few of their carries.
+
+Users call them. Each says what a step is, and `_call` runs the chain.
+
+Invariant: without gradients a loop is the plain loop, and it stores nothing.
+Rejected: numbers as carries that turn into tensors, as in JAX. Eager code can count.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from remat._base import pytree
+from remat._transform.api import PolicyLike, caller
+from remat.chain._actions import Schedule
+from remat.chain._binomial import Binomial
+from remat.chain._call import call_chain, check_function, label_for, policed
+from remat.chain._online import Online
+from remat.chain._segments import EveryStep, Sqrt
+from remat.chain._steps import Steps
+
+
+C = TypeVar("C")
+Checkpoints: TypeAlias = int | Literal["all"] | Schedule | None
+Progress: TypeAlias = Callable[[int], object] | None
+
+
+def scan(
+    f: Callable[[C, Any], tuple[C, Any]],
+    init: C,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    reverse: bool = False,
+    unroll: int = 1,
+    checkpoints: Checkpoints = None,
+    policy: PolicyLike = None,
+    progress: Progress = None,
+) -> tuple[C, Any]:
+    """Run `f` on the slices of `xs`, one after the other, with a carry from each step
+    to the next.
+
+    The values are those of this loop:
+
+        carry, ys = init, []
+        for x in xs:
+            carry, y = f(carry, x)
+            ys.append(y)
+        return carry, torch.stack(ys)
+
+    The forward stores only some carries. The backward runs the steps again from these,
+    and reverses them one after the other. Gradients reach `init`, `xs` and the tensors
+    that `f` refers to. The whole loop is one node of the graph, for `.backward()` and
+    under every transform of `torch.func`. Its backward can be differentiated again.
+
+    Args:
+        f: a step: takes a carry and a slice, and returns the next carry and what is
+            collected. It may not change objects or tensors in place. It may be
+            rematerialized, with a policy of its own. Random numbers that it draws from
+            global streams are drawn again; a key is best folded with the number of the
+            step: `random.fold_in(key, i)`.
+        init: the initial carry, a pytree. Each carry keeps its structure, and the
+            shapes, dtypes and devices of its tensors. It may hold Python numbers.
+        xs: a pytree of tensors whose first dimension counts the steps. `None`: `f` is
+            given `None`.
+        length: the number of steps; needed if `xs` holds no tensor.
+        reverse: whether the last slice comes first. What is collected is in the order
+            of `xs`.
+        unroll: how many steps the backward reverses together, of which it holds all
+            residuals at once. Only with checkpoints that are a number or `"all"`.
+        checkpoints: how many carries are stored at a time, with the initial one: the
+            backward then runs the fewest steps again (binomial checkpointing). `"all"`:
+            each carry. `None`: the carries at the starts of about sqrt(length) segments.
+            The backward runs each segment again and holds the residuals of all its
+            steps. Or one of `remat.chain.schedules`, which may use the disk.
+        policy: which results to save of a step that is reversed, as for `remat`.
+            `None`: all that its backward needs.
+        progress: called after each step of the forward with the number of steps done.
+            It is not called when steps are run again.
+
+    Returns:
+        The last carry, and what was collected: each tensor stacked along a new first
+        dimension; numbers become tensors.
+
+    Raises:
+        TypeError: a carry changed its structure, shape, dtype or device; the message
+            names the part. Or an argument is of the wrong type.
+        ValueError: the tensors of `xs` differ in their first dimension, or there is no
+            length.
+        CaptureError: a step changes an object, or a tensor leaves it other than by
+            being returned.
+        MutationError: a step changes a tensor in place.
+        OffloadError: in the forward, if there is no room on the disk.
+
+    Source: the contract of `jax.lax.scan`. Griewank and Walther, "Algorithm 799:
+    Revolve", ACM TOMS 26, 2000.
+
+    Example:
+        >>> from remat import chain
+        >>> def step(x, u):
+        ...     x = torch.sin(x) + u
+        ...     return x, x.sum()
+        >>> x, us = torch.ones(3, requires_grad=True), torch.zeros(100, 3)
+        >>> last, sums = chain.scan(step, x, us, checkpoints=5)
+        >>> sums.shape
+        torch.Size([100])
+        >>> last.sum().backward()
+        >>> x.grad.shape
+        torch.Size([3])
+    """
+    check_function("scan", f)
+    label = label_for("scan", f, caller())
+    count = _length_of(xs, length, label)
+    if not count:
+        return init, _nothing_collected(f, init, xs)
+    steps = Steps(
+        functools.partial(_reversed_step, count) if reverse else _scan_step,
+        label,
+        count,
+        scanned=1,
+        is_reversed=reverse,
+    )
+    schedule = schedule_for(checkpoints, unroll)
+    args = init, pytree.map_leaves(_alias, xs)
+    return call_chain(policed(f, policy), args, steps, schedule, progress)
+
+
+def fori_loop(
+    lower: int,
+    upper: int,
+    body: Callable[[int, C], C],
+    init: C,
+    *,
+    unroll: int = 1,
+    checkpoints: Checkpoints = None,
+    policy: PolicyLike = None,
+    progress: Progress = None,
+) -> C:
+    """Run `body` for each number from `lower` up to `upper`, which is left out.
+
+    The value is that of this loop:
+
+        carry = init
+        for i in range(lower, upper):
+            carry = body(i, carry)
+        return carry
+
+    The forward stores only some carries, and the backward runs the steps again from
+    these, as `scan` does.
+
+    Args:
+        lower: the first number.
+        upper: the number after the last.
+        body: a step: takes the number, a Python integer, and a carry, and returns the
+            next carry.
+        init: as of `scan`.
+        unroll: as of `scan`.
+        checkpoints: as of `scan`.
+        policy: as of `scan`.
+        progress: as of `scan`.
+
+    Returns:
+        The last carry.
+
+    Raises:
+        TypeError: as of `scan`; or `lower` or `upper` is not an integer.
+
+    Source: the contract of `jax.lax.fori_loop`.
+
+    Example:
+        >>> from remat import chain
+        >>> x = torch.tensor(2.0, requires_grad=True)
+        >>> y = chain.fori_loop(0, 10, lambda i, y: y * x, torch.tensor(1.0))
+        >>> y.backward()
+        >>> y.item(), x.grad.item()
+        (1024.0, 5120.0)
+    """
+    check_function("fori_loop", body)
+    first, stop = operator.index(lower), operator.index(upper)
+    if stop <= first:
+        return init
+    label = label_for("fori_loop", body, caller())
+    steps = Steps(functools.partial(_counted_step, first), label, stop - first)
+    schedule = schedule_for(checkpoints, unroll)
+    return call_chain(policed(body, policy), (init,), steps, schedule, progress)[0]
+
+
+def while_loop(
+    cond: Callable[[C], Any],
+    body: Callable[[C], C],
+    init: C,
+    *,
+    checkpoints: int | Literal["all"] | Online,
+    policy: PolicyLike = None,
+    progress: Progress = None,
+) -> C:
+    """Run `body` as long as `cond` says so.
+
+    The value is that of this loop:
+
+        carry = init
+        while cond(carry):
+            carry = body(carry)
+        return carry
+
+    The number of steps is known only at the end. So the forward stores carries where
+    they serve any number of steps well, and lets go of some as the loop goes on (online
+    checkpointing). The backward runs the steps again from these. `cond` is not called
+    again, and is not differentiated.
+
+    Args:
+        cond: takes a carry, and returns a bool or a tensor of one element.
+        body: a step: takes a carry and returns the next one.
+        init: as of `scan`.
+        checkpoints: how many carries are stored at a time, with the initial one; or
+            `"all"`.
+        policy: as of `scan`.
+        progress: as of `scan`.
+
+    Returns:
+        The last carry.
+
+    Raises:
+        TypeError: as of `scan`.
+
+    Source: the contract of `jax.lax.while_loop`. Wang, Moin and Iaccarino, "Minimal
+    repetition dynamic checkpointing algorithm for unsteady adjoint calculation",
+    SIAM J. Sci. Comput. 31, 2009.
+
+    Example:
+        >>> from remat import chain
+        >>> x = torch.tensor(3.0, requires_grad=True)
+        >>> def halve(y):
+        ...     return y / 2
+        >>> y = chain.while_loop(lambda y: y > 1, halve, x, checkpoints=4)
+        >>> y.backward()
+        >>> y.item(), x.grad.item()
+        (0.75, 0.25)
+    """
+    check_function("while_loop", cond)
+    check_function("while_loop", body)
+    schedule = schedule_for(checkpoints, 1)
+    if isinstance(schedule, Binomial):
+        schedule = Online(schedule.checkpoints)
+    if not isinstance(schedule, (Online, EveryStep)):
+        raise TypeError(_ONLINE.format(got=checkpoints))
+    label = label_for("while_loop", body, caller())
+    steps = Steps(_while_step, label, None, goes_on=_goes_on)
+    both = functools.partial(_both, cond, policed(body, policy))
+    return call_chain(both, (init,), steps, schedule, progress)[0]
+
+
+# --- Steps ---
+
+
+def _scan_step(
+    f: Any, args: Sequence[Any], k: int, carry: Any, offset: int
+) -> tuple[Any, Any]:
+    return _with_slice(f, args[1], k - offset, carry)
+
+
+def _reversed_step(
+    count: int, f: Any, args: Sequence[Any], k: int, carry: Any, offset: int
+) -> tuple[Any, Any]:
+    return _with_slice(f, args[1], count - 1 - k - offset, carry)
+
+
+def _with_slice(f: Any, xs: Any, i: int, carry: Any) -> tuple[Any, Any]:
+    result = f(carry, pytree.map_leaves(lambda t: t[i], xs))
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(_PAIR.format(got=type(result).__name__))
+    carry, y = result
+    return carry, pytree.map_leaves(_as_tensor, y)
+
+
+def _counted_step(
+    first: int, body: Any, args: Sequence[Any], k: int, carry: Any, offset: int
+) -> tuple[Any, None]:
+    del args, offset
+    return body(first + k, carry), None
+
+
+def _both(cond: Any, body: Any, carry: Any) -> Any:
+    """Not called: its parts are."""
+    raise NotImplementedError
+
+
+def _while_step(
+    both: Any, args: Sequence[Any], k: int, carry: Any, offset: int
+) -> tuple[Any, None]:
+    del args, k, offset
+    return both.args[1](carry), None
+
+
+def _goes_on(both: Any, carry: Any) -> bool:
+    return bool(both.args[0](carry))
+
+
+# --- Arguments ---
+
+
+def schedule_for(checkpoints: Checkpoints, unroll: int) -> Schedule:
+    """Return the schedule that a user asks for.
+
+    Raises:
+        TypeError: `checkpoints` is nothing of the kind.
+        ValueError: there is no unit of so many steps, or not with these checkpoints.
+    """
+    if checkpoints is None or isinstance(checkpoints, Schedule):
+        if unroll != 1:
+            raise ValueError(_UNROLL.format(unroll=unroll, checkpoints=checkpoints))
+        return checkpoints or Sqrt()
+    if checkpoints == "all":
+        return EveryStep(unroll)
+    if isinstance(checkpoints, int) and not isinstance(checkpoints, bool):
+        return Binomial(checkpoints, unroll)
+    raise TypeError(_CHECKPOINTS.format(got=checkpoints))
+
+
+def _length_of(xs: Any, length: int | None, label: str) -> int:
+    """Return the number of steps."""
+    leaves, treedef = pytree.flatten(xs)
+    known = None if length is None else operator.index(length)
+    for path, leaf in zip(pytree.paths(treedef), leaves, strict=True):
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            got = f"a {type(leaf).__name__}"
+            if isinstance(leaf, Tensor):
+                got = "a tensor without dimensions"
+            raise TypeError(_SCANNED.format(label=label, path=path, got=got))
+        if known is None:
+            known = len(leaf)
+        elif known != len(leaf):
+            message = _LENGTHS.format(label=label, path=path, got=len(leaf), had=known)
+            raise ValueError(message)
+    if known is None:
+        raise ValueError(_NO_LENGTH.format(label=label))
+    if known < 0:
+        raise ValueError(f"remat: {label} has length={known}; use 0 or more")
+    return known
+
+
+def _nothing_collected(f: Any, init: Any, xs: Any) -> Any:
+    """Return what no step collects: tensors of length 0."""
+
+    def slice_like(t: Tensor) -> Tensor:
+        return t.new_zeros(t.shape[1:])
+
+    with torch.no_grad():
+        _, y = f(init, pytree.map_leaves(slice_like, xs))
+    tensors = pytree.map_leaves(_as_tensor, y)
+    return pytree.map_leaves(lambda t: t.new_zeros((0, *t.shape)), tensors)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    # Its slices are inputs of their own, also where `f` refers to the same tensor.
+    return tensor.view_as(tensor)
+
+
+def _as_tensor(leaf: Any) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf
+    if isinstance(leaf, (bool, int, float, complex)):
+        return torch.as_tensor(leaf)
+    raise TypeError(_COLLECTED.format(kind=type(leaf).__name__))
+
+
+_PAIR = (
+    "remat: the function of a scan returns two values, the next carry and what is "
+    "collected (`return carry, y`, or `return carry, None`); got a {got}."
+)
+_UNROLL = (
+    "remat: unroll={unroll} needs checkpoints that are a number or 'all'; got "
+    "checkpoints={checkpoints!r}."
+)
+_CHECKPOINTS = (
+    "remat: checkpoints={got!r}: use a number, 'all', None, or one of "
+    "remat.chain.schedules."
+)
+_ONLINE = (
+    "remat: while_loop takes checkpoints that are a number, 'all' or "
+    "schedules.Online, as its length is not known; got {got!r}."
+)
+_SCANNED = (
+    "remat: {label} scans `xs{path}`, which is {got}. Scan tensors whose first "
+    "dimension counts the steps."
+)
+_LENGTHS = (
+    "remat: {label} scans `xs{path}` of length {got}, where others have length {had}."
+)
+_NO_LENGTH = "remat: {label} scans nothing. Pass `xs`, or `length=`."
+_COLLECTED = (
+    "remat: the function of a scan collects a {kind}. Collect tensors, numbers or None."
+)

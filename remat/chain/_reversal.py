@@ -1,0 +1,261 @@
+"""The backward of a chain: runs its schedule.
+
+    (*inputs, *cotangents) -> gradients
+
+It begins with the checkpoints that the forward left. A second backward of the same
+graph finds none, and runs the forward's part of the schedule again.
+
+Invariant: at most the checkpoints of the schedule are stored, one carry is live, and
+the residuals of one segment exist. Each step is reversed once, the last one first.
+Where the backward itself is differentiated, each of its parts is a call: it is cut into
+about sqrt(n) segments, and a graph holds a carry and a cotangent for each.
+Rejected: the schedule there as well. Its advances would each hold a carry.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from remat._base.context import differentiated
+from remat._base.program import Evaluation, Program, Request, has_derivatives
+from remat._base.types import Outputs
+from remat._torch import (
+    base_dual_level_active,
+    is_forward_ad_enabled,
+    is_under_jvp,
+    requires_grad_at_any_level,
+)
+from remat._transform.function import call
+from remat._transform.rules import vjp_of
+from remat.chain._actions import Action, Advance, Drop, Load, Reverse, Save
+from remat.chain._segment import Segment
+from remat.chain._segments import Sqrt
+from remat.chain._steps import Live
+from remat.chain._stored import Stored
+
+
+if TYPE_CHECKING:
+    from remat.chain._chain import Chain
+
+
+class Reversal(Program):
+    """The vjp of a chain.
+
+    Args:
+        chain: the chain.
+        needs: which of its inputs require grad.
+        wanted: the inputs to give the gradients of.
+        given: the outputs that have cotangents.
+    """
+
+    __slots__ = ("_chain", "_given", "_needs", "_wanted")
+
+    def __init__(
+        self,
+        chain: "Chain",
+        needs: Sequence[bool],
+        wanted: Sequence[int],
+        given: Sequence[int],
+    ) -> None:
+        self._chain, self._needs = chain, needs
+        self._wanted, self._given = wanted, given
+
+    @override
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
+        """Reverse all steps, and return the gradients."""
+        del mode
+        count = len(self._needs)
+        primals, cts = inputs[:count], inputs[count:]
+        cotangents = dict(zip(self._given, cts, strict=True))
+        run = _Run(self._chain, primals, self._needs, self._wanted, cotangents)
+        with differentiated():
+            for action in run.actions(is_watched(inputs)):
+                run.do(action)
+        return tuple(run.gradient_of(i) for i in self._wanted)
+
+    @override
+    def evaluate(
+        self, inputs: Sequence[Tensor], request: Request
+    ) -> tuple[Sequence[Any], Evaluation]:
+        """Run it, without a graph: what it would reach is not asked."""
+        outs = self.run(*inputs)
+        used = range(len(inputs))
+        return outs, Evaluation(request, used, [*map(has_derivatives, outs)])
+
+
+def is_watched(tensors: Sequence[Tensor]) -> bool:
+    """Say whether what is done with tensors is differentiated."""
+    if torch.is_grad_enabled() and any(map(requires_grad_at_any_level, tensors)):
+        return True
+    return is_under_jvp() or (base_dual_level_active() and is_forward_ad_enabled())
+
+
+class _Run:
+    """One run of a reversal.
+
+    Args:
+        chain: the chain.
+        inputs: of the chain.
+        needs: which of them require grad.
+        wanted: those whose gradients are wanted.
+        cotangents: of the outputs of the chain, by index.
+    """
+
+    def __init__(
+        self,
+        chain: "Chain",
+        inputs: Sequence[Tensor],
+        needs: Sequence[bool],
+        wanted: Sequence[int],
+        cotangents: Mapping[int, Tensor],
+    ) -> None:
+        self._chain, self._inputs, self._needs = chain, inputs, needs
+        self._wanted = wanted
+        self._is_watched = False
+        outs = chain.call.outs
+        # Of the live carry, and of what was collected.
+        self._cts = [cotangents.get(j) for j in outs.of_carry]
+        self._collected = [cotangents.get(j) for j in outs.of_collected]
+        self._grads: dict[int, Tensor] = {}
+        self._slices: dict[int, list[tuple[int, Tensor]]] = {}
+        self._live: Live | None = None
+        self._stored = Stored()
+
+    def actions(self, is_watched: bool) -> Iterator[Action]:
+        """Return what to do.
+
+        Args:
+            is_watched: whether this run is itself differentiated.
+        """
+        chain, self._is_watched = self._chain, is_watched
+        length, schedule = chain.call.length, chain.call.schedule
+        taken = None if is_watched else chain.take_stored()
+        if taken is not None:
+            self._stored = taken
+            return schedule.backward(length)
+        schedule = Sqrt() if is_watched else schedule
+        self._live = chain.call.first(self._inputs, self._needs)
+        forward = (a for a in schedule.forward(length) if not _ends(a, length))
+        return itertools.chain(forward, schedule.backward(length))
+
+    def do(self, action: Action) -> None:
+        """Do one thing."""
+        match action:
+            case Advance(start, stop):
+                self._live = self._advanced(start, stop)
+            case Save(step, storage):
+                assert self._live is not None
+                self._stored.save(step, self._live, storage)
+            case Load(step):
+                self._live = None  # freed first
+                self._live = self._stored.load(step)
+            case Drop(step):
+                self._stored.drop(step)
+            case Reverse(start, stop):
+                self._reverse(start, stop)
+
+    def _advanced(self, start: int, stop: int) -> Live:
+        live, self._live = self._live, None
+        assert live is not None
+        segment = Segment(self._chain, live, start, stop)
+        inputs = self._cut(start, stop)
+        if not self._is_watched:
+            return segment.advance(live, inputs, self._needs)
+        outs = call(segment, [*live.tensors, *inputs])
+        assert segment.after is not None
+        return segment.after._replace(tensors=outs[: len(segment.after.needs)])
+
+    def _cut(self, start: int, stop: int) -> Sequence[Tensor]:
+        return self._chain.call.cut_to(self._inputs, start, stop)
+
+    def _slices_of(self, start: int, stop: int) -> tuple[int, int]:
+        return self._chain.call.steps.slices(start, stop)
+
+    def _reverse(self, start: int, stop: int) -> None:
+        """Pull the cotangents back over some steps."""
+        live, self._live = self._live, None
+        assert live is not None
+        chain, count = self._chain, len(live.tensors)
+        cts = {j: ct for j, ct in enumerate(self._cts) if ct is not None}
+        cts |= self._of_collected(start, stop, len(self._cts))
+        wanted = [i for i in range(count) if live.needs[i]]
+        wanted += [count + i for i in self._wanted]
+        self._cts = [None] * count
+        if not cts:
+            return
+        segment = Segment(chain, live, start, stop)
+        inputs = [*live.tensors, *self._cut(start, stop)]
+        request = Request([*live.needs, *self._needs], at_base=False)
+        used = range(len(inputs))
+        evaluation = Evaluation(request, used, asks_grad_mode=True)
+        rule = vjp_of(segment, evaluation, len(inputs), wanted, [*cts])
+        given = [*inputs, *cts.values()]
+        del live, inputs
+        pull = call if self._is_watched else _run
+        grads = dict(zip(wanted, pull(rule, given), strict=True))
+        self._cts = [grads.get(i) for i in range(count)]
+        first, _ = self._slices_of(start, stop)
+        for i in self._wanted:
+            self._add(i, grads[count + i], first)
+
+    def _of_collected(
+        self, start: int, stop: int, before: int
+    ) -> dict[int, Tensor]:
+        """Return the cotangents of what some steps collect, by output of the segment."""
+        cts: dict[int, Tensor] = {}
+        width = len(self._collected)
+        for k in range(start, stop):
+            place = self._slices_of(k, k + 1)[0]
+            for j, ct in enumerate(self._collected):
+                if ct is not None:
+                    cts[before + (k - start) * width + j] = ct.select(0, place)
+        return cts
+
+    def _add(self, i: int, grad: Tensor | None, place: int) -> None:
+        """Add to the gradient of an input, or note that of slices."""
+        if grad is None:
+            return
+        if i in self._chain.call.scanned:
+            self._slices.setdefault(i, []).append((place, grad))
+        else:
+            known = self._grads.get(i)
+            self._grads[i] = grad if known is None else known + grad
+
+    def gradient_of(self, i: int) -> Tensor | None:
+        """Return the gradient of an input, once all steps are reversed."""
+        slices = self._slices.pop(i, None)
+        if slices is not None:
+            self._grads[i] = self._joined(i, slices)
+        for k, index in enumerate(self._chain.call.initial):
+            if index == i:
+                ct, self._cts[k] = self._cts[k], None
+                self._add(i, ct, 0)
+        return self._grads.get(i)
+
+    def _joined(self, i: int, slices: list[tuple[int, Tensor]]) -> Tensor:
+        """Join the gradients of slices. Those that are missing are zero."""
+        whole = self._inputs[i]
+        parts: list[Tensor] = []
+        end = 0
+        for place, grad in sorted(slices, key=lambda pair: pair[0]):
+            if place > end:
+                parts.append(torch.zeros_like(whole.narrow(0, end, place - end)))
+            parts.append(grad)
+            end = place + grad.shape[0]
+        if end < whole.shape[0]:
+            rest = whole.narrow(0, end, whole.shape[0] - end)
+            parts.append(torch.zeros_like(rest))
+        return torch.cat(parts)
+
+
+def _ends(action: Action, length: int) -> bool:
+    """Say whether an action only computes the result of a chain, which is known."""
+    return isinstance(action, Advance) and action.stop == length
+
+
+def _run(program: Program, inputs: Sequence[Tensor]) -> Outputs:
+    return program.run(*inputs)

@@ -1,0 +1,158 @@
+"""Some steps of a chain, as a program: from a carry on.
+
+The backward of a chain evaluates segments: it advances over them, or reverses them by
+their vjp.
+
+Invariant: a segment runs in the state of the chain's forward, from where the random
+streams were at its first step. Rejected: to slice what is scanned inside the segment.
+The gradient of a slice would be as large as the whole, in each step.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from remat._ambient.ambient import Ambient, noted
+from remat._base.context import here
+from remat._base.program import Evaluation, Program, Request
+from remat._base.tracebacks import note
+from remat._base.types import Outputs
+from remat._capture.restore import Run
+from remat._torch import without_hooks
+from remat.chain._steps import Live, taken_apart, through
+from remat.chain._sweep import Cut, cutting, run_step
+
+
+if TYPE_CHECKING:
+    from remat.chain._chain import Chain
+
+
+class Segment(Program):
+    """Some steps of a chain.
+
+    Its inputs are the tensors of a carry, and the inputs of the chain, where what is
+    scanned is cut to the steps. Its outputs are the tensors of the carry after the
+    steps, and then what is collected of each step.
+
+    Args:
+        chain: the chain.
+        live: the carry at its start.
+        start: the first step.
+        stop: the step after the last.
+
+    Attributes:
+        after: the carry at its end, without its tensors; None until it has run.
+    """
+
+    __slots__ = ("_ambient", "_chain", "_live", "_numbers", "_offset", "after")
+
+    def __init__(self, chain: "Chain", live: Live, start: int, stop: int) -> None:
+        self._chain, self._live = chain, live._replace(tensors=())
+        self._numbers = range(start, stop)
+        self._offset = chain.call.steps.slices(start, stop)[0]
+        self._ambient: Ambient | None = None
+        self.after: Live | None = None
+
+    @override
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
+        """Run the steps as plain code does."""
+        count = len(self._live.needs)
+        live = self._live._replace(tensors=inputs[:count])
+
+        def call(fn: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+            steps = self._chain.call.steps
+            return through(steps, fn, args, live.carry, self._numbers, self._offset)
+
+        carry, ys = self._called(call, inputs[count:], mode)
+        tensors, frame = taken_apart(carry)
+        needs = [t.requires_grad for t in tensors]
+        self.after = Live((), frame, needs, self._ambient)
+        return (*tensors, *(t for y in ys for t in taken_apart(y)[0]))
+
+    @override
+    def evaluate(
+        self, inputs: Sequence[Tensor], request: Request
+    ) -> tuple[Sequence[Any], Evaluation]:
+        """Run the steps with the graph of one at a time."""
+        count, needs = len(self._live.needs), request.needs
+        live = self._live._replace(tensors=inputs[:count], needs=needs[:count])
+        values, flags = self._sweep(live, inputs[count:], needs[count:], collects=True)
+        return values, Evaluation(request, range(len(inputs)), flags)
+
+    def advance(
+        self, live: Live, inputs: Sequence[Tensor], needs: Sequence[bool]
+    ) -> Live:
+        """Run the steps from a carry, and return the carry after them.
+
+        Args:
+            live: the carry.
+            inputs: of the chain.
+            needs: which of them require grad.
+        """
+        values, _ = self._sweep(live, inputs, needs, collects=False)
+        assert self.after is not None
+        return self.after._replace(tensors=values)
+
+    def _sweep(
+        self,
+        live: Live,
+        inputs: Sequence[Tensor],
+        needs: Sequence[bool],
+        *,
+        collects: bool,
+    ) -> tuple[list[Tensor], list[bool]]:
+        """Return the values of the outputs, and which of them require grad."""
+        steps = self._chain.call.steps
+        values: list[Tensor] = []
+        flags: list[bool] = []
+
+        def call(cut: Cut, fn: Any, args: Sequence[Any]) -> Live:
+            now = live
+            for k in self._numbers:
+                found = run_step(steps, (fn, args), cut, now, k, self._offset)
+                now, collected, _ = found
+                if collects:
+                    values.extend(collected.tensors)
+                    flags.extend(collected.needs)
+            return now
+
+        with cutting(inputs, needs) as cut:
+            run = functools.partial(call, cut)
+            last = without_hooks(self._called, run, cut.inputs, None)
+        self.after = last._replace(tensors=(), ambient=self._ambient)
+        return [*last.tensors, *values], [*last.needs, *flags]
+
+    def _called(
+        self,
+        call: Callable[[Any, Sequence[Any]], Any],
+        inputs: Sequence[Tensor],
+        mode: Any,
+    ) -> Any:
+        """Call something with the function and the arguments of the chain, rebuilt."""
+        chain, context = self._chain, here()
+        snapshot, state = chain.call.snapshot, chain.state
+        assert state is not None
+        if self._live.ambient is not None:
+            state = state._replace(ambient=self._live.ambient)
+
+        def run(inputs: Sequence[Tensor]) -> Any:
+            with Run(inputs, "live") as run:
+                fn, *around = snapshot.built(run)
+                found = snapshot.called(
+                    functools.partial(call, fn.fn, fn.args), *around
+                )
+                if state.ambient.moved:
+                    self._ambient = noted(snapshot.streams, self._live.ambient)
+                return found
+
+        context.recomputing += 1
+        try:
+            return chain.again(run, inputs, mode, state)[0]
+        except Exception as error:
+            note(error, f"remat: raised while recomputing {chain.label}.")
+            raise
+        finally:
+            context.recomputing -= 1

@@ -1,0 +1,163 @@
+"""What the steps of a chain are, and what is between two of them.
+
+Invariant: all here is data, but for the function of a step.
+Rejected: flat carries. The user's function is given pytrees, and errors name their
+parts.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from remat._base import pytree
+
+
+class Frame(NamedTuple):
+    """A pytree without its tensors.
+
+    Attributes:
+        treedef: its structure.
+        leaves: its leaves, with `TENSOR` in place of tensors.
+    """
+
+    treedef: pytree.Treedef
+    leaves: Sequence[Any]
+
+    def filled(self, tensors: Iterable[Tensor]) -> Any:
+        """Return the pytree around tensors."""
+        each = iter(tensors)
+        leaves = [next(each) if leaf is TENSOR else leaf for leaf in self.leaves]
+        return pytree.unflatten(self.treedef, leaves)
+
+
+TENSOR = object()
+
+
+def taken_apart(tree: Any) -> tuple[list[Tensor], Frame]:
+    """Return the tensors of a pytree, and the rest."""
+    leaves, treedef = pytree.flatten(tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    rest = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tensors, Frame(treedef, rest)
+
+
+class Live(NamedTuple):
+    """A carry between two steps.
+
+    Attributes:
+        tensors: of the carry.
+        frame: the rest of it.
+        needs: which of the tensors require grad.
+        ambient: the state of random streams at this step; None if it is that of the
+            call.
+    """
+
+    tensors: Sequence[Tensor]
+    frame: Frame
+    needs: Sequence[bool]
+    ambient: Any = None
+
+    @property
+    def carry(self) -> Any:
+        """The carry, as a step is given it."""
+        return self.frame.filled(self.tensors)
+
+
+# function, arguments of the chain, number of the step, carry, offset of what is scanned
+Apply: TypeAlias = Callable[[Any, Sequence[Any], int, Any, int], tuple[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What the steps of a chain are.
+
+    Attributes:
+        apply: runs a step. It is given the function and the arguments of the chain, the
+            number of the step, its carry, and where what is scanned begins. It returns
+            the next carry, and what is collected.
+        label: what errors call the chain.
+        length: how many steps there are; None if only the chain itself can tell.
+        goes_on: given the function and a carry, says whether there is another step;
+            None if the length is known.
+        initial: which argument the initial carry is.
+        scanned: the argument that is cut into slices, one for each step; None if none.
+        is_repeated: whether each step calls the same function. Then each carry is built
+            like the first one.
+        is_reversed: whether the last slice comes first.
+    """
+
+    apply: Apply
+    label: str
+    length: int | None
+    goes_on: Callable[[Any, Any], bool] | None = None
+    initial: int = 0
+    scanned: int | None = None
+    is_repeated: bool = True
+    is_reversed: bool = False
+
+    def slices(self, start: int, stop: int) -> tuple[int, int]:
+        """Return which slices some steps need: the first, and the one after the last."""
+        if not self.is_reversed:
+            return start, stop
+        assert self.length is not None
+        return self.length - stop, self.length - start
+
+
+def through(
+    steps: Steps, fn: Any, args: Sequence[Any], carry: Any, numbers: range, offset: int
+) -> tuple[Any, list[Any]]:
+    """Run steps as plain code does; return the carry, and what is collected of each."""
+    ys: list[Any] = []
+    for k in numbers:
+        carry, y = steps.apply(fn, args, k, carry, offset)
+        ys.append(y)
+    return carry, ys
+
+
+def refuse_other_form(live: Live, first: Live, k: int, label: str) -> None:
+    """Refuse a carry that is not built like the first one.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if live.frame.treedef != first.frame.treedef:
+        then, now = first.frame.treedef, live.frame.treedef
+        raise TypeError(_TREEDEF.format(label=label, k=k, then=then, now=now))
+    if _form(live) == _form(first):
+        return
+    paths = pytree.paths(first.frame.treedef)
+    for path, then, now in zip(paths, _shown(first), _shown(live), strict=True):
+        if now != then:
+            raise TypeError(
+                _FORM.format(label=label, path=path, k=k, then=then, now=now)
+            )
+
+
+def _form(live: Live) -> tuple[Any, ...]:
+    metas = [(t.shape, t.dtype, t.device) for t in live.tensors]
+    return metas, [*map(type, live.frame.leaves)]
+
+
+def _shown(live: Live) -> Iterator[str]:
+    """Describe each leaf of a carry: what must be the same in each step."""
+    tensors = iter(live.tensors)
+    for leaf in live.frame.leaves:
+        if leaf is TENSOR:
+            t = next(tensors)
+            shape = ", ".join(map(str, t.shape))
+            yield f"{str(t.dtype).removeprefix('torch.')}[{shape}] on {t.device}"
+        else:
+            yield f"of type {type(leaf).__name__}"
+
+
+_TREEDEF = (
+    "remat: step {k} of {label} returned a carry that is built otherwise than the "
+    "initial one.\n  initial:  {then}\n  returned: {now}\nReturn a carry of the same "
+    "structure."
+)
+_FORM = (
+    "remat: `carry{path}` is {then} at the start of {label}, and {now} after step {k}. "
+    "A carry keeps its shape, dtype and device: convert the initial one or the result."
+)
