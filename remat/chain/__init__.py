@@ -28,3 +28,4 @@ from remat.chain._loops import (
     scan as scan,
     while_loop as while_loop,
 )
+from remat.chain._sequential import sequential as sequential

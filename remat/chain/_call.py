@@ -7,10 +7,13 @@ gradients works with them.
 Rejected: a node for each step in the plain loop, for what a body may differentiate.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils._pytree import tree_map
 
 from remat._base.labels import Label, label_of
 from remat._base.tracebacks import hide_frames
@@ -19,8 +22,7 @@ from remat._transform.api import PolicyLike, remat
 from remat._transform.function import evaluate_differentiably
 from remat.chain._actions import Schedule
 from remat.chain._chain import Chain, ChainCall
-from remat.chain._segments import Sqrt
-from remat.chain._steps import Live, Steps, refuse_other_form, taken_apart
+from remat.chain._steps import Live, Steps, refuse_other_form, taken_apart, through
 
 
 Progress: TypeAlias = Callable[[int], object] | None
@@ -73,9 +75,19 @@ def _form_of(carry: Any) -> Live:
 
 def _inlined(fn: Any, args: tuple[Any, ...], steps: Steps) -> tuple[Any, Any]:
     """Run all steps in a graph, where about sqrt(n) segments are recomputed."""
-    if steps.length is None:
+    length = steps.length
+    if length is None:
         raise NotImplementedError(_UNKNOWN.format(label=steps.label))
-    raise NotImplementedError
+    carry, rows = args[steps.initial], []
+    width = math.isqrt(length - 1) + 1
+    for start in range(0, length, width):
+        numbers = range(start, min(start + width, length))
+        segment = functools.partial(through, steps, fn, numbers=numbers, offset=0)
+        carry, ys = remat(segment)(args, carry)
+        rows += ys
+    if steps.is_reversed:
+        rows.reverse()
+    return carry, tree_map(lambda *ts: torch.stack(ts), *rows)
 
 
 def policed(f: Any, policy: PolicyLike) -> Any:

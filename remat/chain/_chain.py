@@ -11,7 +11,6 @@ let go of before the whole backward has ended.
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,20 +24,19 @@ from remat._base.types import Fn, Outputs
 from remat._capture.handing_on import Forward
 from remat._capture.snapshot import Bound
 from remat._torch import (
-    NODES_ASKING_GRAD_MODE,
     current_layer,
     is_graph_held,
     requires_grad_at_any_level,
 )
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
+from remat._transform.function import call as evaluate
 from remat._transform.primal import Primal
 from remat._transform.reached import reached_inputs
 from remat._transform.rules import Batch
-from remat._transform.function import call as evaluate
 from remat.chain._actions import Action, Advance, Drop, Save, Schedule
 from remat.chain._online import Online
-from remat.chain._reversal import Reversal, is_watched
+from remat.chain._reversal import Reversal
 from remat.chain._segment import Segment
 from remat.chain._segments import Sqrt, Uniform
 from remat.chain._steps import Live, Steps, refuse_other_form, taken_apart
@@ -141,7 +139,9 @@ class ChainCall(Call):
         if self.steps.is_repeated:
             changed = run.changed()
             if changed:
-                raise CaptureError(_CHANGED.format(label=self.steps.label, what=changed))
+                raise CaptureError(
+                    _CHANGED.format(label=self.steps.label, what=changed)
+                )
         super().hand_on(run)
 
     def take_stored(self) -> Stored | None:
@@ -276,14 +276,15 @@ class Chain(Primal):
 
     Attributes:
         call: see above.
+        needs: which of its inputs some level differentiates.
     """
 
-    __slots__ = ("_needs", "_stored")
+    __slots__ = ("_stored", "needs")
     call: ChainCall
 
     def __init__(self, call: ChainCall) -> None:
         super().__init__(call)
-        self._needs: Sequence[bool] = ()
+        self.needs: Sequence[bool] = ()
         self._stored: Stored | None = None
 
     @override
@@ -296,7 +297,7 @@ class Chain(Primal):
             CaptureError: the steps update a buffer.
         """
         call = self.call
-        self._needs = _needs_of(program, request)
+        self.needs = _needs_of(program, request)
         # Under a vmap a checkpoint would be of a level that is gone in the backward.
         call.stores = program is self and not request.in_forward_mode
         results, evaluation = super().forward(program, inputs, request)
@@ -327,18 +328,20 @@ class Chain(Primal):
 
         Under a vmap the chain is differentiated like any program, in segments.
         """
-        del arity
+        del evaluation, arity
         if program is not self:
             return None
-        return Reversal(self, evaluation.request.needs, wanted, given)
+        return Reversal(self, wanted, given)
 
     @override
     def _run_forward(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
         call = self.call
-        with cutting(inputs, self._needs) as cut:
+        with cutting(inputs, self.needs, are_leaves=True) as cut:
             call.cut = cut
             outs = super()._run_forward(cut.inputs, mode)
-        return _connected(outs, call.note_outs(outs), inputs)
+            needs = call.note_outs(outs)
+            outs = [*map(cut.below, outs)]
+        return _connected(outs, needs, inputs)
 
     @override
     def _recompute(self, out: Any, inputs: Sequence[Tensor], mode: Any) -> Outputs:
@@ -353,7 +356,7 @@ class Chain(Primal):
         )
         cuts = Sqrt() if is_recorded else Uniform(1)
         starts = [cuts.start(i, length) for i in range(cuts.count(length))]
-        live = call.first(inputs, self._needs)
+        live = call.first(inputs, self.needs)
         rows: list[Sequence[Tensor]] = []
         for start, stop in itertools.pairwise([*starts, length]):
             segment = Segment(self, live, start, stop)

@@ -47,31 +47,28 @@ class Reversal(Program):
 
     Args:
         chain: the chain.
-        needs: which of its inputs require grad.
         wanted: the inputs to give the gradients of.
         given: the outputs that have cotangents.
     """
 
-    __slots__ = ("_chain", "_given", "_needs", "_wanted")
+    __slots__ = ("_chain", "_given", "_wanted")
 
     def __init__(
         self,
         chain: "Chain",
-        needs: Sequence[bool],
         wanted: Sequence[int],
         given: Sequence[int],
     ) -> None:
-        self._chain, self._needs = chain, needs
-        self._wanted, self._given = wanted, given
+        self._chain, self._wanted, self._given = chain, wanted, given
 
     @override
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Reverse all steps, and return the gradients."""
         del mode
-        count = len(self._needs)
+        count = len(self._chain.needs)
         primals, cts = inputs[:count], inputs[count:]
         cotangents = dict(zip(self._given, cts, strict=True))
-        run = _Run(self._chain, primals, self._needs, self._wanted, cotangents)
+        run = _Run(self._chain, primals, self._wanted, cotangents)
         with differentiated():
             for action in run.actions(is_watched(inputs)):
                 run.do(action)
@@ -100,7 +97,6 @@ class _Run:
     Args:
         chain: the chain.
         inputs: of the chain.
-        needs: which of them require grad.
         wanted: those whose gradients are wanted.
         cotangents: of the outputs of the chain, by index.
     """
@@ -109,11 +105,10 @@ class _Run:
         self,
         chain: "Chain",
         inputs: Sequence[Tensor],
-        needs: Sequence[bool],
         wanted: Sequence[int],
         cotangents: Mapping[int, Tensor],
     ) -> None:
-        self._chain, self._inputs, self._needs = chain, inputs, needs
+        self._chain, self._inputs, self._needs = chain, inputs, chain.needs
         self._wanted = wanted
         self._is_watched = False
         outs = chain.call.outs
@@ -202,9 +197,7 @@ class _Run:
         for i in self._wanted:
             self._add(i, grads[count + i], first)
 
-    def _of_collected(
-        self, start: int, stop: int, before: int
-    ) -> dict[int, Tensor]:
+    def _of_collected(self, start: int, stop: int, before: int) -> dict[int, Tensor]:
         """Return the cotangents of what some steps collect, by output of the segment."""
         cts: dict[int, Tensor] = {}
         width = len(self._collected)

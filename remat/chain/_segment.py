@@ -9,6 +9,7 @@ The gradient of a slice would be as large as the whole, in each step.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from typing_extensions import override
 
 from remat._ambient.ambient import Ambient, noted
 from remat._base.context import here
-from remat._base.program import Evaluation, Program, Request
+from remat._base.program import Evaluation, Program, Request, has_derivatives
 from remat._base.tracebacks import note
 from remat._base.types import Outputs
 from remat._capture.restore import Run
@@ -68,8 +69,8 @@ class Segment(Program):
 
         carry, ys = self._called(call, inputs[count:], mode)
         tensors, frame = taken_apart(carry)
-        needs = [t.requires_grad for t in tensors]
-        self.after = Live((), frame, needs, self._ambient)
+        # Who differentiates it is outside, and does not show in the tensors.
+        self.after = Live((), frame, [*map(has_derivatives, tensors)], self._ambient)
         return (*tensors, *(t for y in ys for t in taken_apart(y)[0]))
 
     @override
@@ -77,7 +78,9 @@ class Segment(Program):
         self, inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
         """Run the steps with the graph of one at a time."""
-        count, needs = len(self._live.needs), request.needs
+        known = [*self._live.needs, *self._chain.needs]
+        needs = [*map(operator.or_, known, request.needs)]
+        count = len(self._live.needs)
         live = self._live._replace(tensors=inputs[:count], needs=needs[:count])
         values, flags = self._sweep(live, inputs[count:], needs[count:], collects=True)
         return values, Evaluation(request, range(len(inputs)), flags)

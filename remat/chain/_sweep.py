@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from remat._base.errors import MutationError
+from remat._base.program import fresh_leaves
 from remat._torch import current_layer, grad_level, grad_mode, leaf_at, unwrap_for_grad
 from remat.chain._steps import Live, Steps, taken_apart
 
@@ -27,22 +28,34 @@ class Cut(NamedTuple):
         inputs: of the chain, as the graphs have them.
         leaf: returns a tensor as a leaf of the next graph, which requires grad or not.
         value: returns a result without its graph.
+        below: returns a tensor that was made of values, as one of the level of the
+            inputs.
     """
 
     inputs: Sequence[Tensor]
     leaf: Callable[[Tensor, bool], Tensor]
     value: Callable[[Tensor], Tensor]
+    below: Callable[[Tensor], Tensor]
 
 
 @contextlib.contextmanager
-def cutting(inputs: Sequence[Tensor], needs: Sequence[bool]) -> Iterator[Cut]:
+def cutting(
+    inputs: Sequence[Tensor], needs: Sequence[bool], *, are_leaves: bool = False
+) -> Iterator[Cut]:
     """Make graphs that can be cut: below all levels, or in a level of their own.
 
     Below a vmap alone no tensor can be made to require grad.
+
+    Args:
+        inputs: of the chain.
+        needs: which of them require grad.
+        are_leaves: whether those are leaves already that require grad.
     """
     with grad_mode(True):
         if current_layer() is None:
-            yield Cut(inputs, _leaf, Tensor.detach)
+            # What requires grad only at a level of torch.func does not show down here.
+            leaves = inputs if are_leaves else fresh_leaves(inputs, needs)
+            yield Cut(leaves, _leaf, Tensor.detach, Tensor.detach)
             return
         plain = [t.detach() for t in inputs]
         with grad_level() as level:
@@ -51,10 +64,10 @@ def cutting(inputs: Sequence[Tensor], needs: Sequence[bool]) -> Iterator[Cut]:
                 return leaf_at(level, t, requires_grad=need)
 
             def value(t: Tensor) -> Tensor:
-                return unwrap_for_grad(t, level).detach()
+                return unwrap_for_grad(t, level)
 
             leaves = [*map(leaf, plain, needs)]
-            yield Cut(leaves, leaf, value)
+            yield Cut(leaves, leaf, value, value)
 
 
 def _leaf(tensor: Tensor, need: bool) -> Tensor:

@@ -1,0 +1,121 @@
+"""`sequential`: functions one after the other, each given the result of the one before.
+
+Users call it, for `nn.Sequential` and lists of layers.
+
+Invariant: the value is that of calling the functions in a loop.
+Rejected: a walk into the modules to merge small ones. Who wants larger segments says so.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from remat._base.labels import label_of
+from remat._transform.api import PolicyLike, caller
+from remat.chain._actions import Schedule
+from remat.chain._call import call_chain, policed
+from remat.chain._loops import Checkpoints, Progress, schedule_for
+from remat.chain._segments import Uniform
+from remat.chain._steps import Steps
+
+
+def sequential(
+    fns: Iterable[Callable[..., Any]],
+    x: Any,
+    *args: Any,
+    segments: int | None = None,
+    checkpoints: Checkpoints = None,
+    policy: PolicyLike = None,
+    progress: Progress = None,
+) -> Any:
+    """Call functions one after the other, each with the result of the one before.
+
+    The value is that of this loop:
+
+        for fn in fns:
+            x = fn(x, *args)
+        return x
+
+    The forward stores only some of the values between the functions. The backward calls
+    functions again, from these on, and reverses them one after the other. Gradients
+    reach `x`, `args`, and the parameters of the functions. All calls are one node of
+    the graph.
+
+    Args:
+        fns: functions or modules, in a list, an `nn.Sequential` or an `nn.ModuleList`.
+            A module may update its buffers, as batch normalization does.
+        x: what the first function is given, a pytree. Values between functions may have
+            other shapes.
+        *args: what each function is given besides.
+        segments: into how many equal segments to cut the list. The backward calls the
+            functions of a segment again, and holds the residuals of all of them.
+        checkpoints: as of `scan`; not together with `segments`. `None` with no
+            `segments`: about sqrt(n) segments.
+        policy: as of `scan`.
+        progress: as of `scan`.
+
+    Returns:
+        The result of the last function.
+
+    Raises:
+        TypeError: `fns` holds something that cannot be called.
+        ValueError: both `segments` and `checkpoints` are given, or `segments` is not a
+            positive number.
+
+    Source: Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory
+    cost", arXiv 1604.06174, 2016.
+
+    Example:
+        >>> from torch import nn
+        >>> from remat import chain
+        >>> layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(16)])
+        >>> y = chain.sequential(layers, torch.ones(2, 8), checkpoints=4)
+        >>> y.sum().backward()
+        >>> layers[0].weight.grad.shape
+        torch.Size([8, 8])
+    """
+    layers = (*fns,)
+    for i, fn in enumerate(layers):
+        if not callable(fn):
+            raise TypeError(f"remat: fns[{i}] of sequential is not callable: {fn!r}")
+    schedule = _schedule(segments, checkpoints)
+    if not layers:
+        return x
+    name = type(fns).__name__ if isinstance(fns, nn.Module) else "functions"
+    label = label_of(f"sequential of {len(layers)} {name}", caller())
+    steps = Steps(_call, label, len(layers), is_repeated=False)
+    called = tuple(policed(fn, policy) for fn in layers)
+    return call_chain(_Layers(called), (x, args), steps, schedule, progress)[0]
+
+
+def _schedule(segments: int | None, checkpoints: Checkpoints) -> Schedule:
+    if segments is None:
+        return schedule_for(checkpoints, 1)
+    if checkpoints is not None:
+        raise ValueError(_BOTH.format(segments=segments, checkpoints=checkpoints))
+    return Uniform(segments)
+
+
+class _Layers:
+    """The functions, as one that a search can walk."""
+
+    def __init__(self, fns: Sequence[Any]) -> None:
+        self.fns = fns
+
+    def __call__(self) -> Any:
+        """Not called: its parts are."""
+        raise NotImplementedError
+
+
+def _call(
+    layers: Any, args: Sequence[Any], k: int, carry: Any, offset: int
+) -> tuple[Any, None]:
+    del offset
+    return layers.fns[k](carry, *args[1]), None
+
+
+_BOTH = (
+    "remat: sequential got segments={segments} and checkpoints={checkpoints!r}: pass one "
+    "of them."
+)
