@@ -159,6 +159,16 @@ def test_no_other_plan_of_five_stages_has_less_work(seed):
     assert_best_of_all_plans(*some_chain(seed, 5))
 
 
+def test_the_least_budget_counts_what_the_stages_that_run_again_need():
+    # The cotangent in the middle is larger than those after it.
+    numbers = [(5, 5, 0), (2, 4, 0), (0, 7, 23), (3, 12, 8), (0, 6, 0), (0, 0, 0)]
+    stages = [
+        Stage(1, size, (Option(saved),), gradient) for size, saved, gradient in numbers
+    ]
+    sizes = {"input_bytes": 0, "input_gradient_bytes": 0}
+    assert assert_best_of_all_plans(stages, sizes) == 43
+
+
 def cheapest_schedule(stages, sizes, budget):
     """The least work of any schedule, by searching all states. None: there is none."""
     chain = _States(stages, budget, **sizes)
