@@ -118,6 +118,7 @@ def test_the_interpreter_refuses_wrong_forwards(forward, says):
         (edited(BACKWARD, 0, Load(1)), "carry 1 is not stored"),
         ([*BACKWARD, Load(0)], "carry 0 is not stored"),
         (edited(BACKWARD, 4, Reverse(0, 2), cut=4), "too wide"),
+        (edited(BACKWARD, 5, Save(1), Reverse(1, 2), Drop(1)), "stored in vain"),
     ],
 )
 def test_the_interpreter_refuses_wrong_backwards(backward, says):
@@ -131,7 +132,7 @@ def test_the_assertion_fails_on_a_wrong_prediction():
             right = super().evaluations(length)
             return right._replace(backward=right.backward + 1)
 
-    with pytest.raises(WrongScheduleError, match="backward=18.* predicted .*=19"):
+    with pytest.raises(WrongScheduleError, match=r"backward=18.* predicted .*=19"):
         assert_as_predicted(Wrong(3), 10)
 
 

@@ -53,10 +53,11 @@ class Interpreter:
         self.peak = Counter()
         self.done = Counter()
         self.written, self.read = [], []  # on disk
+        self.unused = set()  # stored carries that nobody loaded yet
 
     def forward(self, actions):
         """Run a forward, and return how many steps it ran."""
-        self.live, self.evaluations = 0, 0
+        self.live, self.evaluations, self.returning = 0, 0, False
         for action in actions:
             allowed = isinstance(action, Advance | Save | Drop | Record)
             require(allowed, f"{action} in a forward")
@@ -66,7 +67,7 @@ class Interpreter:
 
     def backward(self, actions):
         """Run a backward, and return how many steps it ran."""
-        self.live, self.evaluations = None, 0
+        self.live, self.evaluations, self.returning = None, 0, True
         for action in actions:
             self.step(action)
         require(self.reversed_to == 0, f"step {self.reversed_to - 1} is not reversed")
@@ -106,8 +107,12 @@ class Interpreter:
                 if self.stored[step] is Storage.DISK:
                     self.read.append(step)
                 self.live = step
+                self.unused.discard(step)
             case Drop(step):
                 require(step in self.stored, f"carry {step} is not stored")
+                # A forward that doesn't know its length stores carries in vain.
+                useless = step in self.unused and self.returning
+                require(not useless, f"carry {step} was stored in vain")
                 del self.stored[step]
 
     def evaluate(self, start, stop):
@@ -126,6 +131,7 @@ class Interpreter:
         require(step not in self.stored, f"carry {step} is stored already")
         require(step < self.length, "the result needs no checkpoint")
         self.stored[step] = storage
+        self.unused.add(step)
         if storage is Storage.DISK:
             self.written.append(step)
         count = sum(kind is storage for kind in self.stored.values())
