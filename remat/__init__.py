@@ -1,6 +1,12 @@
 """JAX's `jax.checkpoint` for PyTorch: recompute values instead of storing them."""
 
-from remat import compat as compat, nn as nn, policies as policies, random as random
+from remat import (
+    chain as chain,
+    compat as compat,
+    nn as nn,
+    policies as policies,
+    random as random,
+)
 from remat._base.context import is_recomputing as is_recomputing
 from remat._base.errors import (
     CaptureError as CaptureError,

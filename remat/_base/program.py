@@ -144,8 +144,6 @@ class Program:
     def pulled(
         self,
         program: "Program",
-        evaluation: Evaluation,
-        arity: int,
         wanted: Sequence[int],
         given: Sequence[int],
     ) -> "Program | None":
@@ -153,12 +151,10 @@ class Program:
 
         Args:
             program: whose vjp: this, or this under vmap.
-            evaluation: of its forward.
-            arity: how many primals the node saved: inputs and residuals.
             wanted: the inputs to give the gradients of.
             given: the outputs that have cotangents.
         """
-        del program, evaluation, arity, wanted, given
+        del program, wanted, given
 
     def check_outputs(self, outs: Sequence[Any]) -> bool:
         """Check that the outputs of a recompute are differentiable as in the forward.

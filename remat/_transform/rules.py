@@ -218,7 +218,7 @@ def vjp_of(
     given: Sequence[int],
 ) -> Program:
     """Return the vjp of a program. The arguments are those of `Vjp`."""
-    own = program.pulled(program, evaluation, arity, wanted, given)
+    own = program.pulled(program, wanted, given)
     return own or Vjp(program, evaluation, arity, wanted, given)
 
 
@@ -413,9 +413,11 @@ class Batch(Program):
         return self.unbatched.forward(program, inputs, request)
 
     @override
-    def pulled(self, program: Program, *rest: Any) -> Program | None:
+    def pulled(
+        self, program: Program, wanted: Sequence[int], given: Sequence[int]
+    ) -> Program | None:
         """Return the vjp that the user's call has for it, if any."""
-        return self.unbatched.pulled(program, *rest)
+        return self.unbatched.pulled(program, wanted, given)
 
 
 def requires_grad(tensor: Tensor | None) -> bool:

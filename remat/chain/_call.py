@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from remat._base.labels import Label, label_of
@@ -22,7 +23,14 @@ from remat._transform.api import PolicyLike, remat
 from remat._transform.function import evaluate_differentiably
 from remat.chain._actions import Schedule
 from remat.chain._chain import Chain, ChainCall
-from remat.chain._steps import Live, Steps, refuse_other_form, taken_apart, through
+from remat.chain._steps import (
+    Frame,
+    Live,
+    Steps,
+    refuse_other_form,
+    taken_apart,
+    through,
+)
 
 
 Progress: TypeAlias = Callable[[int], object] | None
@@ -52,7 +60,8 @@ def _plain(
     fn: Any, args: tuple[Any, ...], steps: Steps, progress: Progress
 ) -> tuple[Any, Any]:
     """Run all steps where nothing is differentiated."""
-    carry, rows, k = args[steps.initial], [], 0
+    carry, k = args[steps.initial], 0
+    rows: list[tuple[list[Tensor], Frame]] = []
     first = _form_of(carry)
     while k != steps.length and (steps.goes_on is None or steps.goes_on(fn, carry)):
         carry, y = steps.apply(fn, args, k, carry, 0)
@@ -78,7 +87,8 @@ def _inlined(fn: Any, args: tuple[Any, ...], steps: Steps) -> tuple[Any, Any]:
     length = steps.length
     if length is None:
         raise NotImplementedError(_UNKNOWN.format(label=steps.label))
-    carry, rows = args[steps.initial], []
+    carry = args[steps.initial]
+    rows: list[Any] = []
     width = math.isqrt(length - 1) + 1
     for start in range(0, length, width):
         numbers = range(start, min(start + width, length))
@@ -87,7 +97,11 @@ def _inlined(fn: Any, args: tuple[Any, ...], steps: Steps) -> tuple[Any, Any]:
         rows += ys
     if steps.is_reversed:
         rows.reverse()
-    return carry, tree_map(lambda *ts: torch.stack(ts), *rows)
+    return carry, tree_map(_stack, *rows)
+
+
+def _stack(*tensors: Tensor) -> Tensor:
+    return torch.stack(tensors)
 
 
 def policed(f: Any, policy: PolicyLike) -> Any:

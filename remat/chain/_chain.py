@@ -154,7 +154,7 @@ class ChainCall(Call):
         index = dict(zip(map(id, outs), itertools.count(), strict=False))
         carry, collected = ([index[id(t)] for t in part] for part in self._last)
         self.outs, self._last = Outs(carry, collected), ((), ())
-        flags, self._flags = self._flags, {}
+        flags, self._flags = self._flags, dict[int, bool]()
         return [flags[id(o)] for o in outs]
 
     @override
@@ -262,9 +262,9 @@ class _Loop:
 
 
 _CHANGED = (
-    "remat: the steps of {label} changed {what}. A recompute of a later step would find "
-    "it as it was before the first one. Make it a part of the carry, or return it for "
-    "each step."
+    "remat: the steps of {label} changed {what}. A recompute of a later step would "
+    "find it as it was before the first one. Make it a part of the carry, or return it "
+    "for each step."
 )
 
 
@@ -280,7 +280,7 @@ class Chain(Primal):
     """
 
     __slots__ = ("_stored", "needs")
-    call: ChainCall
+    call: ChainCall  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, call: ChainCall) -> None:
         super().__init__(call)
@@ -317,18 +317,12 @@ class Chain(Primal):
 
     @override
     def pulled(
-        self,
-        program: Program,
-        evaluation: Evaluation,
-        arity: int,
-        wanted: Sequence[int],
-        given: Sequence[int],
+        self, program: Program, wanted: Sequence[int], given: Sequence[int]
     ) -> Program | None:
         """Return the program that reverses the chain.
 
         Under a vmap the chain is differentiated like any program, in segments.
         """
-        del evaluation, arity
         if program is not self:
             return None
         return Reversal(self, wanted, given)
@@ -338,7 +332,7 @@ class Chain(Primal):
         call = self.call
         with cutting(inputs, self.needs, are_leaves=True) as cut:
             call.cut = cut
-            outs = super()._run_forward(cut.inputs, mode)
+            outs: Any = super()._run_forward(cut.inputs, mode)
             needs = call.note_outs(outs)
             outs = [*map(cut.below, outs)]
         return _connected(outs, needs, inputs)

@@ -1,4 +1,4 @@
-"""`scan`, `fori_loop` and `while_loop`: loops whose gradient needs few of their carries.
+"""`scan`, `fori_loop` and `while_loop`: loops whose gradients need few carries.
 
 Users call them. Each says what a step is, and `_call` runs the chain.
 
@@ -41,8 +41,7 @@ def scan(
     policy: PolicyLike = None,
     progress: Progress = None,
 ) -> tuple[C, Any]:
-    """Run `f` on the slices of `xs`, one after the other, with a carry from each step
-    to the next.
+    """Run `f` on the slices of `xs` in turn, and carry a value from step to step.
 
     The values are those of this loop:
 
@@ -74,9 +73,9 @@ def scan(
             residuals at once. Only with checkpoints that are a number or `"all"`.
         checkpoints: how many carries are stored at a time, with the initial one: the
             backward then runs the fewest steps again (binomial checkpointing). `"all"`:
-            each carry. `None`: the carries at the starts of about sqrt(length) segments.
-            The backward runs each segment again and holds the residuals of all its
-            steps. Or one of `remat.chain.schedules`, which may use the disk.
+            each carry. `None`: the carries at the starts of about sqrt(length)
+            segments. The backward runs each segment again and holds the residuals of
+            all its steps. Or one of `remat.chain.schedules`, which may use the disk.
         policy: which results to save of a step that is reversed, as for `remat`.
             `None`: all that its backward needs.
         progress: called after each step of the forward with the number of steps done.

@@ -198,7 +198,7 @@ class _Run:
             self._add(i, grads[count + i], first)
 
     def _of_collected(self, start: int, stop: int, before: int) -> dict[int, Tensor]:
-        """Return the cotangents of what some steps collect, by output of the segment."""
+        """Return the cotangents of what steps collect, by output of the segment."""
         cts: dict[int, Tensor] = {}
         width = len(self._collected)
         for k in range(start, stop):

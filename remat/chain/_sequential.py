@@ -3,7 +3,7 @@
 Users call it, for `nn.Sequential` and lists of layers.
 
 Invariant: the value is that of calling the functions in a loop.
-Rejected: a walk into the modules to merge small ones. Who wants larger segments says so.
+Rejected: to merge small functions into one. Who wants larger segments says so.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -116,6 +116,6 @@ def _call(
 
 
 _BOTH = (
-    "remat: sequential got segments={segments} and checkpoints={checkpoints!r}: pass one "
-    "of them."
+    "remat: sequential got segments={segments} and checkpoints={checkpoints!r}: pass "
+    "one of them."
 )

@@ -98,7 +98,7 @@ class Steps:
     is_reversed: bool = False
 
     def slices(self, start: int, stop: int) -> tuple[int, int]:
-        """Return which slices some steps need: the first, and the one after the last."""
+        """Return the first of the slices that steps need, and the one after them."""
         if not self.is_reversed:
             return start, stop
         assert self.length is not None
