@@ -5,7 +5,8 @@
 
     _loops, _sequential   what a step is: arguments are checked here
     _call                 calls a chain as a node, as the plain loop, or in a graph
-    _chain                the node, and its forward
+    _chain                the node
+    _forward              its forward, which leaves checkpoints
     _reversal             its backward, which runs a schedule
     _segment              some of the steps, as a program
     _sweep                runs steps with the graph of one at a time

@@ -9,8 +9,7 @@ Rejected: a node for each step in the plain loop, for what a body may differenti
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,8 @@ from remat._torch import must_inline
 from remat._transform.api import PolicyLike, remat
 from remat._transform.function import evaluate_differentiably
 from remat.chain._actions import Schedule
-from remat.chain._chain import Chain, ChainCall
+from remat.chain._chain import Chain
+from remat.chain._forward import ChainCall, Progress
 from remat.chain._steps import (
     Frame,
     Live,
@@ -31,9 +31,6 @@ from remat.chain._steps import (
     taken_apart,
     through,
 )
-
-
-Progress: TypeAlias = Callable[[int], object] | None
 
 
 def call_chain(

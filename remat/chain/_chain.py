@@ -10,262 +10,25 @@ let go of before the whole backward has ended.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._ambient.ambient import Ambient, noted
 from remat._base.errors import CaptureError
 from remat._base.program import Evaluation, Program, Request
-from remat._base.types import Fn, Outputs
-from remat._capture.handing_on import Forward
-from remat._capture.snapshot import Bound
-from remat._torch import (
-    current_layer,
-    is_graph_held,
-    requires_grad_at_any_level,
-)
-from remat._transform.call import Call
-from remat._transform.checks import refuse_leaks
+from remat._base.types import Outputs
+from remat._torch import requires_grad_at_any_level
 from remat._transform.function import call as evaluate
 from remat._transform.primal import Primal
-from remat._transform.reached import reached_inputs
 from remat._transform.rules import Batch
-from remat.chain._actions import Action, Advance, Drop, Save, Schedule
-from remat.chain._online import Online
+from remat.chain._forward import CHANGED, ChainCall
 from remat.chain._reversal import Reversal
 from remat.chain._segment import Segment
 from remat.chain._segments import Sqrt, Uniform
-from remat.chain._steps import Live, Steps, refuse_other_form, taken_apart
-from remat.chain._stored import Stored
-from remat.chain._sweep import Collected, Cut, cutting, run_step
-
-
-class Outs(NamedTuple):
-    """Where in the outputs of a chain each tensor of its result is.
-
-    Attributes:
-        of_carry: those of the last carry.
-        of_collected: those that are collected.
-    """
-
-    of_carry: Sequence[int]
-    of_collected: Sequence[int]
-
-
-Progress = Callable[[int], object] | None
-
-
-class ChainCall(Call):
-    """A call of a chain, taken apart. Its function is that of one step.
-
-    Args:
-        fn: the function of a step.
-        args: of the chain: the initial carry, and what is scanned.
-        steps: how a step calls the function.
-        schedule: of checkpoints.
-        progress: called after each step of the forward.
-
-    Attributes:
-        steps: see above.
-        schedule: see above.
-        length: how many steps there are; for some chains only after the forward.
-        initial: the inputs that are the initial carry, by index.
-        scanned: the inputs that are cut into slices.
-        outs: where its tensors are in the outputs; known after the forward.
-        stores: whether the forward stores checkpoints.
-        cut: how graphs end between two steps, while the forward runs.
-    """
-
-    __slots__ = (
-        *("_flags", "_form", "_last", "_progress", "_stored", "cut", "initial"),
-        *("length", "outs", "scanned", "schedule", "steps", "stores"),
-    )
-
-    def __init__(
-        self,
-        fn: Fn,
-        args: tuple[Any, ...],
-        steps: Steps,
-        schedule: Schedule,
-        progress: Progress,
-    ) -> None:
-        super().__init__(fn, steps.label, args, {})
-        self.steps, self.schedule, self._progress = steps, schedule, progress
-        self.length = steps.length or 0
-        index = dict(zip(map(id, self._inputs), itertools.count(), strict=False))
-        tensors, self._form = taken_apart(args[steps.initial])
-        self.initial = [index[id(t)] for t in tensors]
-        scanned = () if steps.scanned is None else taken_apart(args[steps.scanned])[0]
-        self.scanned = [index[id(t)] for t in scanned]
-        self.outs = Outs((), ())
-        self.stores = False
-        self.cut: Cut | None = None
-        self._stored: Stored | None = None
-        self._flags: dict[int, bool] = {}
-        self._last: tuple[Sequence[Tensor], Sequence[Tensor]] = (), ()
-
-    def first(self, inputs: Sequence[Tensor], needs: Sequence[bool]) -> Live:
-        """Return the initial carry."""
-        tensors = [inputs[i] for i in self.initial]
-        return Live(tensors, self._form, [needs[i] for i in self.initial])
-
-    def cut_to(
-        self, inputs: Sequence[Tensor], start: int, stop: int
-    ) -> Sequence[Tensor]:
-        """Return the inputs of the chain, with the slices of some steps."""
-        cut, (first, end) = [*inputs], self.steps.slices(start, stop)
-        for i in self.scanned:
-            cut[i] = cut[i].narrow(0, first, end - first)
-        return cut
-
-    @override
-    def body(self, fn: Bound, run: Forward) -> Fn:
-        """Return what runs all steps."""
-        assert self._search is not None
-        run.watch(self._search.walked())
-        return functools.partial(self._run_all, fn.fn, fn.args)
-
-    @override
-    def hand_on(self, run: Forward) -> None:
-        """Refuse a step that changed an object: the next one depends on it.
-
-        Raises:
-            CaptureError: some step did.
-        """
-        if self.steps.is_repeated:
-            changed = run.changed()
-            if changed:
-                raise CaptureError(
-                    _CHANGED.format(label=self.steps.label, what=changed)
-                )
-        super().hand_on(run)
-
-    def take_stored(self) -> Stored | None:
-        """Return the checkpoints of the forward, which are not kept here."""
-        stored, self._stored = self._stored, None
-        return stored
-
-    def note_outs(self, outs: Sequence[Tensor]) -> list[bool]:
-        """Note where the tensors of the result are; return which require grad."""
-        index = dict(zip(map(id, outs), itertools.count(), strict=False))
-        carry, collected = ([index[id(t)] for t in part] for part in self._last)
-        self.outs, self._last = Outs(carry, collected), ((), ())
-        flags, self._flags = self._flags, dict[int, bool]()
-        return [flags[id(o)] for o in outs]
-
-    @override
-    def forward_done(self) -> None:
-        super().forward_done()
-        self._progress = self.cut = None
-
-    def _run_all(self, fn: Any, args: Sequence[Any]) -> Any:
-        """Run all steps; return the last carry and what was collected."""
-        cut = self.cut
-        assert cut is not None
-        loop = _Loop(self, fn, args, cut)
-        stored = Stored() if self.stores else None
-        for action in loop.actions():
-            if isinstance(action, Advance):
-                loop.advance(action)
-            elif stored is not None:
-                loop.store(action, stored)
-        self.length, self._stored = loop.count, stored
-        live, (columns, flags, frame) = loop.live, loop.collected()
-        self._last = live.tensors, columns
-        tensors, needs = [*live.tensors, *columns], [*live.needs, *flags]
-        self._flags = dict(zip(map(id, tensors), needs, strict=True))
-        return live.carry, None if frame is None else frame.filled(columns)
-
-
-class _Loop:
-    """The forward of a chain, while it runs."""
-
-    def __init__(self, call: ChainCall, fn: Any, args: Sequence[Any], cut: Cut) -> None:
-        self._call, self._fn, self._args, self._cut = call, fn, args, cut
-        tensors, frame = taken_apart(args[call.steps.initial])
-        needs = [t.requires_grad for t in tensors]
-        self.live = self._first = Live([*map(cut.value, tensors)], frame, needs)
-        self.count = 0
-        self._rows: list[Collected] = []
-        self._ambient: Ambient | None = None
-        self._progress = call._progress
-
-    def actions(self) -> Iterable[Action]:
-        """Return what to do. Where the length is unknown, ask before each step."""
-        steps, schedule = self._call.steps, self._call.schedule
-        if steps.length is not None:
-            yield from schedule.forward(steps.length)
-            return
-        assert steps.goes_on is not None
-        placer = schedule.online() if isinstance(schedule, Online) else None
-        while steps.goes_on(self._fn, self.live.carry):
-            k = self.count
-            yield from [Save(k)] if placer is None else placer.at(k)
-            yield Advance(k, k + 1)
-
-    def advance(self, action: Advance) -> None:
-        """Run some steps."""
-        steps, snapshot = self._call.steps, self._call.snapshot
-        called = self._fn, self._args
-        for k in range(action.start, action.stop):
-            live, row, leaves = run_step(
-                steps, called, self._cut, self.live, k, look=self._look
-            )
-            if steps.is_repeated:
-                refuse_other_form(live, self._first, k, steps.label)
-            if is_graph_held(leaves):
-                refuse_leaks(snapshot, leaves, ())
-            del leaves
-            self.live, self.count = live, k + 1
-            if row.frame.leaves:
-                self._rows.append(row)
-            if self._progress is not None:
-                self._progress(k + 1)
-
-    def store(self, action: Action, stored: Stored) -> None:
-        """Store the live carry, or let go of another one."""
-        if isinstance(action, Drop):
-            stored.drop(action.step)
-        elif isinstance(action, Save):
-            streams = self._call.snapshot.streams
-            self._ambient = noted(streams, self._ambient)
-            live = self.live._replace(ambient=self._ambient if action.step else None)
-            stored.save(action.step, live, action.storage)
-
-    def collected(self) -> tuple[list[Tensor], list[bool], Any]:
-        """Return what was collected, stacked, and which of it requires grad."""
-        rows = self._rows
-        if not rows:
-            return [], [], None
-        self._rows = []
-        if self._call.steps.is_reversed:
-            rows.reverse()
-        columns = [torch.stack(c) for c in zip(*(r.tensors for r in rows), strict=True)]
-        flags = [any(f) for f in zip(*(r.needs for r in rows), strict=True)]
-        return columns, flags, rows[0].frame
-
-    def _look(self, outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-        """Refuse a step that uses what is differentiated and was not found."""
-        if self._call.snapshot.is_contained and current_layer() is None:
-            return
-        known = [*self._cut.inputs, *leaves]
-        ids = {*map(id, known)}
-        computed = [o for o in outs if id(o) not in ids]
-        try:
-            reached_inputs(computed, known)
-        except CaptureError as error:
-            raise CaptureError(f"remat: in {self._call.steps.label}, {error}") from None
-
-
-_CHANGED = (
-    "remat: the steps of {label} changed {what}. A recompute of a later step would "
-    "find it as it was before the first one. Make it a part of the carry, or return it "
-    "for each step."
-)
+from remat.chain._sweep import cutting
 
 
 class Chain(Primal):
@@ -276,16 +39,10 @@ class Chain(Primal):
 
     Attributes:
         call: see above.
-        needs: which of its inputs some level differentiates.
     """
 
-    __slots__ = ("_stored", "needs")
+    __slots__ = ()
     call: ChainCall  # pyrefly: ignore[bad-override-mutable-attribute]
-
-    def __init__(self, call: ChainCall) -> None:
-        super().__init__(call)
-        self.needs: Sequence[bool] = ()
-        self._stored: Stored | None = None
 
     @override
     def forward(
@@ -297,23 +54,17 @@ class Chain(Primal):
             CaptureError: the steps update a buffer.
         """
         call = self.call
-        self.needs = _needs_of(program, request)
+        call.needs = _needs_of(program, request)
         # Under a vmap a checkpoint would be of a level that is gone in the backward.
         call.stores = program is self and not request.in_forward_mode
         results, evaluation = super().forward(program, inputs, request)
         if evaluation.updated and call.steps.is_repeated:
             name = self.name_of(evaluation.updated[0])
-            raise CaptureError(_CHANGED.format(label=self.label, what=f"`{name}`"))
-        self._stored = call.take_stored()
+            raise CaptureError(CHANGED.format(label=self.label, what=f"`{name}`"))
         assert self.state is not None
-        if self._stored is not None and not self.state.ambient.moved:
-            self._stored.without_streams()
+        if not self.state.ambient.moved:
+            call.forget_streams()
         return results, evaluation
-
-    def take_stored(self) -> Stored | None:
-        """Return the checkpoints of the forward; None if they were taken before."""
-        stored, self._stored = self._stored, None
-        return stored
 
     @override
     def pulled(
@@ -325,12 +76,12 @@ class Chain(Primal):
         """
         if program is not self:
             return None
-        return Reversal(self, wanted, given)
+        return Reversal(self, self.call, wanted, given)
 
     @override
     def _run_forward(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
         call = self.call
-        with cutting(inputs, self.needs, are_leaves=True) as cut:
+        with cutting(inputs, call.needs, are_leaves=True) as cut:
             call.cut = cut
             outs: Any = super()._run_forward(cut.inputs, mode)
             needs = call.note_outs(outs)
@@ -350,10 +101,10 @@ class Chain(Primal):
         )
         cuts = Sqrt() if is_recorded else Uniform(1)
         starts = [cuts.start(i, length) for i in range(cuts.count(length))]
-        live = call.first(inputs, self.needs)
+        live = call.first(inputs)
         rows: list[Sequence[Tensor]] = []
         for start, stop in itertools.pairwise([*starts, length]):
-            segment = Segment(self, live, start, stop)
+            segment = Segment(self, call, live, start, stop)
             outs = evaluate(segment, [*live.tensors, *call.cut_to(inputs, start, stop)])
             assert segment.after is not None
             count = len(segment.after.needs)

@@ -19,6 +19,7 @@ from remat._transform.api import PolicyLike, caller
 from remat.chain._actions import Schedule
 from remat.chain._binomial import Binomial
 from remat.chain._call import call_chain, check_function, label_for, policed
+from remat.chain._forward import Progress
 from remat.chain._online import Online
 from remat.chain._segments import EveryStep, Sqrt
 from remat.chain._steps import Steps
@@ -26,7 +27,6 @@ from remat.chain._steps import Steps
 
 C = TypeVar("C")
 Checkpoints: TypeAlias = int | Literal["all"] | Schedule | None
-Progress: TypeAlias = Callable[[int], object] | None
 
 
 def scan(

@@ -14,7 +14,7 @@ Rejected: the schedule there as well. Its advances would each hold a carry.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,17 +29,15 @@ from remat._torch import (
     is_under_jvp,
     requires_grad_at_any_level,
 )
-from remat._transform.function import call
+from remat._transform.function import call as evaluate
+from remat._transform.primal import Primal
 from remat._transform.rules import vjp_of
 from remat.chain._actions import Action, Advance, Drop, Load, Reverse, Save
+from remat.chain._forward import ChainCall
 from remat.chain._segment import Segment
 from remat.chain._segments import Sqrt
 from remat.chain._steps import Live
 from remat.chain._stored import Stored
-
-
-if TYPE_CHECKING:
-    from remat.chain._chain import Chain
 
 
 class Reversal(Program):
@@ -47,28 +45,31 @@ class Reversal(Program):
 
     Args:
         chain: the chain.
+        call: its call.
         wanted: the inputs to give the gradients of.
         given: the outputs that have cotangents.
     """
 
-    __slots__ = ("_chain", "_given", "_wanted")
+    __slots__ = ("_call", "_chain", "_given", "_wanted")
 
     def __init__(
         self,
-        chain: "Chain",
+        chain: Primal,
+        call: ChainCall,
         wanted: Sequence[int],
         given: Sequence[int],
     ) -> None:
-        self._chain, self._wanted, self._given = chain, wanted, given
+        self._chain, self._call = chain, call
+        self._wanted, self._given = wanted, given
 
     @override
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Reverse all steps, and return the gradients."""
         del mode
-        count = len(self._chain.needs)
+        count = len(self._call.needs)
         primals, cts = inputs[:count], inputs[count:]
         cotangents = dict(zip(self._given, cts, strict=True))
-        run = _Run(self._chain, primals, self._wanted, cotangents)
+        run = _Run(self._chain, self._call, primals, self._wanted, cotangents)
         with differentiated():
             for action in run.actions(is_watched(inputs)):
                 run.do(action)
@@ -96,6 +97,7 @@ class _Run:
 
     Args:
         chain: the chain.
+        call: its call.
         inputs: of the chain.
         wanted: those whose gradients are wanted.
         cotangents: of the outputs of the chain, by index.
@@ -103,15 +105,16 @@ class _Run:
 
     def __init__(
         self,
-        chain: "Chain",
+        chain: Primal,
+        call: ChainCall,
         inputs: Sequence[Tensor],
         wanted: Sequence[int],
         cotangents: Mapping[int, Tensor],
     ) -> None:
-        self._chain, self._inputs, self._needs = chain, inputs, chain.needs
+        self._chain, self._call, self._inputs = chain, call, inputs
         self._wanted = wanted
         self._is_watched = False
-        outs = chain.call.outs
+        outs = call.outs
         # Of the live carry, and of what was collected.
         self._cts = [cotangents.get(j) for j in outs.of_carry]
         self._collected = [cotangents.get(j) for j in outs.of_collected]
@@ -126,14 +129,14 @@ class _Run:
         Args:
             is_watched: whether this run is itself differentiated.
         """
-        chain, self._is_watched = self._chain, is_watched
-        length, schedule = chain.call.length, chain.call.schedule
-        taken = None if is_watched else chain.take_stored()
+        call, self._is_watched = self._call, is_watched
+        length, schedule = call.length, call.schedule
+        taken = None if is_watched else call.take_stored()
         if taken is not None:
             self._stored = taken
             return schedule.backward(length)
         schedule = Sqrt() if is_watched else schedule
-        self._live = chain.call.first(self._inputs, self._needs)
+        self._live = call.first(self._inputs)
         forward = (a for a in schedule.forward(length) if not _ends(a, length))
         return itertools.chain(forward, schedule.backward(length))
 
@@ -156,25 +159,25 @@ class _Run:
     def _advanced(self, start: int, stop: int) -> Live:
         live, self._live = self._live, None
         assert live is not None
-        segment = Segment(self._chain, live, start, stop)
+        segment = Segment(self._chain, self._call, live, start, stop)
         inputs = self._cut(start, stop)
         if not self._is_watched:
-            return segment.advance(live, inputs, self._needs)
-        outs = call(segment, [*live.tensors, *inputs])
+            return segment.advance(live, inputs)
+        outs = evaluate(segment, [*live.tensors, *inputs])
         assert segment.after is not None
         return segment.after._replace(tensors=outs[: len(segment.after.needs)])
 
     def _cut(self, start: int, stop: int) -> Sequence[Tensor]:
-        return self._chain.call.cut_to(self._inputs, start, stop)
+        return self._call.cut_to(self._inputs, start, stop)
 
     def _slices_of(self, start: int, stop: int) -> tuple[int, int]:
-        return self._chain.call.steps.slices(start, stop)
+        return self._call.steps.slices(start, stop)
 
     def _reverse(self, start: int, stop: int) -> None:
         """Pull the cotangents back over some steps."""
         live, self._live = self._live, None
         assert live is not None
-        chain, count = self._chain, len(live.tensors)
+        count = len(live.tensors)
         cts = {j: ct for j, ct in enumerate(self._cts) if ct is not None}
         cts |= self._of_collected(start, stop, len(self._cts))
         wanted = [i for i in range(count) if live.needs[i]]
@@ -182,15 +185,15 @@ class _Run:
         self._cts = [None] * count
         if not cts:
             return
-        segment = Segment(chain, live, start, stop)
+        segment = Segment(self._chain, self._call, live, start, stop)
         inputs = [*live.tensors, *self._cut(start, stop)]
-        request = Request([*live.needs, *self._needs], at_base=False)
+        request = Request([*live.needs, *self._call.needs], at_base=False)
         used = range(len(inputs))
         evaluation = Evaluation(request, used, asks_grad_mode=True)
         rule = vjp_of(segment, evaluation, len(inputs), wanted, [*cts])
         given = [*inputs, *cts.values()]
         del live, inputs
-        pull = call if self._is_watched else _run
+        pull = evaluate if self._is_watched else _run
         grads = dict(zip(wanted, pull(rule, given), strict=True))
         self._cts = [grads.get(i) for i in range(count)]
         first, _ = self._slices_of(start, stop)
@@ -212,7 +215,7 @@ class _Run:
         """Add to the gradient of an input, or note that of slices."""
         if grad is None:
             return
-        if i in self._chain.call.scanned:
+        if i in self._call.scanned:
             self._slices.setdefault(i, []).append((place, grad))
         else:
             known = self._grads.get(i)
@@ -223,7 +226,7 @@ class _Run:
         slices = self._slices.pop(i, None)
         if slices is not None:
             self._grads[i] = self._joined(i, slices)
-        for k, index in enumerate(self._chain.call.initial):
+        for k, index in enumerate(self._call.initial):
             if index == i:
                 ct, self._cts[k] = self._cts[k], None
                 self._add(i, ct, 0)

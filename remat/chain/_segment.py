@@ -11,7 +11,7 @@ The gradient of a slice would be as large as the whole, in each step.
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
@@ -23,12 +23,10 @@ from remat._base.tracebacks import note
 from remat._base.types import Outputs
 from remat._capture.restore import Run
 from remat._torch import without_hooks
+from remat._transform.primal import Primal
+from remat.chain._forward import ChainCall
 from remat.chain._steps import Live, taken_apart, through
 from remat.chain._sweep import Cut, cutting, run_step
-
-
-if TYPE_CHECKING:
-    from remat.chain._chain import Chain
 
 
 class Segment(Program):
@@ -40,6 +38,7 @@ class Segment(Program):
 
     Args:
         chain: the chain.
+        call: its call.
         live: the carry at its start.
         start: the first step.
         stop: the step after the last.
@@ -48,12 +47,15 @@ class Segment(Program):
         after: the carry at its end, without its tensors; None until it has run.
     """
 
-    __slots__ = ("_ambient", "_chain", "_live", "_numbers", "_offset", "after")
+    __slots__ = ("_ambient", "_call", "_chain", "_live", "_numbers", "_offset", "after")
 
-    def __init__(self, chain: "Chain", live: Live, start: int, stop: int) -> None:
-        self._chain, self._live = chain, live._replace(tensors=())
+    def __init__(
+        self, chain: Primal, call: ChainCall, live: Live, start: int, stop: int
+    ) -> None:
+        self._chain, self._call = chain, call
+        self._live = live._replace(tensors=())
         self._numbers = range(start, stop)
-        self._offset = chain.call.steps.slices(start, stop)[0]
+        self._offset = call.steps.slices(start, stop)[0]
         self._ambient: Ambient | None = None
         self.after: Live | None = None
 
@@ -64,7 +66,7 @@ class Segment(Program):
         live = self._live._replace(tensors=inputs[:count])
 
         def call(fn: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-            steps = self._chain.call.steps
+            steps = self._call.steps
             return through(steps, fn, args, live.carry, self._numbers, self._offset)
 
         carry, ys = self._called(call, inputs[count:], mode)
@@ -78,24 +80,21 @@ class Segment(Program):
         self, inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
         """Run the steps with the graph of one at a time."""
-        known = [*self._live.needs, *self._chain.needs]
+        known = [*self._live.needs, *self._call.needs]
         needs = [*map(operator.or_, known, request.needs)]
         count = len(self._live.needs)
         live = self._live._replace(tensors=inputs[:count], needs=needs[:count])
         values, flags = self._sweep(live, inputs[count:], needs[count:], collects=True)
         return values, Evaluation(request, range(len(inputs)), flags)
 
-    def advance(
-        self, live: Live, inputs: Sequence[Tensor], needs: Sequence[bool]
-    ) -> Live:
+    def advance(self, live: Live, inputs: Sequence[Tensor]) -> Live:
         """Run the steps from a carry, and return the carry after them.
 
         Args:
             live: the carry.
             inputs: of the chain.
-            needs: which of them require grad.
         """
-        values, _ = self._sweep(live, inputs, needs, collects=False)
+        values, _ = self._sweep(live, inputs, self._call.needs, collects=False)
         assert self.after is not None
         return self.after._replace(tensors=values)
 
@@ -108,7 +107,7 @@ class Segment(Program):
         collects: bool,
     ) -> tuple[list[Tensor], list[bool]]:
         """Return the values of the outputs, and which of them require grad."""
-        steps = self._chain.call.steps
+        steps = self._call.steps
         values: list[Tensor] = []
         flags: list[bool] = []
 
@@ -136,7 +135,7 @@ class Segment(Program):
     ) -> Any:
         """Call something with the function and the arguments of the chain, rebuilt."""
         chain, context = self._chain, here()
-        snapshot, state = chain.call.snapshot, chain.state
+        snapshot, state = self._call.snapshot, chain.state
         assert state is not None
         if self._live.ambient is not None:
             state = state._replace(ambient=self._live.ambient)

@@ -15,7 +15,8 @@ from remat._base.labels import label_of
 from remat._transform.api import PolicyLike, caller
 from remat.chain._actions import Schedule
 from remat.chain._call import call_chain, policed
-from remat.chain._loops import Checkpoints, Progress, schedule_for
+from remat.chain._forward import Progress
+from remat.chain._loops import Checkpoints, schedule_for
 from remat.chain._segments import Uniform
 from remat.chain._steps import Steps
 
