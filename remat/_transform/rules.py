@@ -146,6 +146,24 @@ class Vjp(Program):
             self._check_once(grads)
         return grads
 
+    def recorded(
+        self, primals: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Any]]:
+        """Run the program with its graph; return the inputs in it, and the outputs.
+
+        For a backward that comes later, by `pulled_back`.
+        """
+        if current_layer() is None:
+            return self._recompute(primals, False, None)
+        return self._recompute_at_level(primals, None)
+
+    def pulled_back(
+        self, outs: Sequence[Any], cts: Sequence[Tensor], inner: Sequence[Tensor]
+    ) -> Outputs:
+        """Pull cotangents back through what `recorded` returned."""
+        whole = tuple(outs)
+        return self._pull_back(whole, cts, inner, create_graph=False, is_checked=False)
+
     def _pull_back(
         self,
         outs: Outputs,

@@ -25,7 +25,7 @@ from remat._torch import current_layer, is_graph_held
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
 from remat._transform.reached import reached_inputs
-from remat.chain._actions import Action, Advance, Drop, Save, Schedule
+from remat.chain._actions import Action, Advance, Drop, Record, Save, Schedule
 from remat.chain._online import Online
 from remat.chain._steps import Live, Steps, refuse_other_form, taken_apart
 from remat.chain._stored import Stored
@@ -164,6 +164,11 @@ class ChainCall(Call):
         for action in loop.actions():
             if isinstance(action, Advance):
                 loop.advance(action)
+            elif isinstance(action, Record):
+                # Residuals would outlive the forward: the carry is stored instead.
+                if stored is not None:
+                    loop.store(Save(action.step), stored)
+                loop.advance(Advance(action.step, action.step + 1))
             elif stored is not None:
                 loop.store(action, stored)
         self.length, self._stored = loop.count, stored

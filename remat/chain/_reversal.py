@@ -28,11 +28,21 @@ from remat._torch import (
     is_forward_ad_enabled,
     is_under_jvp,
     requires_grad_at_any_level,
+    unwrap_dead,
 )
 from remat._transform.function import call as evaluate
 from remat._transform.primal import Primal
-from remat._transform.rules import vjp_of
-from remat.chain._actions import Action, Advance, Drop, Load, Reverse, Save
+from remat._transform.rules import Vjp
+from remat.chain._actions import (
+    Action,
+    Advance,
+    Backward,
+    Drop,
+    Load,
+    Record,
+    Reverse,
+    Save,
+)
 from remat.chain._forward import ChainCall
 from remat.chain._segment import Segment
 from remat.chain._segments import Sqrt
@@ -122,6 +132,7 @@ class _Run:
         self._slices: dict[int, list[tuple[int, Tensor]]] = {}
         self._live: Live | None = None
         self._stored = Stored()
+        self._recorded: dict[int, tuple[Segment, Sequence[bool], Any, Any]] = {}
 
     def actions(self, is_watched: bool) -> Iterator[Action]:
         """Return what to do.
@@ -155,6 +166,13 @@ class _Run:
                 self._stored.drop(step)
             case Reverse(start, stop):
                 self._reverse(start, stop)
+            case Record(step):
+                self._record(step)
+            case Backward(step) if step in self._recorded:
+                self._pull_recorded(step)
+            case Backward(step):  # the forward stored its carry instead
+                for part in (Load(step), Reverse(step, step + 1), Drop(step)):
+                    self.do(part)
 
     def _advanced(self, start: int, stop: int) -> Live:
         live, self._live = self._live, None
@@ -177,28 +195,78 @@ class _Run:
         """Pull the cotangents back over some steps."""
         live, self._live = self._live, None
         assert live is not None
-        count = len(live.tensors)
-        cts = {j: ct for j, ct in enumerate(self._cts) if ct is not None}
-        cts |= self._of_collected(start, stop, len(self._cts))
-        wanted = [i for i in range(count) if live.needs[i]]
-        wanted += [count + i for i in self._wanted]
-        self._cts = [None] * count
+        needs = live.needs
+        cts = self._cotangents(start, stop, len(needs))
         if not cts:
             return
         segment = Segment(self._chain, self._call, live, start, stop)
-        inputs = [*live.tensors, *self._cut(start, stop)]
-        request = Request([*live.needs, *self._call.needs], at_base=False)
-        used = range(len(inputs))
-        evaluation = Evaluation(request, used, asks_grad_mode=True)
-        rule = vjp_of(segment, evaluation, len(inputs), wanted, [*cts])
-        given = [*inputs, *cts.values()]
-        del live, inputs
+        rule = self._rule(segment, needs, [*cts])
+        given = [*live.tensors, *self._cut(start, stop), *cts.values()]
+        del live
         pull = evaluate if self._is_watched else _run
-        grads = dict(zip(wanted, pull(rule, given), strict=True))
-        self._cts = [grads.get(i) for i in range(count)]
+        self._take(pull(rule, given), needs, start, stop)
+
+    def _record(self, step: int) -> None:
+        """Run a step with recording, and hold its graph."""
+        live, self._live = self._live, None
+        assert live is not None
+        assert not self._is_watched
+        segment = Segment(self._chain, self._call, live, step, step + 1)
+        inputs = [*live.tensors, *self._cut(step, step + 1)]
+        inner, outs = self._rule(segment, live.needs, ()).recorded(inputs)
+        self._recorded[step] = segment, live.needs, inner, outs
+        assert segment.after is not None
+        carry = outs[: len(segment.after.needs)]
+        self._live = segment.after._replace(
+            tensors=[unwrap_dead(o).detach() for o in carry]
+        )
+
+    def _pull_recorded(self, step: int) -> None:
+        """Pull the cotangents back over a step that was recorded."""
+        segment, needs, inner, outs = self._recorded.pop(step)
+        cts = self._cotangents(step, step + 1, len(needs))
+        if cts:
+            rule = self._rule(segment, needs, [*cts])
+            grads = rule.pulled_back(outs, [*cts.values()], inner)
+            self._take(grads, needs, step, step + 1)
+
+    def _rule(
+        self, segment: Segment, needs: Sequence[bool], given: Sequence[int]
+    ) -> Vjp:
+        """Return the vjp of a segment."""
+        request = Request([*needs, *self._call.needs], at_base=False)
+        arity = len(request.needs)
+        evaluation = Evaluation(request, range(arity), asks_grad_mode=True)
+        return Vjp(segment, evaluation, arity, self._wanted_of(needs), given)
+
+    def _wanted_of(self, needs: Sequence[bool]) -> list[int]:
+        """Return which inputs of a segment are differentiated."""
+        wanted = [i for i, need in enumerate(needs) if need]
+        return wanted + [len(needs) + i for i in self._wanted]
+
+    def _cotangents(self, start: int, stop: int, count: int) -> dict[int, Tensor]:
+        """Take the cotangents of the outputs of a segment, by index.
+
+        Args:
+            start: its first step.
+            stop: the step after its last.
+            count: how many tensors the carry at its start has.
+        """
+        cts = {j: ct for j, ct in enumerate(self._cts) if ct is not None}
+        cts |= self._of_collected(start, stop, len(self._cts))
+        self._cts = [None] * count
+        return cts
+
+    def _take(
+        self, grads: Sequence[Any], needs: Sequence[bool], start: int, stop: int
+    ) -> None:
+        """Take the gradients that the vjp of a segment gave."""
+        found = dict(zip(self._wanted_of(needs), grads, strict=True))
+        count = len(needs)
+        self._cts = [found.get(i) for i in range(count)]
         first, _ = self._slices_of(start, stop)
         for i in self._wanted:
-            self._add(i, grads[count + i], first)
+            self._add(i, found[count + i], first)
 
     def _of_collected(self, start: int, stop: int, before: int) -> dict[int, Tensor]:
         """Return the cotangents of what steps collect, by output of the segment."""

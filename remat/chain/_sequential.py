@@ -17,6 +17,7 @@ from remat.chain._actions import Schedule
 from remat.chain._call import call_chain, policed
 from remat.chain._forward import Progress
 from remat.chain._loops import Checkpoints, schedule_for
+from remat.chain._plan import Rotor
 from remat.chain._segments import Uniform
 from remat.chain._steps import Steps
 
@@ -52,7 +53,10 @@ def sequential(
         segments: into how many equal segments to cut the list. The backward calls the
             functions of a segment again, and holds the residuals of all of them.
         checkpoints: as of `scan`; not together with `segments`. `None` with no
-            `segments`: about sqrt(n) segments.
+            `segments`: about sqrt(n) segments. For functions that differ in work and
+            bytes, a plan of `schedules.rotor` with one option for each stage. Where its
+            forward records a stage, the chain stores the input of the stage instead,
+            and runs it once more.
         policy: as of `scan`.
         progress: as of `scan`.
 
@@ -81,6 +85,8 @@ def sequential(
         if not callable(fn):
             raise TypeError(f"remat: fns[{i}] of sequential is not callable: {fn!r}")
     schedule = _schedule(segments, checkpoints)
+    if isinstance(schedule, Rotor) and max(map(len, _options(schedule))) > 1:
+        raise ValueError(_OPTIONS)
     if not layers:
         return x
     name = type(fns).__name__ if isinstance(fns, nn.Module) else "functions"
@@ -96,6 +102,10 @@ def _schedule(segments: int | None, checkpoints: Checkpoints) -> Schedule:
     if checkpoints is not None:
         raise ValueError(_BOTH.format(segments=segments, checkpoints=checkpoints))
     return Uniform(segments)
+
+
+def _options(plan: Rotor) -> list[Sequence[object]]:
+    return [stage.options for stage in plan.numbers.stages]
 
 
 class _Layers:
@@ -116,6 +126,10 @@ def _call(
     return layers.fns[k](carry, *args[1]), None
 
 
+_OPTIONS = (
+    "remat: sequential records a stage in one way, but a stage of the plan has several "
+    "options. Make a plan with one option for each stage."
+)
 _BOTH = (
     "remat: sequential got segments={segments} and checkpoints={checkpoints!r}: pass "
     "one of them."
