@@ -149,7 +149,7 @@ def memory_timeline(
     """
     found = changes_in(lambda: fn(*args, **kwargs))
     live = accumulate(change.nbytes for change in found)
-    ops = tuple(_name_of(change.running) for change in found)
+    ops = tuple(name_of(change.running) for change in found)
     return MemoryTimeline(label_of(fn), tuple(live), ops)
 
 
@@ -202,7 +202,8 @@ def _changes(roots: Iterable[Any]) -> Iterator[tuple[int, Change]]:
     Args:
         roots: of the profiler's trees of events.
     """
-    todo: list[tuple[Any, tuple[str, ...]]] = [(event, ()) for event in roots][::-1]
+    outermost: tuple[str, ...] = ()
+    todo = [(event, outermost) for event in roots][::-1]
     while todo:
         event, running = todo.pop()
         if event.name == "[memory]":
@@ -213,7 +214,7 @@ def _changes(roots: Iterable[Any]) -> Iterator[tuple[int, Change]]:
         todo += [(child, inside) for child in reversed(event.children)]
 
 
-def _name_of(running: Sequence[str]) -> str:
+def name_of(running: Sequence[str]) -> str:
     """Return the outermost operation that is running, else the node of the backward."""
     names = [name.removeprefix(_ENGINE) for name in running]
     ops = [name for name in names if "::" in name and not name.startswith(_TORCH)]
