@@ -27,7 +27,13 @@ from remat._transform.checks import refuse_leaks
 from remat._transform.reached import reached_inputs
 from remat.chain._actions import Action, Advance, Drop, Record, Save, Schedule
 from remat.chain._online import Online
-from remat.chain._steps import Live, Steps, refuse_other_form, taken_apart
+from remat.chain._steps import (
+    Live,
+    Steps,
+    refuse_opaque,
+    refuse_other_form,
+    taken_apart,
+)
 from remat.chain._stored import Stored
 from remat.chain._sweep import Collected, Cut, run_step
 
@@ -87,6 +93,8 @@ class ChainCall(Call):
         self.length = steps.length or 0
         index = dict(zip(map(id, self._inputs), itertools.count(), strict=False))
         tensors, self._form = taken_apart(args[steps.initial])
+        if steps.is_repeated:
+            refuse_opaque(self._form, steps.label)
         self.initial = [index[id(t)] for t in tensors]
         scanned = () if steps.scanned is None else taken_apart(args[steps.scanned])[0]
         self.scanned = [index[id(t)] for t in scanned]
