@@ -88,6 +88,7 @@ from remat._torch.levels import (
     batch as batch,
     batched as batched,
     batched_again as batched_again,
+    batched_here as batched_here,
     below_all_levels as below_all_levels,
     call_below as call_below,
     call_below_vmap as call_below_vmap,
