@@ -21,6 +21,11 @@ from remat._base.register import register as register
 from remat._partial.names import checkpoint_name as checkpoint_name
 from remat._report.compare import compare as compare
 from remat._report.explain import explain as explain
+from remat._report.holders import (
+    HeldValues as HeldValues,
+    Holder as Holder,
+    Peak as Peak,
+)
 from remat._report.reports import (
     ComparedPolicy as ComparedPolicy,
     Comparison as Comparison,

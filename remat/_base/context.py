@@ -19,7 +19,7 @@ class Context:
     Attributes:
         policy: of these calls, joined.
         followed: how many of remat's modes see the operations of the thread.
-        recomputing: how many recomputes it is inside of.
+        recomputing: the calls that are recomputed, from the outermost in.
         decisions: of the calls within the innermost one, in order.
         examining: what notes a run for a report, None where there is no report. Each
             rematerialized function asks it how to run, and shows it what it saves.
@@ -43,7 +43,8 @@ class Context:
 
     def __init__(self) -> None:
         self.policy: Any = None
-        self.followed = self.functions = self.recomputing = 0
+        self.followed = self.functions = 0
+        self.recomputing: tuple[Any, ...] = ()
         self.decisions: Decisions | None = None
         self.examining: Any = None
         self.after: tuple[Any, ...] = ()
@@ -55,7 +56,8 @@ class Context:
 
     def is_in_call(self) -> bool:
         """Say whether a call runs, for the first time or again."""
-        return self.decisions is not None or self.functions + self.recomputing > 0
+        runs = self.functions > 0 or self.decisions is not None
+        return runs or bool(self.recomputing)
 
 
 class _Threads(threading.local):
@@ -121,7 +123,7 @@ def is_recomputing() -> bool:
         >>> layer(torch.ones(3, requires_grad=True)).sum().backward()
         mean 1.0
     """
-    return here().recomputing > 0
+    return bool(here().recomputing)
 
 
 def is_followed() -> bool:

@@ -8,6 +8,8 @@ In: a function and arguments. Out: values that print as tables and draw themselv
     explain, reasons    each operation of a call, and why
     compare, blocks     what policies save, against what they recompute
     peak                an estimate of the most bytes that are alive
+    step, watching      a forward and its backward, and what holds the peak
+    holders, advice     what holds a peak, and what to do about it
     residuals           what stays alive for the backward, to the byte
     timeline            the bytes that are alive during a call
     bitwise, check_replay

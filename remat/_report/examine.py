@@ -8,10 +8,10 @@ stream, gradient and buffer is as it was. Rejected: a trace on fake tensors. Som
 operations choose another kernel there, and the user's code may look at values.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,7 @@ class Examined:
         itself: the storages that the graph saves itself, without a handle.
         situation: what decides whether it is recorded.
         scalar: whether the outputs have one element each.
+        differentiates: whether it runs a backward itself.
         inner: for each operation, how often nested calls of `remat` recompute it, and
             the innermost of those calls.
         calls: those nested calls, the ones around before the ones inside.
@@ -87,6 +88,7 @@ class Examined:
     itself: frozenset[int]
     situation: Situation
     scalar: bool
+    differentiates: bool
     inner: tuple[tuple[int, str], ...]
     calls: tuple[Within, ...]
     exposed: frozenset[int]
@@ -112,7 +114,7 @@ def examine(
         options: of the call.
         ask: what calls within are asked to do; None to leave them as they are.
     """
-    with _undone(fn, args, kwargs) as inputs:
+    with undone(fn, args, kwargs) as (inputs, _):
         search = Search(shallow=True)
         snapshot = Snapshot(fn, label, inputs.args, inputs.kwargs, search)
         leaves = search.found.tensors
@@ -124,9 +126,21 @@ def examine(
         return call.found(leaves, result)
 
 
+L = TypeVar("L", bound=Ledger)
+
+
 @contextmanager
-def _undone(fn: Fn, args: Any, kwargs: Any) -> Iterator[Inputs]:
-    """Yield what to run on, and put back what the run changes."""
+def undone(
+    fn: Fn, args: Any, kwargs: Any, mode: Callable[[ExitStack], L] = Ledger
+) -> Iterator[tuple[Inputs, L]]:
+    """Yield what to run on, and put back what the run changes.
+
+    Args:
+        fn: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        mode: makes the mode to run under.
+    """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -134,8 +148,8 @@ def _undone(fn: Fn, args: Any, kwargs: Any) -> Iterator[Inputs]:
         stack.enter_context(inputs.restored())
         torch.clear_autocast_cache()  # casts in it may be of another graph
         stack.callback(torch.clear_autocast_cache)
-        with Ledger(stack):
-            yield inputs
+        with mode(stack) as ledger:
+            yield inputs, ledger
 
 
 class _Examining(Saved):
@@ -181,6 +195,7 @@ class _Examining(Saved):
             itself=frozenset(noting.itself),
             situation=self._situation,
             scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
+            differentiates=noting.differentiates,
             inner=tuple(noting.inner(self)),
             calls=tuple(noting.calls(self)),
             exposed=frozenset(noting.exposed),

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from remat._base.labels import name_in
 from remat._base.types import Fn
 from remat._partial.cost import flops
 from remat._partial.options import Options, Prune
@@ -23,10 +24,12 @@ from remat._report.outcome import Outcome, outcome_of
 from remat._report.peak import bytes_recomputed
 from remat._report.reasons import Reasons, name
 from remat._report.reports import ExplainedInput, ExplainedOp, Explanation
+from remat._report.step import peak_of
 from remat._transform.api import options_of
 from remat._transform.module import recomputed_by
 from remat._transform.refill import DIFFERENTIATED_AGAIN
 from remat._transform.refused import refuse_function
+from remat._transform.rematerialized import Rematerialized
 
 
 def explain(
@@ -39,9 +42,11 @@ def explain(
 ) -> Explanation:
     """Explain what `remat` does with each operation of a call, and why.
 
-    The function is called once on the given tensors, without a backward. Buffers,
-    random streams and `.grad` are restored afterwards. Changes that the function makes
-    to Python objects stay. If no tensor that is passed or referred to requires grad,
+    The function is called once on the given tensors, without a backward. A function
+    that returns a loss, or runs a backward itself, is called again, as it is and with
+    its backward: `peak` says what holds the peak of that step. Buffers, random streams
+    and `.grad` are restored afterwards. Changes that the function makes to Python
+    objects stay. If no tensor that is passed or referred to requires grad,
     every floating argument is treated as if it did.
 
     The totals are those of a call after a backward has succeeded: from then on, inputs
@@ -86,7 +91,13 @@ def explain(
     if plainly is None:
         return _nothing(label, options)
     found = examined_again(inner, label, args, kwargs, options, plainly)
-    return explained(label, options, found, plainly)
+    report = explained(label, options, found, plainly)
+    if not (found.scalar or found.differentiates):
+        return report
+    is_own = policy == "own" and prune == "own"
+    step = fn if is_own else Rematerialized(inner, "", options, name_in(label))
+    again = bool(found.calls) or recomputed_by(step) is not None
+    return dataclasses.replace(report, peak=peak_of(step, args, kwargs, again=again))
 
 
 def unwrapped(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:

@@ -154,7 +154,7 @@ class Ledger(TorchDispatchMode):
         written = written_by(func, args, kwargs)
         for t in written:
             self._preserve(t)
-        result = call_kernel(func, *args, **kwargs)
+        result = self._call(func, args, kwargs)
         origin, source = origin_text(func), user_line()
         for t in tensors_in(result):
             self.know(t, MADE, origin, source)
@@ -164,6 +164,10 @@ class Ledger(TorchDispatchMode):
                     entry.origin, entry.source = origin, source
                     entry.names = ()  # of the value that was there before
         return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation."""
+        return call_kernel(func, *args, **kwargs)
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give a name to what an operation made."""

@@ -28,7 +28,7 @@ from remat._partial.recorder import Recorder
 from remat._partial.storages import Storages
 from remat._report.labels import reader_of
 from remat._report.ledger import parts
-from remat._torch import base_tensor
+from remat._torch import base_tensor, current_task
 from remat._transform.lowering import Lowering
 from remat._transform.saved import Saved
 from remat.policies import Decision
@@ -83,6 +83,7 @@ class Noting(Recorder):
         storages: numbers and sizes of storages.
         readers: for each storage, by number, what reads it in the backward.
         itself: the storages that the graph saves itself, without a handle.
+        differentiates: whether a backward runs in the run.
         ask: called with each rematerialized function that the run calls, how it would
             be called and its arguments. It returns the lowering and options to take.
     """
@@ -92,6 +93,7 @@ class Noting(Recorder):
         self.storages = _Sizes()
         self.readers: dict[int, dict[str, None]] = {}
         self.itself: set[int] = set()
+        self.differentiates = False
         # For each operation, the calls that it runs in, the outermost first.
         self._inside: list[tuple[Saved, ...]] = []
         # For each call: for each handle its storage, and how many operations ran
@@ -105,6 +107,7 @@ class Noting(Recorder):
     def _note(self, seen: Seen) -> None:
         super()._note(seen)
         self._inside.append(here().inside[1:])
+        self.differentiates |= current_task() >= 0
 
     def observe(
         self, call: Saved, observe: Callable[[int, Tensor | None], None] | None
@@ -126,6 +129,9 @@ class Noting(Recorder):
                 observe(place, tensor)
 
         return both
+
+    def entered(self, call: Any, inputs: Sequence[Tensor]) -> None:
+        """Be told of the forward of a call under torch.func, which saves no handles."""
 
     def asked(
         self, block: Any, lowering: Lowering, args: tuple[Any, ...]

@@ -17,6 +17,7 @@ from typing_extensions import override
 from remat._base.op import Value
 from remat._base.source import short
 from remat._report import plots as _plots, render as _render
+from remat._report.holders import Peak
 from remat.policies import Policy
 
 
@@ -94,6 +95,7 @@ class Explanation(_render.Shown):
             ones. With nested calls, this is the largest of them with those around it.
         streams: the random streams whose states are saved. They are in no total.
         advice: what to change, and why.
+        peak: what holds the peak of a step; None if the function is not one of a step.
     """
 
     label: str
@@ -107,6 +109,7 @@ class Explanation(_render.Shown):
     recomputed_bytes: int
     streams: tuple[str, ...]
     advice: tuple[str, ...]
+    peak: Peak | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -206,6 +209,7 @@ class Explanation(_render.Shown):
         if self.streams:
             yield f"also saved: the state of {', '.join(self.streams)}"
         yield from (f"advice: {line}" for line in self.advice)
+        yield from self.peak.lines() if self.peak is not None else ()
 
 
 def _input_row(leaf: ExplainedInput) -> tuple[tuple[str, ...], str]:

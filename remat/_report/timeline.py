@@ -12,10 +12,11 @@ not when memory is freed.
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch.autograd.profiler import profile
@@ -146,19 +147,40 @@ def memory_timeline(
         >>> found.peak, found.peak_op
         (8000, 'cos')
     """
+    found = changes_in(lambda: fn(*args, **kwargs))
+    live = accumulate(change.nbytes for change in found)
+    ops = tuple(name_of(change.running) for change in found)
+    return MemoryTimeline(label_of(fn), tuple(live), ops)
+
+
+class Change(NamedTuple):
+    """One allocation or free.
+
+    Attributes:
+        nbytes: how many bytes; negative for a free.
+        place: the device and the address of the memory.
+        running: the names of what was running on the thread, the outermost first.
+    """
+
+    nbytes: int
+    place: Any
+    running: tuple[str, ...]
+
+
+def changes_in(fn: Callable[[], object]) -> list[Change]:
+    """Run a function and return its allocations and frees, in order."""
     # Kineto writes two lines to stderr at each start. It reads this at its first start.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     profiler = profile(profile_memory=True)
     with _without_collections():
         with profiler:
-            result = fn(*args, **kwargs)
+            result = fn()
         del result  # freed after the profiler stopped, so it still counts as alive
     # The profiler's public `events()` folds memory events into the ops around them and
     # loses their order; read `events()` instead of this once it keeps them apart.
     recorded: Any = profiler.kineto_results
-    found = [*_memory_events(recorded.events())]
-    live = accumulate(change for change, _ in found)
-    return MemoryTimeline(label_of(fn), tuple(live), tuple(op for _, op in found))
+    found = [*_changes(recorded.experimental_event_tree())]
+    return [change for _, change in sorted(found, key=itemgetter(0))]
 
 
 @contextmanager
@@ -174,24 +196,25 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _memory_events(events: Iterable[Any]) -> Iterator[tuple[int, str]]:
-    """Yield the size of each allocation, negative for each free, and what ran then.
+def _changes(roots: Iterable[Any]) -> Iterator[tuple[int, Change]]:
+    """Yield each allocation and free with its time, thread by thread.
 
     Args:
-        events: of the profiler, in the order in which they began.
+        roots: of the profiler's trees of events.
     """
-    running: dict[int, list[Any]] = {}  # by thread, the outermost first
-    for event in events:
-        around = running.setdefault(event.start_thread_id(), [])
-        while around and around[-1].end_ns() < event.start_ns():
-            around.pop()
-        if event.name() == "[memory]":
-            yield event.nbytes(), _name_of([e.name() for e in around])
-        else:
-            around.append(event)
+    outermost: tuple[str, ...] = ()
+    todo = [(event, outermost) for event in roots][::-1]
+    while todo:
+        event, running = todo.pop()
+        if event.name == "[memory]":
+            of = event.extra_fields
+            place = str(of.device), of.ptr
+            yield event.start_time_ns, Change(of.alloc_size, place, running)
+        inside = (*running, event.name)
+        todo += [(child, inside) for child in reversed(event.children)]
 
 
-def _name_of(running: list[str]) -> str:
+def name_of(running: Sequence[str]) -> str:
     """Return the outermost operation that is running, else the node of the backward."""
     names = [name.removeprefix(_ENGINE) for name in running]
     ops = [name for name in names if "::" in name and not name.startswith(_TORCH)]

@@ -350,6 +350,18 @@ def unpack_hooks_of(node: Any) -> list[Any]:
     return [hook for hook in hooks if hook is not None]
 
 
+# Deleted by: a public way to mark what a profiler sees without calling operators.
+marked: Callable[[str], Any] = vars(torch._C._profiler)["_RecordFunctionFast"]
+
+
+# Deleted by: public sequence numbers of nodes.
+next_sequence_number: Callable[[], int] = vars(torch._C._autograd)["_get_sequence_nr"]
+
+
+# Deleted by: a public name for the node that the engine runs.
+running_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
 # Deleted by: public sequence numbers of nodes.
 def sequence_number(node: Any) -> int:
     """Return a number that is larger for nodes made later, on one thread."""

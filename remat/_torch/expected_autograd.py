@@ -291,3 +291,25 @@ def _a_function_for_transforms_sets_its_context_up() -> None:
     apart = type("Apart", (Function,), {"setup_context": staticmethod(_as_it_is)})
     assert autograd.is_for_transforms(apart)
     assert not autograd.is_for_transforms(Function)
+
+
+@expects("next_sequence_number", "running_node")
+def _nodes_have_numbers_that_are_known_before() -> None:
+    x, seen = leaf(), list[Any]()
+    number = autograd.next_sequence_number()
+    y = x * 2.0
+    assert autograd.sequence_number(y.grad_fn) == number
+
+    def see(_: Tensor) -> None:
+        seen.append(autograd.running_node())
+
+    y.register_hook(see)
+    assert autograd.running_node() is None
+    (y * 2.0).sum().backward()
+    assert len(seen) == 1
+
+
+@expects("marked")
+def _marks_are_contexts() -> None:
+    with autograd.marked("here"):
+        pass

@@ -67,7 +67,7 @@ class InCall:
         if self._again:
             self._suspended, self._grad_mode = suspend_hooks(), torch.is_grad_enabled()
             set_grad_enabled(True)
-            context.recomputing += 1
+            context.recomputing = (*context.recomputing, self._call)
         push_hooks(self._pack, unpack)
 
     def __exit__(self, *_: object) -> None:
@@ -77,6 +77,6 @@ class InCall:
         if context.examining is not None:
             context.inside = self._inside
         if self._again:
-            context.recomputing -= 1
+            context.recomputing = context.recomputing[:-1]
             set_grad_enabled(self._grad_mode)
             resume_hooks(self._suspended)

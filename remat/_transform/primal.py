@@ -45,7 +45,7 @@ class Primal(Program):
         evaluation: of the forward; None until then.
     """
 
-    __slots__ = ("call", "evaluation", "state")
+    __slots__ = ("__weakref__", "call", "evaluation", "state")
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -88,17 +88,19 @@ class Primal(Program):
         if call.structure is None:
             return self._run_forward(inputs, mode)
         context = here()
-        context.recomputing += 1
+        context.recomputing = (*context.recomputing, self)
         try:
             return self._recompute(call.structure, inputs, mode)
         except Exception as error:
             note(error, f"remat: raised while recomputing {self.label}.")
             raise
         finally:
-            context.recomputing -= 1
+            context.recomputing = context.recomputing[:-1]
 
     def _run_forward(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
         call, context = self.call, here()
+        if context.examining is not None:
+            context.examining.entered(self, inputs)
         context.functions += 1
         try:
             if call.wrapped:

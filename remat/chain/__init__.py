@@ -10,6 +10,7 @@
     _reversal             its backward, which runs a schedule
     _segment              some of the steps, as a program
     _sweep                runs steps with the graph of one at a time
+    _columns              what is collected of all steps
     _stored               stored carries, in memory and on disk
     _steps                what is between two steps, as data
 

@@ -22,9 +22,9 @@ from remat._transform.api import PolicyLike, remat
 from remat._transform.function import evaluate_differentiably
 from remat.chain._actions import Schedule
 from remat.chain._chain import Chain
+from remat.chain._columns import Collected, Columns
 from remat.chain._forward import ChainCall, Progress
 from remat.chain._steps import (
-    Frame,
     Live,
     Steps,
     refuse_other_form,
@@ -58,20 +58,19 @@ def _plain(
 ) -> tuple[Any, Any]:
     """Run all steps where nothing is differentiated."""
     carry, k = args[steps.initial], 0
-    rows: list[tuple[list[Tensor], Frame]] = []
+    columns = Columns(steps.length or 0, is_reversed=steps.is_reversed)
     first = _form_of(carry)
     while k != steps.length and (steps.goes_on is None or steps.goes_on(fn, carry)):
         carry, y = steps.apply(fn, args, k, carry, 0)
         if steps.is_repeated:
             refuse_other_form(_form_of(carry), first, k, steps.label)
-        rows.append(taken_apart(y))
+        tensors, frame = taken_apart(y)
+        columns.add(Collected(tensors, frame, [False] * len(tensors)))
         k += 1
         if progress is not None:
             progress(k)
-    if steps.is_reversed:
-        rows.reverse()
-    columns = [torch.stack(c) for c in zip(*(tensors for tensors, _ in rows))]  # noqa: B905
-    return carry, rows[0][1].filled(columns) if rows else None
+    frame = columns.frame
+    return carry, None if frame is None else frame.filled(columns.stacked())
 
 
 def _form_of(carry: Any) -> Live:

@@ -150,11 +150,11 @@ class Segment(Program):
                     self._ambient = noted(snapshot.streams, self._live.ambient)
                 return found
 
-        context.recomputing += 1
+        context.recomputing = (*context.recomputing, chain)
         try:
             return chain.again(run, inputs, mode, state)[0]
         except Exception as error:
             note(error, f"remat: raised while recomputing {chain.label}.")
             raise
         finally:
-            context.recomputing -= 1
+            context.recomputing = context.recomputing[:-1]

@@ -72,6 +72,7 @@ def sequential(
     cost", arXiv 1604.06174, 2016.
 
     Example:
+        >>> import torch
         >>> from torch import nn
         >>> from remat import chain
         >>> layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(16)])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from remat._base import pytree
+from remat._base.types import INERT
 
 
 class Frame(NamedTuple):
@@ -63,6 +64,19 @@ class Live(NamedTuple):
     def carry(self) -> Any:
         """The carry, as a step is given it."""
         return self.frame.filled(self.tensors)
+
+
+def refuse_opaque(frame: Frame, label: str) -> None:
+    """Refuse a carry with a value that may hold a tensor, and cannot be looked into.
+
+    Raises:
+        TypeError: there is one.
+    """
+    paths = pytree.paths(frame.treedef)
+    for path, leaf in zip(paths, frame.leaves, strict=True):
+        if leaf is not TENSOR and type(leaf) not in INERT:
+            kind = type(leaf).__qualname__
+            raise TypeError(_OPAQUE.format(label=label, path=path, kind=kind))
 
 
 # function, arguments of the chain, number of the step, carry, offset of what is scanned
@@ -152,6 +166,10 @@ def _shown(live: Live) -> Iterator[str]:
             yield f"of type {type(leaf).__name__}"
 
 
+_OPAQUE = (
+    "remat: `carry{path}` of {label} is a {kind}. A carry is made of tensors, numbers "
+    "and containers: make the class a dataclass, or register it with remat.register."
+)
 _TREEDEF = (
     "remat: step {k} of {label} returned a carry that is built otherwise than the "
     "initial one.\n  initial:  {then}\n  returned: {now}\nReturn a carry of the same "

@@ -1,0 +1,151 @@
+"""Says what to do about the largest holder of a peak.
+
+Called by `step`.
+
+Invariant: it reads the holders and how the step was built, and no tensors.
+Rejected: advice for each holder. The largest one hides what the others cost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remat._base.source import short
+from remat._report.holders import HeldValues, Holder
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """How a step was built.
+
+    Attributes:
+        calls: how many rematerialized calls it made, without those within others.
+        nested: how many calls were within others.
+        covered: the share of its forward operations that ran in calls.
+    """
+
+    calls: int
+    nested: int
+    covered: float
+
+
+def advice_on(holders: Sequence[Holder], built: Built) -> str:
+    """Return what to do, in one line."""
+    if not holders:
+        return "nothing is alive: there is nothing to save."
+    main = holders[0]
+    values = [v for v in main.values if v.dtype is not None]
+    text = _text(main, values, built)
+    most = str(values[0]) if values else "memory of operations"
+    first = _first(values) if values else "memory of operations"
+    return text.format(name=main.name, share=main.share, most=most, first=first)
+
+
+def _text(main: Holder, values: Sequence[HeldValues], built: Built) -> str:
+    if main.kind == "recompute":
+        whole = built.calls == 1 and built.covered >= _WHOLE
+        if whole and built.nested:
+            return _GROUP
+        return _EVERYTHING if whole else _BLOCK
+    if main.kind == "residuals":
+        if _is_one_value(main, values):
+            return _NOTHING_BUT_LOGITS if not built.calls else _LOSS
+        return _SOME if built.calls else _NOTHING
+    return _TEXTS[main.kind]
+
+
+def _is_one_value(main: Holder, values: Sequence[HeldValues]) -> bool:
+    """Say whether values of one size, made once, are most of what is held."""
+    if not values or values[0].count > 1:
+        return False
+    like = [v for v in values if _elements(v) == _elements(values[0])]
+    others = max((_each(v) for v in values if v not in like), default=0)
+    nbytes = sum(v.nbytes for v in like)
+    return nbytes > main.nbytes / 2 and _each(values[0]) >= _MUCH * others
+
+
+def _each(values: HeldValues) -> int:
+    return values.nbytes // values.count
+
+
+def _elements(values: HeldValues) -> int:
+    count = 1
+    for size in values.shape:
+        count *= size
+    return count
+
+
+def _first(values: Sequence[HeldValues]) -> str:
+    """Describe the largest value by its maker in the forward, if that is known."""
+    like = [v for v in values if _elements(v) == _elements(values[0])]
+    first = min(like, key=lambda v: v.is_gradient)
+    dtype = str(first.dtype).removeprefix("torch.")
+    shape = ", ".join(map(str, first.shape))
+    return f"{dtype}[{shape}], made at {short(first.source)}"
+
+
+_WHOLE = 0.8  # of the operations: then the call is the whole model
+_MUCH = 3  # times larger than any other value: then the size is a vocabulary's
+
+_EVERYTHING = (
+    "there is one remat around everything: its recompute holds what plain code holds "
+    "({share:.0%} of the peak). Put remat around each block of the model instead."
+)
+_GROUP = (
+    "the {name} is the largest: {share:.0%}, mainly {most}. It holds what the calls "
+    "within save. Divide it into groups of calls, each with a remat of its own."
+)
+_BLOCK = (
+    "the {name} is the largest: {share:.0%}, mainly {most}. Split that block into "
+    "smaller ones, or use a policy so that it recomputes less."
+)
+_LOSS = (
+    "the operations after the last remat call hold {share:.0%}, mainly {first}. If "
+    "these are the logits, compute the loss in chunks, or put remat around the loss "
+    "head of each chunk. If these are blocks, put remat around each."
+)
+_NOTHING = (
+    "nothing is rematerialized: the operations of the step hold {share:.0%}, mainly "
+    "{most}. Put remat around each block of the model."
+)
+_NOTHING_BUT_LOGITS = (
+    "nothing is rematerialized, and values of one size hold most of the peak: "
+    "{first}. If these are the logits, compute the loss in chunks. Else put remat "
+    "around the code that makes them."
+)
+_SOME = (
+    "operations outside of remat calls hold {share:.0%}, mainly {most}. Put remat "
+    "around those blocks, too."
+)
+_TEXTS = {
+    "saved inputs": (
+        "the inputs that calls save hold {share:.0%}, mainly {most}. Put remat around "
+        "several blocks at once, or around groups of them besides, or offload."
+    ),
+    "policy": (
+        "the results that policies save hold {share:.0%}, mainly {most}. Choose a "
+        "policy that saves less, or offload what it saves."
+    ),
+    "loss": _LOSS,
+    "forward": (
+        "the peak is in the forward: {name} holds {share:.0%}, mainly {most}. Split "
+        "that block into smaller ones."
+    ),
+    "cotangents": (
+        "the gradients that pass through calls hold {share:.0%}, mainly {most}. One "
+        "operation of the backward needs them, and remat does not change that. Use a "
+        "smaller batch, or split the operation."
+    ),
+    "gradients": (
+        "the gradients of the parameters hold {share:.0%}: the peak is not in "
+        "activations, so remat cannot lower it much. Shard them, or free each one as "
+        "soon as the optimizer has used it."
+    ),
+    "parameters": (
+        "the parameters hold {share:.0%}: the peak is not in activations, so remat "
+        "cannot lower it much. Shard them, or use a smaller dtype."
+    ),
+    "inputs": (
+        "the inputs of the step and its buffers hold {share:.0%}: the peak is not in "
+        "activations, so remat cannot lower it much. Use a smaller batch."
+    ),
+}

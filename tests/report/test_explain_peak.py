@@ -1,0 +1,483 @@
+"""`explain` of a loss: what holds the peak of a step, to the byte, and what to do."""
+
+import re
+
+import pytest
+import torch
+from support.zoo import make
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from remat import compat, explain, nn as remat_nn, policies, remat as ckpt
+from remat.testing import live_bytes, peak_bytes
+
+
+N, D, BLOCKS = 512, 32, 6
+ACTIVATION, WEIGHT = 4 * N * D, 4 * D * D
+BEFORE = {"parameters", "inputs"}
+
+
+def example():
+    ws = [make(D, D, seed=i).float().requires_grad_() for i in range(BLOCKS)]
+    return ws, make(N, D, seed=9).float()
+
+
+def block(w, x):
+    return (x @ w).tanh().sin().exp().cos()
+
+
+def model(wrap, ws, x):
+    for w in ws:
+        x = wrap(block)(w, x)
+    return x.square().mean()
+
+
+def plain(ws, x):
+    return model(lambda f: f, ws, x)
+
+
+def each(ws, x):
+    return model(ckpt, ws, x)
+
+
+def holds(report):
+    """The bytes of each kind of holder."""
+    found = {}
+    for holder in report.peak.holders:
+        found[holder.kind] = found.get(holder.kind, 0) + holder.nbytes
+    return found
+
+
+def during(report):
+    """The bytes that the step itself holds at its peak."""
+    return sum(n for kind, n in holds(report).items() if kind not in BEFORE)
+
+
+def measured(loss, *args, wrt):
+    """The peak of the second step, without any report."""
+
+    def step():
+        value = loss(*args)
+        return value, torch.autograd.grad(value, wrt)
+
+    step()
+    return peak_bytes(step)
+
+
+def assert_main(report, kind, nbytes, *words):
+    """Assert what the largest holder is, its bytes, and words of the advice."""
+    main, advice = report.peak.holders[0], report.peak.advice
+    assert (main.kind, main.nbytes) == (kind, nbytes)
+    assert main.share == pytest.approx(nbytes / report.peak.nbytes)
+    for word in words:
+        assert word in advice
+
+
+# --- Each cause ---
+
+
+def test_one_remat_around_everything_holds_what_plain_code_saves():
+    ws, x = example()
+    saved = live_bytes(lambda: plain(ws, x)) - 4  # the loss
+    assert saved == 3 * BLOCKS * ACTIVATION
+    report = explain(ckpt(plain), ws, x)
+    words = "one remat around everything", "around each block"
+    assert_main(report, "recompute", saved, *words)
+    assert during(report) == measured(ckpt(plain), ws, x, wrt=ws)
+
+
+def test_nothing_is_rematerialized():
+    ws, x = example()
+    peak = measured(plain, ws, x, wrt=ws)
+    report = explain(plain, ws, x)
+    words = "nothing is rematerialized", "each block", "test_explain_peak.py:"
+    assert_main(report, "residuals", peak, *words)
+    assert holds(report) == {
+        "residuals": peak,
+        "parameters": BLOCKS * WEIGHT,
+        "inputs": ACTIVATION,
+    }
+
+
+def test_the_inputs_that_blocks_save():
+    ws, x = example()
+    report = explain(each, ws, x)
+    inputs = (BLOCKS - 1) * ACTIVATION  # the first one is the user's
+    assert_main(report, "saved inputs", inputs, "inputs that calls save", "several")
+    assert holds(report)["recompute"] == 2 * ACTIVATION  # what tanh and exp return
+    assert during(report) == measured(each, ws, x, wrt=ws)
+
+
+def test_the_results_that_a_policy_saves():
+    ws, x = example()
+    dots = ckpt(policy=policies.dots_saveable)
+
+    def loss(ws, x):
+        return model(dots, ws, x)
+
+    report = explain(loss, ws, x)
+    assert_main(report, "policy", BLOCKS * ACTIVATION, "policies save", "saves less")
+    (values,) = report.peak.holders[0].values
+    assert (values.op, values.count, values.shape) == ("mm", BLOCKS, (N, D))
+    assert holds(report)["saved inputs"] == (BLOCKS - 1) * ACTIVATION
+    assert during(report) == measured(loss, ws, x, wrt=ws)
+
+
+def test_a_policy_that_saves_everything():
+    ws, x = example()
+
+    def loss(ws, x):
+        return model(ckpt(policy=policies.everything_saveable), ws, x)
+
+    report = explain(loss, ws, x)
+    # tanh and exp of each block; cos is the input of the next one.
+    assert_main(report, "policy", 2 * BLOCKS * ACTIVATION, "policies save")
+    assert "recompute" not in holds(report)
+
+
+def test_the_recompute_of_the_largest_block():
+    w, v = make(D, D, seed=1).float(), make(D, 8 * D, seed=2).float()
+    w.requires_grad_(), v.requires_grad_()
+    x = make(N, D, seed=3).float()
+
+    def wide(v, x):
+        for _ in range(4):
+            x = (x @ v).tanh().exp() @ v.T
+        return x / 1000
+
+    def loss(w, v, x):
+        return ckpt(block)(w, ckpt(wide)(v, ckpt(block)(w, x))).mean()
+
+    report = explain(loss, w, v, x)
+    words = "wide", "is the largest", "Split that block", "policy"
+    # tanh and exp of each layer, and the inputs of all but the first.
+    held = 4 * 2 * 8 * ACTIVATION + 3 * ACTIVATION
+    assert_main(report, "recompute", held, *words)
+    assert report.peak.holders[0].name.startswith("recompute of `")
+    assert "wide` (rematerialized at" in report.peak.holders[0].name
+    assert during(report) == measured(loss, w, v, x, wrt=[w, v])
+
+
+def test_calls_of_one_label_are_numbered():
+    ws, x = example()
+    names = [h.name for h in explain(each, ws, x).peak.holders]
+    (name,) = (name for name in names if name.startswith("recompute"))
+    assert name.endswith("(call 6 of 6)")
+
+
+def test_one_remat_around_calls_of_remat():
+    ws, x = example()
+    nested = ckpt(each)
+    report = explain(nested, ws, x)
+    inputs = (BLOCKS - 1) * ACTIVATION
+    assert_main(report, "recompute", inputs, "calls within", "groups")
+    outer, inner = (h for h in report.peak.holders if h.kind == "recompute")
+    assert inner.nbytes == 2 * ACTIVATION
+    assert ("each" in outer.name, "block" in inner.name) == (True, True)
+    assert during(report) == measured(nested, ws, x, wrt=ws)
+
+
+def test_blocks_that_are_left_plain():
+    ws, x = example()
+
+    def loss(ws, x):
+        for w in ws[:-1]:
+            x = block(w, x)
+        return ckpt(block)(ws[-1], x).mean()
+
+    report = explain(loss, ws, x)
+    # tanh, exp and cos of each, but the last cos is the input of the call.
+    held = (3 * (BLOCKS - 1) - 1) * ACTIVATION
+    (holder,) = (h for h in report.peak.holders if h.kind == "residuals")
+    forward = [v for v in holder.values if v.shape == (N, D) and not v.is_gradient]
+    # What the call returns is not read by the backward of mean.
+    assert sum(v.nbytes for v in forward) == held
+    assert report.peak.holders[0] == holder
+    assert "outside of remat calls" in report.peak.advice
+    assert "those blocks, too" in report.peak.advice
+
+
+def test_gradients_of_parameters():
+    ws = [make(D, D, seed=i).float().requires_grad_() for i in range(BLOCKS)]
+    x = make(1, D, seed=9).float()
+    report = explain(each, ws, x)
+    words = "gradients of the parameters", "not in activations"
+    assert_main(report, "gradients", BLOCKS * WEIGHT, *words)
+    assert holds(report)["parameters"] == BLOCKS * WEIGHT
+
+
+def test_parameters_that_are_frozen():
+    frozen = nn.Linear(64, 64, bias=False).requires_grad_(False)
+    x = make(1, 64, seed=1).float().requires_grad_()
+    report = explain(lambda: ckpt(frozen)(x).sin().sum())
+    assert_main(report, "parameters", 4 * 64 * 65, "the parameters hold", "Shard")
+
+
+def test_inputs_of_the_step():
+    w, x = make(D, 1, seed=1).float().requires_grad_(), make(4 * N, D, seed=2).float()
+    report = explain(lambda: ckpt(lambda w: (x @ w).sin())(w).sum())
+    assert_main(report, "inputs", 4 * ACTIVATION, "inputs of the step", "batch")
+
+
+def test_a_peak_in_the_forward_of_a_call():
+    ws, x = example()
+
+    def copies(x):
+        return x.repeat(16, 1).exp().mean()
+
+    def large(w, x):
+        result = (x @ w).sin()
+        with torch.no_grad():  # after what is saved, so no recompute gets there
+            copies(result)
+        return result
+
+    report = explain(lambda: ckpt(large)(ws[0], x).mean())
+    made = peak_bytes(lambda: copies(x))
+    assert made >= 2 * 16 * ACTIVATION
+    words = "the peak is in the forward", "large"
+    assert_main(report, "forward", made + ACTIVATION, *words)
+
+
+def test_gradients_on_their_way():
+    ws, x = example()
+
+    def sums(w, x):
+        return sum((x @ w + k).sum() for k in range(3))
+
+    report = explain(lambda: ckpt(sums)(ws[0], x.requires_grad_()))
+    report_of = {h.kind: h for h in report.peak.holders}
+    (values,) = (v for v in report_of["cotangents"].values if v.shape == (N, D))
+    assert values.is_gradient
+    assert values.nbytes == values.count * ACTIVATION
+
+
+# --- A language model ---
+
+
+VOCABULARY, WIDTH, BATCH, LENGTH = 2000, 16, 4, 64
+LOGITS = 4 * BATCH * LENGTH * VOCABULARY
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Decoder(nn.Module):
+    """Written as those of Hugging Face: it returns a loss if it is given labels."""
+
+    def __init__(self, wrap=lambda layer: layer):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.wrap = wrap
+
+    def forward(self, tokens, labels=None):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = self.wrap(layer)(x)
+        logits = self.head(x)
+        if labels is None:
+            return {"logits": logits}
+        flat = logits.view(-1, VOCABULARY), labels.view(-1)
+        return {"loss": F.cross_entropy(*flat)}
+
+
+def loss_of(model, tokens):
+    return model(tokens, labels=tokens)["loss"]
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+
+
+def by_wrapping():
+    return Decoder(ckpt)
+
+
+def by_apply():
+    return remat_nn.apply(Decoder(), Layer)
+
+
+def by_checkpoint():
+    def wrap(layer):
+        return lambda x: compat.checkpoint(layer, x, use_reentrant=False)
+
+    return Decoder(wrap)
+
+
+def passed(model):
+    return explain(loss_of, model, tokens())
+
+
+def closed_over(model):
+    return explain(lambda: loss_of(model, tokens()))
+
+
+@pytest.mark.parametrize("explained", [passed, closed_over])
+@pytest.mark.parametrize("make_model", [by_wrapping, by_apply, by_checkpoint])
+def test_logits(make_model, explained):
+    model = make_model()
+    report = explained(model)
+    # log_softmax, its cotangent and its gradient; the loss, and what it starts from.
+    head = 3 * LOGITS + 4 + 4
+    words = "logits", "in chunks", f"float32[{BATCH * LENGTH}, {VOCABULARY}]"
+    assert_main(report, "loss", head, *words)
+    assert re.search(r"made at test_explain_peak\.py:\d+", report.peak.advice)
+    assert holds(report)["saved inputs"] == 4 * (4 * BATCH * LENGTH * WIDTH)
+    wrt = [*model.parameters()]
+    found = during(report)
+    random_state = 0  # what `tokens()` of a closure makes is of the step
+    if explained is closed_over:
+        random_state = 8 * BATCH * LENGTH
+    assert found == measured(loss_of, model, tokens(), wrt=wrt) + random_state
+
+
+def test_logits_of_a_plain_model():
+    model = Decoder()
+    report = passed(model)
+    peak = measured(loss_of, model, tokens(), wrt=[*model.parameters()])
+    words = "nothing is rematerialized", "logits", "in chunks"
+    assert_main(report, "residuals", peak, *words)
+
+
+def test_a_loss_head_in_chunks_lowers_the_peak():
+    model = Decoder(ckpt)
+
+    def chunked(model, tokens):
+        x = model.embed(tokens)
+        for layer in model.layers:
+            x = model.wrap(layer)(x)
+
+        def head(x, labels):
+            return F.cross_entropy(model.head(x), labels, reduction="sum")
+
+        chunks = zip(x.flatten(0, 1).chunk(8), tokens.flatten().chunk(8), strict=True)
+        return sum(ckpt(head)(*chunk) for chunk in chunks) / tokens.numel()
+
+    before, after = passed(model), explain(chunked, model, tokens())
+    assert before.peak.nbytes > 3 * after.peak.nbytes
+    assert holds(after)["loss"] < LOGITS / 100
+
+
+# --- Ways to write a step ---
+
+
+def test_functions_of_parameters_that_require_no_grad():
+    ws, x = example()
+    report = explain(each, [w.detach() for w in ws], x)
+    # Every argument is differentiated. None is a parameter.
+    assert holds(report)["inputs"] == ACTIVATION + BLOCKS * WEIGHT
+    assert holds(report)["saved inputs"] == (BLOCKS - 1) * ACTIVATION
+    assert holds(report)["recompute"] == 2 * ACTIVATION
+
+
+def test_a_gradient_of_torch_func_is_a_step():
+    ws, x = example()
+    ws = [w.detach() for w in ws]
+    gradient = torch.func.grad(each)
+    report = explain(gradient, ws, x)
+    assert during(report) == peak_bytes(lambda: gradient(ws, x))
+    assert holds(report)["gradients"] % WEIGHT == 0
+    # Under torch.func a recompute does not stop early: it holds the last cos, too.
+    assert holds(report)["recompute"] == 3 * ACTIVATION
+    assert holds(report)["saved inputs"] == (BLOCKS - 1) * ACTIVATION
+
+
+def test_a_function_that_runs_its_own_backward_is_a_step():
+    ws, x = example()
+    ours, theirs = explain(lambda: each(ws, x).backward()), explain(each, ws, x)
+    assert holds(ours) == holds(theirs)
+    assert all(w.grad is None for w in ws)
+
+
+def test_a_policy_that_is_asked_for_counts():
+    ws, x = example()
+    report = explain(ckpt(plain), ws, x, policy=policies.dots_saveable)
+    assert holds(report)["policy"] == BLOCKS * ACTIVATION
+
+
+def test_what_is_no_step_has_no_peak():
+    ws, x = example()
+    assert explain(ckpt(block), ws[0], x).peak is None
+    assert explain(lambda x: x.argmax(), x).peak is None
+    with torch.device("meta"):
+        layer, batch = nn.Linear(4, 4), torch.ones(2, 4)
+    assert explain(lambda: layer(batch).sum()).peak is None
+
+
+# --- What it leaves behind ---
+
+
+def test_the_state_of_the_user_is_as_it_was():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    x, fired = torch.randn(8, 4), []
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+        p.register_post_accumulate_grad_hook(fired.append)
+    grads = [p.grad for p in model.parameters()]
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    state = torch.get_rng_state()
+    report = explain(lambda: ckpt(model)(x).square().mean())
+    assert report.peak.nbytes > 0
+    assert fired == []
+    assert torch.equal(torch.get_rng_state(), state)
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert p.grad is grad
+        assert torch.equal(grad, torch.ones_like(p))
+    for name, t in model.state_dict().items():
+        assert torch.equal(t, before[name])
+
+
+def test_nothing_of_the_step_stays_alive():
+    ws, x = example()
+    explain(each, ws, x)
+    assert live_bytes(lambda: explain(each, ws, x) and None) == 0
+
+
+# --- How it shows ---
+
+
+def test_the_shares_add_up_and_the_largest_comes_first():
+    ws, x = example()
+    peak = explain(each, ws, x).peak
+    sizes = [h.nbytes for h in peak.holders]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sum(sizes) == peak.nbytes
+    assert sum(h.share for h in peak.holders) == pytest.approx(1)
+    for holder in peak.holders:
+        assert sum(v.nbytes for v in holder.values) == holder.nbytes
+
+
+def test_print_shows_a_section():
+    ws, x = example()
+    report = explain(each, ws, x)
+    shown = "".join(str(report).split())
+    for line in report.peak.lines():
+        assert "".join(line.split()) in shown
+    lines = [*report.peak.lines()]
+    assert lines[0] == f"peak of a step: {report.peak.nbytes:,} bytes, in mul"
+    inputs = (BLOCKS - 1) * ACTIVATION
+    assert lines[1].endswith(f" {inputs:,} bytes: the inputs that remat calls save")
+    assert re.match(r" +largest: 5 x f32\[512,32\], made by cos at test", lines[2])
+    assert lines[-1] == f"what to do: {report.peak.advice}"
+
+
+def test_a_wrong_holder_is_noticed():
+    ws, x = example()
+    report = explain(each, ws, x)
+    inputs = (BLOCKS - 1) * ACTIVATION
+    for wrong in [("policy", inputs), ("saved inputs", inputs + 4)]:
+        with pytest.raises(AssertionError, match="saved inputs"):
+            assert_main(report, *wrong)
+    with pytest.raises(AssertionError, match="logits"):
+        assert_main(report, "saved inputs", inputs, "logits")
