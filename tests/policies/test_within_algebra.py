@@ -125,7 +125,9 @@ def test_it_holds_a_function_no_longer_than_others_do():
     ],
 )
 def test_what_a_budget_does_not_keep_is_no_policy(make):
-    with pytest.raises(TypeError, match=r"~.*within.* has no meaning: a budget says how"):
+    with pytest.raises(
+        TypeError, match=r"~.*within.* has no meaning: a budget says how"
+    ):
         make()
 
 
