@@ -195,7 +195,8 @@ class _Known:
 
     def best(self, limit: int) -> Solution | None:
         """Return the least work within a limit, of what was found."""
-        fitting = [s for s in self.solutions if s.nbytes <= limit]
+        # Another thread may add to them.
+        fitting = [s for s in [*self.solutions] if s.nbytes <= limit]
         return min(fitting, key=lambda s: (s.work, s.nbytes, [*s.saved]), default=None)
 
 
