@@ -24,7 +24,7 @@ from torch import Tensor
 RUN = ("2.13.0", "2.14.1")
 
 _MODULES = (
-    *("autograd", "distributed", "graphs", "levels", "modes", "nodes"),
+    *("autograd", "distributed", "fakes", "graphs", "levels", "modes", "nodes"),
     *("operators", "process", "pytrees", "storages", "surroundings"),
     *("tensors", "tracing"),
 )
