@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from remat._base.absent import IGNORED, Absent, tensors_of
 from remat._base.op import Op
+from remat._fit.workspace import held_inside
 from remat._partial.cost import flops, seconds
 from remat._partial.plan import Step
 from remat._partial.values import Arguments, Results
@@ -129,13 +130,15 @@ class Meter(LeanDispatchMode):
         task = current_task()
         if task != -1:
             self._find_window()
+        before = self.live
         result = call_kernel(func, *args, **kwargs)
         for tensor in tensors_of(result):
             self.hold(tensor)
         if task != -1 and _may_accumulate(func, args, result):
             self._replaced = storage_id(args[0]), self.live, _name(func)
         else:
-            self._note(self.live, _name(func))
+            inside = before + held_inside(func, args)
+            self._note(max(self.live, inside), _name(func))
         self._count(func, args, kwargs, result, in_backward=task != -1)
         return result
 

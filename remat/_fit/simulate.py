@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from remat._ambient.streams import global_streams, stream_of
 from remat._base.context import is_recomputing
 from remat._fit.meter import Meter, Window
 from remat._fit.program import Program, backward, copied, resident
+from remat._partial.naming import told_of_names
 from remat._torch import device_generators, fake_mode
 
 
@@ -36,6 +37,7 @@ class Part:
         highest: the most bytes alive in it, and in its backward.
         forward: the seconds of its forward.
         seconds: of its forward and its backward, with what is recomputed.
+        flops: of both.
     """
 
     name: str
@@ -44,6 +46,17 @@ class Part:
     highest: int
     forward: float
     seconds: float
+    flops: int
+
+    @property
+    def saves(self) -> int:
+        """The bytes that its forward leaves alive."""
+        return self.left - self.entered
+
+    @property
+    def needs(self) -> int:
+        """The most bytes that are alive in it beside those from before."""
+        return self.highest - self.entered
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,7 @@ class Simulation:
         in_backward: whether it was in the backward.
         steps: the windows of each of the two runs.
         nests: modules around several windows, as (name, first, end).
+        names: given to values by `checkpoint_name`.
     """
 
     peak: int
@@ -71,6 +85,7 @@ class Simulation:
     in_backward: bool
     steps: tuple[tuple[Part, ...], ...]
     nests: tuple[tuple[str, int, int], ...]
+    names: frozenset[str]
 
 
 def simulate(
@@ -98,7 +113,7 @@ def simulate(
         meter = Meter()
         watch = _Watch(meter)
         watch.see(made, blocks, around)
-        with meter:
+        with meter, told_of_names(watch):
             for tensor in resident(made):
                 meter.hold(tensor)
             before = meter.live
@@ -107,7 +122,7 @@ def simulate(
                 runs.append(_run(made, meter, watch))
                 for tensor, grad in zip(_parameters(made), grads, strict=True):
                     tensor.grad = grad
-    return _outcome(before, runs)
+    return _outcome(before, runs, watch)
 
 
 def _parameters(program: Program) -> list[Any]:
@@ -135,7 +150,7 @@ def _run(program: Program, meter: Meter, watch: "_Watch") -> _Run:
     return _Run(meter.peak, meter.where, meter.windows, nests, last)
 
 
-def _outcome(before: int, runs: Sequence[_Run]) -> Simulation:
+def _outcome(before: int, runs: Sequence[_Run], watch: "_Watch") -> Simulation:
     highest = max(runs, key=lambda run: run.peak)
     later = runs[-1].windows
     steps = tuple(tuple(_parts(run)) for run in runs)
@@ -147,6 +162,7 @@ def _outcome(before: int, runs: Sequence[_Run]) -> Simulation:
         *highest.where,
         steps,
         runs[-1].nests,
+        frozenset(watch.names),
     )
 
 
@@ -154,7 +170,7 @@ def _parts(run: _Run) -> Iterator[Part]:
     ends = [*(w.entered for w in run.windows[1:]), run.last]
     for w, end in zip(run.windows, ends, strict=True):
         total = w.seconds + w.again
-        yield Part(w.name, w.entered, end, w.highest, w.seconds, total)
+        yield Part(w.name, w.entered, end, w.highest, w.seconds, total, w.flops)
 
 
 class _Watch:
@@ -162,12 +178,19 @@ class _Watch:
 
     Attributes:
         nests: the calls of modules around others, with their windows.
+        names: given to values.
     """
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._begun: list[int] = []
         self.nests: list[tuple[str, int, int]] = []
+        self.names: set[str] = set()
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Note the name of a value."""
+        del tensor
+        self.names.add(name)
 
     def see(
         self, program: Program, blocks: Iterable[str], around: Iterable[str]
