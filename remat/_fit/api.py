@@ -36,13 +36,14 @@ def fit(
     A step is the forward, the loss and the backward. Its peak is the most bytes that
     are alive at any one time: parameters, buffers and arguments, gradients that exist
     or are made, and all that the step computes. An optimizer and its state are no part
-    of a step. Each block is left as it is, or recomputed under a policy; a module around
-    blocks may be recomputed too, with them. Among the choices whose peak is at most
-    the budget, the plan recomputes least.
+    of a step, unless the optimizer is passed. Each block is left as it is, or
+    recomputed under a policy. A module around blocks may be recomputed too, with the
+    blocks in it. Among the choices whose peak is at most the budget, the plan
+    recomputes least.
 
-    The step runs on fake tensors: nothing is computed or allocated, and the model may be
-    on the meta device or fake. The peak is that of the allocator, without memory that
-    kernels of an accelerator take for themselves, and without fragmentation.
+    The step runs on fake tensors: nothing is computed or allocated, and the model may
+    be on the meta device or fake. The peak is that of the allocator, without memory
+    that kernels of an accelerator take for themselves, and without fragmentation.
 
     Args:
         fn: the model; or a function that is passed the model, and returns the loss or

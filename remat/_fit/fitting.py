@@ -218,9 +218,9 @@ def _place(found: Simulation) -> str:
 
 
 _NO_MODEL = (
-    "remat.fit: no model is passed. Pass the model itself, or a function and, among its "
-    "arguments, the model: fit(step, model, batch, budget=...). For a function without "
-    "blocks pass over=None."
+    "remat.fit: no model is passed. Pass the model itself, or a function and, among "
+    "its arguments, the model: fit(step, model, batch, budget=...). For a function "
+    "without blocks pass over=None."
 )
 _NO_BLOCKS = (
     "remat.fit: this {model} has no repeated blocks. Say which modules may be "

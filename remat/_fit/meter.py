@@ -85,7 +85,8 @@ class Meter(LeanDispatchMode):
     def begin(self) -> None:
         """Start to measure a step: forget the windows and the peak before."""
         self._settle()
-        self.peak, self.windows = self.live, []
+        self.peak = self.live
+        self.windows = list[Window]()
         self.enter("")
 
     def enter(self, name: str) -> int:

@@ -165,8 +165,8 @@ class FitPlan(_render.Shown):
             rows=tuple(map(_row, self.blocks)),
             kinds=tuple(_KINDS[b.recomputes] for b in self.blocks),
             notes=(
-                f"peak: {self.peak:,} bytes, {self.peak_at}; "
-                f"without remat: {self.plain_peak:,}",
+                f"peak: {self.peak:,} bytes, {self.peak_at}",
+                f"peak without remat: {self.plain_peak:,} bytes",
                 f"before the step: {self.resident:,} bytes",
                 f"recomputed: {self.recomputed:,} FLOPs, {self.share:.1%} of a step",
             ),

@@ -110,8 +110,7 @@ def search(
     if search.fits(plain) or not blocks:
         return
     uniform = {
-        name: search.run(dict.fromkeys(blocks, name), f"all {name}")
-        for name in options
+        name: search.run(dict.fromkeys(blocks, name), f"all {name}") for name in options
     }
     whole = [search.run(_nested(blocks, names)) for names in nests]
     items = _items(plain.found, _measured(plain, uniform), _wholes(plain, whole))
@@ -165,7 +164,10 @@ def _choice(parts: Sequence[Part], plain: Part) -> Choice:
 _Nests = list[tuple[str, int, int]]
 
 
-def _outermost(nests: Sequence[tuple[str, int, int]], wholes: Mapping[str, Choice]):
+def _outermost(
+    nests: Sequence[tuple[str, int, int]], wholes: Mapping[str, Choice]
+) -> _Nests:
+    """Return the modules that are called once and may be recomputed, as they nest."""
     names = [name for name, _, _ in nests]
     known = [n for n in nests if n[0] in wholes and names.count(n[0]) == 1]
     return sorted(known, key=lambda nest: (nest[1], -nest[2]))
@@ -187,9 +189,7 @@ def _grouped(
     yield from stages[at - start :]
 
 
-def _wholes(
-    plain: Candidate, runs: Sequence[Candidate | None]
-) -> dict[str, Choice]:
+def _wholes(plain: Candidate, runs: Sequence[Candidate | None]) -> dict[str, Choice]:
     """Return what it costs to recompute each nest as a whole."""
     found: dict[str, Choice] = {}
     for candidate in runs:

@@ -10,6 +10,7 @@ done here as it is done in training.
 """
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from remat._ambient.streams import global_streams, stream_of
 from remat._base.context import is_recomputing
 from remat._fit.meter import Meter, Window
 from remat._fit.program import Program, backward, copied, resident
+from remat._partial.cache import CACHES
 from remat._partial.naming import told_of_names
 from remat._torch import device_generators, fake_mode
 
@@ -229,7 +231,14 @@ def _undisturbed() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            CACHES.set_aside(),
+            warnings.catch_warnings(),
+        ):
+            # Of a choice that nobody made, and of the user's code in each run.
+            warnings.simplefilter("ignore")
             yield
     finally:
         if enabled:

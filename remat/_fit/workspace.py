@@ -65,7 +65,9 @@ def _convolution_backward(
     copied, highest = _blocked(g, g.shape), 0
     if of_x:
         x_copied = _blocked(x, x.shape)
-        highest = max(copied + _weight(w) + x_copied, x_copied + x_bytes)
+        # With strides, what no result reads is filled in afterwards.
+        results = (1 if {*stride} == {1} else 2) * x_bytes
+        highest = max(copied + _weight(w) + x_copied, x_copied + results)
     if of_w:
         highest = max(highest, x_bytes + copied + _read(x) + max(of_weight, _weight(w)))
     return highest

@@ -2,8 +2,8 @@
 
 Invariant: what is copied keeps its devices, its ties and the memory that it shares; no
 byte is allocated for it, and nothing of the user's is changed.
-Rejected: tensors on the meta device. Autocast and the choice of attention kernels depend
-on the device, so other operations would run there.
+Rejected: tensors on the meta device. Autocast and the choice of attention kernels
+depend on the device, so other operations would run there.
 """
 
 import copy
@@ -77,4 +77,6 @@ class _Copying(TorchFunctionMode):
         device = self._device if tensor.is_meta else tensor.device
         view = tensor.storage_offset(), tensor.shape, tensor.stride()
         empty = torch.empty(0, dtype=tensor.dtype, device="meta")
-        return FakeTensor(self._mode, empty.set_(tensor.untyped_storage(), *view), device)
+        return FakeTensor(
+            self._mode, empty.set_(tensor.untyped_storage(), *view), device
+        )
