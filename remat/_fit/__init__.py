@@ -13,7 +13,6 @@ model by `remat.nn.apply`.
     program         a step as data
     meter           counts bytes and work while a step runs
     workspace       bytes that operations hold while they run
-    sizes           bytes as a number or a text
 
 Called by users.
 """

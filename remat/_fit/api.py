@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 
+from remat._base.sizes import bytes_in
 from remat._base.types import Fn
 from remat._fit.fitting import fitted, over_blocks, over_function
 from remat._fit.plan import FitPlan
 from remat._fit.program import Program, resident
-from remat._fit.sizes import as_bytes
 from remat._report.labels import refuse_transforms
 
 
@@ -24,7 +24,7 @@ def fit(
     fn: Fn,
     /,
     *args: Any,
-    budget: float | str,
+    budget: int | str,
     over: Literal["blocks"] | None = "blocks",
     select: Any = None,
     loss: Callable[[Any], Any] | None = None,
@@ -84,7 +84,7 @@ def fit(
         [True, True, True, False]
     """
     refuse_transforms("fit", "the model")
-    limit = as_bytes(budget)
+    limit = bytes_in(budget, "fit")
     program = Program(fn, args, kwargs, loss)
     where = _device_of(program) if device is None else torch.device(device)
     if over is None:

@@ -29,9 +29,9 @@ _MODULES = (
     *("tensors", "tracing"),
 )
 _CHECKS = (
-    *("expected_autograd", "expected_distributed", "expected_graphs"),
-    *("expected_levels", "expected_modes", "expected_operators"),
-    *("expected_surroundings", "expected_tracing"),
+    *("expected_autograd", "expected_distributed", "expected_fakes"),
+    *("expected_graphs", "expected_levels", "expected_modes"),
+    *("expected_operators", "expected_surroundings", "expected_tracing"),
 )
 
 Check: TypeAlias = Callable[[], None]
