@@ -54,8 +54,8 @@ def fit(
         select: which modules are blocks, as of `remat.nn.apply`. None for the repeated
             blocks: see `remat.nn.blocks`.
         loss: a function of the result of `fn` that returns the loss. By default the
-            loss is the result itself, or its attribute `loss`; of what is not a
-            scalar, the sum.
+            loss is the result itself, or its attribute `loss`. Of a result that is
+            not a scalar, it is the sum.
         device: where tensors will be that are on the meta device now. By default, where
             the others are.
         **kwargs: its keyword arguments.

@@ -21,8 +21,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.absent import IGNORED, Absent, tensors_of
+from remat._base.errors import CaptureError
 from remat._base.op import Op
-from remat._fit.workspace import held_inside
+from remat._base.tensors import describe
+from remat._fit.workspace import copied_inside, held_inside
 from remat._partial.cost import flops, seconds
 from remat._partial.plan import Step
 from remat._partial.values import Arguments, Results
@@ -32,6 +34,7 @@ from remat._torch import (
     current_node,
     current_task,
     eager_only,
+    is_fake,
     is_view_op,
     nodes_made,
     sequence_number,
@@ -128,6 +131,7 @@ class Meter(LeanDispatchMode):
         if func in IGNORED:
             return func(*args, **kwargs)
         self._settle()
+        _refuse_real(func, (args, kwargs))
         task = current_task()
         if task != -1:
             self._find_window()
@@ -138,8 +142,9 @@ class Meter(LeanDispatchMode):
         if task != -1 and _may_accumulate(func, args, result):
             self._replaced = storage_id(args[0]), self.live, _name(func)
         else:
-            inside = before + held_inside(func, args)
-            self._note(max(self.live, inside), _name(func))
+            copies = copied_inside(func, args)
+            inside = max(self.live, before + held_inside(func, args))
+            self._note(inside + copies, _name(func))
         self._count(func, args, kwargs, result, in_backward=task != -1)
         return result
 
@@ -188,6 +193,20 @@ class Meter(LeanDispatchMode):
             window.again += spent
         else:
             window.seconds += spent
+
+
+def _refuse_real(func: Any, args: Any) -> None:
+    """Refuse a parameter that is not part of the copy: its gradient would be fake."""
+    for tensor in tensors_of(args):
+        if tensor.requires_grad and type(tensor) is not Absent and not is_fake(tensor):
+            what = f"{_name(func)} reads {describe(tensor)}"
+            raise CaptureError(_REAL.format(what=what))
+
+
+_REAL = (
+    "remat.fit: the step uses a tensor that requires grad and was not passed: {what}. "
+    "Pass the model that it is of as an argument: fit(step, model, batch, budget=...)."
+)
 
 
 def _name(func: Any) -> str:

@@ -200,9 +200,9 @@ def _wholes(plain: Candidate, runs: Sequence[Candidate | None]) -> dict[str, Cho
             if name in candidate.picks and again.nests == plain.found.nests:
                 parts = again.steps[-1][first:end]
                 saves = parts[-1].left - parts[0].entered
-                needs = max(part.left for part in parts) - parts[0].entered
                 work = sum(part.forward for part in parts)
-                found[name] = Choice(saves, max(saves, min(needs, saves)), work)
+                # What its forward needs, its stages need anyway.
+                found[name] = Choice(saves, saves, work)
     return found
 
 

@@ -24,10 +24,30 @@ def held_inside(func: Any, args: Sequence[Any]) -> int:
         func: the operation.
         args: its positional arguments.
     """
-    known = _KNOWN.get(getattr(func, "overloadpacket", func))
-    if known is None or any(_is_elsewhere(arg) for arg in args):
+    packet = getattr(func, "overloadpacket", func)
+    if any(_is_elsewhere(arg) for arg in args):
         return 0
-    return known(*args)
+    known = _KNOWN.get(packet)
+    return 0 if known is None else known(*args)
+
+
+def copied_inside(func: Any, args: Sequence[Any]) -> int:
+    """Return the bytes of arguments that an operation makes dense before it runs.
+
+    A gradient is expanded where a sum was differentiated.
+    """
+    packet = getattr(func, "overloadpacket", func)
+    if packet not in _MAKE_DENSE:
+        return 0
+    found = [a for a in args if isinstance(a, Tensor) and a.device.type == "cpu"]
+    if packet in _BATCHED:  # one matrix at a time
+        found = [a[0] for a in found if a.ndim == 3]
+    return sum(a.nbytes for a in found if _is_expanded(a))
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(n > 1 and stride == 0 for n, stride in dims)
 
 
 def _is_elsewhere(arg: Any) -> bool:
@@ -185,7 +205,7 @@ def _sum_and_product(bias: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
 
 
 def _norm_backward(g: Tensor, x: Tensor, *_: Any) -> int:
-    return x.nbytes + g.nbytes
+    return x.nbytes + (0 if _is_expanded(g) else g.nbytes)
 
 
 def _squares(x: Tensor, *_: Any) -> int:
@@ -206,6 +226,16 @@ def _unfolded(x: Tensor, *sizes: Sequence[int]) -> int:
 
 
 _aten = torch.ops.aten
+_BATCHED = {_aten.bmm, _aten.baddbmm}
+_MAKE_DENSE = _BATCHED | {
+    *(_aten.mm, _aten.addmm, _aten.convolution_backward),
+    *(_aten.native_layer_norm_backward, _aten.native_group_norm_backward),
+    *(_aten._softmax_backward_data, _aten._log_softmax_backward_data),
+    *(_aten.embedding_dense_backward, _aten.max_pool2d_with_indices_backward),
+    *(_aten.avg_pool2d_backward, _aten.upsample_bilinear2d_backward),
+    *(_aten.upsample_nearest2d_backward, _aten.upsample_bicubic2d_backward),
+    _aten.gelu_backward,
+}
 _KNOWN: dict[Any, Callable[..., int]] = {
     _aten.convolution: _convolution,
     _aten.convolution_backward: _convolution_backward,
