@@ -44,7 +44,8 @@ class Operation(NamedTuple):
             needed: what made them before runs again as well.
         may_save: whether its values may be saved. Then no other operation makes them.
         must_save: whether they must be, where they are needed.
-        always_runs: whether it runs again in any case, unless it is saved.
+        always_runs: whether it runs again also where its values are not needed. It
+            does not if they are saved and needed.
     """
 
     cost: float
@@ -84,6 +85,15 @@ class Problem:
         """The operations that must be saved."""
         each = enumerate(self.operations)
         return frozenset(i for i, op in each if op.must_save)
+
+    @property
+    def has_loose_ends(self) -> bool:
+        """Whether saving one operation can make another run again.
+
+        One that always runs unless it is saved and needed may not be needed then. The
+        solver takes it for saved, so its bound may be too low.
+        """
+        return any(op.always_runs and op.may_save for op in self.operations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +140,32 @@ def _followed(
     """Return what runs again, the operations that are saved, and their values."""
     operations, makers = problem.operations, _makers(problem)
     chosen = {*saved} | problem.must_save
-    needed, used = set[int](), set[int]()
-    runs = {i for i, op in enumerate(operations) if op.always_runs and i not in chosen}
-    todo = [*problem.roots]
-    for i in runs:
-        todo += (*operations[i].reads, *operations[i].makes)
-    while todo:
-        v = todo.pop()
-        if v in needed:
-            continue
-        needed.add(v)
-        for i in makers.get(v, ()):
-            if i in chosen:
-                used.add(i)
-            elif i not in runs:
-                runs.add(i)
-                todo += (*operations[i].reads, *operations[i].makes)
+    needed, used, runs = set[int](), set[int](), set[int]()
+
+    def need(values: Iterable[int]) -> None:
+        todo = [*values]
+        while todo:
+            v = todo.pop()
+            if v not in needed:
+                needed.add(v)
+                for i in makers.get(v, ()):
+                    if i in chosen:
+                        used.add(i)
+                    elif i not in runs:
+                        runs.add(i)
+                        todo += (*operations[i].reads, *operations[i].makes)
+
+    need(problem.roots)
+    for i, op in enumerate(operations):
+        if op.always_runs and i not in used | runs:
+            chosen.discard(i)
+            runs.add(i)
+            need((*op.reads, *op.makes))
     return runs, used, {v for i in used for v in operations[i].makes if v in needed}
+
+
+def _may_save(problem: Problem) -> list[int]:
+    return [i for i, op in enumerate(problem.operations) if op.may_save]
 
 
 def _makers(problem: Problem) -> dict[int, list[int]]:
@@ -217,9 +236,11 @@ def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution
     known = _known(problem)
     seconds, bound = known.tried.get(limit, (-1.0, 0.0))
     if seconds < time_limit:
-        floor = evaluate(problem, ())
-        known.solutions.add(floor)
-        found, bound = _searched(problem, limit, time_limit)
+        all_of_it = evaluate(problem, _may_save(problem))
+        known.solutions |= {evaluate(problem, ()), all_of_it}
+        found, bound = [all_of_it], all_of_it.work
+        if all_of_it.nbytes > limit or problem.has_loose_ends:
+            found, bound = _searched(problem, limit, time_limit)
         known.solutions.update(found)
         proven = bound == math.inf or any(s.work <= bound for s in found)
         known.tried[limit] = (math.inf if proven else time_limit), bound

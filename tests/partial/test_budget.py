@@ -19,8 +19,11 @@ def nothing_is_known():
 
 
 @st.composite
-def problems(draw, most=7):
-    """A random program: an operation reads what others have made, and an input."""
+def problems(draw, most=7, loose=False):
+    """A random program: an operation reads what others have made, and an input.
+
+    With loose ends, an operation that always runs may be saved.
+    """
     operations, sizes, values = [], {}, [0]
     for _ in range(draw(st.integers(1, most))):
         reads = draw(st.lists(st.sampled_from(values), max_size=3, unique=True))
@@ -42,7 +45,7 @@ def problems(draw, most=7):
         if not writes:
             kind = draw(st.sampled_from(["", "", "", "never", "must", "always"]))
             new = new._replace(
-                may_save=kind != "never",
+                may_save=kind not in ("never", "" if loose else "always"),
                 must_save=kind == "must",
                 always_runs=kind == "always",
             )
@@ -127,7 +130,19 @@ def test_no_choice_within_the_limit_recomputes_less(problem):
         assert_best(problem, limit, solve(problem, limit))
 
 
-@given(problems(most=12))
+@given(problems(loose=True))
+@settings(max_examples=60, deadline=None)
+def test_loose_ends_never_exceed_the_limit(problem):
+    for limit in LIMITS:
+        found = solve(problem, limit)
+        if found.nbytes > limit:
+            assert found.saved == evaluate(problem, ()).saved
+        assert found.work <= evaluate(problem, ()).work
+        if found.gap == 0:
+            assert_best(problem, limit, found)
+
+
+@given(problems(most=12, loose=True))
 @settings(max_examples=40, deadline=None)
 def test_more_bytes_never_cost_more_work(problem):
     least = evaluate(problem, ()).nbytes
