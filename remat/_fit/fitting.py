@@ -55,7 +55,7 @@ def over_function(program: Program, device: torch.device) -> Fitting:
     def change(program: Program, chosen: dict[str, Option]) -> Program:
         if not chosen:
             return program
-        return program._replace(fn=remat(program.fn, policy=chosen[""].policy))
+        return program._replace(fn=remat(program.fn, policy=chosen[""].of("")))
 
     return Fitting(label_of(program.fn), program, device, ("",), (), change)
 
@@ -73,7 +73,7 @@ def over_blocks(program: Program, device: torch.device, select: object) -> Fitti
     def change(program: Program, chosen: dict[str, Option]) -> Program:
         copy = program.model()
         if chosen and copy is not None:
-            remat_nn.apply(copy, {name: o.policy for name, o in chosen.items()})
+            remat_nn.apply(copy, {name: o.of(name) for name, o in chosen.items()})
         return program
 
     label, depths = type(model).__name__, _around(model, blocks)
@@ -198,7 +198,7 @@ def _block(
     parts, before = [[*_parts(c.found, name)] for c in (best, plain)]
     saved = sum(part.saves for part in parts)
     again = sum(p.flops for p in parts) - sum(p.flops for p in before)
-    return FitBlock(name, option.recomputes, option.policy, around, saved, again)
+    return FitBlock(name, option.recomputes, option.of(name), around, saved, again)
 
 
 def _parts(found: Simulation, name: str) -> Iterator[Part]:

@@ -5,8 +5,9 @@ Rejected: options made of single operations. A policy prints, pickles, and fits 
 of another size.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from remat import policies
 from remat.policies import Policy
@@ -20,11 +21,17 @@ class Option:
         name: for the table.
         recomputes: whether `remat` is applied at all.
         policy: of `remat`; None to save no result.
+        policies: those of blocks that have one of their own.
     """
 
     name: str
     recomputes: bool = True
     policy: Policy | None = None
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+
+    def of(self, block: str) -> Policy | None:
+        """Return the policy of a block."""
+        return self.policies.get(block, self.policy)
 
 
 PLAIN = Option("plain", recomputes=False)
@@ -38,6 +45,30 @@ UNIFORM = (
     ),
     Option("everything_saveable", policy=policies.everything_saveable),
 )
+
+
+# Of what a block saves beyond its input, if it saves everything.
+_SHARES = (0.1, 0.25, 0.4, 0.6, 0.8)
+
+
+def budgets_for(sizes: Mapping[str, int]) -> list[Option]:
+    """Return options that keep a share of what each block would save.
+
+    Args:
+        sizes: the bytes that recomputing each block frees.
+    """
+    if importlib.util.find_spec("scipy") is None:
+        return []
+    return [
+        Option(
+            f"within {share:.0%}",
+            policies={
+                block: policies.within(int(share * max(size, 0)))
+                for block, size in sizes.items()
+            },
+        )
+        for share in _SHARES
+    ]
 
 
 def options_for(names: Iterable[str]) -> dict[str, Option]:

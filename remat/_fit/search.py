@@ -14,13 +14,13 @@ uniform choice that does costs less.
 Rejected: to trust the sums. What one block saves, another may hold anyway.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from remat._base.errors import RematError
 from remat._fit import chain
 from remat._fit.chain import WHOLE, Assignment, Choice, Item, Nest, Stage
-from remat._fit.options import NOTHING, PLAIN, Option
+from remat._fit.options import NOTHING, PLAIN, Option, budgets_for
 from remat._fit.simulate import Part, Simulation
 
 
@@ -93,7 +93,7 @@ class Search:
 
 def search(
     search: Search,
-    options: Mapping[str, Option],
+    options: dict[str, Option],
     blocks: Sequence[str],
     nests: Sequence[Sequence[str]],
 ) -> None:
@@ -101,7 +101,7 @@ def search(
 
     Args:
         search: holds what was simulated.
-        options: of a block, by name.
+        options: of a block, by name. Those with budgets are added.
         blocks: the names of the blocks.
         nests: the names of modules around blocks, those of one depth together.
     """
@@ -109,9 +109,11 @@ def search(
     assert plain is not None, "an error was raised otherwise"
     if search.fits(plain) or not blocks:
         return
-    uniform = {
-        name: search.run(dict.fromkeys(blocks, name), f"all {name}") for name in options
-    }
+    uniform = _try_all(search, options, blocks)
+    freed = _freed(plain, uniform[NOTHING.name], blocks)
+    more = {option.name: option for option in budgets_for(freed)}
+    options |= more
+    uniform |= _try_all(search, more, blocks)
     whole = [search.run(_nested(blocks, names)) for names in nests]
     items = _items(plain.found, _measured(plain, uniform), _wholes(plain, whole))
     start = plain.found.steps[-1][0].entered
@@ -119,6 +121,25 @@ def search(
     _try_front(search, found, start)
     for label, picks in _every_kth(blocks):
         _try_uniform(search, label, picks, items, start)
+
+
+def _try_all(
+    search: Search, options: Iterable[str], blocks: Sequence[str]
+) -> dict[str, Candidate | None]:
+    return {o: search.run(dict.fromkeys(blocks, o), f"all {o}") for o in options}
+
+
+def _freed(
+    plain: Candidate, nothing: Candidate | None, blocks: Sequence[str]
+) -> dict[str, int]:
+    """Return the bytes that recomputing each block frees, in each of its calls."""
+    if nothing is None:
+        return {}
+    both = plain.found.steps[-1], nothing.found.steps[-1]
+    before, after = [{p.name: p.saves for p in step} for step in both]
+    if blocks == ("",):  # a function as a whole
+        before, after = [{"": step[-1].left - step[0].entered} for step in both]
+    return {name: before[name] - after[name] for name in blocks if name in before}
 
 
 def _nested(blocks: Sequence[str], around: Sequence[str]) -> dict[str, str]:

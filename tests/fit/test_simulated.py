@@ -14,7 +14,7 @@ from support.fitted import (
     square,
 )
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import remat
@@ -106,10 +106,10 @@ OPS = {
     "layer norm": (nn.LayerNorm(64), WIDE),
     "max pool": (nn.MaxPool2d(2), IMAGE),
     "bilinear": (nn.Upsample(scale_factor=2, mode="bilinear"), IMAGE),
-    "attention": (F.scaled_dot_product_attention, Q, Q + 1, Q + 2),
-    "gelu": (F.gelu, WIDE),
-    "mse": (F.mse_loss, WIDE, WIDE + 1),
-    "cross entropy": (F.cross_entropy, WIDE, torch.arange(128) % 64),
+    "attention": (functional.scaled_dot_product_attention, Q, Q + 1, Q + 2),
+    "gelu": (functional.gelu, WIDE),
+    "mse": (functional.mse_loss, WIDE, WIDE + 1),
+    "cross entropy": (functional.cross_entropy, WIDE, torch.arange(128) % 64),
     "einsum": (lambda a, b: torch.einsum("ik,jk->ij", a, b), WIDE, WIDE + 1),
     "checkpoint": (
         lambda x: checkpoint(torch.tanh, x, use_reentrant=False).exp(),

@@ -4,7 +4,7 @@ import copy
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from remat.testing import memory_timeline
 
@@ -41,9 +41,9 @@ class Decoder(nn.Module):
         batch, time, width = x.shape
         parts = self.qkv(self.norms[0](x)).view(batch, time, 3, 2, width // 2)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(a.transpose(1, 2).reshape(batch, time, width)))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
 
 
 class Lm(nn.Module):
@@ -75,9 +75,11 @@ class Basic(nn.Module):
             self.down = nn.Sequential(conv, nn.BatchNorm2d(after))
 
     def forward(self, x):
-        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        y = functional.relu(self.bn1(self.conv1(x)), inplace=True)
         y = self.bn2(self.conv2(y))
-        return F.relu(y + (x if self.down is None else self.down(x)), inplace=True)
+        return functional.relu(
+            y + (x if self.down is None else self.down(x)), inplace=True
+        )
 
 
 class ResNet(nn.Module):
@@ -92,7 +94,7 @@ class ResNet(nn.Module):
         self.head = nn.Linear(4 * width, 10)
 
     def forward(self, x):
-        x = self.stages(F.relu(self.bn(self.stem(x))))
+        x = self.stages(functional.relu(self.bn(self.stem(x))))
         return self.head(x.mean((2, 3)))
 
 
@@ -106,8 +108,8 @@ class Residual(nn.Module):
         self.skip = nn.Identity() if same else nn.Conv2d(before, after, 1)
 
     def forward(self, x):
-        y = self.conv1(F.silu(self.norm1(x)))
-        return self.skip(x) + self.conv2(F.silu(self.norm2(y)))
+        y = self.conv1(functional.silu(self.norm1(x)))
+        return self.skip(x) + self.conv2(functional.silu(self.norm2(y)))
 
 
 class UNet(nn.Module):
@@ -125,10 +127,10 @@ class UNet(nn.Module):
         for down in self.downs:
             x = down(x)
             skipped.append(x)
-            x = F.avg_pool2d(x, 2)
+            x = functional.avg_pool2d(x, 2)
         x = self.middle(x)
         for up in self.ups:
-            x = F.interpolate(x, scale_factor=2.0)
+            x = functional.interpolate(x, scale_factor=2.0)
             x = up(torch.cat([x, skipped.pop()], 1))
         return self.leave(x)
 
@@ -154,7 +156,7 @@ IDS = torch.arange(2 * 64).view(2, 64) % 100
 
 
 def words(out):
-    return F.cross_entropy(out.flatten(0, -2), IDS.flatten())
+    return functional.cross_entropy(out.flatten(0, -2), IDS.flatten())
 
 
 # A model, its arguments, keyword arguments, and the loss.
