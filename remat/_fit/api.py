@@ -86,7 +86,7 @@ def fit(
     refuse_transforms("fit", "the model")
     limit = bytes_in(budget, "fit")
     program = Program(fn, args, kwargs, loss)
-    where = _device_of(program) if device is None else torch.device(device)
+    where = _device_of(program) if device is None else _available(torch.device(device))
     if over is None:
         fitting = over_function(program, where)
     elif over == "blocks":
@@ -94,6 +94,23 @@ def fit(
     else:
         raise ValueError(f'remat.fit: over is "blocks" or None, got {over!r}')
     return fitted(fitting, limit)
+
+
+def _available(device: torch.device) -> torch.device:
+    """Return a device; refuse one that torch cannot stand in for here."""
+    if device.type == "cpu":
+        return device
+    is_real = device.type != "meta"
+    if is_real and torch.get_device_module(device.type).is_available():
+        return device
+    raise ValueError(_NO_DEVICE.format(device=device))
+
+
+_NO_DEVICE = (
+    "remat.fit: torch finds no {device} here, and autograd needs one also for tensors "
+    "without memory. Leave out device=, or pass device='cpu': storages are as large "
+    "there, but attention and convolutions may take other kernels."
+)
 
 
 def _device_of(program: Program) -> torch.device:

@@ -20,7 +20,7 @@ from remat._fit.options import PLAIN, Option, options_for
 from remat._fit.plan import FitBlock, FitCandidate, FitPlan
 from remat._fit.program import Program
 from remat._fit.search import Candidate, Picks, Search, search
-from remat._fit.simulate import Part, Simulation, simulate
+from remat._fit.simulate import Part, Simulation, simulate, undisturbed
 from remat._report.labels import label_of
 from remat._report.render import size
 from remat._transform.api import remat
@@ -127,10 +127,11 @@ def fitted(fitting: Fitting, budget: int) -> FitPlan:
         return simulate(fitting.program, fitting.device, change, windows, around)
 
     searched = Search(budget, simulated)
-    plain = searched.run({}, PLAIN.name)
-    assert plain is not None, "an error was raised otherwise"
-    options |= options_for(plain.found.names)
-    search(searched, options, fitting.blocks, fitting.depths)
+    with undisturbed():
+        plain = searched.run({}, PLAIN.name)
+        assert plain is not None, "an error was raised otherwise"
+        options |= options_for(plain.found.names)
+        search(searched, options, fitting.blocks, fitting.depths)
     best = searched.best()
     if best is None:
         raise _too_small(fitting, searched, plain)

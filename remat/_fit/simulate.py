@@ -90,6 +90,35 @@ class Simulation:
     names: frozenset[str]
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leave random streams as they are, and collect no garbage in the block.
+
+    Steps are simulated in here.
+    """
+    devices = [s for s in map(stream_of, device_generators()) if s is not None]
+    streams = [*global_streams().streams, *devices]
+    states = [stream.read() for stream in streams]
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            warnings.catch_warnings(),
+        ):
+            # Of a choice that nobody made, and of the user's code in each run.
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if enabled:
+            gc.enable()
+        for stream, state in zip(streams, states, strict=True):
+            if stream.read() != state:
+                stream.write(state)
+
+
 def simulate(
     program: Program,
     device: torch.device,
@@ -97,7 +126,7 @@ def simulate(
     blocks: Iterable[str] = (),
     around: Iterable[str] = (),
 ) -> Simulation:
-    """Run a step twice on fake tensors.
+    """Run a step twice on fake tensors, where it is `undisturbed`.
 
     Args:
         program: the step.
@@ -107,7 +136,8 @@ def simulate(
         around: the names of modules around them.
     """
     mode = fake_mode()
-    with _undisturbed(), ExitStack() as stack:
+    # Choices before have left records of calls of the same kinds.
+    with CACHES.set_aside(), ExitStack() as stack:
         made = copied(program, mode, device)
         grads = [t.grad for t in _parameters(made)]
         made = change(made)
@@ -219,30 +249,3 @@ class _Watch:
 
         module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Leave random streams as they are, and collect no garbage in the block."""
-    devices = [s for s in map(stream_of, device_generators()) if s is not None]
-    streams = [*global_streams().streams, *devices]
-    states = [stream.read() for stream in streams]
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            CACHES.set_aside(),
-            warnings.catch_warnings(),
-        ):
-            # Of a choice that nobody made, and of the user's code in each run.
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        if enabled:
-            gc.enable()
-        for stream, state in zip(streams, states, strict=True):
-            if stream.read() != state:
-                stream.write(state)

@@ -21,7 +21,7 @@ import remat
 from remat import policies
 from remat._fit.meter import allocated
 from remat._fit.program import Program
-from remat._fit.simulate import simulate
+from remat._fit.simulate import simulate, undisturbed
 from remat._torch import fake_mode
 from remat.testing import memory_timeline
 
@@ -50,7 +50,8 @@ def applied(policy):
 
 def simulated(model, args=(), kwargs=None, loss=None, change=unchanged, **more):
     program = Program(model, args, kwargs or {}, loss)
-    return simulate(program, CPU, change, **more)
+    with undisturbed():
+        return simulate(program, CPU, change, **more)
 
 
 # --- Against what is measured ---
