@@ -23,12 +23,14 @@ from typing_extensions import override
 from remat._base.absent import IGNORED, Absent, tensors_of
 from remat._base.errors import CaptureError
 from remat._base.op import Op
+from remat._base.source import user_line
 from remat._base.tensors import describe
 from remat._fit.workspace import copied_inside, held_inside
 from remat._partial.cost import flops, seconds
 from remat._partial.plan import Step
 from remat._partial.values import Arguments, Results
 from remat._torch import (
+    NO_VALUES,
     LeanDispatchMode,
     call_kernel,
     current_node,
@@ -84,10 +86,16 @@ class Meter(LeanDispatchMode):
         self._current: Window | None = None
         # What an accumulation of gradients replaced, and the bytes alive beside it.
         self._replaced: tuple[int, int, str] | None = None
+        self._costs = False
 
-    def begin(self) -> None:
-        """Start to measure a step: forget the windows and the peak before."""
+    def begin(self, *, costs: bool) -> None:
+        """Start to measure a step: forget the windows and the peak before.
+
+        Args:
+            costs: whether its work is counted, besides its bytes.
+        """
         self._settle()
+        self._costs = costs
         self.peak = self.live
         self.windows = list[Window]()
         self.enter("")
@@ -136,7 +144,11 @@ class Meter(LeanDispatchMode):
         if task != -1:
             self._find_window()
         before = self.live
-        result = call_kernel(func, *args, **kwargs)
+        try:
+            result = call_kernel(func, *args, **kwargs)
+        except NO_VALUES as error:
+            where = user_line() or "the step"
+            raise CaptureError(_VALUE.format(where=where, op=_name(func))) from error
         for tensor in tensors_of(result):
             self.hold(tensor)
         if task != -1 and _may_accumulate(func, args, result):
@@ -181,7 +193,7 @@ class Meter(LeanDispatchMode):
         self, func: Any, args: Any, kwargs: Any, result: Any, *, in_backward: bool
     ) -> None:
         window = self._current
-        if window is None or is_view_op(func):
+        if window is None or not self._costs or is_view_op(func):
             return
         arguments = Arguments(args, kwargs)
         results = Results(result, arguments)
@@ -206,6 +218,13 @@ def _refuse_real(func: Any, args: Any) -> None:
 _REAL = (
     "remat.fit: the step uses a tensor that requires grad and was not passed: {what}. "
     "Pass the model that it is of as an argument: fit(step, model, batch, budget=...)."
+)
+
+
+_VALUE = (
+    "remat.fit: {where} depends on the value of a tensor, by {op}. The step is run "
+    "without values, so what it would do is not known. Pass a function that computes "
+    "the same without reading the value, or fit a part that does not read it."
 )
 
 

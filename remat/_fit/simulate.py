@@ -150,8 +150,8 @@ def simulate(
                 meter.hold(tensor)
             before = meter.live
             runs = []
-            for _ in range(2):
-                runs.append(_run(made, meter, watch))
+            for costs in (False, True):
+                runs.append(_run(made, meter, watch, costs))
                 for tensor, grad in zip(_parameters(made), grads, strict=True):
                     tensor.grad = grad
     return _outcome(before, runs, watch)
@@ -170,9 +170,9 @@ class _Run:
     last: int
 
 
-def _run(program: Program, meter: Meter, watch: "_Watch") -> _Run:
+def _run(program: Program, meter: Meter, watch: "_Watch", costs: bool) -> _Run:
     watch.nests = []
-    meter.begin()
+    meter.begin(costs=costs)
     result, outs = program.forward()
     last = meter.live
     backward(outs)

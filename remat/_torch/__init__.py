@@ -64,6 +64,7 @@ from remat._torch.autograd import (
 )
 from remat._torch.distributed import finished as finished, wait_for as wait_for
 from remat._torch.fakes import (
+    NO_VALUES as NO_VALUES,
     copied_as_fake as copied_as_fake,
     fake_mode as fake_mode,
     is_fake as is_fake,

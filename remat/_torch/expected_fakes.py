@@ -10,6 +10,17 @@ from remat._torch import fakes
 from remat._torch.selftest import expects
 
 
+@expects("NO_VALUES")
+def _fakes_have_no_values() -> None:
+    with fakes.fake_mode():
+        for read in (Tensor.item, Tensor.nonzero):
+            try:
+                read(torch.ones(()))
+            except fakes.NO_VALUES:
+                continue
+            raise AssertionError("a value was given")
+
+
 @expects("copied_as_fake", "fake_mode", "is_fake")
 def _copies_are_fake() -> None:
     mode, cpu = fakes.fake_mode(), torch.device("cpu")

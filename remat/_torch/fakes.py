@@ -11,12 +11,19 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 
 T = TypeVar("T")
+# Deleted by: a public class of what fake tensors refuse.
+NO_VALUES = DataDependentOutputException, DynamicOutputShapeException
 
 
 # Deleted by: a public FakeTensorMode.

@@ -60,7 +60,12 @@ def gradients(model, *args, loss=square, seed=0, **kwargs):
 # --- The plan ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+# Each takes seconds for a search.
+SLOW = "tied lm", "resnet", "unet", "llama"
+MODELS = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_the_measured_peak_stays_under_the_budget(name):
     make, args, kwargs, loss = CASES[name]
     model = make()
@@ -119,56 +124,66 @@ def test_the_least_budget_would_do():
 
 
 def test_modules_around_blocks_are_recomputed_where_that_pays():
-    model = staged()
-    budget = least(model, X, loss=square)
-    plan = remat.fit(model, X, budget=budget, loss=square)
+    model, x = staged(), torch.randn(4096, 8)
+    budget = least(model, x, loss=square)
+    plan = remat.fit(model, x, budget=budget, loss=square)
     around = [block.name for block in plan.blocks if block.around]
     assert around
     every = next(c for c in plan.candidates if c.label == "all nothing_saveable")
     assert every.peak > budget
     real = plan.apply(copy.deepcopy(model))
-    assert_predicted(plan.peak, measured_peak(real, (X,), {}, square))
-    assert_same(gradients(real, X), gradients(model, X))
+    assert_predicted(plan.peak, measured_peak(real, (x,), {}, square))
+    assert_same(gradients(real, x), gradients(model, x))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MODELS)
 def test_no_uniform_choice_costs_less(name):
     make, args, kwargs, loss = CASES[name]
     model = make()
+    choices = uniform_choices(model, args, kwargs, loss)
     for share in 0.2, 0.7:
         budget = middle(model, *args, share=share, loss=loss, **kwargs)
         plan = remat.fit(model, *args, budget=budget, loss=loss, **kwargs)
-        assert_no_uniform_choice_costs_less(plan, model, args, kwargs, loss)
+        assert_no_choice_costs_less(plan, choices)
 
 
-def assert_no_uniform_choice_costs_less(plan, model, args, kwargs, loss):
-    """Fit into the peak of each uniform choice: it has to cost no less."""
+def assert_no_choice_costs_less(plan, choices):
+    """Assert that no choice that stays under the budget recomputes less."""
+    for name, peak, seconds in choices:
+        assert peak > plan.budget or plan.seconds <= seconds + 1e-12, name
+
+
+def uniform_choices(model, args, kwargs, loss):
+    """Return the peak and the work of uniform choices, as (name, peak, seconds)."""
     blocks = [*remat.nn.blocks(model)]
     names = "nothing_saveable", "dots_saveable", "everything_saveable"
-    choices = [dict.fromkeys(blocks, getattr(remat.policies, n)) for n in names]
+    choices = {n: dict.fromkeys(blocks, getattr(remat.policies, n)) for n in names}
     for k in range(2, len(blocks)):
-        choices.append(dict.fromkeys(blocks[k - 1 :: k]))
-        choices.append(dict.fromkeys(b for b in blocks if b not in blocks[k - 1 :: k]))
-    for choice in choices:
+        kth = blocks[k - 1 :: k]
+        choices[f"every {k}th"] = dict.fromkeys(kth)
+        choices[f"others than {k}th"] = dict.fromkeys(b for b in blocks if b not in kth)
+    plain = simulated(model, args, kwargs, loss)
+    found = []
+    for name, choice in choices.items():
         chosen = remat.nn.apply(copy.deepcopy(model), choice)
-        peak, seconds = simulated(chosen, args, kwargs, loss)
-        if peak <= plan.budget:
-            assert plan.seconds <= seconds - simulated(model, args, kwargs, loss)[1]
+        again = simulated(chosen, args, kwargs, loss)
+        found.append((name, again.peak, again.seconds - plain.seconds))
+    return found
 
 
 def simulated(model, args, kwargs, loss):
     program = Program(model, args, kwargs, loss)
     with undisturbed():
-        found = simulate(program, torch.device("cpu"), lambda program: program)
-    return found.peak, found.seconds
+        return simulate(program, torch.device("cpu"), lambda program: program)
 
 
 def test_a_plan_that_costs_more_is_noticed():
     model = mlps(4)
     plan = remat.fit(model, X, budget=middle(model, X, loss=square), loss=square)
+    choices = uniform_choices(model, (X,), {}, square)
     worse = dataclasses.replace(plan, budget=plan.plain_peak, seconds=1.0)
-    with pytest.raises(AssertionError, match=r"1\.0"):
-        assert_no_uniform_choice_costs_less(worse, model, (X,), {}, square)
+    with pytest.raises(AssertionError, match=r"nothing_saveable"):
+        assert_no_choice_costs_less(worse, choices)
 
 
 # --- What is passed ------------------------------------------------------------------
@@ -180,9 +195,12 @@ def test_a_function_is_passed_its_model():
     def step(model, ids):
         return words(model(ids))
 
-    by_loss = remat.fit(model, IDS, budget="1GB", loss=words)
-    assert remat.fit(step, model, IDS, budget="1GB").peak == by_loss.peak
-    assert remat.fit(model.forward, IDS, budget="1GB", loss=words).peak == by_loss.peak
+    passed = remat.fit(model, IDS, budget="1GB", loss=words)
+    assert remat.fit(model.forward, IDS, budget="1GB", loss=words).peak == passed.peak
+    inside = remat.fit(step, model, IDS, budget="1GB")
+    assert inside.flops == passed.flops
+    # Nothing holds the logits of `step` in its backward.
+    assert inside.peak < passed.peak
 
 
 def test_outputs_of_transformers_have_a_loss():
@@ -409,26 +427,31 @@ def test_a_plan_draws_itself():
 def chain(x, w):
     for _ in range(6):
         x = (x @ w).tanh().sin()
-    return x.sum()
+    return x
 
 
 W = torch.randn(64, 64, requires_grad=True)
-WIDE = torch.randn(256, 64)
+WIDE, HEAD = torch.randn(256, 64), torch.randn(64, 2000)
+
+
+def head(x):
+    return (x @ HEAD).exp().square().mean()
 
 
 def test_a_function_as_a_whole():
     pytest.importorskip("scipy")
-    budget = middle(chain, WIDE, W, over=None)
-    plan = remat.fit(chain, WIDE, W, budget=budget, over=None)
+    budget = middle(chain, WIDE, W, over=None, loss=head)
+    plan = remat.fit(chain, WIDE, W, budget=budget, over=None, loss=head)
     (block,) = plan.blocks
     assert block.recomputes
     assert "within" in str(block.policy)
     fitted = plan.apply(chain)
-    program = Program(fitted, (WIDE, W), {}, None)
-    peaks = [memory_timeline(lambda: program.run()).peak for _ in range(2)]
+    program = Program(fitted, (WIDE, W), {}, head)
+    peaks = [memory_timeline(program.run).peak for _ in range(2)]
     assert_predicted(plan.peak, plan.resident + max(peaks))
-    (expected,) = torch.autograd.grad(chain(WIDE, W), W)
-    assert_same(torch.autograd.grad(fitted(WIDE, W), W)[0], expected)
+    W.grad = None
+    (expected,) = torch.autograd.grad(head(chain(WIDE, W)), W)
+    assert_same(torch.autograd.grad(head(fitted(WIDE, W)), W)[0], expected)
 
 
 def test_a_function_that_fits_stays_itself():
