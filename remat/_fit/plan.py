@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from torch import nn
 from typing_extensions import override
 
-from remat import nn as remat_nn
 from remat._report import plots as _plots, render as _render
-from remat._transform.api import remat
+from remat._transform.api import caller, remat
+from remat.nn._apply import apply_from
 from remat.policies import Policy
 
 
@@ -125,7 +125,7 @@ class FitPlan(_render.Shown):
         chosen = {b.name: b.policy for b in self.blocks if b.recomputes}
         if [b.name for b in self.blocks] == [""] and not isinstance(model, nn.Module):
             return _wrapped(model, chosen)
-        return remat_nn.apply(model, chosen) if chosen else model
+        return apply_from(caller(), model, chosen) if chosen else model
 
     def plot(self, ax: Any = None) -> Any:
         """Draw peak and recomputed FLOPs of what was simulated.

@@ -392,6 +392,14 @@ def test_apply_is_undone_by_remove():
     assert ops["relu"] == 6
 
 
+def test_messages_name_the_line_that_applied_the_plan():
+    model = mlps()
+    plan = remat.fit(model, X, budget=least(model, X, loss=square), loss=square)
+    plan.apply(model)
+    with pytest.raises(ValueError, match=r"recomputed already, since \S*test_fit\.py:"):
+        plan.apply(model)
+
+
 def test_a_plan_for_another_model_is_refused():
     plan = remat.fit(mlps(), X, budget=least(mlps(), X, loss=square), loss=square)
     with pytest.raises(ValueError, match=r"selects no module"):
