@@ -81,6 +81,11 @@ class Problem:
         return self._hash
 
     @property
+    def may_save(self) -> frozenset[int]:
+        """The operations that may be saved."""
+        return frozenset(i for i, op in enumerate(self.operations) if op.may_save)
+
+    @property
     def must_save(self) -> frozenset[int]:
         """The operations that must be saved."""
         each = enumerate(self.operations)
@@ -164,10 +169,6 @@ def _followed(
     return runs, used, {v for i in used for v in operations[i].makes if v in needed}
 
 
-def _may_save(problem: Problem) -> list[int]:
-    return [i for i, op in enumerate(problem.operations) if op.may_save]
-
-
 def _makers(problem: Problem) -> dict[int, list[int]]:
     makers: dict[int, list[int]] = {}
     for i, op in enumerate(problem.operations):
@@ -236,7 +237,7 @@ def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution
     known = _known(problem)
     seconds, bound = known.tried.get(limit, (-1.0, 0.0))
     if seconds < time_limit:
-        all_of_it = evaluate(problem, _may_save(problem))
+        all_of_it = evaluate(problem, problem.may_save)
         known.solutions |= {evaluate(problem, ()), all_of_it}
         found, bound = [all_of_it], all_of_it.work
         if all_of_it.nbytes > limit or problem.has_loose_ends:

@@ -95,11 +95,16 @@ def spend(
     prune: bool,
 ) -> Spent:
     """Return what a budget keeps of a record."""
-    cost = work if budget.costs == "roofline" else measured_work
-    problem, steps = problem_of(record, may, must, extra_roots, cost, prune=prune)
+    args = record, may, must, extra_roots, cost_of(budget)
+    problem, steps = problem_of(*args, prune=prune)
     found = solve(problem, budget.nbytes, time_limit=budget.time_limit)
     least = evaluate(problem, ())
     return Spent(budget, must, tuple(may), _of_steps(found, steps), least)
+
+
+def cost_of(budget: Budget) -> Callable[[Step], float]:
+    """Return what says how much an operation costs."""
+    return measured_work if budget.costs == "measured" else work
 
 
 def _of_steps(solution: Solution, steps: Sequence[Sequence[int]]) -> Solution:

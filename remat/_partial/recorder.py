@@ -141,7 +141,8 @@ class Recorder(LeanDispatchMode):
         del self._exposures  # which refers to this
 
     def end(self) -> None:
-        """Raise what the policy raised, if it did."""
+        """Let go of the graph; raise what the policy raised, if it did."""
+        self.candidates.let_go_of_graph()
         self.candidates.raise_error()
 
     def name(self, tensor: Tensor, name: str) -> None:

@@ -52,10 +52,12 @@ def points(
     costs: Sequence[int],
     title: str,
     ax: Any = None,
+    front: Sequence[tuple[int, int]] = (),
 ) -> Any:
     """Draw a point for each pair of bytes and FLOPs; return the axes.
 
-    Labels of equal pairs share a point. A line joins the points that no other beats.
+    Labels of equal pairs share a point. A line joins the points that no other beats,
+    and a dashed one the pairs that budgets reach.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -66,6 +68,10 @@ def points(
         named.setdefault((size, cost), []).append(label)
     best = [(size / MIB, cost) for size, cost in _unbeaten([*named])]
     ax.plot(*zip(*best, strict=True), color=_GREY, linewidth=1, zorder=0)
+    if front:
+        reached = [(size / MIB, cost) for size, cost in _unbeaten(front)]
+        style = {"linestyle": "--", "marker": ".", "color": _GREY, "zorder": 0}
+        ax.plot(*zip(*reached, strict=True), **style, label="policies.within(...)")
     for i, ((size, cost), names) in enumerate(named.items()):
         marker = _MARKERS[i % len(_MARKERS)]
         label = "\n".join(textwrap.fill(name, _WIDE) for name in names)

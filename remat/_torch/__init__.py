@@ -193,10 +193,12 @@ from remat._torch.tracing import (
     eager_only as eager_only,
     has_proxies as has_proxies,
     is_compiled as is_compiled,
+    is_symbolic as is_symbolic,
     is_traced_symbolically as is_traced_symbolically,
     makes_graph as makes_graph,
     must_inline as must_inline,
     not_scriptable as not_scriptable,
     show_to_traced_modes as show_to_traced_modes,
+    size_hint as size_hint,
     uncompiled as uncompiled,
 )

@@ -21,7 +21,7 @@ same reason: `within(b) | p.but_offload()` says which results leave the device.
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from typing_extensions import override
 
@@ -74,10 +74,10 @@ class Within(Policy):
     """
 
     budget: Budget
-    must: Policy = nothing_saveable
-    may: Policy = everything_saveable
+    must: Policy
+    may: Policy
 
-    has_budget: ClassVar[bool] = True
+    has_budget = True
 
     def decide(self, op: Op) -> Decision:
         """Return where the result goes if the budget keeps it."""
@@ -226,7 +226,12 @@ def within(
     if costs not in _COSTS:
         known = " or ".join(map(repr, _COSTS))
         raise ValueError(f"remat: within takes costs={known}; got {costs!r}")
-    return Within(Budget(bytes_in(bytes, "within"), costs, _seconds(time_limit)))
+    nbytes = bytes_in(bytes, "within")
+    return Within(
+        Budget(nbytes, costs, _seconds(time_limit)),
+        nothing_saveable,
+        everything_saveable,
+    )
 
 
 _COSTS = "roofline", "measured"

@@ -64,6 +64,17 @@ POLICIES = {
     "operations": (lambda: policies.save_ops(aten.tanh), 0, 0),
     "large": (lambda: policies.save_larger_than(8), 0, 0),
     "small": (lambda: policies.save_smaller_than(8), 2, 2),
+    "no budget": (lambda: policies.within(0), 2, 2),
+    "a budget for one": (lambda: policies.within(4 * 8 * 8), 1, 1),
+    "a budget as a text": (lambda: policies.within("0.5 KiB"), 0, 0),
+    "a budget with a name": (
+        lambda: policies.within(4 * 8 * 8) | policies.save_only_these_names("a"),
+        *(1, 1),
+    ),
+    "a budget of products": (
+        lambda: policies.dots_saveable & policies.within(4 * 8 * 8),
+        *(2, 1),
+    ),
 }
 
 
@@ -109,7 +120,10 @@ def check(program, transform, tanh, products):
 @rows(
     "policy, tanh, products",
     POLICIES,
-    fast=["none", "dots", "everything", "another name", "operations", "large"],
+    fast=[
+        *("none", "dots", "everything", "another name", "operations", "large"),
+        *("a budget for one", "a budget of products"),
+    ],
 )
 def test_a_policy_is_followed(policy, tanh, products):
     check(outside(policy), "backward", tanh, products)
