@@ -292,7 +292,7 @@ def compiled_rows(case: Case, name: str) -> Iterator[Row]:
                 peak = compiled(case, budget, "inductor")
                 yield Row(name, "inductor", f"{budget}", peak, 0, *extra)
     except Exception as error:  # noqa: BLE001
-        print(f"{name}: torch.compile failed: {brief(error)}")
+        print(f"{name}: torch.compile failed: {brief(error)} {error}"[:300])
 
 
 EAGER = "aot_eager_decomp_partition"
