@@ -24,14 +24,14 @@ from torch import Tensor
 RUN = ("2.13.0", "2.14.1")
 
 _MODULES = (
-    *("autograd", "distributed", "graphs", "levels", "modes", "nodes"),
+    *("autograd", "distributed", "fakes", "graphs", "levels", "modes", "nodes"),
     *("operators", "process", "pytrees", "storages", "surroundings"),
     *("tensors", "tracing"),
 )
 _CHECKS = (
-    *("expected_autograd", "expected_distributed", "expected_graphs"),
-    *("expected_levels", "expected_modes", "expected_operators"),
-    *("expected_surroundings", "expected_tracing"),
+    *("expected_autograd", "expected_distributed", "expected_fakes"),
+    *("expected_graphs", "expected_levels", "expected_modes"),
+    *("expected_operators", "expected_surroundings", "expected_tracing"),
 )
 
 Check: TypeAlias = Callable[[], None]

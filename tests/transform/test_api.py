@@ -23,6 +23,7 @@ FUNCTIONS = {
     *("saved_residuals", "print_saved_residuals", "Residual"),
     *("checkpoint_name", "explain", "compare", "is_recomputing"),
     *("Explanation", "ExplainedOp", "ExplainedInput", "Comparison", "ComparedPolicy"),
+    *("Peak", "Holder", "HeldValues", "fit", "FitPlan", "BudgetError"),
 }
 ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),
