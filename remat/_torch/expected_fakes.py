@@ -10,7 +10,7 @@ from remat._torch import fakes
 from remat._torch.selftest import expects
 
 
-@expects("NO_VALUES")
+@expects("NO_VALUES", at_import=False)
 def _fakes_have_no_values() -> None:
     with fakes.fake_mode():
         for read in (Tensor.item, Tensor.nonzero):
@@ -21,7 +21,7 @@ def _fakes_have_no_values() -> None:
             raise AssertionError("a value was given")
 
 
-@expects("copied_as_fake", "fake_mode", "is_fake")
+@expects("copied_as_fake", "fake_mode", "is_fake", at_import=False)
 def _copies_are_fake() -> None:
     mode, cpu = fakes.fake_mode(), torch.device("cpu")
     w = nn.Parameter(torch.ones(2, 3))
