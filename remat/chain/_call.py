@@ -70,7 +70,7 @@ def _plain(
 ) -> tuple[Any, Any]:
     """Run all steps where nothing is differentiated."""
     carry, k = args[steps.initial], 0
-    columns = Columns(steps.length or 0, is_reversed=steps.is_reversed)
+    columns = Columns(steps.length or 0, steps.label, is_reversed=steps.is_reversed)
     first = _form_of(carry)
     while k != steps.length and (steps.goes_on is None or steps.goes_on(fn, carry)):
         carry, y = steps.apply(fn, args, k, carry, 0)
