@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.chains import (
+from support.loops import (
     Plain,
     assert_backward,
     assert_chained,

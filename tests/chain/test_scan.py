@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support.chains import (
+from support.loops import (
     LENGTH,
     SLICES,
     Plain,

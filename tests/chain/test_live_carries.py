@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from support.chains import Plain, assert_chained, of_backward, schedule_of
+from support.loops import Plain, assert_chained, of_backward, schedule_of
 from support.letting_go import Held
 from support.tables import rows
 from support.transforms import some

@@ -1,7 +1,7 @@
 """Chains under every transform: the values of plain loops, and how many steps run."""
 
 import pytest
-from support.chains import (
+from support.loops import (
     PROGRAMS,
     Plain,
     derivatives,
