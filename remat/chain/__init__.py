@@ -19,6 +19,7 @@
     _online       schedule: chains whose length is known only at their end
     _binomial     schedule: the fewest steps run again for a number of checkpoints
     _rotor        plans for chains of unequal stages, under a budget
+    _held         what a chain holds while it follows a schedule, and its plot
     _actions      what a schedule says, and what all schedules share
 
 Called by users.

@@ -51,7 +51,7 @@ def scan(
 ) -> tuple[C, Any]:
     """Run `f` on the slices of `xs` in turn, and carry a value from step to step.
 
-    The values are those of this loop:
+    The values are those of this loop::
 
         carry, ys = init, []
         for x in xs:
@@ -149,7 +149,7 @@ def fori_loop(
 ) -> C:
     """Run `body` for each number from `lower` up to `upper`, which is left out.
 
-    The value is that of this loop:
+    The value is that of this loop::
 
         carry = init
         for i in range(lower, upper):
@@ -207,7 +207,7 @@ def while_loop(
 ) -> C:
     """Run `body` as long as `cond` says so.
 
-    The value is that of this loop:
+    The value is that of this loop::
 
         carry = init
         while cond(carry):

@@ -32,7 +32,7 @@ def sequential(
 ) -> Any:
     """Call functions one after the other, each with the result of the one before.
 
-    The value is that of this loop:
+    The value is that of this loop::
 
         for fn in fns:
             x = fn(x, *args)
