@@ -1,10 +1,10 @@
-"""The steps that run are those that the schedule predicts, and so are live carries."""
+"""The carries that are alive are those of the schedule, and so are runs of steps."""
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from support.loops import Plain, assert_chained, of_backward, schedule_of
 from support.letting_go import Held
+from support.loops import Plain, assert_chained, of_backward, schedule_of
 from support.tables import rows
 from support.transforms import some
 from support.zoo import V, leaves_of, scalar
