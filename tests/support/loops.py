@@ -129,6 +129,27 @@ def assert_backward(
     assert_chained(program, steps=steps, runs=runs, reassociated=reassociated)
 
 
+# --- Errors of steps ----------------------------------------------------------------
+
+
+class StopError(Exception):
+    """What a step raises."""
+
+
+def stopping(after: int) -> Callable[[Tensor], Tensor]:
+    """A step that raises when it has run so many times, recomputes included."""
+    tick = iter(range(after)).__next__
+
+    def step(h):
+        try:
+            tick()
+        except StopIteration:
+            raise StopError("stopped") from None
+        return h.tanh()
+
+    return step
+
+
 # --- Programs of two 4x4 matrices, of ten steps -----------------------------------
 
 LENGTH = 10
