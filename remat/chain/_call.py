@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from remat._base import pytree
 from remat._base.labels import label_of
 from remat._base.tracebacks import hide_frames
-from remat._torch import must_inline
+from remat._torch import makes_graph, must_inline
 from remat._transform.api import PolicyLike, caller, remat
 from remat._transform.function import evaluate_differentiably
 from remat.chain._actions import Schedule
@@ -39,8 +39,9 @@ def call_chain(
 ) -> tuple[Any, Any]:
     """Run all steps; return the last carry and what was collected."""
     if must_inline():
-        return _inlined(fn, args, steps)
-    if torch.is_grad_enabled():
+        if _is_in_graph(steps):
+            return _inlined(fn, args, steps)
+    elif torch.is_grad_enabled():
         try:
             call = ChainCall(fn, args, steps, schedule, progress)
             inputs, needs = call.take_inputs()
@@ -54,12 +55,22 @@ def call_chain(
     return _plain(fn, args, steps, progress)
 
 
+def _is_in_graph(steps: Steps) -> bool:
+    """Say whether a graph is made that is to hold recomputes.
+
+    Outside of compiled code a chain of unknown length runs on values.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return makes_graph() and steps.length is not None
+
+
 def _plain(
     fn: Any, args: tuple[Any, ...], steps: Steps, progress: Progress
 ) -> tuple[Any, Any]:
     """Run all steps where nothing is differentiated."""
     carry, k = args[steps.initial], 0
-    columns = Columns(steps.length or 0, is_reversed=steps.is_reversed)
+    columns = Columns(steps.length or 0, steps.label, is_reversed=steps.is_reversed)
     first = _form_of(carry)
     while k != steps.length and (steps.goes_on is None or steps.goes_on(fn, carry)):
         carry, y = steps.apply(fn, args, k, carry, 0)

@@ -152,6 +152,10 @@ def _connected(
 
 def _nothing_of(tensor: Tensor) -> Tensor:
     """Return the sum of no elements of a tensor."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.reshape(-1)[:0].sum()

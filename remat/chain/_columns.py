@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from remat._torch import current_layer
+from remat.chain._steps import COLLECTED, Live, refuse_other_form
 
 
 class Collected(NamedTuple):
@@ -37,6 +38,7 @@ class Columns:
 
     Args:
         length: how many steps there are.
+        label: what errors call the chain.
         is_reversed: whether the last step comes first.
 
     Attributes:
@@ -44,20 +46,27 @@ class Columns:
         needs: which of the tensors require grad, in any step.
     """
 
-    def __init__(self, length: int, *, is_reversed: bool) -> None:
-        self._length, self._is_reversed = length, is_reversed
+    def __init__(self, length: int, label: str, *, is_reversed: bool) -> None:
+        self._length, self._label, self._is_reversed = length, label, is_reversed
         self._columns: list[Any] = []
         self._count = 0
         self.frame: Any = None
         self.needs: list[bool] = []
 
     def add(self, row: Collected) -> None:
-        """Add what was collected of the next step."""
-        if not row.frame.leaves:
-            return
+        """Add what was collected of the next step.
+
+        Raises:
+            TypeError: it is not built like that of the first step.
+        """
         if self.frame is None:
             self.frame, self.needs = row.frame, [*row.needs]
             self._columns = [*map(self._column, row.tensors)]
+        else:
+            # Of a whole column, so that no row of the first step is held.
+            then = Live([column[0] for column in self._columns], self.frame, ())
+            now = Live(row.tensors, row.frame, ())
+            refuse_other_form(now, then, self._count, self._label, COLLECTED)
         self.needs = [*map(operator.or_, self.needs, row.needs)]
         for column, t in zip(self._columns, row.tensors, strict=True):
             if isinstance(column, list):

@@ -197,7 +197,9 @@ class _Loop:
         self.live = self._first = Live([*map(cut.value, tensors)], frame, needs)
         self.count = 0
         steps = call.steps
-        self.columns = Columns(steps.length or 0, is_reversed=steps.is_reversed)
+        self.columns = Columns(
+            steps.length or 0, steps.label, is_reversed=steps.is_reversed
+        )
         self._ambient: Ambient | None = None
         self._progress = call._progress
 

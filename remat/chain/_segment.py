@@ -114,8 +114,10 @@ class Segment(Program):
         def call(cut: Cut, fn: Any, args: Sequence[Any]) -> Live:
             now = live
             for k in self._numbers:
-                found = run_step(steps, (fn, args), cut, now, k, self._offset)
-                now, collected, _ = found
+                # Its leaves are the carry before: to hold them is to hold one more.
+                now, collected = run_step(steps, (fn, args), cut, now, k, self._offset)[
+                    :2
+                ]
                 if collects:
                     values.extend(collected.tensors)
                     flags.extend(collected.needs)

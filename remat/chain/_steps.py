@@ -130,23 +130,58 @@ def through(
     return carry, ys
 
 
-def refuse_other_form(live: Live, first: Live, k: int, label: str) -> None:
+class Named(NamedTuple):
+    """What errors call a part of a chain that is built alike in each step.
+
+    Attributes:
+        name: of the variable.
+        kind: what it is.
+        first: which one the others are to be like.
+        advice: how.
+    """
+
+    name: str
+    kind: str
+    first: str
+    advice: str
+
+
+CARRY = Named(
+    *("carry", "a carry", "at the start"),
+    "A carry keeps its shape, dtype and device: convert the initial one or the result.",
+)
+COLLECTED = Named(
+    *("y", "a `y`", "in step 0"),
+    "What is collected is stacked: return the same shape, dtype and device each time.",
+)
+
+
+def refuse_other_form(
+    live: Live, first: Live, k: int, label: str, what: Named = CARRY
+) -> None:
     """Refuse a carry that is not built like the first one.
+
+    Args:
+        live: the carry, or what is collected.
+        first: the first one.
+        k: the step that returned it.
+        label: of the chain.
+        what: what errors call it.
 
     Raises:
         TypeError: it is not.
     """
     if live.frame.treedef != first.frame.treedef:
         then, now = first.frame.treedef, live.frame.treedef
-        raise TypeError(_TREEDEF.format(label=label, k=k, then=then, now=now))
+        shown = {"then": then, "now": now, "kind": what.kind, "first": what.first}
+        raise TypeError(_TREEDEF.format(label=label, k=k, **shown))
     if _form(live) == _form(first):
         return
     paths = pytree.paths(first.frame.treedef)
     for path, then, now in zip(paths, _shown(first), _shown(live), strict=True):
         if now != then:
-            raise TypeError(
-                _FORM.format(label=label, path=path, k=k, then=then, now=now)
-            )
+            shown = {"then": then, "now": now, **what._asdict()}
+            raise TypeError(_FORM.format(label=label, path=path, k=k, **shown))
 
 
 def _form(live: Live) -> tuple[Any, ...]:
@@ -171,11 +206,11 @@ _OPAQUE = (
     "and containers: make the class a dataclass, or register it with remat.register."
 )
 _TREEDEF = (
-    "remat: step {k} of {label} returned a carry that is built otherwise than the "
-    "initial one.\n  initial:  {then}\n  returned: {now}\nReturn a carry of the same "
-    "structure."
+    "remat: step {k} of {label} returned {kind} that is built otherwise than the one "
+    "{first}.\n  first:    {then}\n  returned: {now}\nReturn the same structure in "
+    "each step."
 )
 _FORM = (
-    "remat: `carry{path}` is {then} at the start of {label}, and {now} after step {k}. "
-    "A carry keeps its shape, dtype and device: convert the initial one or the result."
+    "remat: `{name}{path}` is {then} {first} of {label}, and {now} after step {k}. "
+    "{advice}"
 )

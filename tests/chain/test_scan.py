@@ -1,0 +1,366 @@
+"""`scan`: values, structures and gradients of the plain loop, bit for bit."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.loops import (
+    LENGTH,
+    SLICES,
+    Plain,
+    assert_backward,
+    assert_chained,
+    of_backward,
+    steps_run,
+)
+from support.tables import rows
+from support.zoo import V, W, X, leaves_of, scalar
+from torch.utils._pytree import tree_map
+
+from remat import chain, random
+from remat.testing import count_ops
+
+
+SCHEDULES = {
+    "three": {"checkpoints": 3},
+    "all": {"checkpoints": "all"},
+    "pairs": {"checkpoints": 3, "unroll": 2},
+    "sqrt": {},
+}
+
+
+# --- What is scanned and collected --------------------------------------------------
+
+
+def of_pytrees(loops, w, x, **options):
+    xs = {"a": SLICES, "b": [SLICES[:, :2], None, (SLICES[:, 0] > 0,)]}
+
+    def step(h, s):
+        h = torch.tanh(h @ w) * s["a"] + s["b"][0].sum()
+        h = torch.where(s["b"][2][0], h, -h)
+        return h, {"h": h[0], "rest": (h.sum(), [None, s["b"][2][0]])}
+
+    return loops.scan(step, x, xs, **options)
+
+
+def of_nothing(loops, w, x, **options):
+    return loops.scan(lambda h, s: (torch.tanh(h @ w), s), x, length=9, **options)
+
+
+def of_a_length_and_slices(loops, w, x, **options):
+    def step(h, s):
+        return torch.tanh(h @ w) * s, None
+
+    return loops.scan(step, x, SLICES, LENGTH, **options)
+
+
+def of_numbers(loops, w, x, **options):
+    """Numbers are carried as they are, and collected as tensors."""
+
+    def step(carry, _):
+        h, i, f, b = carry
+        h = torch.tanh(h @ w) * (f + i if b else f)
+        return (h, i + 1, f / 2, not b), (i, f, b, complex(i, f))
+
+    return loops.scan(step, (x, 0, 4.0, True), length=6, **options)
+
+
+@dataclass
+class State:
+    h: torch.Tensor
+    name: str
+    seen: dict
+
+
+def of_dataclasses(loops, w, x, **options):
+    def step(state, s):
+        h = torch.tanh(state.h @ w) * s
+        return State(h, state.name, {"last": state.h}), state.seen["last"].sum()
+
+    last, sums = loops.scan(step, State(x, "state", {"last": x}), SLICES, **options)
+    return last.h, last.name, last.seen, sums
+
+
+def of_integer_carries(loops, w, x, **options):
+    def step(carry, s):
+        h, n = carry
+        return (torch.tanh(h @ w), n + 1), (n, s, h.sum() > 0)
+
+    n = torch.zeros(2, dtype=torch.long)
+    return loops.scan(step, (x, n), torch.arange(LENGTH), **options)
+
+
+def of_constant_parts(loops, w, x, **options):
+    """What does not depend on w or x does not require grad."""
+
+    def step(carry, _):
+        h, c = carry
+        return (torch.tanh(h @ w), c.cos()), (c, h)
+
+    return loops.scan(step, (x, SLICES), length=5, **options)
+
+
+def of_what_becomes_differentiable(loops, w, x, **options):
+    """The carry requires grad from the first step on, the second part never."""
+
+    def step(carry, s):
+        h, c = carry
+        return (torch.tanh(h + w * s), c), (h, c)
+
+    return loops.scan(step, (SLICES[:4], SLICES[0]), SLICES, **options)
+
+
+def of_detached_steps(loops, w, x, **options):
+    """The carry does not require grad after step 3, and does again."""
+
+    def step(carry, i):
+        h = torch.tanh(carry @ w)
+        return h.detach() if i == 3 else h, h.sum()
+
+    return loops.scan(step, x, torch.arange(8), **options)
+
+
+def of_unused_steps(loops, w, x, **options):
+    """Only what is collected is used, and of it a part."""
+
+    def step(h, s):
+        h = torch.tanh(h @ w)
+        return h, {"first": h[0] * s, "second": h[1].exp()}
+
+    return loops.scan(step, x, SLICES, **options)[1]["second"]
+
+
+def of_slices_alone(loops, w, x, **options):
+    def step(h, s):
+        return h, torch.tanh(s @ w)
+
+    return loops.scan(step, x, torch.stack([x, x + 1, x.cos()]), **options)[1]
+
+
+def of_one_tensor_twice(loops, w, x, **options):
+    """Carried twice, scanned, and referred to."""
+
+    def step(carry, s):
+        a, b = carry
+        return (torch.tanh(a * b + x), a), s * 2
+
+    return loops.scan(step, (x, x), x, **options)
+
+
+def of_views(loops, w, x, **options):
+    """Parts of a carry share memory; what is collected is a view of one."""
+
+    def step(carry, _):
+        a, b = carry
+        h = torch.tanh(torch.cat([a, b]) @ w)
+        return (h[:2], h[2:]), h[1:3, ::2].T
+
+    return loops.scan(step, (x[:2], x[2:]), length=7, **options)
+
+
+def of_returned_inputs(loops, w, x, **options):
+    """What is returned is the carry itself, the slice itself and the tensor w."""
+
+    def step(carry, s):
+        a, b, _ = carry
+        return (b, torch.tanh(a), w), (s, a, w)
+
+    return loops.scan(step, (x, x.cos(), w), x.sin(), **options)
+
+
+RUNS = {
+    "pytrees": (of_pytrees, LENGTH),
+    "nothing": (of_nothing, 9),
+    "a length and slices": (of_a_length_and_slices, LENGTH),
+    "numbers": (of_numbers, 6),
+    "dataclasses": (of_dataclasses, LENGTH),
+    "integer carries": (of_integer_carries, LENGTH),
+    "constant parts": (of_constant_parts, 5),
+    "what becomes differentiable": (of_what_becomes_differentiable, LENGTH),
+    "detached steps": (of_detached_steps, 8),
+    "unused steps": (of_unused_steps, LENGTH),
+    "slices alone": (of_slices_alone, 3),
+    "one tensor twice": (of_one_tensor_twice, 4),
+    "views": (of_views, 7),
+    "returned inputs": (of_returned_inputs, 4),
+}
+
+
+# x is used in several places besides: the loops add these up in another order.
+SEVERAL_USES = of_dataclasses, of_one_tensor_twice
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@rows("options", SCHEDULES)
+@rows("run, steps", RUNS)
+def test_a_scan_is_the_plain_loop(run, steps, options, reverse):
+    is_alone = options in (SCHEDULES["three"], SCHEDULES["all"])
+    assert_backward(
+        *(run, W, X),
+        steps=steps,
+        reverse=reverse,
+        reassociated=not is_alone or run in SEVERAL_USES,
+        **options,
+    )
+
+
+@rows("run, steps", RUNS)
+def test_outputs_require_grad_where_those_of_the_plain_loop_do(run, steps):
+    def flags(loops):
+        out = run(loops, *leaves_of(W, X))
+        return tree_map(
+            lambda t: t.requires_grad if isinstance(t, torch.Tensor) else t, out
+        )
+
+    with count_ops() as ops:
+        assert flags(chain) == flags(Plain)
+    assert ops["tanh"] == 2 * steps
+
+
+# --- Lengths ------------------------------------------------------------------------
+
+
+@rows("options", SCHEDULES)
+def test_a_scan_of_one_step_runs_it_twice(options):
+    def run(loops, w, x, **options):
+        return loops.scan(lambda h, s: (torch.tanh(h @ w), h), x, x[None], **options)
+
+    assert_backward(run, W, X, steps=1, **options)
+
+
+def test_a_scan_of_no_steps_returns_the_carry_and_empty_tensors():
+    def step(h, s):
+        return torch.tanh(h), {"sum": s.sum(0), "i": 3, "none": None}
+
+    (x,) = leaves_of(X)
+    last, ys = chain.scan(step, x, torch.empty(0, 2, 5))
+    assert last is x
+    assert ys["none"] is None
+    assert (ys["sum"].shape, ys["sum"].dtype) == ((0, 5), torch.float32)
+    assert (ys["i"].shape, ys["i"].dtype) == ((0,), torch.int64)
+
+
+def test_a_scan_of_no_steps_and_nothing_scanned_collects_nothing():
+    assert chain.scan(lambda h, s: (h, None), 3, length=0) == (3, None)
+
+
+# --- Which gradients are wanted -----------------------------------------------------
+
+
+def test_an_input_that_nothing_depends_on_has_no_gradient():
+    def program(loops):
+        w, x, unused, late = leaves_of(W, X, V, V)
+
+        def step(carry, s):
+            h, other = carry
+            return (torch.tanh(h @ w), other * unused), None
+
+        (h, _), _ = loops.scan(step, (x, late), length=6, checkpoints=3)
+        inputs = w, x, unused, late
+        return torch.autograd.grad(h.sum(), inputs, allow_unused=True)
+
+    assert program(chain)[2:] == program(Plain)[2:] == (None, None)
+    assert_chained(lambda loops: program(loops)[:2], steps=6, runs=6 + 9)
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_the_gradient_of_one_input_alone(wanted):
+    def program(loops):
+        leaves = leaves_of(W, X, SLICES)
+        out = by_scan_of(loops, *leaves, checkpoints=3)
+        return torch.autograd.grad(scalar(out), leaves[wanted])
+
+    runs = steps_run(LENGTH, checkpoints=3)
+    assert_chained(program, steps=LENGTH, runs=runs)
+
+
+def by_scan_of(loops, w, x, xs, **options):
+    def step(h, s):
+        h = torch.tanh(h @ w) * s
+        return h, h.sum(0)
+
+    return loops.scan(step, x, xs, **options)
+
+
+@pytest.mark.parametrize("requiring", [0, 1, 2])
+def test_one_input_alone_requires_grad(requiring):
+    def program(loops):
+        leaves = [t.clone() for t in (W, X, SLICES)]
+        leaves[requiring].requires_grad_()
+        out = by_scan_of(loops, *leaves, checkpoints=3)
+        return torch.autograd.grad(scalar(out), leaves[requiring])
+
+    runs = steps_run(LENGTH, checkpoints=3)
+    assert_chained(program, steps=LENGTH, runs=runs)
+
+
+def test_slices_whose_gradients_are_missing_have_zeros():
+    """The cotangents reach three of the slices."""
+
+    def program(loops):
+        (xs,) = leaves_of(SLICES)
+        ys = loops.scan(lambda h, s: (h, torch.tanh(s)), X, xs, checkpoints=3)[1]
+        return torch.autograd.grad(scalar(ys[[2, 5, 6]]), xs)
+
+    assert_chained(program, steps=LENGTH, runs=steps_run(LENGTH, checkpoints=3))
+
+
+def test_gradients_are_added_to_those_of_leaves():
+    def program(loops):
+        w, x = leaves_of(W, X)
+        for _ in range(2):
+            scalar(by_scan_of(loops, w, x, SLICES, checkpoints=3)).backward()
+        return w.grad, x.grad
+
+    runs = 2 * steps_run(LENGTH, checkpoints=3)
+    assert_chained(program, steps=2 * LENGTH, runs=runs, reassociated=True)
+
+
+def test_the_result_of_one_scan_goes_into_another():
+    def program(loops):
+        def run(w, x):
+            h, ys = by_scan_of(loops, w, x, SLICES, checkpoints=3)
+            return by_scan_of(loops, w, h, ys * 2, checkpoints=2)
+
+        return of_backward(run, W, X)
+
+    runs = steps_run(LENGTH, checkpoints=3) + steps_run(LENGTH, checkpoints=2)
+    assert_chained(program, steps=20, runs=runs, reassociated=True)
+
+
+def test_results_may_be_changed_in_place_after_the_call():
+    def program(loops):
+        def run(w, x):
+            h, ys = by_scan_of(loops, w, x * 1, SLICES, checkpoints=3)
+            h.mul_(2)
+            ys[0].zero_()
+            return h, ys
+
+        return of_backward(run, W, X)
+
+    assert_chained(program, steps=LENGTH, runs=steps_run(LENGTH, checkpoints=3))
+
+
+# --- Keys ---------------------------------------------------------------------------
+
+
+def with_keys(loops, w, x, **options):
+    """A key in the carry, and one that is folded with the number of the step."""
+    key = random.key(3)
+
+    def step(carry, i):
+        h, mine = carry
+        mine, sub = random.split(mine)
+        noise = random.normal(sub, h.shape, dtype=h.dtype)
+        h = random.dropout(random.fold_in(key, i), torch.tanh(h @ w), 0.3)
+        return (h + noise, mine), noise.sum()
+
+    numbers = torch.arange(LENGTH)
+    (h, last), sums = loops.scan(step, (x, random.key(4)), numbers, **options)
+    return h, random.key_data(last), sums
+
+
+@rows("options", SCHEDULES)
+def test_keys_are_carried_and_folded_with_the_number_of_the_step(options):
+    is_alone = options in (SCHEDULES["three"], SCHEDULES["all"])
+    assert_backward(with_keys, W, X, steps=LENGTH, reassociated=not is_alone, **options)
