@@ -5,6 +5,8 @@ import re
 import pytest
 from support.decoders import hf
 
+from remat.testing import count_ops
+
 
 pytestmark = [
     pytest.mark.clients,
@@ -12,19 +14,36 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::lightning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-for needed in "accelerate", "lightning", "peft":
-    pytest.importorskip(needed, reason="needs the extra `clients`")
 BLOCK = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_the_examples_of_modules_run(request, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    page = request.config.rootpath / "docs/modules.md"
+def run_examples(page, count):
+    """Run the examples of a page, and return what they define."""
     text, namespace = page.read_text(), {"__name__": "example"}
     examples = [*BLOCK.finditer(text)]
-    assert len(examples) == 5
+    assert len(examples) == count
     for match in examples:
         # Blank lines in front make a traceback name the line in the page.
         code = "\n" * text.count("\n", 0, match.start(1)) + match[1]
         exec(compile(code, str(page), "exec"), namespace)
-    assert isinstance(namespace["merged"], hf.BertForMaskedLM)
+    return namespace
+
+
+def test_the_examples_of_modules_run(request, tmp_path, monkeypatch):
+    for needed in "accelerate", "lightning", "peft":
+        pytest.importorskip(needed, reason="needs the extra `clients`")
+    monkeypatch.chdir(tmp_path)
+    found = run_examples(request.config.rootpath / "docs/modules.md", 5)
+    assert isinstance(found["merged"], hf.BertForMaskedLM)
+
+
+def test_the_recipe_of_lora_runs(request):
+    found = run_examples(request.config.rootpath / "docs/recipes.md", 1)
+    with count_ops() as ops:
+        found["train_step"]()
+    assert ops["silu"] == 2 * 6
+    assert all(p.grad is None for p in found["model"].model.embed_tokens.parameters())
+
+
+def test_the_rows_of_migrating_run(request):
+    run_examples(request.config.rootpath / "docs/migrating.md", 1)
