@@ -1,6 +1,6 @@
 """Every Python example in the README and the docs runs, page by page, in order.
 
-Where an example prints something, and the page shows output after it, the two are equal.
+Where a page shows output after an example, the example prints it.
 What docs/limits.md says in words is tested in `test_docs_state.py` and
 `test_docs_graphs.py`, and what docs/randomness.md says in `test_docs_randomness.py`.
 """
@@ -31,7 +31,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page):
-    """The examples of a page, each with the line it starts at, and its output or None."""
+    """The examples of a page: the line it starts at, the code, the output or None."""
     text = page.read_text()
     for match in BLOCK.finditer(text):
         yield text.count("\n", 0, match.start(1)), match[1], match[2]
@@ -60,7 +60,9 @@ def test_the_examples_of_the_page_run(page, monkeypatch):
 
 
 def test_output_that_differs_is_noticed():
-    assert is_like("made at train.py:3,\n  in f: ...\n", "made at page.md:12, in f: 3\n")
+    assert is_like(
+        "made at train.py:3,\n  in f: ...\n", "made at page.md:12, in f: 3\n"
+    )
     assert not is_like("peak: 12 bytes\n", "peak: 13 bytes\n")
 
 

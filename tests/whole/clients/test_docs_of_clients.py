@@ -1,10 +1,14 @@
 """The examples of the docs that need other libraries run, page by page, in order."""
 
 import re
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from support.decoders import hf
+from support.tables_of_docs import rows, run
 
+import remat
 from remat.testing import count_ops
 
 
@@ -45,5 +49,17 @@ def test_the_recipe_of_lora_runs(request):
     assert all(p.grad is None for p in found["model"].model.embed_tokens.parameters())
 
 
-def test_the_rows_of_migrating_run(request):
-    run_examples(request.config.rootpath / "docs/migrating.md", 1)
+ROWS = rows("From Hugging Face")
+
+
+def test_the_table_of_hugging_face_has_its_rows():
+    assert len(ROWS) == 6
+
+
+@pytest.mark.parametrize("code", sorted({code for _, ours in ROWS for code in ours}))
+def test_our_call_runs(code):
+    config = hf.BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    model = remat.nn.enable(hf.BertModel(config))
+    unet = hf.BertModel(config)  # any model that has the switch
+    names = {"remat": remat, "model": model, "pipeline": SimpleNamespace(unet=unet)}
+    run(code, {**names, "TrainingArguments": partial(hf.TrainingArguments, "out")})
