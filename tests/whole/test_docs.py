@@ -84,3 +84,15 @@ def test_relative_links_point_at_files(page):
 
 def test_the_limits_are_a_page():
     assert len((ROOT / "docs/limits.md").read_text().split()) < 750
+
+
+def test_each_page_is_in_the_sidebar_once():
+    text = (ROOT / "docs/index.md").read_text()
+    trees = re.findall(r":caption: (\S+)\n\n(.*?)\n```", text, re.DOTALL)
+    names = ["Tutorials", "How-to", "Explanation", "Reference"]
+    assert [name for name, _ in trees] == names
+    shown = sorted(entry for _, entries in trees for entry in entries.split())
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")]
+    expected = {str(p.relative_to(ROOT / "docs").with_suffix("")) for p in pages}
+    expected |= {f"notebooks/{p.stem}" for p in (ROOT / "notebooks").glob("*.ipynb")}
+    assert shown == sorted(expected - {"index"})
