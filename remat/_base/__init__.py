@@ -10,6 +10,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     context           which calls a thread is inside of, and for what
     code              what a function's code refers to
     source            the line of the user that is running
+    sizes             numbers of bytes, as people write them
     op, program       an operation, and a call, as data
     operators         the operators that graphs hold: the barrier, and names
     absent            a tensor without a value, for what a recompute leaves out

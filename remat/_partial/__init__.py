@@ -11,6 +11,7 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
       candidates                what the policy says, and the tensors that it may save
       assemble                  what is known only at the end: names, hidden writes
     plan, cost                  what becomes of each operation, and what it costs
+    budget, budgeted, measured  what a number of bytes is best spent on
     plans, schedule             the plans of one record; a plan laid out to be run
     decide                      whether a call is recorded, follows a plan, or neither
     collect, replay, check      a forward that saves residuals; a recompute along a
@@ -19,7 +20,7 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
     cache, forward_plan         what calls of one signature share; what one forward does
     following, recomputation    what a call saves and replays: at base, under torch.func
     naming, names               `checkpoint_name`
-    tape, barrier               in a graph: what is kept, and read after the cotangents
+    tape, barrier, sketch       in a graph: what is kept, and read after the cotangents
 
 Called by `_transform` if there is a policy or pruning, and by `_scope` and `_report`.
 """

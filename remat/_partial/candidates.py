@@ -105,6 +105,11 @@ class Candidates:
                 self._hold(tensor, number)
                 return
 
+    def let_go_of_graph(self) -> None:
+        """Hold the values alone: what nobody can differentiate is no root of a plan."""
+        self._outputs.clear()
+        self._held = {number: t.detach() for number, t in self._held.items()}
+
     def raise_error(self) -> None:
         """Raise what the policy raised, if it did."""
         if self._error is not None:
@@ -129,7 +134,7 @@ class Candidates:
 
     def residual(self, value: Value, number: int) -> Tensor:
         """Return the output that was made with a storage, of which a view was held."""
-        held = self._held[number].detach()
+        held = self._held[number]
         if value_of(held) == value or type(held) is Absent:
             return held
         return viewed(held, value.shape, value.stride, value.offset)

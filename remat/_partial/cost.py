@@ -1,10 +1,11 @@
 """Estimates what operations cost: FLOPs, bytes moved, time at nominal rates.
 
-Called by `decide`, to judge whether a plan is worth it, and by the reports.
+Called by `decide`, to judge whether a plan is worth it, by `budgeted`, and by the
+reports.
 
 Invariant: metadata alone is read, and nothing is measured, so that two processes decide
 alike. Rejected: timing the operations of the first call. It waits for the device, and
-decides by the noise of the machine.
+decides by the noise of the machine. Only a budget may ask for that (`measured`).
 """
 
 from typing import Any
@@ -21,6 +22,7 @@ from remat._partial.plan import Fate, Plan, Record, Step, filled
 _RATES = {"cpu": (2e10, 1e10)}
 _ACCELERATOR = (5e13, 1e12)
 _MODE = 8e-6  # seconds that a dispatch mode spends on each operation
+_START = 2e-6  # seconds that it takes to start an operation, however small it is
 
 
 def flops(step: Step) -> int:
@@ -63,6 +65,14 @@ def seconds(step: Step) -> float:
     rates = [_RATES.get(kind, _ACCELERATOR) for kind in kinds] or [_ACCELERATOR]
     flops_per_second, bytes_per_second = map(min, zip(*rates, strict=True))
     return max(flops(step) / flops_per_second, bytes_moved(op) / bytes_per_second)
+
+
+def work(step: Step) -> float:
+    """Return what it costs to run an operation again, in seconds at nominal rates.
+
+    A view costs nothing.
+    """
+    return 0.0 if step.is_view else _START + seconds(step)
 
 
 def avoided(record: Record, plan: Plan) -> float:

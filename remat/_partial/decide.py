@@ -11,9 +11,10 @@ lowerings would differ, and reports would be wrong.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from remat._partial.budgeted import Spent, spent
 from remat._partial.cost import reason_against
 from remat._partial.options import Prune
 from remat._partial.plan import Plan, Record
@@ -77,11 +78,13 @@ class Planned:
         plan: the plan that they follow; None if they run as they are.
         why_none: why they do; "" if there is a plan.
         why_unpruned: why the plan leaves nothing out; "" if it may.
+        spent: what the budget of the policy keeps; None if it has none.
     """
 
     plan: Plan | None
     why_none: str
     why_unpruned: str
+    spent: Spent | None = None
 
 
 def planned(
@@ -89,7 +92,7 @@ def planned(
     decisions: Sequence[Decision],
     policy: Policy | None,
     prune: Prune,
-    extra_roots: Iterable[int],
+    extra_roots: Collection[int],
 ) -> Planned:
     """Return what the calls after a recorded one do.
 
@@ -101,12 +104,15 @@ def planned(
         extra_roots: storages that are needed, and that the graph did not save.
     """
     unpruned = _why_unpruned(prune, record)
-    made = full_plan(record, decisions, prune=not unpruned, extra_roots=extra_roots)
+    pruned = not unpruned
+    budget = spent(policy, record, decisions, extra_roots, prune=pruned)
+    kept = decisions if budget is None else budget.decisions
+    made = full_plan(record, kept, prune=pruned, extra_roots=extra_roots)
     if policy is None and prune == "auto":
         why = reason_against(record, made)
         if why:
             return Planned(None, why, unpruned)
-    return Planned(made, "", unpruned)
+    return Planned(made, "", unpruned, budget)
 
 
 def _why_unpruned(prune: Prune, record: Record) -> str:
@@ -170,6 +176,13 @@ def warn_if_unpruned(prune: Prune, label: str, why: str) -> None:
         warn_once(_NOT_PRUNED.format(label=label, why=why))
 
 
+def warn_if_overdrawn(budget: Spent | None, label: str) -> None:
+    """Warn, once for each function, that what must be kept exceeds the budget."""
+    if budget is not None and budget.overdrawn:
+        nbytes, most = budget.overdrawn, budget.budget.nbytes
+        warn_once(_OVERDRAWN.format(label=label, nbytes=nbytes, most=most))
+
+
 def warn_once(message: str) -> None:
     """Warn, unless this was said before."""
     if message not in _WARNED:
@@ -182,4 +195,8 @@ _NOT_FOLLOWED = (
     "remat: {asked} of {label} is not followed, and all is recomputed: {why}."
 )
 _NOT_PRUNED = "remat: the recompute of {label} is not pruned: {why}."
+_OVERDRAWN = (
+    "remat: what the policy of {label} has to keep takes {nbytes:,} bytes, more than "
+    "its budget of {most:,}. It is kept, and nothing else."
+)
 _HIDDEN = "at {where}, a tensor is of a class that does not tell what shares its memory"

@@ -21,6 +21,7 @@ from remat._partial.decide import (
     asked_for,
     inputs_to_drop,
     planned,
+    warn_if_overdrawn,
     warn_if_unpruned,
 )
 from remat._partial.options import Prune
@@ -133,8 +134,14 @@ class ForwardPlan:
         if found.plan is None:
             cache.reason = found.why_none
             return None
+        warn_if_overdrawn(found.spent, self._label)
         plans = Plans(
-            record, decisions, found.plan, prune=not unpruned, extra_roots=exposed
+            record,
+            decisions,
+            found.plan,
+            prune=not unpruned,
+            extra_roots=exposed,
+            spent=found.spent,
         )
         cache.plans, cache.proven, cache.outputs = plans, set(), frozenset(roots)
         cache.names = frozenset() if policy is None else policy.names

@@ -240,11 +240,11 @@ class _Walk:
 
     def __init__(self, record: Record, saveable: Collection[int]) -> None:
         self._steps = record.steps
-        self._makers = _makers(record)
+        self._makers = makers_of(record)
         self._linked = _linked(record)
         self._overwrites = overwrites(record)
         whole = [i for i in saveable if self._is_whole(i, record.inputs)]
-        self._saveable = {*whole}
+        self.saveable = {*whole}
         self.live: set[int] = set()
         self.run_steps: set[int] = set()
         self.metadata_only: set[int] = set()
@@ -272,7 +272,7 @@ class _Walk:
     def _is_covered(self, i: int) -> bool:
         """Say whether all that a collective overwrites is saved."""
         made = self._overwrites.get(i)
-        return made is not None and made <= self._saveable
+        return made is not None and made <= self.saveable
 
     def need(self, storages: Iterable[int]) -> None:
         """Need storages, and with them what made and changed them."""
@@ -284,7 +284,7 @@ class _Walk:
             self.live.add(s)
             self._todo += self._linked.get(s, ())
             for i in self._makers.get(s, ()):
-                if i in self._saveable:
+                if i in self.saveable:
                     self.saved.add(i)
                 elif not self._is_covered(i):
                     self._run(i, metadata_only=self._is_metadata_only(i, s))
@@ -299,7 +299,7 @@ class _Walk:
 
     def run(self, i: int, *, metadata_only: bool) -> None:
         """Have a step run, whether or not what it makes is needed."""
-        self._saveable.discard(i)
+        self.saveable.discard(i)
         self.saved.discard(i)
         self._run(i, metadata_only=metadata_only)
         self.need(())
@@ -338,12 +338,17 @@ class _Walk:
         return Fate.METADATA_ONLY if i in self.metadata_only else Fate.DEAD
 
 
+def saveable_in(record: Record, steps: Collection[int]) -> set[int]:
+    """Return which of these steps a plan saves if their results are needed."""
+    return {*_Walk(record, steps).saveable}
+
+
 def overwrites(record: Record) -> dict[int, frozenset[int]]:
     """Return the steps whose results collectives replace in place, by collective.
 
     Nothing else has read such a result by then, and the collective writes nothing else.
     """
-    steps, makers, found = record.steps, _makers(record), dict[int, frozenset[int]]()
+    steps, makers, found = record.steps, makers_of(record), dict[int, frozenset[int]]()
     for j, step in enumerate(steps):
         if not step.is_collective or step.always_runs or step.draws:
             continue
@@ -368,7 +373,7 @@ def _linked(record: Record) -> dict[int, list[int]]:
     return linked
 
 
-def _makers(record: Record) -> dict[int, list[int]]:
+def makers_of(record: Record) -> dict[int, list[int]]:
     """Return which steps make or change each storage."""
     makers, inside = defaultdict(list), dict(record.inside)
     for i, step in enumerate(record.steps):

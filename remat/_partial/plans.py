@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from remat._partial.budgeted import Spent, spend
 from remat._partial.candidates import Candidates
 from remat._partial.plan import Plan, Record, plan
 from remat._partial.schedule import Schedule
@@ -26,10 +27,12 @@ class Plans:
         made: the plan for all roots.
         prune: whether to leave out what is not needed.
         extra_roots: more storages that are needed.
+        spent: what the budget of the policy keeps; None if it has none.
 
     Attributes:
         record: the record.
-        decisions: what the policy says of each operation.
+        decisions: what the policy says of each operation. A budget allows it, and
+            keeps some of it.
         prune: whether to leave out what is not needed.
         extra_roots: more storages that are needed.
         full: the plan for all roots, laid out.
@@ -37,11 +40,12 @@ class Plans:
         residual_of_handle: for each handle of a residual, the index of the residual.
         each_has_handle: whether there is such a handle for each residual.
         for_recompute: the residuals that a recompute reads, by index.
+        spent: what the budget of the policy keeps; None if it has none.
     """
 
     __slots__ = (
         *("_narrowed", "decisions", "destinations", "each_has_handle", "extra_roots"),
-        *("for_recompute", "full", "prune", "record", "residual_of_handle"),
+        *("for_recompute", "full", "prune", "record", "residual_of_handle", "spent"),
     )
     full: Schedule
 
@@ -53,7 +57,9 @@ class Plans:
         *,
         prune: bool,
         extra_roots: Iterable[int] = (),
+        spent: Spent | None = None,
     ) -> None:
+        self.spent = spent
         self.record, self.decisions, self.prune = record, decisions, prune
         self.extra_roots = frozenset(extra_roots)
         self.full = Schedule(record, made)
@@ -75,9 +81,14 @@ class Plans:
         self, decisions: Sequence[Decision], extra_roots: frozenset[int]
     ) -> "Plans":
         """Return the plans of the same record for other decisions or more roots."""
-        record, prune = self.record, self.prune
-        made = full_plan(record, decisions, prune=prune, extra_roots=extra_roots)
-        return Plans(record, decisions, made, prune=prune, extra_roots=extra_roots)
+        record, prune, before = self.record, self.prune, self.spent
+        args, spent = (record, decisions, extra_roots), None
+        if before is not None:
+            spent = spend(before.budget, before.must, *args, prune=prune)
+        kept = decisions if spent is None else spent.decisions
+        made = full_plan(record, kept, prune=prune, extra_roots=extra_roots)
+        options = {"prune": prune, "extra_roots": extra_roots, "spent": spent}
+        return Plans(record, decisions, made, **options)
 
     def residuals_of(self, candidates: Candidates) -> list[Tensor]:
         """Return the residuals of the call that was recorded."""

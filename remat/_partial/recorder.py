@@ -29,6 +29,7 @@ from remat._partial.effects import (
 )
 from remat._partial.exposures import Exposures
 from remat._partial.match import statics_of
+from remat._partial.measured import Timing
 from remat._partial.naming import tell_no_more, tell_of_names
 from remat._partial.plan import Record, Step
 from remat._partial.roots import Roots
@@ -42,6 +43,7 @@ from remat._torch import (
     no_torch_functions,
 )
 from remat.policies import Decision, Policy
+from remat.policies._within import times_operations
 
 
 class Recorder(LeanDispatchMode):
@@ -69,6 +71,7 @@ class Recorder(LeanDispatchMode):
     ) -> None:
         super().__init__()
         self._policy = policy
+        self._timing = Timing(call_kernel) if times_operations(policy) else None
         self._storages = storages = Storages() if storages is None else storages
         self._made: set[int] = set()  # storages, by operations
         self._updates: list[tuple[int, ...]] = []  # of running statistics
@@ -94,7 +97,7 @@ class Recorder(LeanDispatchMode):
             moves = traits.may_move_a_stream
             detector = DrawDetector(func, args, kwargs) if moves else None
             arguments = Arguments(args, kwargs)  # before the operation changes them
-            result = call_kernel(func, *args, **kwargs)
+            result = (self._timing or call_kernel)(func, *args, **kwargs)
             draws = detector is not None and detector.has_drawn()
             written = declared_writes(traits, args, kwargs)
             results = Results(result, arguments)
@@ -114,6 +117,8 @@ class Recorder(LeanDispatchMode):
         step = step_of(seen, reads, makes, writes, writes_known=met)
         self._made.update(range(known, len(storages)))
         self.steps.append(step)
+        if self._timing is not None:
+            self._timing.note(step.op)
         if self._policy is not None:
             op = step.op if may_be_saved(step, results.tensors) else None
             statics = statics_of(args, kwargs)
@@ -136,7 +141,8 @@ class Recorder(LeanDispatchMode):
         del self._exposures  # which refers to this
 
     def end(self) -> None:
-        """Raise what the policy raised, if it did."""
+        """Let go of the graph; raise what the policy raised, if it did."""
+        self.candidates.let_go_of_graph()
         self.candidates.raise_error()
 
     def name(self, tensor: Tensor, name: str) -> None:

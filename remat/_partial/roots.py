@@ -75,7 +75,7 @@ class Roots:
         found, known = set[int](), self._storages.known
         for node, tensors in nodes_of(outs):
             kind = type(node).__name__
-            if kind in _SILENT:
+            if kind in SILENT:
                 found.update(self._changed() if kind == "CopySlices" else self._made)
             else:
                 found.update(s for s in map(known, tensors) if s is not None)
@@ -101,4 +101,4 @@ class Roots:
 
 _MANY = 16  # outputs, up to which the graph is walked for each
 # Nodes that do not tell what they saved: of in-place operations on views, and in C++.
-_SILENT = {"CopySlices", "CppFunction"}
+SILENT = {"CopySlices", "CppFunction"}

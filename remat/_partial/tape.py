@@ -8,6 +8,7 @@ Rejected: record, plan and replay, as outside of graphs. Who makes a graph drops
 nobody reads.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from remat._base.operators import named
 from remat._base.source import user_line
 from remat._partial.barrier import after_cotangents
 from remat._partial.effects import declared_writes, traits_of
+from remat._partial.sketch import Sketch
 from remat._partial.values import Arguments, Results
 from remat._torch import (
     OpOverload,
@@ -171,6 +173,9 @@ class Tape(TracedMode):
     def name(self, tensor: Tensor, name: str) -> None:
         """Note the name of a value."""
 
+    def choose(self, out: Any) -> None:
+        """Let go of what the budget of the policy does not keep."""
+
     def keep_copies(self, out: Any) -> None:
         """Keep copies of what the function returned, before its caller has it."""
 
@@ -248,6 +253,10 @@ class Forward(Tape):
         super().__init__(kept)
         # By storage: what made it, with the tensor, so that the number stays its own.
         self._made: dict[int, tuple[Entry, Any]] = {}
+        policy = kept.policy
+        has_budget = policy is not None and policy.has_budget
+        self._sketch = Sketch(policy) if policy is not None and has_budget else None
+        self._sketched: dict[Entry, int] = {}
 
     @override
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
@@ -266,8 +275,9 @@ class Forward(Tape):
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         arguments = Arguments(args, kwargs)
         out = func(*args, **kwargs)
-        self._note(func, arguments, out)
-        for tensor in declared_writes(traits_of(func), args, kwargs):
+        written = declared_writes(traits_of(func), args, kwargs)
+        self._note(func, arguments, out, written)
+        for tensor in written:
             # A detached tensor counts its versions apart while functions are made of
             # operations in place, so nothing would tell that what is kept was changed.
             made = self._made.get(storage_id(tensor))
@@ -275,23 +285,34 @@ class Forward(Tape):
                 made[0].results = None
         return out
 
-    def _note(self, func: Any, arguments: Arguments, out: Any) -> None:
+    def _note(
+        self, func: Any, arguments: Arguments, out: Any, written: Sequence[Tensor] = ()
+    ) -> None:
         entry = Entry(func)
         self._kept.entries.append(entry)
-        if not (_computes(func) and arguments.tensors):
+        may_keep = _computes(func) and bool(arguments.tensors)
+        if not may_keep and self._sketch is None:
             return
         results = Results(out, arguments)
         values = tuple(results.values)
-        entry.op = Op(func, *arguments.described, values, source=user_line())
-        self._keep(entry, out)
-        for t in results.tensors:
-            self._made[storage_id(t)] = entry, out
+        op = Op(func, *arguments.described, values, source=user_line())
+        decision = Decision.RECOMPUTE
+        if may_keep:
+            entry.op = op
+            decision = self._keep(entry, out)
+            for t in results.tensors:
+                self._made[storage_id(t)] = entry, out
+        if self._sketch is not None:
+            tensors = arguments.tensors, results.tensors, written
+            self._sketched[entry] = self._sketch.note(op, decision, *tensors)
 
-    def _keep(self, entry: Entry, out: Any) -> None:
+    def _keep(self, entry: Entry, out: Any) -> Decision:
         policy, op = self._kept.policy, entry.op
         assert policy is not None
         assert op is not None
-        entry.keep(out, policy(op), self._kept.label)
+        decision = policy(op)
+        entry.keep(out, decision, self._kept.label)
+        return decision
 
     @override
     def name(self, tensor: Tensor, name: str) -> None:
@@ -304,7 +325,19 @@ class Forward(Tape):
             names = op.names | {name}
             entry.op = Op(op.func, op.args, op.kwargs, op.outputs, names, op.source)
             entry.results = None
-            self._keep(entry, out)
+            decision = self._keep(entry, out)
+            if self._sketch is not None:
+                self._sketch.rename(self._sketched[entry], entry.op, decision)
+
+    @override
+    def choose(self, out: Any) -> None:
+        """Let go of what the budget does not keep, while the result has a graph."""
+        if self._sketch is None:
+            return
+        chosen = self._sketch.chosen(tree_leaves(out))
+        for entry, i in self._sketched.items():
+            if i not in chosen:
+                entry.results = None
 
     @override
     def keep_copies(self, out: Any) -> None:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from remat._base.types import Fn
-from remat._partial.cost import flops
+from remat._partial.budget import evaluate
+from remat._partial.budgeted import problem_of
+from remat._partial.cost import flops, work
 from remat._partial.options import Options, Prune
 from remat._report.blocks import Blocks
 from remat._report.examine import Examined, examine
@@ -27,10 +29,12 @@ from remat._report.labels import refuse_transforms
 from remat._report.peak import bytes_recomputed
 from remat._report.reports import ComparedPolicy, Comparison
 from remat.policies import (
+    Decision,
     dots_saveable,
     dots_with_no_batch_dims_saveable,
     everything_saveable,
     nothing_saveable,
+    within,
 )
 
 
@@ -60,6 +64,10 @@ def compare(
       autograd saves, and nothing is recomputed.
     - "nothing_saveable": remat around the whole function, without a policy.
     - One row for each of `policies`.
+    - Some rows for `policies.within`, with budgets from nothing to everything, as far
+      as they are unlike the rows above. They are left out if the function has blocks,
+      and if scipy is not installed. A budget spares work, which is time at nominal
+      rates; the table shows FLOPs.
 
     The estimated peak is what is saved, and what the recompute of the largest call
     holds. Gradients and what single operations need are not counted.
@@ -128,9 +136,15 @@ def compare(
         else:
             _, _, options = unwrapped(fn, policy, prune)
             rows.append(called.row(name, options, plainly))
-    return Comparison(label, tuple(rows))
+    if blocks.names:
+        return Comparison(label, tuple(rows))
+    try:
+        return Comparison(label, tuple(rows), tuple(called.front(fn, prune, plainly)))
+    except ImportError as error:
+        return Comparison(label, tuple(rows), no_front=_NO_FRONT.format(error=error))
 
 
+_NO_FRONT = "without what policies.within reaches. {error}"
 _NOT_COMPARED = (
     "remat: compare found nothing to differentiate: no floating tensor is passed, and "
     "no tensor that the function refers to requires grad. Pass a floating tensor."
@@ -177,6 +191,20 @@ class _Called:
             report.recomputed_share,
         )
 
+    def front(self, fn: Fn, prune: Any, plainly: Examined) -> Iterator[ComparedPolicy]:
+        """Yield the rows of budgets, from nothing to everything.
+
+        Raises:
+            ImportError: scipy is not installed.
+        """
+        record = plainly.record
+        may = [Decision.SAVE] * len(record.steps)
+        problem, _ = problem_of(record, may, (), plainly.exposed, work)
+        most = evaluate(problem, problem.may_save).nbytes
+        for nbytes in sorted({most * k // _PARTS for k in range(_PARTS + 1)}):
+            _, _, options = unwrapped(fn, within(nbytes, time_limit=_SECONDS), prune)
+            yield self.row(f"within({nbytes})", options, plainly)
+
     def row_of_blocks(
         self, name: str, policies: Mapping[Any, object]
     ) -> ComparedPolicy:
@@ -185,6 +213,10 @@ class _Called:
         found = self.examined(blocks)
         blocks.refuse_unused(self.label)
         return _row_of_blocks(name, found)
+
+
+_PARTS = 6  # of what is saved at most
+_SECONDS = 1.0  # for each
 
 
 def _row_of_blocks(name: str, found: Examined) -> ComparedPolicy:

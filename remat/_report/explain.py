@@ -15,15 +15,21 @@ from typing import Any, Literal
 
 from remat._base.labels import name_in
 from remat._base.types import Fn
+from remat._partial.budgeted import Spent, cost_of
 from remat._partial.cost import flops
 from remat._partial.options import Options, Prune
-from remat._partial.plan import Fate
+from remat._partial.plan import Fate, Record
 from remat._report.examine import Examined, Leaf, examine
 from remat._report.labels import label_of, refuse_transforms
 from remat._report.outcome import Outcome, outcome_of
 from remat._report.peak import bytes_recomputed
 from remat._report.reasons import Reasons, name
-from remat._report.reports import ExplainedInput, ExplainedOp, Explanation
+from remat._report.reports import (
+    ExplainedBudget,
+    ExplainedInput,
+    ExplainedOp,
+    Explanation,
+)
 from remat._report.step import peak_of
 from remat._transform.api import options_of
 from remat._transform.module import recomputed_by
@@ -169,9 +175,19 @@ def explained(
         recomputed_bytes=again,
         streams=found.streams,
         advice=(),
+        budget=_budget(outcome.spent, found.record),
     )
     advice = _advice(report, found, plainly, higher_order=options.higher_order)
     return dataclasses.replace(report, advice=tuple(advice))
+
+
+def _budget(spent: Spent | None, record: Record) -> ExplainedBudget | None:
+    if spent is None:
+        return None
+    found, limit, cost = spent.solution, spent.budget.nbytes, cost_of(spent.budget)
+    whole = sum(map(cost, record.steps))
+    over = bool(spent.overdrawn)
+    return ExplainedBudget(limit, found.nbytes, found.work, whole, found.gap, over)
 
 
 # --- What becomes of it ---

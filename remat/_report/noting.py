@@ -18,9 +18,9 @@ from typing_extensions import override
 from remat._base.absent import Absent
 from remat._base.context import here
 from remat._base.labels import name_in
-from remat._base.op import Value
 from remat._graph.graph import handles_at, nodes_of
 from remat._graph.handles import PackedOutside, stored_by
+from remat._partial.budgeted import moves
 from remat._partial.classify import Seen
 from remat._partial.options import Options
 from remat._partial.plan import Fate
@@ -31,7 +31,6 @@ from remat._report.ledger import parts
 from remat._torch import base_tensor, current_task
 from remat._transform.lowering import Lowering
 from remat._transform.saved import Saved
-from remat.policies import Decision
 
 
 Ask = Callable[..., Any]
@@ -209,12 +208,6 @@ class Noting(Recorder):
             step = self.steps[steps[i]]
             if moves(decision, step.op.outputs):
                 yield step.makes[k]
-
-
-def moves(decision: Decision, outputs: Sequence[Value]) -> bool:
-    """Say whether a result is offloaded: what is in host memory stays in it."""
-    away = any(value.device.type != "cpu" for value in outputs)
-    return decision is Decision.OFFLOAD_TO_DISK or (decision.offloads and away)
 
 
 def _plans_of(call: Saved) -> Any:

@@ -11,13 +11,13 @@ import dataclasses
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+from remat._partial.budgeted import Spent, moves
 from remat._partial.candidates import decisions_of
 from remat._partial.decide import inputs_to_drop, planned, why_no_record
 from remat._partial.options import Options
 from remat._partial.plan import Fate, Plan, Record, plan
 from remat._partial.plans import residual_of_handle
 from remat._report.examine import Examined
-from remat._report.noting import moves
 from remat.policies import Decision
 
 
@@ -31,6 +31,7 @@ class Outcome:
         dropped: those of them that are not kept. The graph may save the others itself.
         offloaded: the operations whose results are offloaded.
         unpruned: why nothing is left out; "" if it may be.
+        spent: what the budget of the policy keeps; None if it has none.
     """
 
     plan: Plan
@@ -38,6 +39,7 @@ class Outcome:
     dropped: frozenset[int]
     offloaded: frozenset[int]
     unpruned: str
+    spent: Spent | None = None
 
 
 def outcome_of(found: Examined, options: Options) -> Outcome:
@@ -69,7 +71,8 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
     )
     dropped = frozenset(unread)
     offloaded = frozenset(_offloaded(record, decisions))
-    outcome = Outcome(made, dropped, dropped, offloaded, verdict.why_unpruned)
+    unpruned, budget = verdict.why_unpruned, verdict.spent
+    outcome = Outcome(made, dropped, dropped, offloaded, unpruned, budget)
     return _stopped(outcome, options, found, residual_of_handle(record, made))
 
 

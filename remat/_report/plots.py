@@ -1,6 +1,6 @@
-"""Plots of reports, with matplotlib: bars, points and steps.
+"""Plots of reports, with matplotlib: bars, points, steps and lines.
 
-Called by `reports` and `timeline`. Bytes are drawn in MiB.
+Called by `reports`, `timeline` and `chain`. Bytes are drawn in MiB.
 
 Invariant: labels stand in a legend or at an axis, so they collide with nothing. All
 colours can be read on a light and on a dark background.
@@ -11,7 +11,7 @@ Rejected: importing matplotlib at the top. It is optional, and slow to import.
 import importlib
 import importlib.util
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat._report.render import COLOURS
@@ -52,10 +52,12 @@ def points(
     costs: Sequence[int],
     title: str,
     ax: Any = None,
+    front: Sequence[tuple[int, int]] = (),
 ) -> Any:
     """Draw a point for each pair of bytes and FLOPs; return the axes.
 
-    Labels of equal pairs share a point. A line joins the points that no other beats.
+    Labels of equal pairs share a point. A line joins the points that no other beats,
+    and a dashed one the pairs that budgets reach.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -66,6 +68,10 @@ def points(
         named.setdefault((size, cost), []).append(label)
     best = [(size / MIB, cost) for size, cost in _unbeaten([*named])]
     ax.plot(*zip(*best, strict=True), color=_GREY, linewidth=1, zorder=0)
+    if front:
+        reached = [(size / MIB, cost) for size, cost in _unbeaten(front)]
+        style = {"linestyle": "--", "marker": ".", "color": _GREY, "zorder": 0}
+        ax.plot(*zip(*reached, strict=True), **style, label="policies.within(...)")
     for i, ((size, cost), names) in enumerate(named.items()):
         marker = _MARKERS[i % len(_MARKERS)]
         label = "\n".join(textwrap.fill(name, _WIDE) for name in names)
@@ -109,6 +115,27 @@ def steps(sizes: Sequence[int], peak: str, title: str, ax: Any = None) -> Any:
     ax.set_ylim(bottom=0)
     ax.set_xlabel("allocations and frees")
     ax.set_ylabel("MiB alive")
+    return _finished(ax, title)
+
+
+def lines(
+    at: Sequence[int],
+    series: Mapping[str, Sequence[int]],
+    axes: tuple[str, str],
+    title: str,
+    ax: Any = None,
+) -> Any:
+    """Draw named counts over another one, as lines; return the axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    ax = ax or _new_axes((8, 3))
+    for name, counts in series.items():
+        ax.plot(at, counts, label=name, linewidth=1)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel(axes[0])
+    ax.set_ylabel(axes[1])
     return _finished(ax, title)
 
 

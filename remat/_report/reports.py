@@ -76,6 +76,35 @@ class ExplainedOp:
     is_view: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ExplainedBudget:
+    """What a budget keeps: of `policies.within`.
+
+    Attributes:
+        limit: the bytes of the budget.
+        nbytes: the bytes that it keeps.
+        work: what is recomputed, in seconds at nominal rates, or as measured.
+        whole_work: that of the whole forward.
+        gap: how much less work another choice could cost, as a fraction of `work`. 0 if
+            the solver has proven that none costs less.
+        overdrawn: whether what must be kept takes more than the limit.
+    """
+
+    limit: int
+    nbytes: int
+    work: float
+    whole_work: float
+    gap: float
+    overdrawn: bool
+
+    def __str__(self) -> str:
+        share = self.work / self.whole_work if self.whole_work else 0.0
+        best = f"at most {self.gap:.1%} above the least" if self.gap else "the least"
+        used = f"{self.nbytes:,} of {self.limit:,} bytes"
+        over = ", exceeded by what must be kept" if self.overdrawn else ""
+        return f"{used}{over}; {share:.0%} of the work again, {best}"
+
+
 @dataclass(frozen=True, repr=False)
 class Explanation(_render.Shown):
     """The report of `explain`. It prints as a table.
@@ -96,6 +125,7 @@ class Explanation(_render.Shown):
         streams: the random streams whose states are saved. They are in no total.
         advice: what to change, and why.
         peak: what holds the peak of a step; None if the function is not one of a step.
+        budget: what the budget of the policy keeps; None if it has none.
     """
 
     label: str
@@ -110,6 +140,7 @@ class Explanation(_render.Shown):
     streams: tuple[str, ...]
     advice: tuple[str, ...]
     peak: Peak | None = None
+    budget: ExplainedBudget | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -205,6 +236,8 @@ class Explanation(_render.Shown):
             f"recomputed: {self.recomputed_flops:,} of {self.flops:,} FLOPs "
             f"({self.recomputed_share:.0%}), {again} of {count} operations"
         )
+        if self.budget is not None:
+            yield f"budget: {self.budget}"
         yield "pruned: " + ("yes" if self.pruned else f"no, {self.reason}")
         if self.streams:
             yield f"also saved: the state of {', '.join(self.streams)}"
@@ -258,10 +291,15 @@ class Comparison(_render.Shown):
         label: the name of the function.
         rows: one row each for the function as written, if it calls rematerialized
             functions; for plain code; for remat without a policy; and for each policy.
+        front: what `policies.within` reaches, with budgets from nothing to everything.
+            Empty if the function calls rematerialized functions.
+        no_front: why there is no front; "" if there is one.
     """
 
     label: str
     rows: tuple[ComparedPolicy, ...]
+    front: tuple[ComparedPolicy, ...] = ()
+    no_front: str = ""
 
     @override
     def __repr__(self) -> str:
@@ -271,6 +309,8 @@ class Comparison(_render.Shown):
 
     def plot(self, ax: Any = None) -> Any:
         """Draw recomputed FLOPs against saved bytes, a point for each policy.
+
+        A dashed line joins what `policies.within` reaches.
 
         Args:
             ax: the matplotlib axes to draw on; None for new ones.
@@ -284,15 +324,21 @@ class Comparison(_render.Shown):
         names = [row.name for row in self.rows]
         sizes = [row.saved_bytes for row in self.rows]
         costs = [row.recomputed_flops for row in self.rows]
-        return _plots.points(names, sizes, costs, self._table().title, ax)
+        line = [(row.saved_bytes, row.recomputed_flops) for row in self.front]
+        return _plots.points(names, sizes, costs, self._table().title, ax, line)
 
     @override
     def _table(self) -> _render.Table:
+        cells = [*map(_compared_row, self.rows)]
+        for row in map(_compared_row, self.front):
+            if not any(row[1:] == other[1:] for other in cells):
+                cells.append(row)
         return _render.Table(
             title=f"policies for {self.label}",
             columns=("policy", *map("#{}".format, _COSTS)),
-            rows=tuple(map(_compared_row, self.rows)),
-            kinds=("",) * len(self.rows),
+            rows=tuple(cells),
+            kinds=("",) * len(cells),
+            notes=(self.no_front,) if self.no_front else (),
         )
 
 

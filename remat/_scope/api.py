@@ -58,6 +58,7 @@ class scope:  # noqa: N801
             The policy of a nested block is joined with those around it.
 
     Raises:
+        TypeError: the policy is a budget (``within``).
         RematError: on entry, inside of ``torch.func.grad``, ``vmap`` or the like. There
             use ``remat(fn)``.
         MutationError: in the backward, if a tensor that the block was given was changed
@@ -82,6 +83,8 @@ class scope:  # noqa: N801
 
     def __init__(self, policy: Any = None) -> None:
         self._policy = None if policy is None else as_policy(policy)
+        if self._policy is not None and self._policy.has_budget:
+            raise TypeError(_NO_BUDGET.format(policy=self._policy))
         self._entered: list[Block | None] = []
 
     def __enter__(self) -> Self:
@@ -95,6 +98,13 @@ class scope:  # noqa: N801
         block = self._entered.pop()
         if block is not None:
             _end(block, raises=kind is None)
+
+
+_NO_BUDGET = (
+    "remat: remat.scope cannot follow {policy}: what the backward reads of a block is "
+    "not known when it ends, because graphs made later may save its results. Put the "
+    "block in a function, and pass the budget to remat(fn, policy=...)."
+)
 
 
 class _Blocks:

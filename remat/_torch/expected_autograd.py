@@ -26,14 +26,18 @@ def _grad_mode_is_switched() -> None:
     torch.set_grad_enabled(True)
 
 
-@expects("base_dual_level_active", "dual_level_active", "forward_ad_enabled")
+@expects(
+    *("base_dual_level_active", "dual_level_active", "forward_ad_enabled"),
+    "is_forward_ad_enabled",
+)
 def _dual_levels_are_seen() -> None:
     assert autograd.dual_level_active() is False
     with forward_ad.dual_level():
         assert autograd.dual_level_active() is True
         assert autograd.base_dual_level_active() is True
     with autograd.forward_ad_enabled(False):
-        assert not torch._C._is_fwd_grad_enabled()
+        assert autograd.is_forward_ad_enabled() is False
+    assert autograd.is_forward_ad_enabled() is True
 
 
 @expects("detach_dual", "without_tangent")
@@ -108,6 +112,35 @@ def _hooks_are_left_on() -> None:
 
 def _always() -> bool:
     return True
+
+
+@expects("current_node", "nodes_made")
+def _nodes_are_seen_while_they_run() -> None:
+    x, found = leaf(), list[int]()
+    before = autograd.nodes_made()
+    y = x * x
+    assert autograd.nodes_made() > before
+
+    def hook(_: Any) -> None:
+        found.append(autograd.sequence_number(autograd.current_node()))
+
+    class Seen(Function):
+        @staticmethod
+        @override
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+            return x.clone()
+
+        @staticmethod
+        @override
+        def backward(ctx: Any, *grads: Any) -> Any:
+            hook(grads)
+            return grads[0]
+
+    z = Seen.apply(y)
+    z.sum().backward()
+    assert found == [autograd.sequence_number(z.grad_fn)]
+    assert found[0] >= before
+    assert autograd.current_node() is None
 
 
 @expects("current_task", "keeps_graph", "when_done")
@@ -311,5 +344,7 @@ def _nodes_have_numbers_that_are_known_before() -> None:
 
 @expects("marked")
 def _marks_are_contexts() -> None:
-    with autograd.marked("here"):
+    mark = autograd.marked("here")
+    assert type(mark) is torch._C._profiler._RecordFunctionFast
+    with mark:
         pass

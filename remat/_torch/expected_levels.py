@@ -134,7 +134,7 @@ def _levels_below_are_asked() -> None:
 
 
 @expects(
-    *("VMAP", "batch", "batched", "batched_again", "call_below_vmap"),
+    *("VMAP", "batch", "batched", "batched_again", "batched_here", "call_below_vmap"),
     *("is_batch_of_cotangents", "unbatched"),
 )
 def _a_batch_is_sent_below() -> None:
@@ -157,6 +157,9 @@ def _a_batch_is_sent_below() -> None:
         again = levels.batched_again(_sine_of, hows)
         (outs, dims) = levels.below_all_levels(again, *below)
         assert same(outs[0].movedim(dims[0], 1), x.sin())
+        (here,) = levels.batched_here(below, hows)
+        assert here.shape == t.shape
+        assert levels.base_tensor(here) is below[0]
         (out,), size = levels.batched([t], lower)
         assert out.shape == (2,)
         assert size == 3

@@ -270,6 +270,16 @@ def batched_again(fn: Callable[..., Any], hows: Sequence[How]) -> Callable[..., 
     return fn
 
 
+def batched_here(leaves: Sequence[Tensor], hows: Sequence[How]) -> list[Tensor]:
+    """Undo `unbatched`, below the same levels."""
+    batched: Any = tuple(leaves)
+    pairs = zip(get_interpreter_stack() or (), reversed(hows), strict=True)
+    for layer, (in_dims, _, _) in pairs:
+        level: Any = coerce_cinterpreter(layer)
+        batched = wrap_batched(batched, in_dims, level.level())
+    return [*batched]
+
+
 # Deleted by: torch.func levels that are lowered keeping inference mode switched off.
 def without_grad_mode(fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn`, which may switch grad mode on, where it is off.

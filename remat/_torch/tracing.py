@@ -77,6 +77,20 @@ def eager_only(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
+def is_symbolic(size: object) -> bool:
+    """Say whether a size varies in the graph that is made."""
+    return isinstance(size, torch.SymInt)
+
+
+# Deleted by: a public way to ask which size a trace has seen.
+def size_hint(size: Any) -> int | None:
+    """Return the size that a trace has seen; None if it depends on values.
+
+    Nothing is guarded: the graph is used for other sizes too.
+    """
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
 # Deleted by: `torch.compiler.assume_constant_result` not importing Dynamo.
 def constant_in_traces(fn: _F) -> _F:
     """Let Dynamo call `fn` where it traces a call, and take the result as constant."""

@@ -184,9 +184,13 @@ def _decorated(fn: Any, where: str, options: Options) -> Any:
     return Rematerialized(fn, where, options)
 
 
-def caller() -> str:
-    """Return the line of the user's code that called the function that asks."""
-    frame = sys._getframe(2)
+def caller(depth: int = 2) -> str:
+    """Return the line of the user's code that called the function that asks.
+
+    Args:
+        depth: how many calls lie between that line and this function.
+    """
+    frame = sys._getframe(depth)
     return f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 

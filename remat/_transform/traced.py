@@ -211,6 +211,7 @@ def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:
         tape = kept.value.next_tape()
         with within(policy, followed=True), tape:
             out = fn(*args, **kwargs)
+            tape.choose(out)
             tape.keep_copies(out)
             return out
 

@@ -10,6 +10,7 @@
     _reversal             its backward, which runs a schedule
     _segment              some of the steps, as a program
     _sweep                runs steps with the graph of one at a time
+    _columns              what is collected of all steps
     _stored               stored carries, in memory and on disk
     _steps                what is between two steps, as data
 
@@ -18,6 +19,7 @@
     _online       schedule: chains whose length is known only at their end
     _binomial     schedule: the fewest steps run again for a number of checkpoints
     _rotor        plans for chains of unequal stages, under a budget
+    _held         what a chain holds while it follows a schedule, and its plot
     _actions      what a schedule says, and what all schedules share
 
 Called by users.

@@ -9,22 +9,23 @@ Rejected: a node for each step in the plain loop, for what a body may differenti
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from remat._base.labels import Label, label_of
+from remat._base import pytree
+from remat._base.labels import label_of
 from remat._base.tracebacks import hide_frames
 from remat._torch import must_inline
-from remat._transform.api import PolicyLike, remat
+from remat._transform.api import PolicyLike, caller, remat
 from remat._transform.function import evaluate_differentiably
 from remat.chain._actions import Schedule
 from remat.chain._chain import Chain
+from remat.chain._columns import Collected, Columns
 from remat.chain._forward import ChainCall, Progress
 from remat.chain._steps import (
-    Frame,
     Live,
     Steps,
     refuse_other_form,
@@ -58,20 +59,19 @@ def _plain(
 ) -> tuple[Any, Any]:
     """Run all steps where nothing is differentiated."""
     carry, k = args[steps.initial], 0
-    rows: list[tuple[list[Tensor], Frame]] = []
+    columns = Columns(steps.length or 0, is_reversed=steps.is_reversed)
     first = _form_of(carry)
     while k != steps.length and (steps.goes_on is None or steps.goes_on(fn, carry)):
         carry, y = steps.apply(fn, args, k, carry, 0)
         if steps.is_repeated:
             refuse_other_form(_form_of(carry), first, k, steps.label)
-        rows.append(taken_apart(y))
+        tensors, frame = taken_apart(y)
+        columns.add(Collected(tensors, frame, [False] * len(tensors)))
         k += 1
         if progress is not None:
             progress(k)
-    if steps.is_reversed:
-        rows.reverse()
-    columns = [torch.stack(c) for c in zip(*(tensors for tensors, _ in rows))]  # noqa: B905
-    return carry, rows[0][1].filled(columns) if rows else None
+    frame = columns.frame
+    return carry, None if frame is None else frame.filled(columns.stacked())
 
 
 def _form_of(carry: Any) -> Live:
@@ -97,8 +97,12 @@ def _inlined(fn: Any, args: tuple[Any, ...], steps: Steps) -> tuple[Any, Any]:
     return carry, tree_map(_stack, *rows)
 
 
-def _stack(*tensors: Tensor) -> Tensor:
-    return torch.stack(tensors)
+def _unless_none(fn: Callable[[Any], Any], leaf: Any) -> Any:
+    return None if leaf is None else fn(leaf)
+
+
+def _stack(*leaves: Any) -> Any:
+    return None if leaves[0] is None else torch.stack(leaves)
 
 
 def policed(f: Any, policy: PolicyLike) -> Any:
@@ -106,10 +110,20 @@ def policed(f: Any, policy: PolicyLike) -> Any:
     return f if policy is None else remat(f, policy=policy)
 
 
-def label_for(kind: str, f: Any, where: str) -> Label:
-    """Return what errors call a chain."""
-    name = getattr(f, "__qualname__", type(f).__qualname__)
-    return label_of(f"{kind} of {name}", where)
+def label_for(kind: str, f: Any = None) -> str:
+    """Return what errors call a chain: its kind, its function, the user's line."""
+    if must_inline():
+        return kind
+    if f is not None:
+        kind = f"{kind} of {getattr(f, '__qualname__', type(f).__qualname__)}"
+    return label_of(kind, caller(3))
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a pytree with another value in place of each leaf."""
+    if must_inline():  # Dynamo traces no other pytrees
+        return tree_map(functools.partial(_unless_none, fn), tree)
+    return pytree.map_leaves(fn, tree)
 
 
 def check_function(kind: str, f: object) -> None:

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -26,6 +25,7 @@ from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
 from remat._transform.reached import reached_inputs
 from remat.chain._actions import Action, Advance, Drop, Record, Save, Schedule
+from remat.chain._columns import Columns
 from remat.chain._online import Online
 from remat.chain._steps import (
     Live,
@@ -35,7 +35,7 @@ from remat.chain._steps import (
     taken_apart,
 )
 from remat.chain._stored import Stored
-from remat.chain._sweep import Collected, Cut, run_step
+from remat.chain._sweep import Cut, run_step
 
 
 class Outs(NamedTuple):
@@ -180,9 +180,9 @@ class ChainCall(Call):
             elif stored is not None:
                 loop.store(action, stored)
         self.length, self._stored = loop.count, stored
-        live, (columns, flags, frame) = loop.live, loop.collected()
+        live, frame, columns = loop.live, loop.columns.frame, loop.columns.stacked()
         self._last = live.tensors, columns
-        tensors, needs = [*live.tensors, *columns], [*live.needs, *flags]
+        tensors, needs = [*live.tensors, *columns], [*live.needs, *loop.columns.needs]
         self._flags = dict(zip(map(id, tensors), needs, strict=True))
         return live.carry, None if frame is None else frame.filled(columns)
 
@@ -196,7 +196,8 @@ class _Loop:
         needs = [t.requires_grad for t in tensors]
         self.live = self._first = Live([*map(cut.value, tensors)], frame, needs)
         self.count = 0
-        self._rows: list[Collected] = []
+        steps = call.steps
+        self.columns = Columns(steps.length or 0, is_reversed=steps.is_reversed)
         self._ambient: Ambient | None = None
         self._progress = call._progress
 
@@ -227,8 +228,7 @@ class _Loop:
                 refuse_leaks(snapshot, leaves, ())
             del leaves
             self.live, self.count = live, k + 1
-            if row.frame.leaves:
-                self._rows.append(row)
+            self.columns.add(row)
             if self._progress is not None:
                 self._progress(k + 1)
 
@@ -241,18 +241,6 @@ class _Loop:
             self._ambient = noted(streams, self._ambient)
             live = self.live._replace(ambient=self._ambient if action.step else None)
             stored.save(action.step, live, action.storage)
-
-    def collected(self) -> tuple[list[Tensor], list[bool], Any]:
-        """Return what was collected, stacked, and which of it requires grad."""
-        rows = self._rows
-        if not rows:
-            return [], [], None
-        self._rows = []
-        if self._call.steps.is_reversed:
-            rows.reverse()
-        columns = [torch.stack(c) for c in zip(*(r.tensors for r in rows), strict=True)]
-        flags = [any(f) for f in zip(*(r.needs for r in rows), strict=True)]
-        return columns, flags, rows[0].frame
 
     def _look(self, outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         """Refuse a step that uses what is differentiated and was not found."""

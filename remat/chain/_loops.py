@@ -13,12 +13,20 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from remat._base import pytree
-from remat._transform.api import PolicyLike, caller
+from remat._torch import must_inline
+from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule
 from remat.chain._binomial import Binomial
-from remat.chain._call import call_chain, check_function, label_for, policed
+from remat.chain._call import (
+    call_chain,
+    check_function,
+    label_for,
+    map_leaves,
+    policed,
+)
 from remat.chain._forward import Progress
 from remat.chain._online import Online
 from remat.chain._segments import EveryStep, Sqrt
@@ -43,7 +51,7 @@ def scan(
 ) -> tuple[C, Any]:
     """Run `f` on the slices of `xs` in turn, and carry a value from step to step.
 
-    The values are those of this loop:
+    The values are those of this loop::
 
         carry, ys = init, []
         for x in xs:
@@ -112,7 +120,7 @@ def scan(
         torch.Size([3])
     """
     check_function("scan", f)
-    label = label_for("scan", f, caller())
+    label = label_for("scan", f)
     count = _length_of(xs, length, label)
     if not count:
         return init, _nothing_collected(f, init, xs)
@@ -124,7 +132,7 @@ def scan(
         is_reversed=reverse,
     )
     schedule = schedule_for(checkpoints, unroll)
-    args = init, pytree.map_leaves(_alias, xs)
+    args = init, map_leaves(_alias, xs)
     return call_chain(policed(f, policy), args, steps, schedule, progress)
 
 
@@ -141,7 +149,7 @@ def fori_loop(
 ) -> C:
     """Run `body` for each number from `lower` up to `upper`, which is left out.
 
-    The value is that of this loop:
+    The value is that of this loop::
 
         carry = init
         for i in range(lower, upper):
@@ -182,7 +190,7 @@ def fori_loop(
     first, stop = operator.index(lower), operator.index(upper)
     if stop <= first:
         return init
-    label = label_for("fori_loop", body, caller())
+    label = label_for("fori_loop", body)
     steps = Steps(functools.partial(_counted_step, first), label, stop - first)
     schedule = schedule_for(checkpoints, unroll)
     return call_chain(policed(body, policy), (init,), steps, schedule, progress)[0]
@@ -199,7 +207,7 @@ def while_loop(
 ) -> C:
     """Run `body` as long as `cond` says so.
 
-    The value is that of this loop:
+    The value is that of this loop::
 
         carry = init
         while cond(carry):
@@ -247,7 +255,7 @@ def while_loop(
         schedule = Online(schedule.checkpoints)
     if not isinstance(schedule, (Online, EveryStep)):
         raise TypeError(_ONLINE.format(got=checkpoints))
-    label = label_for("while_loop", body, caller())
+    label = label_for("while_loop", body)
     steps = Steps(_while_step, label, None, goes_on=_goes_on)
     both = functools.partial(_both, cond, policed(body, policy))
     return call_chain(both, (init,), steps, schedule, progress)[0]
@@ -269,11 +277,11 @@ def _reversed_step(
 
 
 def _with_slice(f: Any, xs: Any, i: int, carry: Any) -> tuple[Any, Any]:
-    result = f(carry, pytree.map_leaves(lambda t: t[i], xs))
+    result = f(carry, map_leaves(lambda t: t[i], xs))
     if not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(_PAIR.format(got=type(result).__name__))
     carry, y = result
-    return carry, pytree.map_leaves(_as_tensor, y)
+    return carry, map_leaves(_as_tensor, y)
 
 
 def _counted_step(
@@ -322,9 +330,8 @@ def schedule_for(checkpoints: Checkpoints, unroll: int) -> Schedule:
 
 def _length_of(xs: Any, length: int | None, label: str) -> int:
     """Return the number of steps."""
-    leaves, treedef = pytree.flatten(xs)
     known = None if length is None else operator.index(length)
-    for path, leaf in zip(pytree.paths(treedef), leaves, strict=True):
+    for path, leaf in _with_paths(xs):
         if not isinstance(leaf, Tensor) or not leaf.dim():
             got = f"a {type(leaf).__name__}"
             if isinstance(leaf, Tensor):
@@ -342,6 +349,13 @@ def _length_of(xs: Any, length: int | None, label: str) -> int:
     return known
 
 
+def _with_paths(xs: Any) -> list[tuple[str, Any]]:
+    if must_inline():  # Dynamo traces no other pytrees
+        return [("", leaf) for leaf in tree_leaves(xs) if leaf is not None]
+    leaves, treedef = pytree.flatten(xs)
+    return [*zip(pytree.paths(treedef), leaves, strict=True)]
+
+
 def _nothing_collected(f: Any, init: Any, xs: Any) -> Any:
     """Return what no step collects: tensors of length 0."""
 
@@ -349,9 +363,9 @@ def _nothing_collected(f: Any, init: Any, xs: Any) -> Any:
         return t.new_zeros(t.shape[1:])
 
     with torch.no_grad():
-        _, y = f(init, pytree.map_leaves(slice_like, xs))
-    tensors = pytree.map_leaves(_as_tensor, y)
-    return pytree.map_leaves(lambda t: t.new_zeros((0, *t.shape)), tensors)
+        _, y = f(init, map_leaves(slice_like, xs))
+    tensors = map_leaves(_as_tensor, y)
+    return map_leaves(lambda t: t.new_zeros((0, *t.shape)), tensors)
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from remat._base.labels import label_of
-from remat._transform.api import PolicyLike, caller
+from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule
-from remat.chain._call import call_chain, policed
+from remat.chain._call import call_chain, label_for, policed
 from remat.chain._forward import Progress
 from remat.chain._loops import Checkpoints, schedule_for
 from remat.chain._plan import Rotor
@@ -33,7 +32,7 @@ def sequential(
 ) -> Any:
     """Call functions one after the other, each with the result of the one before.
 
-    The value is that of this loop:
+    The value is that of this loop::
 
         for fn in fns:
             x = fn(x, *args)
@@ -91,7 +90,7 @@ def sequential(
     if not layers:
         return x
     name = type(fns).__name__ if isinstance(fns, nn.Module) else "functions"
-    label = label_of(f"sequential of {len(layers)} {name}", caller())
+    label = label_for(f"sequential of {len(layers)} {name}")
     steps = Steps(_call, label, len(layers), is_repeated=False)
     called = tuple(policed(fn, policy) for fn in layers)
     return call_chain(_Layers(called), (x, args), steps, schedule, progress)[0]

@@ -7,11 +7,10 @@ the node is done, and a schedule lets go of them one by one.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from remat._offload.offload import Fetched, Origin, in_file, origin_of
+from remat._torch import batched_here, unbatched
 from remat.chain._actions import Storage
 from remat.chain._steps import Live
 
@@ -22,10 +21,12 @@ class _OnDisk(NamedTuple):
     Attributes:
         live: the carry, its tensors mapped from files.
         origins: what each tensor was.
+        hows: how they were batched, by each vmap around.
     """
 
     live: Live
     origins: Sequence[Origin]
+    hows: Sequence[Any]
 
 
 class Stored:
@@ -45,20 +46,21 @@ class Stored:
         if storage is Storage.MEMORY:
             self._carries[step] = live
             return
-        origins = [*map(origin_of, live.tensors)]
-        away = live._replace(tensors=[*map(_in_file, live.tensors)])
-        self._carries[step] = _OnDisk(away, origins)
+        below, hows = unbatched(live.tensors)
+        away = live._replace(tensors=[in_file(t.detach()) for t in below])
+        self._carries[step] = _OnDisk(away, [*map(origin_of, below)], hows)
 
     def load(self, step: int) -> Live:
         """Return a stored carry."""
         found = self._carries[step]
         if isinstance(found, Live):
             return found
-        live, origins = found
+        live, origins, hows = found
         fetched = Fetched(live.tensors, origins)
         # Copies: a mapped file is not to be written to, and goes with its tensor.
         tensors = [fetched.take(k).clone() for k in range(len(origins))]
-        return live._replace(tensors=tensors)
+        # The forward stores below all levels, whatever is around its backward.
+        return live._replace(tensors=batched_here(tensors, hows) if hows else tensors)
 
     def drop(self, step: int) -> None:
         """Let go of a carry."""
@@ -72,7 +74,3 @@ class Stored:
             else:
                 live = found.live._replace(ambient=None)
                 self._carries[step] = found._replace(live=live)
-
-
-def _in_file(tensor: Tensor) -> Tensor:
-    return in_file(tensor.detach())

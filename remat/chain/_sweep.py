@@ -18,6 +18,7 @@ from torch import Tensor
 from remat._base.errors import MutationError
 from remat._base.program import fresh_leaves
 from remat._torch import current_layer, grad_level, grad_mode, leaf_at, unwrap_for_grad
+from remat.chain._columns import Collected
 from remat.chain._steps import Live, Steps, taken_apart
 
 
@@ -74,20 +75,6 @@ def _leaf(tensor: Tensor, need: bool) -> Tensor:
     new = tensor.detach()
     new.requires_grad = need
     return new
-
-
-class Collected(NamedTuple):
-    """What is collected of one step.
-
-    Attributes:
-        tensors: those of it, without their graphs.
-        frame: the rest of it.
-        needs: which of the tensors require grad.
-    """
-
-    tensors: Sequence[Tensor]
-    frame: Any
-    needs: Sequence[bool]
 
 
 # Is shown the results and the leaves of a step before its graph is dropped.

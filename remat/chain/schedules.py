@@ -20,7 +20,8 @@ Which one to choose:
 - `rotor`: the plan with the least work for stages of different work and sizes, under a
   budget in bytes.
 
-The number of checkpoints always includes carry 0, the input of the chain.
+The number of checkpoints always includes carry 0, the input of the chain. `plot` draws
+what a schedule holds over time.
 """
 
 from remat.chain._actions import (
@@ -42,6 +43,7 @@ from remat.chain._binomial import (
     beta as beta,
     repetitions as repetitions,
 )
+from remat.chain._held import Held as Held, held as held, plot as plot
 from remat.chain._multilevel import Multilevel as Multilevel
 from remat.chain._online import Online as Online, Placer as Placer
 from remat.chain._plan import (

@@ -54,3 +54,4 @@ from remat.policies._sizes import (
     save_larger_than as save_larger_than,
     save_smaller_than as save_smaller_than,
 )
+from remat.policies._within import within as within

@@ -53,7 +53,7 @@ def _has_parts(value: Any) -> bool:
 
 def _is_constant(value: Any) -> bool:
     return value is None or isinstance(
-        value, (bool, int, float, str, frozenset, types.FunctionType)
+        value, (bool, int, float, str, frozenset, Decision, types.FunctionType)
     )
 
 

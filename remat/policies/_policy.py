@@ -27,7 +27,7 @@ import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -82,6 +82,9 @@ class Policy(ABC):
             )
         return decision
 
+    has_budget: ClassVar[bool] = False
+    """Whether it is a budget, which looks at all operations of a call at once."""
+
     @property
     def names(self) -> frozenset[str]:
         """The names in the policy. `checkpoint_name` should give each to a value."""
@@ -102,25 +105,27 @@ class Policy(ABC):
         return self if self.is_data else weakref.ref(self)
 
     def __or__(self, other: object) -> "Policy":
-        return _union(self, as_policy(other))
+        other = as_policy(other)
+        return other.__ror__(self) if other.has_budget else union(self, other)
 
     def __ror__(self, other: object) -> "Policy":
-        return _union(as_policy(other), self)
+        return as_policy(other) | self
 
     def __and__(self, other: object) -> "Policy":
-        return _intersection(self, as_policy(other))
+        other = as_policy(other)
+        return other.__rand__(self) if other.has_budget else intersection(self, other)
 
     def __rand__(self, other: object) -> "Policy":
-        return _intersection(as_policy(other), self)
+        return as_policy(other) & self
 
     def __invert__(self) -> "Policy":
         return Complement(self)
 
     def __sub__(self, other: object) -> "Policy":
-        return _intersection(self, ~as_policy(other))
+        return self & ~as_policy(other)
 
     def __rsub__(self, other: object) -> "Policy":
-        return _intersection(as_policy(other), ~self)
+        return as_policy(other) & ~self
 
     def but_offload(self, which: object = None, *, to: str = "pinned_host") -> "Policy":
         """Return a policy that keeps the same results, and offloads some of them.
@@ -144,6 +149,8 @@ class Policy(ABC):
         """
         destination(to, "but_offload")
         chosen = everything_saveable if which is None else as_policy(which)
+        if chosen.has_budget:
+            raise TypeError(_OFFLOADS_BUDGET.format(budget=chosen))
         return ButOffload(self, chosen, to)
 
 
@@ -247,14 +254,20 @@ class ButOffload(Policy):
         return f"{policy}.but_offload({which}to={self.to!r})"
 
 
-def _union(left: Policy, right: Policy) -> Policy:
+_OFFLOADS_BUDGET = (
+    "remat: {budget} cannot say what to offload: a budget says how much is kept. Pass "
+    "a policy that says which results are offloaded."
+)
+
+
+def union(left: Policy, right: Policy) -> Policy:
     """Return `left | right`, or one of the two if it decides the same."""
     if left == right or right == nothing_saveable:
         return left
     return right if left == nothing_saveable else Union(left, right)
 
 
-def _intersection(left: Policy, right: Policy) -> Policy:
+def intersection(left: Policy, right: Policy) -> Policy:
     """Return `left & right`, or one of the two if it decides the same."""
     if left == right or right == everything_saveable:
         return left

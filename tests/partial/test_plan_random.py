@@ -7,17 +7,7 @@ to hold what it held in the forward, and at the end the roots have to.
 from dataclasses import replace
 
 from hypothesis import given, settings, strategies as st
-from support.records import (
-    draw,
-    draw_in_place,
-    draw_like,
-    dropout,
-    in_place,
-    pure,
-    record,
-    view,
-    zeros_like,
-)
+from support.records import records, subsets
 
 from remat._partial.plan import Fate, plan
 
@@ -92,50 +82,6 @@ def misfit(record, made, outputs=None, extra_roots=()):
         if s in end and after.get(s) != end[s]:
             return f"root {s} is {after.get(s)}, not {end[s]}"
     return ""
-
-
-KINDS = ["pure", "pure", "pure", "view", "in_place", "runs", "twice"]
-KINDS += ["draw", "draw_like", "dropout", "draw_in_place", "zeros_like"]
-
-
-def step_of(kind, one, reads, new):
-    match kind:
-        case "view":
-            return view(one)
-        case "in_place":
-            return in_place(one, *reads)
-        case "twice":
-            return pure(reads, new, new + 1)
-        case "draw":
-            return draw(*reads, makes=new)
-        case "draw_like":
-            return draw_like(one, new)
-        case "dropout":
-            return dropout(one, new, new + 1)
-        case "draw_in_place":
-            return draw_in_place(one)
-        case "zeros_like":
-            return zeros_like(one, new)
-        case _:
-            return pure(reads, new, always_runs=kind == "runs")
-
-
-@st.composite
-def records(choose):
-    leaves = choose(st.integers(1, 3))
-    known, steps = [*range(leaves)], []
-    for kind in choose(st.lists(st.sampled_from(KINDS), max_size=10)):
-        one = choose(st.sampled_from(known))
-        reads = choose(st.lists(st.sampled_from(known), max_size=3))
-        step = step_of(kind, one, reads, len(known))
-        steps.append(step)
-        known += [s for s in step.makes if s not in known]
-    roots = choose(st.lists(st.lists(st.sampled_from(known), max_size=3), max_size=3))
-    return record(*steps, inputs=(*range(leaves),), roots=roots)
-
-
-def subsets(of):
-    return st.sets(st.sampled_from([*of])) if of else st.just(set())
 
 
 def steps_of(made, fate):

@@ -176,7 +176,8 @@ def test_in_a_notebook_names_are_escaped():
 def test_in_a_notebook_a_comparison_has_a_row_for_each_policy():
     _, compared = reports()
     shown = Html(compared)
-    assert [row[0] for row in shown.rows[1:]] == [row.name for row in compared.rows]
+    rows = [row.name for row in compared.rows]
+    assert [row[0] for row in shown.rows[1:]] == [*rows, "within(16384)"]
     assert not shown.colours
 
 
@@ -241,9 +242,8 @@ def test_as_points(pyplot):
     assert len(axes.collections) == len(rows) < len(compared.rows)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("saved MiB", "recomputed FLOPs")
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert sorted("\n".join(labels).split("\n")) == sorted(
-        row.name for row in compared.rows
-    )
+    named = [*(row.name for row in compared.rows), "policies.within(...)"]
+    assert sorted("\n".join(labels).split("\n")) == sorted(named)
     ours = pyplot.figure().add_subplot()
     assert compared.plot(ours) is ours
 

@@ -1,5 +1,6 @@
 """The public surface: exactly these names, documented, and a quiet import."""
 
+import ast
 import importlib.metadata
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import remat
+import remat.chain.schedules
 import remat.testing
 
 
@@ -21,12 +23,14 @@ FUNCTIONS = {
     *("saved_residuals", "print_saved_residuals", "Residual"),
     *("checkpoint_name", "explain", "compare", "is_recomputing"),
     *("Explanation", "ExplainedOp", "ExplainedInput", "Comparison", "ComparedPolicy"),
+    *("Peak", "Holder", "HeldValues", "fit", "FitPlan"),
+    *("FitBlock", "FitCandidate"),
 }
 ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),
-    *("RandomnessError", "KeyReuseError", "OffloadError"),
+    *("RandomnessError", "KeyReuseError", "OffloadError", "BudgetError"),
 }
-NAMESPACES = {"compat", "nn", "policies", "random", "testing"}
+NAMESPACES = {"chain", "compat", "nn", "policies", "random", "testing"}
 
 
 def documented(page_text):
@@ -57,6 +61,21 @@ def test_every_public_name_is_in_the_api_pages():
     names = set().union(*(documented(page.read_text()) for page in API_PAGES))
     expected = {f"remat.{name}" for name in FUNCTIONS | ERRORS | NAMESPACES}
     assert expected <= names
+
+
+def public(module):
+    """The names that a module offers, which it imports as themselves."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
+    return {a.asname for node in imports for a in node.names if a.asname == a.name}
+
+
+@pytest.mark.parametrize("module", [remat.chain, remat.chain.schedules])
+def test_every_name_of_chains_is_in_the_api_pages(module):
+    names = set().union(*(documented(page.read_text()) for page in API_PAGES))
+    found = public(module)
+    assert len(found) > 4
+    assert {f"{module.__name__}.{name}" for name in found} <= names
 
 
 def test_the_api_pages_name_nothing_that_does_not_exist():

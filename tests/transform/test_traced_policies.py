@@ -65,6 +65,20 @@ POLICIES = {
     "operations": (lambda: policies.save_ops(aten.tanh), 0, 0),
     "large": (lambda: policies.save_larger_than(8), 0, 0),
     "small": (lambda: policies.save_smaller_than(8), 2, 2),
+    "no budget": (lambda: policies.within(0), 2, 2),
+}
+# By the bytes of results: one has 256, and three in a batch.
+BUDGETS = {
+    "a budget for one": (lambda: policies.within(4 * 8 * 8), 1, 1),
+    "a budget as a text": (lambda: policies.within("0.5 KiB"), 0, 0),
+    "a budget with a name": (
+        lambda: policies.within(4 * 8 * 8) | policies.save_only_these_names("a"),
+        *(1, 1),
+    ),
+    "a budget of products": (
+        lambda: policies.dots_saveable & policies.within(4 * 8 * 8),
+        *(2, 1),
+    ),
 }
 
 
@@ -110,8 +124,11 @@ def check(program, transform, tanh, products):
 
 @rows(
     "policy, tanh, products",
-    POLICIES,
-    fast=["none", "dots", "everything", "another name", "operations", "large"],
+    POLICIES | BUDGETS,
+    fast=[
+        *("none", "dots", "everything", "another name", "operations", "large"),
+        *("a budget for one", "a budget of products"),
+    ],
 )
 def test_a_policy_is_followed(policy, tanh, products):
     check(outside(policy), "backward", tanh, products)
@@ -121,7 +138,11 @@ def test_a_policy_is_followed(policy, tanh, products):
 MADE_INSIDE = {k: row for k, row in POLICIES.items() if k != "operations"}
 
 
-@rows("policy, tanh, products", MADE_INSIDE, fast=["a name", "a union", "a lambda"])
+@rows(
+    "policy, tanh, products",
+    MADE_INSIDE | BUDGETS,
+    fast=["a name", "a union", "a lambda", "a budget as a text"],
+)
 def test_a_policy_that_is_made_inside_is_followed(policy, tanh, products):
     check(inside(policy), "backward", tanh, products)
 
@@ -150,6 +171,14 @@ def test_a_policy_of_a_decorator_is_followed(policy, tanh, products):
 @rows("made", {"outside": outside, "inside": inside})
 def test_every_policy_under_transforms(made, policy, tanh, products, transform):
     check(made(policy), transform, tanh, products)
+
+
+@pytest.mark.slow
+@rows("transform, size", {"grad": ("grad", 256), "batch": ("vmap_grad", 3 * 256)})
+def test_a_budget_counts_what_a_transform_makes(transform, size):
+    for count in range(3):
+        program = outside(lambda count=count: policies.within((count + 1) * size - 1))
+        check(program, transform, 2 - count, 2 - count)
 
 
 # --- Under a level of forward mode nothing is kept: values are right ---

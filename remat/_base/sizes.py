@@ -1,0 +1,65 @@
+"""Numbers of bytes, as people write them.
+
+Called where a budget is given: by `policies.within` and `remat.fit`.
+
+Invariant: a number of bytes is an int. KB, MB and GB are powers of 1000; KiB, MiB and
+GiB are powers of 1024. Rejected: to take GB for GiB, as some tools do. The two differ
+by 7%, which can decide whether a step fits.
+"""
+
+import math
+import re
+
+
+_UNITS = {
+    "B": 1,
+    **{f"{letter}B": 1000**k for k, letter in enumerate("KMGT", 1)},
+    **{f"{letter}IB": 1024**k for k, letter in enumerate("KMGT", 1)},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
+
+
+def bytes_in(size: object, taker: str) -> int:
+    """Return a number of bytes, given as a number or as a text.
+
+    Args:
+        size: an int, or a text such as "512 MiB". Capitals do not matter. A fraction of
+            a byte is left out.
+        taker: what takes it, for errors.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: the text cannot be read, or the number is negative.
+
+    Example:
+        >>> bytes_in("8GB", "within"), bytes_in("1.5 KiB", "within"), bytes_in(7, "fit")
+        (8000000000, 1536, 7)
+    """
+    if isinstance(size, bool) or not isinstance(size, int | float | str):
+        kind = type(size).__name__
+        raise TypeError(_KIND.format(taker=taker, size=size, kind=kind))
+    if isinstance(size, str):
+        return _read(size, taker)
+    if size != size // 1 or not 0 <= size < math.inf:
+        raise ValueError(_NUMBER.format(taker=taker, size=size))
+    return int(size)
+
+
+def _read(text: str, taker: str) -> int:
+    found = _SIZE.fullmatch(text)
+    if found is None or (found[2] and found[2].upper() not in _UNITS):
+        raise ValueError(_TEXT.format(taker=taker, size=text))
+    whole, _, fraction = found[1].partition(".")
+    unit = _UNITS[found[2].upper() or "B"]
+    digits = int(whole or 0) * 10 ** len(fraction) + int(fraction or 0)
+    return digits * unit // 10 ** len(fraction)
+
+
+_ACCEPTED = (
+    "Pass bytes as a whole number, at least 0, or as a text: '800 MB', '1.5GiB'. Units "
+    "are B, KB, MB, GB and TB (powers of 1000), and KiB, MiB, GiB and TiB (powers of "
+    "1024)."
+)
+_KIND = "remat: {taker} takes a number of bytes; got {size!r}, a {kind}. " + _ACCEPTED
+_NUMBER = "remat: {taker} takes a number of bytes; got {size!r}. " + _ACCEPTED
+_TEXT = "remat: {taker} takes a number of bytes; got the text {size!r}. " + _ACCEPTED

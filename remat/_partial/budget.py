@@ -1,0 +1,424 @@
+"""Chooses which results to save in a number of bytes, so that least is recomputed.
+
+`budgeted` makes a `Problem` of a record and solves it; plans for whole models do too.
+
+    problem    operations with costs, values with bytes, and what a backward reads
+    evaluate   what a choice costs: work to recompute, and bytes saved
+    solve      the best choice within a number of bytes
+    front      the best choices for several numbers of bytes
+
+The model is a mixed-integer program. With s_i for "operation i is saved", r_i for "it
+runs again" and n_v for "value v is needed":
+
+    least      sum of cost_i r_i
+    such that  the bytes of what is saved and needed are at most the limit
+               n_v = 1                for each root v
+               n_v <= r_i + s_i       for each operation i that makes v
+               r_i <= n_v             for each value v that operation i reads or makes
+
+Only the s_i must be integers. For given s_i the least r_i and n_v are integers.
+
+Invariant: what `solve` returns was evaluated without the solver, so that rounding in
+the solver never makes a choice exceed the limit. More bytes never cost more work.
+Rejected: a knapsack over residuals, each with the cost of its own operation. What is
+recomputed for one is there for others too, so costs do not add up: such choices cost a
+quarter more work on random programs.
+"""
+
+import importlib
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Operation(NamedTuple):
+    """One operation of a problem.
+
+    Attributes:
+        cost: of running it again.
+        reads: the values that it reads.
+        makes: the values that it makes or changes. If it runs again, all of them are
+            needed: what made them before runs again as well.
+        may_save: whether its values may be saved. Then no other operation makes them.
+        must_save: whether they must be, where they are needed.
+        always_runs: whether it runs again also where its values are not needed. It
+            does not if they are saved and needed.
+    """
+
+    cost: float
+    reads: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+    may_save: bool = True
+    must_save: bool = False
+    always_runs: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Operations in order, and what a backward reads of the values that they make.
+
+    Attributes:
+        operations: in the order in which they run.
+        nbytes: of each value that an operation may save. What shares memory is one
+            value. Values that no operation makes are inputs, and cost nothing.
+        roots: the values that the backward reads.
+    """
+
+    operations: tuple[Operation, ...]
+    nbytes: tuple[tuple[int, int], ...]
+    roots: frozenset[int]
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        # Of thousands of operations. A problem is looked up more often than made.
+        key = hash((self.operations, self.nbytes, self.roots))
+        object.__setattr__(self, "_hash", key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def may_save(self) -> frozenset[int]:
+        """The operations that may be saved."""
+        return frozenset(i for i, op in enumerate(self.operations) if op.may_save)
+
+    @property
+    def must_save(self) -> frozenset[int]:
+        """The operations that must be saved."""
+        each = enumerate(self.operations)
+        return frozenset(i for i, op in each if op.must_save)
+
+    @property
+    def has_loose_ends(self) -> bool:
+        """Whether saving one operation can make another run again.
+
+        One that always runs unless it is saved and needed may not be needed then. The
+        solver takes it for saved, so its bound may be too low.
+        """
+        return any(op.always_runs and op.may_save for op in self.operations)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What to save.
+
+    Attributes:
+        saved: the operations whose values are saved.
+        work: the cost of all that is recomputed.
+        nbytes: the bytes of all that is saved.
+        gap: how much less work another choice could cost, as a fraction of `work`. 0 if
+            this choice is proven to be the best.
+    """
+
+    saved: frozenset[int]
+    work: float
+    nbytes: int
+    gap: float = 0.0
+
+
+def evaluate(problem: Problem, saved: Collection[int]) -> Solution:
+    """Return what a choice costs: the work and the bytes.
+
+    Args:
+        problem: the problem.
+        saved: operations that may be saved. The others that must be are added, and
+            those that no recompute would read are left out.
+
+    Example:
+        >>> chain = Operation(1.0, (0,), (1,)), Operation(2.0, (1,), (2,))
+        >>> problem = Problem(chain, ((1, 4), (2, 4)), frozenset({1, 2}))
+        >>> evaluate(problem, {1})
+        Solution(saved=frozenset({1}), work=1.0, nbytes=4, gap=0.0)
+    """
+    runs, used, kept = _followed(problem, saved)
+    work = math.fsum(problem.operations[i].cost for i in runs)
+    nbytes = sum(n for v, n in problem.nbytes if v in kept)
+    return Solution(frozenset(used), work, nbytes)
+
+
+def _followed(
+    problem: Problem, saved: Collection[int]
+) -> tuple[set[int], set[int], set[int]]:
+    """Return what runs again, the operations that are saved, and their values."""
+    operations, makers = problem.operations, _makers(problem)
+    chosen = {*saved} | problem.must_save
+    needed, used, runs = set[int](), set[int](), set[int]()
+
+    def need(values: Iterable[int]) -> None:
+        todo = [*values]
+        while todo:
+            v = todo.pop()
+            if v not in needed:
+                needed.add(v)
+                for i in makers.get(v, ()):
+                    if i in chosen:
+                        used.add(i)
+                    elif i not in runs:
+                        runs.add(i)
+                        todo += (*operations[i].reads, *operations[i].makes)
+
+    need(problem.roots)
+    for i, op in enumerate(operations):
+        if op.always_runs and i not in used | runs:
+            chosen.discard(i)
+            runs.add(i)
+            need((*op.reads, *op.makes))
+    return runs, used, {v for i in used for v in operations[i].makes if v in needed}
+
+
+def _makers(problem: Problem) -> dict[int, list[int]]:
+    makers: dict[int, list[int]] = {}
+    for i, op in enumerate(problem.operations):
+        for v in op.makes:
+            makers.setdefault(v, []).append(i)
+    return makers
+
+
+# --- What was solved before ---
+
+
+class _Known:
+    """What is known of one problem.
+
+    Attributes:
+        solutions: all that were found, for any limit.
+        tried: for each limit, how many seconds it was given, and the proven bound of
+            the work.
+    """
+
+    def __init__(self) -> None:
+        self.solutions: set[Solution] = set()
+        self.tried: dict[int, tuple[float, float]] = {}
+
+    def best(self, limit: int) -> Solution | None:
+        """Return the least work within a limit, of what was found."""
+        # Another thread may add to them.
+        fitting = [s for s in [*self.solutions] if s.nbytes <= limit]
+        return min(fitting, key=lambda s: (s.work, s.nbytes, [*s.saved]), default=None)
+
+
+_KNOWN: OrderedDict[Problem, _Known] = OrderedDict()
+_LOCK = threading.Lock()
+_SIZE = 256  # problems that are remembered
+
+
+def _known(problem: Problem) -> _Known:
+    with _LOCK:
+        known = _KNOWN.setdefault(problem, _Known())
+        _KNOWN.move_to_end(problem)
+        while len(_KNOWN) > _SIZE:
+            _KNOWN.popitem(last=False)
+    return known
+
+
+def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution:
+    """Return what to save within a number of bytes, so that least is recomputed.
+
+    The same problem is solved once. When the time is up, the best choice that was found
+    is returned, also if it was found for fewer bytes.
+
+    Args:
+        problem: the problem.
+        limit: the bytes. If what must be saved takes more, nothing else is saved, and
+            the solution has more bytes than the limit.
+        time_limit: the seconds after which the solver stops.
+
+    Raises:
+        ImportError: scipy is not installed.
+
+    Example:
+        >>> chain = Operation(1.0, (0,), (1,)), Operation(2.0, (1,), (2,))
+        >>> problem = Problem(chain, ((1, 4), (2, 4)), frozenset({1, 2}))
+        >>> [solve(problem, limit).work for limit in (0, 4, 8)]
+        [3.0, 1.0, 0.0]
+    """
+    known = _known(problem)
+    seconds, bound = known.tried.get(limit, (-1.0, 0.0))
+    if seconds < time_limit:
+        all_of_it = evaluate(problem, problem.may_save)
+        known.solutions |= {evaluate(problem, ()), all_of_it}
+        found, bound = [all_of_it], all_of_it.work
+        if all_of_it.nbytes > limit or problem.has_loose_ends:
+            found, bound = _searched(problem, limit, time_limit)
+        known.solutions.update(found)
+        proven = bound == math.inf or any(s.work <= bound for s in found)
+        known.tried[limit] = (math.inf if proven else time_limit), bound
+    best = known.best(limit) or evaluate(problem, ())
+    gap = 0.0 if best.work <= bound else (best.work - bound) / best.work
+    return Solution(best.saved, best.work, best.nbytes, gap)
+
+
+def front(
+    problem: Problem, limits: Iterable[int], *, time_limit: float = 10.0
+) -> list[Solution]:
+    """Return what to save for each number of bytes.
+
+    More bytes never cost more work.
+
+    Args:
+        problem: the problem.
+        limits: the numbers of bytes.
+        time_limit: the seconds for each of them.
+
+    Raises:
+        ImportError: scipy is not installed.
+    """
+    limits = [*limits]
+    for limit in sorted(limits):
+        solve(problem, limit, time_limit=time_limit)
+    # What was found for few bytes is used for more.
+    return [solve(problem, limit, time_limit=time_limit) for limit in limits]
+
+
+# --- The solver ---
+
+
+def _searched(
+    problem: Problem, limit: int, time_limit: float
+) -> tuple[list[Solution], float]:
+    """Return what the solver finds, and a bound of the work; no choice has less.
+
+    The bound is infinite if what must be saved takes more than the limit.
+    """
+    model, bound = _Model(problem, limit), 0.0
+    for _ in range(_ATTEMPTS):
+        saved, least = model.solve(time_limit)
+        bound = max(bound, least)
+        if saved is None:
+            break
+        found = evaluate(problem, saved)
+        if found.nbytes <= limit:
+            # The solver adds up in another order.
+            is_best = found.work <= bound * (1 + _PRECISION)
+            return [found], found.work if is_best else bound
+        # For the solver, a millionth more than the limit is the limit.
+        model.refuse(saved)
+    return [], bound
+
+
+_ATTEMPTS = 8
+_PRECISION = 1e-6
+
+
+class _Model:
+    """The program that scipy solves: its variables are s_i, r_i, n_v and k_v, in order.
+
+    k_v says that value v is saved, for the bytes: of what is made together, only what
+    is needed is saved.
+    """
+
+    def __init__(self, problem: Problem, limit: int) -> None:
+        self._problem, ops = problem, problem.operations
+        self._values = sorted({v for op in ops for v in op.makes})
+        self._ops, self._count = len(ops), len(self._values)
+        self._index = {v: k for k, v in enumerate(self._values)}
+        self._rows: list[tuple[Sequence[tuple[int, float]], float]] = []  # >=
+        for i, op in enumerate(ops):
+            self._add_operation(i, op)
+        self._add_limit(limit)
+
+    def _s(self, i: int) -> int:
+        return i
+
+    def _r(self, i: int) -> int:
+        return self._ops + i
+
+    def _n(self, v: int) -> int:
+        return 2 * self._ops + self._index[v]
+
+    def _k(self, v: int) -> int:
+        return 2 * self._ops + self._count + self._index[v]
+
+    def _add_operation(self, i: int, op: Operation) -> None:
+        runs, saved = (self._r(i), 1.0), (self._s(i), 1.0)
+        for v in {*op.makes}:
+            needed = self._n(v), -1.0
+            self._rows.append(((runs, saved, needed), 0.0))
+            kept = self._k(v), 1.0
+            self._rows.append(((kept, needed, (self._s(i), -1.0)), -1.0))
+        for v in {*op.reads, *op.makes} & self._index.keys():
+            self._rows.append((((self._n(v), 1.0), (self._r(i), -1.0)), 0.0))
+        if op.always_runs:
+            self._rows.append(((runs, saved), 1.0))
+
+    def _add_limit(self, limit: int) -> None:
+        sizes = [(v, n) for v, n in self._problem.nbytes if v in self._index and n]
+        # Whole numbers, as small as can be: the solver compares with 1e-6.
+        unit = math.gcd(*(n for _, n in sizes)) or 1
+        most = max((n for _, n in sizes), default=unit) // unit
+        kept = [(self._k(v), -(n // unit) / most) for v, n in sizes]
+        self._rows.append((kept, -(limit // unit) / most))
+
+    def refuse(self, saved: Collection[int]) -> None:
+        """Refuse a choice that takes too many bytes, and those that save more."""
+        _, _, kept = _followed(self._problem, saved)
+        row = [(self._k(v), -1.0) for v in kept]
+        self._rows.append((row, 1.0 - len(row)))
+
+    def solve(self, time_limit: float) -> tuple[frozenset[int] | None, float]:
+        """Return the operations to save, None if none are found, and a bound."""
+        optimize, sparse = _scipy()
+        ops, size = self._problem.operations, 2 * (self._ops + self._count)
+        costs = [op.cost for op in ops]
+        # The solver compares with 1e-6, whatever the unit.
+        unit = max(costs, default=0.0) / _SCALE or 1.0
+        objective = [0.0] * size
+        objective[self._ops : 2 * self._ops] = [cost / unit for cost in costs]
+        found = optimize.milp(
+            objective,
+            integrality=[1] * self._ops + [0] * (size - self._ops),
+            bounds=optimize.Bounds(*self._bounds(size)),
+            constraints=self._constraints(optimize, sparse, size),
+            options={"mip_rel_gap": 0.0, "time_limit": max(time_limit, 0.0)},
+        )
+        if found.status == _INFEASIBLE:
+            return None, math.inf
+        bound = found.get("mip_dual_bound")
+        least = 0.0 if bound is None or not math.isfinite(bound) else max(bound, 0.0)
+        if found.x is None:
+            return None, least * unit
+        chosen = (i for i in range(self._ops) if found.x[i] > 0.5)
+        return frozenset(chosen), least * unit
+
+    def _bounds(self, size: int) -> tuple[list[float], list[float]]:
+        lower, upper = [0.0] * size, [1.0] * size
+        for i, op in enumerate(self._problem.operations):
+            lower[self._s(i)] = float(op.must_save)
+            upper[self._s(i)] = float(op.must_save or op.may_save)
+        for v in self._problem.roots & self._index.keys():
+            lower[self._n(v)] = 1.0
+        return lower, upper
+
+    def _constraints(self, optimize: Any, sparse: Any, size: int) -> Any:
+        entries = [(j, k, x) for j, (row, _) in enumerate(self._rows) for k, x in row]
+        where = [j for j, _, _ in entries], [k for _, k, _ in entries]
+        data = [x for _, _, x in entries]
+        matrix = sparse.csr_array((data, where), shape=(len(self._rows), size))
+        return optimize.LinearConstraint(matrix, lb=[least for _, least in self._rows])
+
+
+_SCALE = 1e4
+_INFEASIBLE = 2  # a status of scipy's
+
+
+def _scipy() -> tuple[Any, Any]:
+    """Return the modules of scipy that solve.
+
+    Raises:
+        ImportError: scipy is not installed.
+    """
+    try:
+        optimize: Any = importlib.import_module("scipy.optimize")
+        sparse: Any = importlib.import_module("scipy.sparse")
+    except ModuleNotFoundError as error:
+        raise ImportError(_NO_SCIPY) from error
+    return optimize, sparse
+
+
+_NO_SCIPY = (
+    "remat: a budget of bytes is solved by scipy, which is not installed. "
+    "Install it: pip install 'remat[budget]'"
+)

@@ -1,0 +1,250 @@
+"""What a budget keeps of a record: makes the problem, and has it solved.
+
+`decide` calls `spent` after a recorded forward, and so do reports. `budget` solves.
+
+Invariant: a plan that saves what was chosen keeps the bytes that were counted, or
+fewer. Where a plan knows more than a problem says, the problem needs more.
+Rejected: to decide while the forward runs. What is worth keeping depends on what the
+backward reads, which is known at its end.
+"""
+
+import math
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from dataclasses import dataclass
+
+from remat._base.op import Value
+from remat._offload.bytes import extent
+from remat._partial.budget import Operation, Problem, Solution, evaluate, solve
+from remat._partial.candidates import overwritten
+from remat._partial.cost import work
+from remat._partial.measured import measured_work
+from remat._partial.plan import Record, Step, makers_of, overwrites, plan, saveable_in
+from remat.policies import Decision, Policy
+from remat.policies._within import Budget, Within
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a budget keeps of one record.
+
+    Attributes:
+        budget: how much may be kept.
+        must: the operations whose results must be kept.
+        may: for each operation, where its results go if they are kept.
+        solution: what is kept.
+        least: what is kept of what must be, and what it costs to recompute the rest.
+    """
+
+    budget: Budget
+    must: frozenset[int]
+    may: tuple[Decision, ...]
+    solution: Solution
+    least: Solution
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What becomes of the result of each operation."""
+        kept = self.solution.saved
+        return [
+            decision if i in kept else Decision.RECOMPUTE
+            for i, decision in enumerate(self.may)
+        ]
+
+    @property
+    def overdrawn(self) -> int:
+        """The bytes that must be kept, if they are more than the budget; else 0."""
+        nbytes = self.least.nbytes
+        return nbytes if self.solution.nbytes > self.budget.nbytes else 0
+
+
+def spent(
+    policy: Policy | None,
+    record: Record,
+    decisions: Sequence[Decision],
+    exposed: Collection[int],
+    *,
+    prune: bool,
+) -> Spent | None:
+    """Return what the budget in a policy keeps; None if there is no budget in it.
+
+    Args:
+        policy: of the call.
+        record: of a forward.
+        decisions: what the policy allows for each operation.
+        exposed: storages that are needed, and that the graph did not save.
+        prune: whether a recompute leaves out what is not needed.
+
+    Raises:
+        ImportError: scipy is not installed.
+    """
+    if not isinstance(policy, Within):
+        return None
+    musts = overwritten(record, [policy.must(step.op) for step in record.steps])
+    pairs = enumerate(zip(musts, decisions, strict=True))
+    must = frozenset(i for i, (has_to, may) in pairs if has_to and may)
+    return spend(policy.budget, must, record, decisions, exposed, prune=prune)
+
+
+def spend(
+    budget: Budget,
+    must: frozenset[int],
+    record: Record,
+    may: Sequence[Decision],
+    extra_roots: Iterable[int],
+    *,
+    prune: bool,
+) -> Spent:
+    """Return what a budget keeps of a record."""
+    args = record, may, must, extra_roots, cost_of(budget)
+    problem, steps = problem_of(*args, prune=prune)
+    found = solve(problem, budget.nbytes, time_limit=budget.time_limit)
+    least = evaluate(problem, ())
+    return Spent(budget, must, tuple(may), _of_steps(found, steps), least)
+
+
+def cost_of(budget: Budget) -> Callable[[Step], float]:
+    """Return what says how much an operation costs."""
+    return measured_work if budget.costs == "measured" else work
+
+
+def _of_steps(solution: Solution, steps: Sequence[Sequence[int]]) -> Solution:
+    saved = frozenset(i for k in solution.saved for i in steps[k])
+    return Solution(saved, solution.work, solution.nbytes, solution.gap)
+
+
+# --- The problem ---
+
+
+def problem_of(
+    record: Record,
+    may: Sequence[Decision],
+    must: Container[int],
+    extra_roots: Iterable[int],
+    cost: Callable[[Step], float],
+    *,
+    prune: bool = True,
+) -> tuple[Problem, list[list[int]]]:
+    """Return what there is to choose in a record.
+
+    Args:
+        record: of a forward.
+        may: for each operation, where its results go if they are kept.
+        must: the operations whose results must be kept.
+        extra_roots: storages that are needed, and that the graph did not save.
+        cost: says what an operation costs.
+        prune: whether a recompute leaves out what is not needed.
+
+    Returns:
+        The problem, and the steps of the record that each of its operations stands for.
+    """
+    found = _Reading(record, may, extra_roots, prune=prune)
+    groups = _groups(record)
+    operations = tuple(found.operation(group, must, cost) for group in groups)
+    roots = {*extra_roots}.union(*record.roots)
+    values = found.values(roots)
+    if not prune:  # all that is not saved runs again
+        values |= {v for op in operations for v in op.makes}
+    return Problem(operations, found.nbytes(), frozenset(values)), groups
+
+
+def _groups(record: Record) -> list[list[int]]:
+    """Return the steps of each operation: a collective goes with what it overwrites."""
+    over = overwrites(record)
+    collective = {i: j for j, made in over.items() for i in made}
+    groups: dict[int, list[int]] = {}
+    for i in range(len(record.steps)):
+        groups.setdefault(collective.get(i, i), []).append(i)
+    return [*groups.values()]
+
+
+class _Reading:
+    """Reads a record: which steps may be saved, and which storages are one value."""
+
+    def __init__(
+        self,
+        record: Record,
+        may: Sequence[Decision],
+        extra_roots: Iterable[int],
+        *,
+        prune: bool,
+    ) -> None:
+        self._record, self._may, self._prune = record, may, prune
+        self._saveable = saveable_in(record, [i for i, d in enumerate(may) if d])
+        if not prune:  # what no recompute reads is not saved by a plan
+            live = plan(record, extra_roots=extra_roots).live
+            steps = record.steps
+            self._saveable &= {
+                i for i in self._saveable if live.intersection(steps[i].makes)
+            }
+        # A wrapper, and what it wraps, are one value.
+        self._value = {s: min(pair) for pair in _linked(record) for s in pair}
+        self._made: dict[int, set[int]] = {}
+        for s, makers in makers_of(record).items():
+            for i in makers:
+                self._made.setdefault(i, set()).add(s)
+
+    def values(self, storages: Iterable[int]) -> set[int]:
+        """Return the values of storages."""
+        return {self._value.get(s, s) for s in storages}
+
+    def operation(
+        self, group: Sequence[int], must: Container[int], cost: Callable[[Step], float]
+    ) -> Operation:
+        """Return the operation of some steps."""
+        steps = [self._record.steps[i] for i in group]
+        makes = self.values(s for i in group for s in self._made.get(i, ()))
+        reads = self.values(s for step in steps for s in _read(step))
+        may_save = all(
+            i in self._saveable or step.is_collective
+            for i, step in zip(group, steps, strict=True)
+        )
+        always = any(s.always_runs or s.draws or s.on_subclass for s in steps)
+        return Operation(
+            math.fsum(cost(step) for step in steps),
+            tuple(sorted(reads)),
+            tuple(sorted(makes)),
+            may_save=may_save,
+            must_save=may_save and any(i in must for i in group),
+            always_runs=always or (not self._prune and bool(makes)),
+        )
+
+    def nbytes(self) -> tuple[tuple[int, int], ...]:
+        """Return the bytes of each value that may be saved."""
+        found: dict[int, int] = {}
+        for i in sorted(self._saveable):
+            step = self._record.steps[i]
+            if moves(self._may[i], step.op.outputs):
+                continue
+            for s, value in zip(step.makes, step.op.outputs, strict=True):
+                v = self._value.get(s, s)
+                found[v] = max(found.get(v, 0), storage_bytes(value))
+        return tuple(sorted(found.items()))
+
+
+def _linked(record: Record) -> list[set[int]]:
+    """Return sets of storages that are wrappers of the same one."""
+    found: dict[int, set[int]] = {}
+    for wrapper, inner in record.inside:
+        found.setdefault(inner, {inner}).add(wrapper)
+    return [*found.values()]
+
+
+def _read(step: Step) -> Sequence[int]:
+    """Return the storages whose values an operation reads."""
+    forced = step.always_runs or step.on_subclass
+    whole = {*step.metadata_only} >= {*range(len(step.makes))}
+    reads_none = bool(step.metadata_only) and not forced and (step.draws or whole)
+    return () if reads_none else step.reads
+
+
+def storage_bytes(value: Value) -> int:
+    """Return the bytes of the storage that was made for a value."""
+    if len(value.stride) != len(value.shape):  # of sparse and nested tensors
+        return value.nbytes
+    return (value.offset + extent(value.shape, value.stride)) * value.dtype.itemsize
+
+
+def moves(decision: Decision, outputs: Sequence[Value]) -> bool:
+    """Say whether a result is offloaded: what is in host memory stays in it."""
+    away = any(value.device.type != "cpu" for value in outputs)
+    return decision is Decision.OFFLOAD_TO_DISK or (decision.offloads and away)

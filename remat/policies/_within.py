@@ -1,0 +1,250 @@
+"""`within`: a policy that keeps at most so many bytes, and recomputes the least work.
+
+Other policies decide about one operation at a time. A budget decides when a forward has
+ended, by its whole record: `remat._partial.budgeted` asks it what may be kept and what
+must be, and solves the rest. With p and q for other policies:
+
+    within(b) | p              what p keeps must be kept, and counts in b
+    within(b) & p              only what p keeps may be kept
+    within(b) - p              only what p does not keep may be kept
+    within(a) | within(b)      the larger budget
+    within(a) & within(b)      the smaller budget
+
+So `|` and `&` are as of other policies: what either side keeps, and what both keep.
+
+Invariant: a budget is data. Every expression has one form, `(within(b) & may) | must`,
+so that equal expressions compare equal.
+Rejected: `~within(b)`, what a budget does not keep. Which results those are depends on
+the whole program, and on the solver. Offloading what a budget keeps is refused for the
+same reason: `within(b) | p.but_offload()` says which results leave the device.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from typing_extensions import override
+
+from remat._base.op import Op
+from remat._base.sizes import bytes_in
+from remat.policies._decision import Decision
+from remat.policies._policy import (
+    Policy,
+    as_policy,
+    everything_saveable,
+    intersection,
+    nothing_saveable,
+    union,
+)
+
+
+Costs = Literal["roofline", "measured"]
+_TIME_LIMIT = 10.0
+
+
+@dataclass(frozen=True, order=True)
+class Budget:
+    """How much is kept, and how that is decided.
+
+    Attributes:
+        nbytes: the bytes.
+        costs: what operations cost: "roofline" or "measured".
+        time_limit: the seconds that the solver is given.
+    """
+
+    nbytes: int
+    costs: Costs = "roofline"
+    time_limit: float = _TIME_LIMIT
+
+    def __repr__(self) -> str:
+        costs = "" if self.costs == "roofline" else f", costs={self.costs!r}"
+        is_usual = self.time_limit == _TIME_LIMIT
+        limit = "" if is_usual else f", time_limit={self.time_limit!r}"
+        return f"within({self.nbytes}{costs}{limit})"
+
+
+@dataclass(frozen=True, repr=False)
+class Within(Policy):
+    """Keeps what recomputes the least work, of what fits a budget.
+
+    Attributes:
+        budget: how much is kept.
+        must: what has to be kept.
+        may: what can be kept besides that.
+    """
+
+    budget: Budget
+    must: Policy
+    may: Policy
+
+    has_budget = True
+
+    def decide(self, op: Op) -> Decision:
+        """Return where the result goes if the budget keeps it."""
+        return self.may(op) | self.must(op)
+
+    @property
+    @override
+    def cache_key(self) -> Any:
+        """The keys of its parts: a nested call makes a new policy each time."""
+        if self.is_data:
+            return self
+        return Within, self.budget, self.must.cache_key, self.may.cache_key
+
+    @property
+    def allowed(self) -> Policy:
+        """What it keeps where there is room."""
+        return _either(self.may, self.must)
+
+    @override
+    def __or__(self, other: object) -> Policy:
+        other = as_policy(other)
+        if not isinstance(other, Within):
+            return Within(self.budget, _either(self.must, other), self.may)
+        budget = max(self.budget, other.budget)
+        must, may = _either(self.must, other.must), _either(self.may, other.may)
+        return Within(budget, must, may)
+
+    @override
+    def __ror__(self, other: object) -> Policy:
+        return Within(self.budget, _either(as_policy(other), self.must), self.may)
+
+    @override
+    def __and__(self, other: object) -> Policy:
+        other = as_policy(other)
+        if not isinstance(other, Within):
+            return Within(self.budget, _both(self.must, other), _both(self.may, other))
+        budget, must = min(self.budget, other.budget), _both(self.must, other.must)
+        return Within(budget, must, _both(self.allowed, other.allowed))
+
+    @override
+    def __rand__(self, other: object) -> Policy:
+        other = as_policy(other)
+        return Within(self.budget, _both(other, self.must), _both(other, self.may))
+
+    @override
+    def __invert__(self) -> NoReturn:
+        raise TypeError(_NO_COMPLEMENT.format(policy=self))
+
+    @override
+    def but_offload(self, which: object = None, *, to: str = "pinned_host") -> NoReturn:
+        """Refuse: which results a budget keeps depends on the whole program.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(_NO_OFFLOAD.format(policy=self))
+
+    def __repr__(self) -> str:
+        shown = repr(self.budget)
+        if self.may != everything_saveable:
+            shown = f"({shown} & {self.may})"
+        return shown if self.must == nothing_saveable else f"({shown} | {self.must})"
+
+
+def times_operations(policy: Policy | None) -> bool:
+    """Say whether a policy asks for the operations of a call to be timed."""
+    return isinstance(policy, Within) and policy.budget.costs == "measured"
+
+
+def _either(left: Policy, right: Policy) -> Policy:
+    if everything_saveable in (left, right):
+        return everything_saveable
+    return union(left, right)
+
+
+def _both(left: Policy, right: Policy) -> Policy:
+    if nothing_saveable in (left, right):
+        return nothing_saveable
+    return intersection(left, right)
+
+
+_NO_COMPLEMENT = (
+    "remat: ~{policy} has no meaning: a budget says how much is kept, and not which "
+    "results. To keep some results out of a budget, write within(bytes) - policy."
+)
+_NO_OFFLOAD = (
+    "remat: {policy} cannot be offloaded: a budget says how much is kept where it is. "
+    "To offload some results, write within(bytes) | policy.but_offload()."
+)
+
+
+def within(
+    bytes: int | str,
+    *,
+    costs: Costs = "roofline",
+    time_limit: float = _TIME_LIMIT,
+) -> Policy:
+    """Keep at most so many bytes, and recompute the least work that this allows.
+
+    The budget is that of each call of the function: of each block, if the blocks of a
+    model are rematerialized. The first call of a kind holds its results until it ends.
+    Then the choice is made, by a mixed-integer program, and the rest is let go. Later
+    calls follow it. What the call was given is not in the budget: its inputs and
+    parameters are kept anyway. Views count with the memory that they share.
+
+    `within(b) | policy` keeps what `policy` keeps in any case, and within `b`. If that
+    alone takes more, nothing else is kept. `within(b) & policy` keeps nothing else than
+    what `policy` keeps. Of two budgets `|` is the larger and `&` the smaller. What is
+    offloaded does not count. A call within another one has the larger of both budgets,
+    and the call around decides what crosses.
+
+    Args:
+        bytes: the number of bytes, or a text such as "512 MiB" or "8GB".
+        costs: "roofline" estimates what operations cost, from their FLOPs and bytes.
+            It chooses alike on every machine and in every run. "measured" times the
+            operations of the first call on its tensors, each once, so two runs may
+            choose differently.
+        time_limit: the seconds after which the solver stops. The best choice by then
+            is taken. `explain` tells how far it may be from the best one.
+
+    Returns:
+        The policy. It needs scipy: `pip install 'remat[budget]'`.
+
+    Raises:
+        TypeError: `bytes` or `time_limit` is not a number.
+        ValueError: `bytes` is negative or cannot be read, or `costs` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from remat import remat
+        >>> from remat.policies import save_only_these_names
+        >>> from remat.testing import count_ops
+        >>> def f(x):
+        ...     return x.sin().sin().sin()
+        >>> for budget in 0, 400, 800:
+        ...     y = remat(f, policy=within(budget))(torch.ones(100, requires_grad=True))
+        ...     with count_ops() as ops:
+        ...         y.sum().backward()
+        ...     print(ops["sin"], ops["cos"])
+        2 3
+        1 3
+        0 3
+        >>> within("1 KiB") | save_only_these_names("q")
+        (within(1024) | save_only_these_names('q'))
+    """
+    if costs not in _COSTS:
+        known = " or ".join(map(repr, _COSTS))
+        raise ValueError(f"remat: within takes costs={known}; got {costs!r}")
+    nbytes = bytes_in(bytes, "within")
+    return Within(
+        Budget(nbytes, costs, _seconds(time_limit)),
+        nothing_saveable,
+        everything_saveable,
+    )
+
+
+_COSTS = "roofline", "measured"
+
+
+def _seconds(limit: object) -> float:
+    if isinstance(limit, bool) or not isinstance(limit, int | float):
+        kind = type(limit).__name__
+        raise TypeError(
+            f"remat: within takes time_limit in seconds; got {limit!r}, a {kind}"
+        )
+    if math.isnan(limit) or limit < 0:
+        raise ValueError(
+            f"remat: within takes time_limit in seconds, at least 0; got {limit!r}"
+        )
+    return float(limit)

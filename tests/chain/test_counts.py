@@ -1,0 +1,263 @@
+"""How often steps run, and how many carries exist: what the schedule says."""
+
+import gc
+import itertools
+import sys
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from support.chains import plain_fori
+from support.tables import rows
+from torch.profiler import ProfilerActivity, profile
+
+from remat import chain
+from remat.chain import schedules
+from remat.chain.schedules import Binomial, EveryStep, Multilevel, Online, Sqrt, Uniform
+from remat.testing import assert_same, count_ops
+
+
+SCHEDULES = {
+    "Sqrt": Sqrt(),
+    "Uniform(4)": Uniform(4),
+    "EveryStep": EveryStep(),
+    "EveryStep(3)": EveryStep(unroll=3),
+    "Binomial(1)": Binomial(1),
+    "Binomial(3)": Binomial(3),
+    "Binomial(4, 2)": Binomial(4, unroll=2),
+    "Binomial(50)": Binomial(50),
+    "Multilevel": Multilevel(memory=2, disk=3),
+    "Multilevel, cheap disk": Multilevel(memory=2, write_cost=0.0, read_cost=0.0),
+    "Online": Online(4),
+}
+X = torch.linspace(0.1, 1, 5, dtype=torch.double)
+
+
+def body(i, x):
+    return torch.sin(x) * (1 + 0.1 * i)
+
+
+def counted(fn):
+    """What a function returns, and how many steps it ran: each has one sine."""
+    with count_ops() as ops:
+        found = fn()
+    return found, ops["sin"]
+
+
+def loop(schedule, length, x):
+    if not isinstance(schedule, Online):
+        return chain.fori_loop(0, length, body, x, checkpoints=schedule)
+
+    def step(carry):
+        i, x = carry
+        return i + 1, body(i, x)
+
+    def goes_on(carry):
+        return carry[0] < length
+
+    return chain.while_loop(goes_on, step, (0, x), checkpoints=schedule)[1]
+
+
+def runs_of(schedule, length):
+    """How often steps run in the forward, the backward and a second backward."""
+    x = X.clone().requires_grad_()
+    y, forward = counted(lambda: loop(schedule, length, x))
+    pull = torch.autograd.grad
+    (first,), backward = counted(lambda: pull(y.sum(), x, retain_graph=True))
+    (second,), again = counted(lambda: pull(y.sum(), x))
+    plain = x.detach().requires_grad_()
+    (want,) = pull(plain_fori(0, length, body, plain).sum(), plain)
+    assert_same(first, want)
+    assert_same(second, want)
+    return forward, backward, again
+
+
+@rows("schedule", SCHEDULES)
+@pytest.mark.parametrize("length", [1, 2, 5, 30])
+def test_steps_run_as_often_as_predicted(schedule, length):
+    forward, backward, again = runs_of(schedule, length)
+    assert (forward, backward) == schedule.evaluations(length)
+    # A second backward finds no checkpoints: it runs the way to the last one again.
+    assert backward <= again < backward + length
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_binomial_chains_of_any_length(length, checkpoints):
+    schedule = Binomial(checkpoints)
+    assert runs_of(schedule, length)[:2] == schedule.evaluations(length)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_online_chains_of_any_length(length, checkpoints):
+    schedule = Online(checkpoints)
+    assert runs_of(schedule, length)[:2] == schedule.evaluations(length)
+
+
+@rows("schedule", {k: s for k, s in SCHEDULES.items() if k != "Online"})
+def test_steps_run_as_often_under_torch_func(schedule):
+    length = 30
+    value = torch.func.grad(lambda x: loop(schedule, length, x).sum())
+    _, runs = counted(lambda: value(X))
+    assert runs == sum(schedule.evaluations(length))
+
+
+@pytest.mark.parametrize("checkpoints", [1, 3])
+def test_below_a_vmap_one_more_sweep_is_needed(checkpoints):
+    """A checkpoint of the forward would be of a level that is gone."""
+    length, schedule = 30, Binomial(checkpoints)
+    value = torch.func.grad(lambda x: loop(schedule, length, x).sum())
+    got, runs = counted(lambda: torch.func.vmap(value)(X.expand(2, 5)))
+    want = value(X)
+    assert_same(got, torch.stack([want, want]))
+    predicted = sum(schedule.evaluations(length))
+    assert predicted <= runs < predicted + length
+
+
+# --- Live carries ---
+
+
+@pytest.mark.parametrize("checkpoints", [1, 3, 10])
+def test_no_more_carries_are_stored_than_allowed(checkpoints, monkeypatch):
+    held = []
+    save, drop = chain._stored.Stored.save, chain._stored.Stored.drop
+
+    def saving(self, step, live, storage):
+        save(self, step, live, storage)
+        held.append(len(self._carries))
+
+    monkeypatch.setattr(chain._stored.Stored, "save", saving)
+    monkeypatch.setattr(chain._stored.Stored, "drop", drop)
+    x = X.clone().requires_grad_()
+    loop(Binomial(checkpoints), 100, x).sum().backward()
+    assert max(held) == checkpoints
+
+
+def peak(run):
+    """The most bytes that a second run held at a time, by torch's own count."""
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = profiler.profiler.kineto_results.events()
+    memory = sorted(
+        (e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()
+    )
+    return max(itertools.accumulate(e.nbytes() for e in memory))
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad"])
+def test_a_thousand_steps_with_ten_checkpoints_need_fifteen_carries(transform):
+    weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 6
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+
+    def value(run, x):
+        return run(0, 1000, lambda i, x: torch.tanh(x @ weight), x).sum()
+
+    def gradient(run):
+        if transform == "grad":
+            return torch.func.grad(lambda x: value(run, x))(x)
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(value(run, leaf), leaf)[0]
+
+    def in_chain(*args):
+        return chain.fori_loop(*args, checkpoints=10)
+
+    assert peak(lambda: gradient(in_chain)) <= 15.1 * x.nbytes
+    assert peak(lambda: gradient(plain_fori)) >= 1000 * x.nbytes
+    assert_same(gradient(in_chain), gradient(plain_fori))
+
+
+def test_what_is_collected_keeps_no_carry_alive():
+    x = torch.zeros(1024, requires_grad=True)
+
+    def step(carry, _):
+        carry = torch.sin(carry)
+        return carry, carry[0]  # a view of it
+
+    def run():
+        _, firsts = chain.scan(step, x, length=300, checkpoints=10)
+        firsts.sum().backward()
+
+    assert peak(run) <= 20 * x.nbytes
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad"])
+def test_a_hundred_thousand_steps_are_one_node(transform):
+    length, limit = 100_000, sys.getrecursionlimit()
+
+    def value(x):
+        return chain.fori_loop(0, length, lambda i, x: x * 0.99999, x)
+
+    x = torch.ones(2, dtype=torch.double, requires_grad=True)
+    want = torch.full((2,), 0.99999**length, dtype=torch.double)
+    if transform == "grad":
+        got, products = products_of(
+            lambda: torch.func.grad(lambda x: value(x).sum())(x)
+        )
+    else:
+        y = value(x)
+        ((leaf, _),) = [e for e in y.grad_fn.next_functions if e[0] is not None]
+        assert type(leaf).__name__ == "AccumulateGrad"
+        (got,), products = products_of(lambda: torch.autograd.grad(y.sum(), x))
+    torch.testing.assert_close(got, want)
+    assert products >= 2 * length
+    assert sys.getrecursionlimit() == limit
+
+
+def products_of(fn):
+    with count_ops() as ops:
+        found = fn()
+    return found, ops["mul"]
+
+
+def test_nothing_waits_for_the_garbage_collector():
+    module = torch.nn.Linear(4, 4)
+
+    def run(x, *, backward):
+        y = chain.fori_loop(0, 9, lambda i, x: module(x).tanh(), x)
+        if backward:
+            y.sum().backward()
+
+    with count_ops() as ops:
+        run(torch.ones(3, 4, requires_grad=True), backward=True)
+    assert ops["tanh"] == 18
+    refs = []
+    gc.collect()
+    gc.disable()
+    try:
+        for backward in (False, True) * 3:
+            x = torch.randn(3, 4, requires_grad=True)
+            run(x, backward=backward)
+            refs.append(weakref.ref(x))
+            del x
+        assert not any(ref() is not None for ref in refs)
+    finally:
+        gc.enable()
+
+
+def test_a_plan_of_rotor_is_followed():
+    stage = schedules.Stage(1.0, 10, (schedules.Option(30, 2.0),))
+    plan = schedules.rotor([stage] * 8, 130, input_bytes=10)
+    fns = [
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(8)
+    ]
+    x = torch.ones(2, 4, requires_grad=True)
+    parameters = [p for fn in fns for p in fn.parameters()]
+
+    def plain(x):
+        for fn in fns:
+            x = fn(x)
+        return x
+
+    def gradients(run):
+        return torch.autograd.grad(run(x).sum(), parameters)
+
+    with count_ops() as ops:
+        got = gradients(lambda x: chain.sequential(fns, x, checkpoints=plan))
+    assert_same(got, gradients(plain))
+    # Where the forward of a plan records, a chain stores the carry and runs once more.
+    recorded = sum(isinstance(part, schedules.Keep) for part in plan.parts)
+    assert ops["tanh"] == sum(plan.evaluations(8)) + recorded
+    assert ops["tanh"] >= 16

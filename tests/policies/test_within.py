@@ -1,0 +1,603 @@
+"""What a budget keeps and recomputes: bytes are counted, and so is what runs again."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings, strategies as st
+from support.pruning import forget_calls
+from support.transforms import ALL
+from support.zoo import leaves_of, plainly, scalar
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from remat import checkpoint_name, explain, policies, random, remat
+from remat._partial import budget, measured as timing
+from remat.nn import apply, remove
+from remat.policies import dots_saveable, save_only_these_names, within
+from remat.testing import assert_same, assert_same_gradients, count_ops, live_bytes
+
+
+SIZE = 16
+MATRIX = SIZE * SIZE * 8
+
+
+def matrix(seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(SIZE, SIZE, generator=generator, dtype=torch.double) / SIZE
+    return x.requires_grad_()
+
+
+def backward_ops(fn, *args):
+    """What runs in a backward, and the gradients."""
+    leaves = [x.detach().clone().requires_grad_() for x in args]
+    out = fn(*leaves).sum()
+    with count_ops() as ops:
+        grads = torch.autograd.grad(out, leaves)
+    return ops, grads
+
+
+def again(fn, plain, *args):
+    """What runs in the backward of `fn`, and not in that of plain code."""
+    ops, grads = backward_ops(fn, *args)
+    once, expected = backward_ops(plain, *args)
+    assert_same(grads, expected)
+    return ops - once
+
+
+def kept_bytes(fn, *args):
+    """The bytes that the graph of a call holds besides the inputs."""
+    fn(*args)
+    return live_bytes(lambda: fn(*args).grad_fn)
+
+
+def layers(w, x):
+    for i in range(4):
+        x = checkpoint_name(torch.tanh(x @ w), f"layer{i}")
+    return x
+
+
+# --- Against every choice there is, on programs that run ---
+
+KINDS = {
+    "sin": lambda a, b: a.sin(),
+    "exp": lambda a, b: a.tanh().exp(),
+    "tanh": lambda a, b: a.tanh(),
+    "mm": lambda a, b: a @ b,
+    "mul": lambda a, b: a * b,
+    "view": lambda a, b: a.t().reshape(SIZE, SIZE) + b,
+    "topk": lambda a, b: a.topk(SIZE)[0] * b,
+}
+# What it costs to run one again.
+ELEMENTWISE = 2e-6 + 2 * MATRIX / 1e10
+TERNARY = 2e-6 + 3 * MATRIX / 1e10
+PRODUCT = 2e-6 + max(2 * SIZE**3 / 2e10, 3 * MATRIX / 1e10)
+
+
+def program_of(code):
+    """A program of instructions: a kind, and the values that it reads, by index."""
+
+    def program(x, y):
+        values = [x, checkpoint_name(x + y, "sum")]
+        for i, (kind, a, b) in enumerate(code):
+            made = KINDS[kind](values[a % len(values)], values[b % len(values)])
+            values.append(checkpoint_name(made, f"v{i}"))
+        return values[-1] * values[1]
+
+    forget_calls()  # of the program before: their code is the same
+    return program
+
+
+def work_of(ops):
+    costs = {"sin": ELEMENTWISE, "exp": ELEMENTWISE, "tanh": ELEMENTWISE}
+    costs |= {"mm": PRODUCT, "mul": TERNARY, "add": TERNARY}
+    return sum(costs[name] * count for name, count in ops.items() if name in costs)
+
+
+instructions = st.tuples(
+    st.sampled_from(["sin", "tanh", "mm", "mul"]), st.integers(0, 8), st.integers(0, 8)
+)
+
+
+@settings(max_examples=6, deadline=None, phases=[Phase.generate])
+@given(st.lists(instructions, min_size=2, max_size=3))
+def test_no_choice_of_names_within_the_budget_recomputes_less(code):
+    program, args = program_of(code), (matrix(1), matrix(2))
+    names = ["sum", *(f"v{i}" for i in range(len(code)))]
+    choices = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where no value is read, there is no name
+        for count in range(len(names) + 1):
+            for chosen in itertools.combinations(names, count):
+                fn = remat(program, policy=save_only_these_names(*chosen))
+                work = work_of(again(fn, program, *args))
+                choices.append((kept_bytes(fn, *args), work))
+    for nbytes in (0, MATRIX, 2 * MATRIX - 1, 2 * MATRIX, 4 * MATRIX):
+        fn = remat(program, policy=within(nbytes))
+        least = min(work for n, work in choices if n <= nbytes)
+        assert kept_bytes(fn, *args) <= nbytes
+        assert work_of(again(fn, program, *args)) == pytest.approx(least)
+
+
+@settings(max_examples=8, deadline=None, phases=[Phase.generate])
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([*KINDS]), st.integers(0, 8), st.integers(0, 8)),
+        min_size=2,
+        max_size=7,
+    )
+)
+def test_more_bytes_never_cost_more_work(code):
+    program, args = program_of(code), (matrix(1), matrix(2))
+    works = []
+    for count in (0, 1, 1.5, 2, 3, 5, 20):
+        nbytes = int(count * MATRIX)
+        fn = remat(program, policy=within(nbytes))
+        work = [explain(fn, *args).budget.work for _ in range(2)]
+        assert work[0] == work[1]
+        works.append(work[0])
+        ops = again(fn, program, *args)
+        assert kept_bytes(fn, *args) <= nbytes
+    assert works == sorted(works, reverse=True)
+    assert work_of(ops) == 0, "all that is read fits"
+
+
+# --- How much is kept ---
+
+
+@pytest.mark.parametrize("count", range(6))
+@pytest.mark.parametrize("prune", ["auto", True, False])
+def test_the_first_call_and_those_after_it_keep_the_budget(count, prune):
+    w, x = matrix(1), matrix(2)
+    nbytes = count * MATRIX + MATRIX - 1
+    fn = remat(layers, policy=within(nbytes), prune=prune)
+    forget_calls()
+    kept = min(count, 4)
+    for _ in range(3):
+        assert live_bytes(lambda: fn(w, x)) in (kept * MATRIX, (kept + 1) * MATRIX)
+        assert kept_bytes(fn, w, x) == kept * MATRIX
+        ops = again(fn, layers, w, x)
+        assert ops["mm"] == 4 - kept
+        # Without pruning, a product is spared as well by keeping its own result.
+        assert ops["tanh"] == 4 - kept or prune is False
+
+
+def test_bytes_may_be_a_text():
+    w, x = matrix(1), matrix(2)
+    fn = remat(layers, policy=within("4 KiB"))
+    assert kept_bytes(fn, w, x) == 2 * MATRIX == 4096
+
+
+def test_views_count_once_with_the_memory_that_they_share():
+    def f(w, x):
+        h = (x @ w).exp()
+        left, right = h.chunk(2, dim=1)
+        return (left.sin() * right.sin() * h.t()[:, : SIZE // 2].sin()).sum(1)
+
+    w, x = matrix(1), matrix(2)
+    fn = remat(f, policy=within(MATRIX))
+    assert kept_bytes(fn, w, x) == MATRIX
+    ops = again(fn, f, w, x)
+    assert (ops["mm"], ops["exp"]) == (0, 0)
+    none = remat(f, policy=within(MATRIX - 1))
+    assert kept_bytes(none, w, x) <= MATRIX - 1
+    assert again(none, f, w, x)["exp"] == 1
+
+
+def test_results_that_are_made_together_are_kept_together():
+    def f(w, x):
+        out, mean, scale = torch.native_layer_norm(x @ w, (SIZE,), None, None, 1e-5)
+        return out.sin() * mean * scale
+
+    w, x = matrix(1), matrix(2)
+    fn = remat(f, policy=within(2 * MATRIX + 2 * SIZE * 8 - 1))
+    assert kept_bytes(fn, w, x) <= 2 * MATRIX + 2 * SIZE * 8 - 1
+    assert again(fn, f, w, x)["native_layer_norm"] + again(fn, f, w, x)["mm"] >= 1
+    whole = remat(f, policy=within(10 * MATRIX))
+    assert not again(whole, f, w, x)["native_layer_norm"]
+
+
+def test_what_is_changed_in_place_is_recomputed():
+    def f(w, x):
+        h = x @ w
+        h.neg_()
+        return h.sin().exp()
+
+    w, x = matrix(1), matrix(2)
+    fn = remat(f, policy=within(MATRIX))
+    ops = again(fn, f, w, x)
+    assert kept_bytes(fn, w, x) <= MATRIX
+    assert (ops["exp"], ops["mm"], ops["neg_"]) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_a_mask_from_a_key_may_be_drawn_again(count):
+    def f(w, x):
+        h = random.dropout(random.key(3), torch.tanh(x @ w), 0.5)
+        return torch.tanh(h @ w)
+
+    w, x = matrix(1), matrix(2)
+    fn = remat(f, policy=within(count * MATRIX))
+    again(fn, f, w, x)  # equal gradients: the same mask
+    assert kept_bytes(fn, w, x) <= count * MATRIX
+    assert explain(fn, w, x).budget.gap == 0
+
+
+def test_draws_from_a_stream_are_repeated():
+    def f(w, x):
+        h = F.dropout(torch.tanh(x @ w), 0.5)
+        return torch.tanh(h @ w)
+
+    w, x = matrix(1), matrix(2)
+    for count in range(4):
+        fn = remat(f, policy=within(count * MATRIX))
+        for _ in range(3):
+            torch.manual_seed(0)
+            ops, grads = backward_ops(fn, w, x)
+            torch.manual_seed(0)
+            once, expected = backward_ops(f, w, x)
+            assert_same(grads, expected)
+        torch.manual_seed(0)
+        assert kept_bytes(fn, w, x) <= count * MATRIX
+        assert (ops - once)["tanh"] == max(2 - count, 0)
+
+
+# --- With other policies ---
+
+
+def test_names_are_kept_and_count():
+    w, x = matrix(1), matrix(2)
+    names = save_only_these_names("layer1")
+    for count in range(1, 5):
+        fn = remat(layers, policy=within(count * MATRIX) | names)
+        assert kept_bytes(fn, w, x) == count * MATRIX
+        steps = explain(fn, w, x).ops
+        saved = [op.fate for op in steps if op.name == "tanh"]
+        assert saved[1] == "saved"
+        assert saved.count("saved") == count
+        assert again(fn, layers, w, x)["tanh"] == 4 - count
+
+
+def test_names_that_exceed_the_budget_are_kept_alone():
+    w, x = matrix(1), matrix(2)
+    two = save_only_these_names("layer0", "layer1")
+    fn = remat(layers, policy=within(MATRIX) | two)
+    message = r"has to keep takes 4,096 bytes, more than its budget of 2,048\. It is"
+    with pytest.warns(UserWarning, match=message):
+        fn(w, x)
+    assert kept_bytes(fn, w, x) == 2 * MATRIX
+    assert again(fn, layers, w, x)["tanh"] == 2
+    found = explain(fn, w, x)
+    assert found.budget.overdrawn
+    assert "4,096 of 2,048 bytes, exceeded by what must be kept" in str(found)
+
+
+def test_only_what_another_policy_keeps_may_be_kept():
+    def f(w, x):
+        return ((x @ w).exp() @ w).exp()
+
+    w, x = matrix(1), matrix(2)
+    # The backward reads both results of exp: what saves exp best may not be kept.
+    some = remat(f, policy=within(2 * MATRIX) & dots_saveable)
+    ops = again(some, f, w, x)
+    assert (ops["exp"], ops["mm"]) == (2, 0)
+    assert kept_bytes(some, w, x) == 2 * MATRIX
+    one = again(remat(f, policy=within(MATRIX) & dots_saveable), f, w, x)
+    assert (one["exp"], one["mm"]) == (2, 1)
+    rest = again(remat(f, policy=within(2 * MATRIX) - dots_saveable), f, w, x)
+    assert (rest["exp"], rest["mm"]) == (0, 0)
+
+
+def test_what_is_offloaded_does_not_count():
+    w, x = matrix(1), matrix(2)
+    away = save_only_these_names("layer1").but_offload(to="disk")
+    names = save_only_these_names("layer1")
+    fn = remat(layers, policy=(within(MATRIX) - names) | away)
+    assert again(fn, layers, w, x)["tanh"] == 2
+    found = explain(fn, w, x)
+    assert (found.budget.nbytes, found.offloaded_bytes) == (MATRIX, MATRIX)
+    fates = [op.fate for op in found.ops if op.name == "tanh"]
+    assert sorted(fates) == ["offloaded", "recomputed", "recomputed", "saved"]
+
+
+# --- In every kind of call ---
+
+POLICIES = {
+    "nothing": within(0),
+    "some": within(2**10),
+    "all": within(2**20),
+    "of few": within(2**10) & dots_saveable,
+    "with names": within(2**10) | save_only_these_names("layer2"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "how", ["backward", "grad", "vmap_grad", "grad_vmap", "grad_grad", "hessian", "jvp"]
+)
+def test_under_every_transform(how, policy):
+    transform = ALL[how]
+    rows, columns = 4, 4
+
+    def loss_of(wrap):
+        fn = wrap(layers)
+        return lambda w, x: scalar(fn(w, x))
+
+    generator = torch.Generator().manual_seed(0)
+    args = [
+        torch.randn(rows, columns, generator=generator, dtype=torch.double) / 2
+        for _ in range(2)
+    ]
+    expected = transform.run(loss_of(plainly), *leaves_of(*args))
+    for _ in range(3):
+        fn = loss_of(lambda f: remat(f, policy=POLICIES[policy]))
+        with count_ops() as ops:
+            actual = transform.run(fn, *leaves_of(*args))
+        assert_same(actual, expected, reassociated=transform.order > 1)
+    with count_ops() as without:
+        transform.run(loss_of(remat), *leaves_of(*args))
+    if policy == "nothing" or transform.forward:
+        assert ops["tanh"] == without["tanh"]
+    elif policy != "of few":
+        assert ops["tanh"] < without["tanh"]
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_under_grad_the_same_is_kept(count):
+    w, x = matrix(1).detach(), matrix(2).detach()
+    fn = remat(layers, policy=within(count * MATRIX))
+    for _ in range(3):
+        with count_ops() as ops:
+            torch.func.grad(lambda w: fn(w, x).sum())(w)
+        assert ops["tanh"] == 4 + 4 - count
+
+
+def test_under_vmap_the_whole_batch_counts():
+    w, xs = matrix(1).detach(), torch.stack([matrix(i).detach() for i in range(3)])
+    for count in range(5):
+        fn = remat(layers, policy=within(3 * count * MATRIX + MATRIX))
+        loss = lambda x, fn=fn: fn(w, x).sum()
+        with count_ops() as ops:
+            torch.func.vmap(torch.func.grad(loss))(xs)
+        assert ops["tanh"] == 4 + 4 - count
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_as_one_node(count):
+    w, x = matrix(1), matrix(2)
+    fn = remat(layers, policy=within(count * MATRIX), higher_order=True)
+    for _ in range(3):
+        assert again(fn, layers, w, x)["tanh"] == 4 - count
+    assert kept_bytes(fn, w, x) == count * MATRIX
+
+
+@pytest.mark.parametrize("count", range(3))
+def test_each_block_of_a_model_has_the_budget(count):
+    def block():
+        linears = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        return nn.Sequential(linears[0], nn.Tanh(), linears[1], nn.Tanh())
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[block() for _ in range(3)]).double()
+    model = apply(nn.Sequential(*plain), policy=within(count * MATRIX))
+    x = matrix(2)
+
+    def run(module):
+        out = module(x).sum()
+        with count_ops() as ops:
+            grads = torch.autograd.grad(out, [*module.parameters()])
+        return ops, grads
+
+    for _ in range(3):
+        ops, grads = run(model)
+        assert ops["tanh"] == 3 * (2 - count)
+    remove(model)
+    once, expected = run(plain)
+    assert once["tanh"] == 0
+    assert_same(grads, expected)
+
+
+class Decorated(nn.Module):
+    """A module whose forward is decorated."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE).double()
+
+    @remat(policy=within(MATRIX))
+    def forward(self, x):
+        return self.linear(self.linear(x).tanh()).tanh()
+
+
+def test_a_decorated_method():
+    torch.manual_seed(0)
+    module, x = Decorated(), matrix(1)
+    for _ in range(2):
+        out = module(x).sum()
+        with count_ops() as ops:
+            torch.autograd.grad(out, [*module.parameters()])
+        assert ops["tanh"] == 1
+    assert_same_gradients(module, lambda x: Decorated.forward.__wrapped__(module, x), x)
+
+
+def test_the_budget_around_holds_for_all_that_is_inside():
+    w, x = matrix(1), matrix(2)
+
+    def outer(w, x):
+        inside = remat(layers)
+        return inside(w, inside(w, x))
+
+    def plain(w, x):
+        return layers(w, layers(w, x))
+
+    works = []
+    for count in (0, 1, 3, 6, 9):
+        fn = remat(outer, policy=within(count * MATRIX))
+        for _ in range(3):
+            works.append(again(fn, plain, w, x)["tanh"])
+            assert kept_bytes(fn, w, x) <= count * MATRIX
+    assert works[0] > works[-1]
+
+
+@pytest.mark.parametrize("count", range(3))
+def test_a_budget_inside_another_policy(count):
+    w, x = matrix(1), matrix(2)
+    inside = remat(layers, policy=within(count * MATRIX))
+
+    def outer(w, x):
+        return inside(w, x.sin()).exp()
+
+    def plain(w, x):
+        return layers(w, x.sin()).exp()
+
+    # The call around keeps nothing that crosses; inside, the budget spares work.
+    fn = remat(outer)
+    ops = [again(fn, plain, w, x)["tanh"] for _ in range(3)]
+    assert ops == [4 + 4 - count] * 3
+    assert kept_bytes(fn, w, x) == 0
+
+
+# --- Where it is not followed ---
+
+
+def test_where_forward_mode_differentiates_nothing_is_kept():
+    w, x = matrix(1).detach(), matrix(2).detach()
+    fn = remat(layers, policy=within(2**20))
+    found = torch.func.jvp(fn, (w, x), (w, x))
+    assert_same(found, torch.func.jvp(layers, (w, x), (w, x)))
+
+
+def test_where_nothing_can_be_recorded_all_is_recomputed_and_that_is_said():
+    compiled = torch.compile(torch.sin, backend="eager")
+
+    def f(w, x):
+        return compiled(x @ w).tanh()
+
+    w, x = matrix(1), matrix(2)
+    fn = remat(f, policy=within(2**20))
+    with pytest.warns(
+        UserWarning, match="the policy of .* is not followed, and all is"
+    ):
+        fn(w, x)
+    out = fn(w, x).sum()
+    expected = torch.autograd.grad(f(w, x).sum(), [w, x])
+    assert_same(torch.autograd.grad(out, [w, x]), expected)
+
+
+def test_a_function_that_takes_another_path_is_right_and_keeps_the_budget():
+    path = [1]
+
+    def f(w, x):
+        for _ in range(path[0]):
+            x = torch.tanh(x @ w)
+        return x
+
+    w, x = matrix(1), matrix(2)
+    fn = remat(f, policy=within(2 * MATRIX))
+    for length in (4, 2, 6):
+        path[0] = length
+        for _ in range(3):
+            leaves = [t.detach().clone().requires_grad_() for t in (w, x)]
+            assert live_bytes(lambda: fn(w, x)) <= 3 * MATRIX
+            grads = torch.autograd.grad(fn(*leaves).sum(), leaves)
+            assert_same(grads, backward_ops(f, w, x)[1])
+
+
+def test_without_scipy_the_call_says_what_to_install(monkeypatch):
+    def no_scipy():
+        raise ImportError(budget._NO_SCIPY)
+
+    monkeypatch.setattr(budget, "_scipy", no_scipy)
+    budget._KNOWN.clear()
+    forget_calls()
+    fn = remat(layers, policy=within(MATRIX))
+    with pytest.raises(ImportError, match=r"solved by scipy.*'remat\[budget\]'"):
+        fn(matrix(1), matrix(2))
+
+
+# --- Time, and measured costs ---
+
+
+def wide(w, x):
+    """Many values of sizes that fit a budget in many ways."""
+    outs = []
+    for i in range(1, SIZE):
+        h = (x[:, :i] @ w[:i]).tanh()
+        outs.append((h[:i].sin() * h[:i].exp()).sum(0))
+    return torch.stack(outs)
+
+
+def test_when_the_time_is_up_the_budget_holds_and_explain_tells_the_gap():
+    w, x = matrix(1), matrix(2)
+    budget._KNOWN.clear()
+    nbytes = 7 * MATRIX + 123
+    fn = remat(wide, policy=within(nbytes, time_limit=0.0))
+    assert kept_bytes(fn, w, x) <= nbytes
+    again(fn, wide, w, x)
+    found = explain(fn, w, x)
+    assert found.budget.gap > 0
+    assert "above the least" in str(found)
+    patient = explain(remat(wide, policy=within(nbytes)), w, x)
+    assert patient.budget.work < found.budget.work
+
+
+def test_measured_costs_are_of_each_operation_once():
+    w, x = matrix(1), matrix(2)
+    timing._SECONDS.clear()
+    forget_calls()
+    policy = within(2 * MATRIX, costs="measured")
+    fn = remat(layers, policy=policy)
+    fn(w, x)
+    timed = dict(timing._SECONDS)
+    assert {op.__name__ for op, *_ in timed} >= {"mm.default", "tanh.default"}
+    assert all(seconds > 0 for seconds in timed.values())
+    for _ in range(2):
+        assert again(fn, layers, w, x)["tanh"] == 2
+        assert kept_bytes(fn, w, x) == 2 * MATRIX
+    assert timed == {key: timing._SECONDS[key] for key in timed}
+
+
+def test_measured_costs_decide(monkeypatch):
+    def f(x):
+        return x.sin().cos().exp()
+
+    x = matrix(1)
+    for name in ("sin", "cos", "exp"):
+        timing._SECONDS.clear()
+        forget_calls()
+
+        class Slow(timing.Timing):
+            slow = name
+
+            def note(self, op):
+                self._last = 1.0 if op.packet.__name__ == self.slow else 1e-3
+                super().note(op)
+
+        monkeypatch.setattr("remat._partial.recorder.Timing", Slow)
+        fn = remat(f, policy=within(MATRIX, costs="measured"))
+        ops = again(fn, f, x)
+        assert ops[name] == 0
+        assert ops["sin"] + ops["cos"] + ops["exp"] < 3
+    timing._SECONDS.clear()
+
+
+# --- Reports ---
+
+
+def test_explain_shows_what_the_budget_keeps():
+    w, x = matrix(1), matrix(2)
+    fn = remat(layers, policy=within(3 * MATRIX + 5))
+    found = explain(fn, w, x)
+    spent = found.budget
+    assert (spent.limit, spent.nbytes, spent.gap) == (3 * MATRIX + 5, 3 * MATRIX, 0)
+    assert 0 < spent.work < spent.whole_work
+    assert not spent.overdrawn
+    assert "budget: 6,144 of 6,149 bytes; 2" in str(found)
+    assert "of the work again, the least" in str(found)
+    assert explain(remat(layers), w, x).budget is None
+
+
+def test_policies_outside_know_nothing_of_a_budget():
+    assert not policies.dots_saveable.has_budget
+    assert (policies.dots_saveable | within(1)).has_budget

@@ -1,0 +1,99 @@
+"""docs/chains.md: what transforms of a chain cost, and what its tables say."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.func import grad, jvp, vmap
+
+from remat import chain
+from remat.chain import schedules
+from remat.testing import count_ops, peak_bytes
+
+
+PAGE = (Path(__file__).parents[2] / "docs/chains.md").read_text()
+LENGTH, CHECKPOINTS = 100, 5
+FORWARD, BACKWARD = schedules.Binomial(CHECKPOINTS).evaluations(LENGTH)
+
+
+def loss(length=LENGTH):
+    def body(_, x):
+        return x + torch.sinh(-x) / 100
+
+    def run(x):
+        return chain.fori_loop(0, length, body, x, checkpoints=CHECKPOINTS).sum()
+
+    return run
+
+
+def second_order(length, x):
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(length)(leaf), leaf, create_graph=True)
+    first.sum().backward()
+
+
+def rows(x):
+    return x.view(4, -1)
+
+
+DERIVATIVES = {
+    "grad": lambda n, x: grad(loss(n))(x),
+    "jvp": lambda n, x: jvp(loss(n), (x,), (x,)),
+    "vmap of grad": lambda n, x: vmap(grad(loss(n)))(rows(x)),
+    "grad of vmap": lambda n, x: grad(lambda y: vmap(loss(n))(rows(y)).sum())(x),
+    "second order": second_order,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("grad", FORWARD + BACKWARD, FORWARD + BACKWARD),
+        ("jvp", FORWARD, FORWARD),
+        # The forward that is run again needs not run its last steps.
+        ("vmap of grad", FORWARD + BACKWARD + 0.9 * LENGTH, 2 * LENGTH + BACKWARD),
+        ("grad of vmap", 3 * LENGTH, 3 * LENGTH),
+        ("second order", 4 * LENGTH, 10 * LENGTH),
+    ],
+)
+def test_steps_that_a_transform_runs(name, least, most):
+    with count_ops() as ops:
+        DERIVATIVES[name](LENGTH, torch.linspace(-1, 1, 8))
+    assert least <= ops["sinh"] <= most
+
+
+def carries(name, length):
+    x = torch.linspace(-1, 1, 2**12)
+    return peak_bytes(lambda: DERIVATIVES[name](length, x)) / x.nbytes
+
+
+@pytest.mark.parametrize("name", ["grad", "vmap of grad"])
+def test_a_peak_that_does_not_grow_with_the_steps(name):
+    few, many = carries(name, 64), carries(name, 144)
+    assert few == many < CHECKPOINTS + 8
+
+
+@pytest.mark.parametrize(("name", "each"), [("grad of vmap", 2), ("second order", 5)])
+def test_a_peak_that_grows_with_the_root_of_the_steps(name, each):
+    few, many = carries(name, 64), carries(name, 144)
+    assert many - few == pytest.approx(each * (12 - 8), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ('`scan`, `"all"`', schedules.EveryStep()),
+        ("`scan`, `None`", schedules.Sqrt()),
+        ("`scan`, `Uniform(10)`", schedules.Uniform(10)),
+        ("`scan`, 50", schedules.Binomial(50)),
+        ("`scan`, 10", schedules.Binomial(10)),
+        ("`scan`, 5", schedules.Binomial(5)),
+        ("`while_loop`, 10", schedules.Online(10)),
+    ],
+)
+def test_steps_in_the_table_are_those_predicted(name, schedule):
+    row = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", PAGE, re.MULTILINE)
+    assert row, f"no row of {name}"
+    steps = int(row[1].split("|")[2].replace(",", ""))
+    assert steps == sum(schedule.evaluations(1000))
