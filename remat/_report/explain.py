@@ -280,7 +280,7 @@ def _advice(
     plain = bytes_of(plainly, saved_by_plain(plainly) - anyway)
     if ours >= _MOST * plain:
         yield _SAVES_NOTHING.format(ours=ours, plain=plain)
-    elif found.scalar:
+    elif found.scalar and not found.calls:
         yield _WHOLE_LOSS.format(plain=plain)
     if report.label in DIFFERENTIATED_AGAIN and not higher_order:
         yield _HIGHER_ORDER.format(plain=plain)
