@@ -27,7 +27,7 @@ TORCHES := 2.14.1
 CORE := $(addprefix tests/,transform capture policies random parity compat nn scope)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test core uncached faults full cov check format docs notebooks bench model gpu clean
+.PHONY: help demo test core uncached faults full cov check format docs notebooks bench model fit gpu clean
 
 help:
 	@echo "make demo       train a small language model plain and with remat, and compare"
@@ -42,6 +42,7 @@ help:
 	@echo "make docs       build docs/_build/html"
 	@echo "make bench      run every benchmark"
 	@echo "make model      bytes of a model under each policy, as a table and a plot"
+	@echo "make fit        models in budgets of bytes, beside SAC and torch.compile"
 	@echo "make gpu        measure and test what needs a GPU, with the torch that is there;"
 	@echo "                PY=python3 for an environment of your own"
 	@echo "make notebooks  run the notebooks and store their outputs"
@@ -125,6 +126,9 @@ notebooks: $(VENV)/.dev
 
 model: $(VENV)/.dev
 	@$(PY) benchmarks/model.py $(ARGS)
+
+fit: $(VENV)/.dev
+	@$(PY) benchmarks/fit.py $(ARGS)
 
 # With PY, nothing is installed: torch for a GPU may be there already.
 gpu: $(if $(findstring command,$(origin PY)),,$(VENV)/.dev)

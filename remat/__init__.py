@@ -9,6 +9,7 @@ from remat import (
 )
 from remat._base.context import is_recomputing as is_recomputing
 from remat._base.errors import (
+    BudgetError as BudgetError,
     CaptureError as CaptureError,
     KeyReuseError as KeyReuseError,
     MutationError as MutationError,
@@ -18,6 +19,12 @@ from remat._base.errors import (
     RematError as RematError,
 )
 from remat._base.register import register as register
+from remat._fit.api import fit as fit
+from remat._fit.plan import (
+    FitBlock as FitBlock,
+    FitCandidate as FitCandidate,
+    FitPlan as FitPlan,
+)
 from remat._partial.names import checkpoint_name as checkpoint_name
 from remat._report.compare import compare as compare
 from remat._report.explain import explain as explain

@@ -7,6 +7,7 @@ Rejected: an error of its own for `remat.compat`. Code that catches torch's
 """
 
 from torch.utils.checkpoint import CheckpointError
+from typing_extensions import override
 
 
 class RematError(RuntimeError):
@@ -26,6 +27,22 @@ class MutationError(RematError):
 
 class CaptureError(RematError):
     """The function uses outside state that cannot be made an input of the call."""
+
+
+class BudgetError(RematError):
+    """No plan stays under a budget.
+
+    Attributes:
+        least: the least number of bytes for which a plan was found.
+    """
+
+    def __init__(self, message: str, least: int) -> None:
+        super().__init__(message, least)
+        self.least = least
+
+    @override
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class OffloadError(RematError):

@@ -13,7 +13,8 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +169,17 @@ class _Caches:
         """Forget all."""
         with self._lock:
             self._caches.clear()
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Have calls in the body share nothing with those outside of it."""
+        with self._lock:
+            before, self._caches = self._caches, OrderedDict()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._caches = before
 
 
 CACHES = _Caches(512)

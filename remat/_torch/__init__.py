@@ -8,6 +8,7 @@
     nodes           nodes of Dynamo's graphs
     operators       what `torch.ops` holds; torch's keyed draws
     tensors         tensors without data, lazy bits, fake tensors
+    fakes           a mode of fake tensors, and copies for it
     storages        numbers of storages, references to them, copies that share one
     pytrees         torch's registry of pytree classes
     process         settings, and the global generators
@@ -29,6 +30,7 @@ from remat._torch.autograd import (
     AccumulateGrad as AccumulateGrad,
     are_hooks_allowed as are_hooks_allowed,
     base_dual_level_active as base_dual_level_active,
+    current_node as current_node,
     current_task as current_task,
     detach_dual as detach_dual,
     dual_level_active as dual_level_active,
@@ -44,6 +46,7 @@ from remat._torch.autograd import (
     leave_hooks_on as leave_hooks_on,
     marked as marked,
     next_sequence_number as next_sequence_number,
+    nodes_made as nodes_made,
     once_differentiable_function as once_differentiable_function,
     pop_hooks as pop_hooks,
     pull_back as pull_back,
@@ -64,6 +67,12 @@ from remat._torch.autograd import (
     without_tangent as without_tangent,
 )
 from remat._torch.distributed import finished as finished, wait_for as wait_for
+from remat._torch.fakes import (
+    NO_VALUES as NO_VALUES,
+    copied_as_fake as copied_as_fake,
+    fake_mode as fake_mode,
+    is_fake as is_fake,
+)
 from remat._torch.graphs import (
     FunctionalValue as FunctionalValue,
     TracedMode as TracedMode,

@@ -141,6 +141,8 @@ are_hooks_allowed: Callable[[], bool] = vars(torch._C._autograd)[
 ]
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 current_task: Callable[[], int] = torch._C._current_graph_task_id
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 # Deleted by: `rrelu` filling its noise before autograd saves it (pytorch issue 193671).

@@ -114,6 +114,35 @@ def _always() -> bool:
     return True
 
 
+@expects("current_node", "nodes_made")
+def _nodes_are_seen_while_they_run() -> None:
+    x, found = leaf(), list[int]()
+    before = autograd.nodes_made()
+    y = x * x
+    assert autograd.nodes_made() > before
+
+    def hook(_: Any) -> None:
+        found.append(autograd.sequence_number(autograd.current_node()))
+
+    class Seen(Function):
+        @staticmethod
+        @override
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+            return x.clone()
+
+        @staticmethod
+        @override
+        def backward(ctx: Any, *grads: Any) -> Any:
+            hook(grads)
+            return grads[0]
+
+    z = Seen.apply(y)
+    z.sum().backward()
+    assert found == [autograd.sequence_number(z.grad_fn)]
+    assert found[0] >= before
+    assert autograd.current_node() is None
+
+
 @expects("current_task", "keeps_graph", "when_done")
 def _a_backward_tells_of_itself() -> None:
     x = leaf()

@@ -84,3 +84,11 @@ def _torchscript_is_refused() -> None:
     assert vars(fn)["__script_unsupported"] == "no script"
     text = Path(sys.modules["torch.jit._script"].__file__ or "").read_text("utf-8")
     assert "__script_unsupported" in text
+
+
+@expects("is_symbolic", "size_hint")
+def _sizes_that_vary_have_hints() -> None:
+    size: Any = torch.SymInt(SimpleNamespace(hint=5))  # pyrefly: ignore
+    assert tracing.is_symbolic(size) is True
+    assert tracing.is_symbolic(5) is False
+    assert tracing.size_hint(size) == tracing.size_hint(5) == 5

@@ -79,7 +79,19 @@ def apply(
         ['0.0.weight', '0.0.bias']
     """
     _refuse_others("apply", model)
-    where = caller()
+    return apply_from(caller(), model, select, policy, prune, rng, higher_order)
+
+
+def apply_from(
+    where: str,
+    model: M,
+    select: Any,
+    policy: Any = None,
+    prune: Any = "auto",
+    rng: Any = "replay",
+    higher_order: bool = False,
+) -> M:
+    """Do what `apply` does, for a line of the user's."""
     chosen = _chosen(model, select, policy)
     options = [options_of(policy, prune, rng, higher_order) for _, _, policy in chosen]
     for name, module, _ in chosen:

@@ -16,6 +16,7 @@ from remat import _torch
 from remat._torch import (
     autograd,
     distributed,
+    fakes,
     graphs,
     levels,
     modes,
@@ -33,7 +34,7 @@ from remat._torch import (
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    *(autograd, distributed, graphs, levels, modes, nodes, operators),
+    *(autograd, distributed, fakes, graphs, levels, modes, nodes, operators),
     *(process, pytrees, storages, surroundings, tensors, tracing),
 )
 SHIMS = sorted(

@@ -23,10 +23,12 @@ FUNCTIONS = {
     *("saved_residuals", "print_saved_residuals", "Residual"),
     *("checkpoint_name", "explain", "compare", "is_recomputing"),
     *("Explanation", "ExplainedOp", "ExplainedInput", "Comparison", "ComparedPolicy"),
+    *("Peak", "Holder", "HeldValues", "fit", "FitPlan"),
+    *("FitBlock", "FitCandidate"),
 }
 ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),
-    *("RandomnessError", "KeyReuseError", "OffloadError"),
+    *("RandomnessError", "KeyReuseError", "OffloadError", "BudgetError"),
 }
 NAMESPACES = {"chain", "compat", "nn", "policies", "random", "testing"}
 

@@ -1,9 +1,13 @@
 """Every Python example in the README and the docs runs, page by page, in order.
 
+Where a page shows output after an example, the example prints it.
 What docs/limits.md says in words is tested in `test_docs_state.py` and
 `test_docs_graphs.py`, and what docs/randomness.md says in `test_docs_randomness.py`.
 """
 
+import contextlib
+import doctest
+import io
 import re
 import sys
 from pathlib import Path
@@ -15,17 +19,29 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```python\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
+)
+# A reader runs an example in a file of another name. That moves columns, too.
+SOURCE = re.compile(r"[\w./-]+\.(?:py|md):\d+")
+# It shows a table of a plan, as it prints without rich.
+NOT_COMPARED = {"fit.md"}
+LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page):
-    """The examples of a page, each with the line it starts at."""
+    """The examples of a page: the line it starts at, the code, the output or None."""
     text = page.read_text()
     for match in BLOCK.finditer(text):
-        yield text.count("\n", 0, match.start(1)), match[1]
+        yield text.count("\n", 0, match.start(1)), match[1], match[2]
+
+
+def is_like(shown, printed):
+    shown, printed = (SOURCE.sub("FILE:LINE", text) for text in (shown, printed))
+    return doctest.OutputChecker().check_output(shown, printed, LIKE)
 
 
 WITH_EXAMPLES = [page for page in PAGES if any(blocks(page))]
@@ -36,9 +52,20 @@ def test_the_examples_of_the_page_run(page, monkeypatch):
     module = ModuleType("example")
     namespace = vars(module)
     monkeypatch.setitem(sys.modules, "example", module)  # where Dynamo looks
-    for line, code in blocks(page):
-        # Blank lines in front make a traceback name the line in the page.
-        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+    for line, code, shown in blocks(page):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            # Blank lines in front make a traceback name the line in the page.
+            exec(compile("\n" * line + code, str(page), "exec"), namespace)
+        if shown and printed.getvalue() and page.name not in NOT_COMPARED:
+            assert is_like(shown, printed.getvalue()), printed.getvalue()
+
+
+def test_output_that_differs_is_noticed():
+    assert is_like(
+        "made at train.py:3,\n  in f: ...\n", "made at page.md:12, in f: 3\n"
+    )
+    assert not is_like("peak: 12 bytes\n", "peak: 13 bytes\n")
 
 
 def test_the_readme_and_the_quickstart_have_examples():
@@ -59,3 +86,15 @@ def test_relative_links_point_at_files(page):
 
 def test_the_limits_are_a_page():
     assert len((ROOT / "docs/limits.md").read_text().split()) < 750
+
+
+def test_each_page_is_in_the_sidebar_once():
+    text = (ROOT / "docs/index.md").read_text()
+    trees = re.findall(r":caption: (\S+)\n\n(.*?)\n```", text, re.DOTALL)
+    names = ["Tutorials", "How-to", "Explanation", "Reference"]
+    assert [name for name, _ in trees] == names
+    shown = sorted(entry for _, entries in trees for entry in entries.split())
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")]
+    expected = {str(p.relative_to(ROOT / "docs").with_suffix("")) for p in pages}
+    expected |= {f"notebooks/{p.stem}" for p in (ROOT / "notebooks").glob("*.ipynb")}
+    assert shown == sorted(expected - {"index"})

@@ -1,0 +1,414 @@
+"""Peak of a step against recomputed work: `remat.fit` beside other ways to choose.
+
+Five small models are fitted into the peaks of the uniform choices (all blocks under one
+policy, every k-th block), and into budgets between. Each plan is applied, and the peak
+of two steps is measured by the profiler. Beside it stand torch's selective checkpoint
+(SAC) in all blocks and in every k-th, and the memory budget of torch.compile: its
+graphs run eagerly, so that operations count alike, and with inductor for the peak.
+
+Work is the time of operations at nominal rates, beyond that of plain code; FLOPs are
+those that torch counts. Tables, JSON and a plot go to ``out/``. Reproduce with
+
+    python benchmarks/fit.py [--models mlps lm resnet unet llama]
+"""
+
+import argparse
+import copy
+import functools
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _systems import DOTS, brief
+from _tables import console, table, verdict
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import remat
+from remat._partial.cost import flops, seconds
+from remat._partial.plan import Step
+from remat._partial.values import Arguments, Results
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.fitted import CASES, measured_peak, step
+
+
+MODELS = "mlps", "lm", "resnet", "unet", "llama"
+ABOVE, BELOW = 1.05, 0.98  # of the predicted peak, by the measured one
+BUDGETS = 0.02, 0.1, 0.2, 0.5, 0.8  # of torch.compile
+SHARES = 0.0, 0.15, 0.3, 0.5, 0.75, 0.95  # of what lies between least and plain
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run a step.
+
+    Attributes:
+        model: the name of the model.
+        system: what chooses.
+        choice: what it chose, or was asked for.
+        peak: bytes, as measured.
+        predicted: bytes, by `fit`; 0 if nothing predicts.
+        flops: recomputed.
+        work: recomputed, in milliseconds at nominal rates.
+        budget: bytes that were asked for.
+    """
+
+    model: str
+    system: str
+    choice: str
+    peak: int
+    predicted: int
+    flops: int
+    work: float
+    budget: int = 0
+
+
+Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Any] | None]
+
+
+# --- Work --------------------------------------------------------------------------
+
+
+class Work(TorchDispatchMode):
+    """Adds up what operations cost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.seconds = 0, 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and note its cost."""
+        arguments = Arguments(args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            results = Results(result, arguments)
+            op = remat.policies.Op(func, *arguments.described, tuple(results.values))
+            self.flops += flops(Step(op, result=results.form))
+            self.seconds += seconds(Step(op, result=results.form))
+        return result
+
+
+def work_of(case: Case) -> tuple[int, float]:
+    """Return FLOPs and milliseconds of a second step."""
+    model = copy.deepcopy(case[0])
+    step(model, *case[1:])
+    model.zero_grad()
+    with Work() as work:
+        step(model, *case[1:])
+    return work.flops, work.seconds * 1e3
+
+
+# --- Systems -----------------------------------------------------------------------
+
+
+def every_kth(blocks: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield which blocks are recomputed: all, every k-th, all but every k-th."""
+    yield "all", [*blocks]
+    for k in range(2, len(blocks)):
+        kth = [*blocks[k - 1 :: k]]
+        yield f"every {k}th", kth
+        yield f"all but every {k}th", [b for b in blocks if b not in kth]
+
+
+def uniform(blocks: Sequence[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the uniform choices of remat."""
+    for name in "dots_saveable", "everything_saveable":
+        policy = getattr(remat.policies, name)
+        yield f"all {name}", functools.partial(applied, dict.fromkeys(blocks, policy))
+    for name, chosen in every_kth(blocks):
+        yield name, functools.partial(applied, dict.fromkeys(chosen))
+
+
+def applied(policies: dict[str, Any], model: nn.Module) -> nn.Module:
+    """Recompute blocks by remat."""
+    return remat.nn.apply(model, policies)
+
+
+def selective(blocks: Sequence[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield torch's checkpoint, and SAC, in all blocks and in some."""
+    dots = [packet.default for packet in (*DOTS, torch.ops.aten.convolution)]
+    contexts = functools.partial(create_selective_checkpoint_contexts, dots)
+    for name, chosen in every_kth(blocks):
+        yield (
+            f"SAC dots, {name}",
+            functools.partial(checkpointed, chosen, {"context_fn": contexts}),
+        )
+        yield f"checkpoint, {name}", functools.partial(checkpointed, chosen, {})
+
+
+def checkpointed(
+    blocks: Sequence[str], options: dict[str, Any], model: nn.Module
+) -> nn.Module:
+    """Put torch's checkpoint around the forward of blocks."""
+    for name in blocks:
+        block = model.get_submodule(name)
+        forward = functools.partial(
+            checkpoint, type(block).forward, block, use_reentrant=False, **options
+        )
+        object.__setattr__(block, "forward", forward)
+    return model
+
+
+def compiled(case: Case, budget: float, backend: Any) -> int:
+    """Return the peak of a step of a compiled model with a memory budget."""
+    config: Any = importlib.import_module("torch._functorch.config")
+    torch.compiler.reset()
+    with config.patch(activation_memory_budget=budget):
+        model = torch.compile(copy.deepcopy(case[0]), backend=backend)
+        step(model, *case[1:])
+        return peak_of(model, case)
+
+
+def compiled_work(case: Case, budget: float) -> tuple[int, float]:
+    """Return FLOPs and work of the graphs of a compiled model."""
+    common: Any = importlib.import_module("torch._dynamo.backends.common")
+    aot: Any = importlib.import_module("functorch.compile")
+    work = Work()
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        del inputs
+
+        def run(*args: Any) -> Any:
+            with work:  # a compiled function is not called under a mode
+                return graph(*args)
+
+        return aot.make_boxed_func(run)
+
+    partition = aot.min_cut_rematerialization_partition
+    both = {"fw_compiler": counted, "bw_compiler": counted}
+    compiled(case, budget, common.aot_autograd(partition_fn=partition, **both))
+    # It ran two steps.
+    return work.flops // 2, work.seconds * 500
+
+
+def peak_of(model: nn.Module, case: Case) -> int:
+    """Return the peak of a step of a model that was compiled."""
+    from support.fitted import bytes_before
+
+    from remat.testing import memory_timeline
+
+    model.zero_grad()
+    found = memory_timeline(step, model, *case[1:])
+    model.zero_grad()
+    return bytes_before(case[0], *case[1], *case[2].values()) + found.peak
+
+
+# --- The measurement ---------------------------------------------------------------
+
+
+def rows_of(name: str) -> Iterator[Row]:
+    """Measure all ways to run one model."""
+    make, *rest = CASES[name]
+    torch.manual_seed(0)
+    case: Case = (make(), *rest)
+    blocks = [*remat.nn.blocks(case[0])]
+    plain = work_of(case)
+    highest = measured_peak(*case)
+    yield Row(name, "plain", "plain", highest, 0, 0, 0.0)
+    found = [measured(case, n, plain, *c) for n, c in changes(name, blocks)]
+    found = [row for row in found if row is not None]
+    yield from found
+    budgets = {r.peak for r in found if r.system == "remat, uniform"}
+    low = least(case)
+    budgets |= {int(low + share * (highest - low)) for share in SHARES}
+    for budget in sorted(b for b in budgets if low <= b < highest):
+        yield fitted(case, name, plain, budget)
+    yield from compiled_rows(case, name)
+
+
+def changes(name: str, blocks: Sequence[str]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the ways that change a model."""
+    for choice, change in uniform(blocks):
+        yield name, ("remat, uniform", choice, change)
+    for choice, change in selective(blocks):
+        yield name, ("torch", choice, change)
+
+
+def measured(
+    case: Case,
+    name: str,
+    plain: tuple[int, float],
+    system: str,
+    choice: str,
+    change: Callable[..., Any],
+) -> Row | None:
+    """Measure a model that is changed; say if another system cannot run it."""
+    changed: Case = (change(copy.deepcopy(case[0])), *case[1:])
+    try:
+        peak, work = measured_peak(*changed), work_of(changed)
+    except RuntimeError as error:
+        if system != "torch":
+            raise
+        print(f"{name}: {choice} failed: {brief(error)}")
+        return None
+    return Row(name, system, choice, peak, 0, work[0] - plain[0], work[1] - plain[1])
+
+
+def fit(case: Case, budget: int | str) -> remat.FitPlan:
+    """Fit a model into a budget."""
+    model, args, kwargs, loss = case
+    return remat.fit(model, *args, budget=budget, loss=loss, **kwargs)
+
+
+def least(case: Case) -> int:
+    """Return the least budget that there is a plan for."""
+    try:
+        fit(case, 1)
+    except remat.BudgetError as error:
+        return error.least
+    raise AssertionError("a step takes more than a byte")
+
+
+def fitted(case: Case, name: str, plain: tuple[int, float], budget: int) -> Row:
+    """Measure a plan."""
+    plan = fit(case, budget)
+    changed: Case = (plan.apply(copy.deepcopy(case[0])), *case[1:])
+    peak, work = measured_peak(*changed), work_of(changed)
+    extra = work[0] - plain[0], work[1] - plain[1]
+    return Row(name, "remat.fit", f"{budget:,}", peak, plan.peak, *extra, budget)
+
+
+def compiled_rows(case: Case, name: str) -> Iterator[Row]:
+    """Measure torch.compile under memory budgets; say what fails."""
+    try:
+        plain = compiled_work(case, 1.0)
+        for budget in BUDGETS:
+            costs, peak = compiled_work(case, budget), compiled(case, budget, EAGER)
+            extra = costs[0] - plain[0], costs[1] - plain[1]
+            yield Row(name, "torch.compile", f"{budget}", peak, 0, *extra)
+            if "--inductor" in sys.argv:
+                peak = compiled(case, budget, "inductor")
+                yield Row(name, "inductor", f"{budget}", peak, 0, *extra)
+    except Exception as error:  # noqa: BLE001
+        print(f"{name}: torch.compile failed: {brief(error)} {error}"[:300])
+
+
+EAGER = "aot_eager_decomp_partition"
+
+
+# --- The comparison ----------------------------------------------------------------
+
+
+def missed(rows: Sequence[Row]) -> list[str]:
+    """Say which targets are missed."""
+    found = []
+    plans = [row for row in rows if row.system == "remat.fit"]
+    for row in plans:
+        ratio = row.predicted / row.peak
+        if not BELOW <= ratio <= ABOVE:
+            found.append(f"{row.model} in {row.choice}: predicted {ratio:.3f} of peak")
+        for other in rows:
+            is_other = other.model == row.model and other.system == "remat, uniform"
+            if is_other and other.peak <= row.budget and other.work < row.work - 1e-9:
+                found.append(f"{row.model} in {row.choice}: {other.choice} costs less")
+    return found
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Return the rows as Markdown."""
+    lines = [
+        "| model | system | choice | peak | predicted / peak | GFLOPs | work, ms |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        ratio = f"{row.predicted / row.peak:.3f}" if row.predicted else ""
+        cells = row.model, row.system, row.choice, f"{row.peak:,}", ratio
+        costs = f"{row.flops / 1e9:.3f}", f"{row.work:.3f}"
+        lines.append(f"| {' | '.join((*cells, *costs))} |")
+    return "\n".join(lines) + "\n"
+
+
+MARKS = {"remat.fit": "o-", "remat, uniform": "s", "torch": "^", "torch.compile": "x"}
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw peak against work for each model."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no screen needed
+    from matplotlib import pyplot as plt
+
+    models = [*dict.fromkeys(row.model for row in rows)]
+    size = 5 * len(models), 4
+    figure, axes = plt.subplots(1, len(models), figsize=size, squeeze=False)
+    for ax, model in zip(axes[0], models, strict=True):
+        for system, mark in MARKS.items():
+            at = [r for r in rows if (r.model, r.system) == (model, system)]
+            peaks, works = [r.peak / 2**20 for r in at], [r.work for r in at]
+            ax.plot(peaks, works, mark, label=system, alpha=0.8)
+        ax.set_title(model)
+        ax.set_xlabel("peak MiB")
+    axes[0][0].set_ylabel("recomputed work, ms")
+    axes[0][-1].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the plans, each with the best uniform choice of the same peak."""
+    cells = table("Work in a budget, ms", "model", *HEADINGS)
+    for row in rows:
+        if row.system != "remat.fit":
+            continue
+        best = [
+            min((r.work for r in rows if fits(r, row, system)), default=None)
+            for system in ("remat, uniform", "torch", "torch.compile")
+        ]
+        texts = ["" if b is None else f"{b:.3f}" for b in best]
+        ratio = verdict(BELOW <= row.predicted / row.peak <= ABOVE, "0.98 to 1.05")
+        predicted = f"{row.predicted / row.peak:.3f} {ratio}"
+        cells.add_row(row.model, row.choice, predicted, f"{row.work:.3f}", *texts)
+    console().print(cells)
+
+
+HEADINGS = "budget", "predicted / peak", "fit", "uniform", "torch SAC", "compile"
+
+
+def fits(row: Row, plan: Row, system: str) -> bool:
+    """Say whether a way of some system stays under the budget of a plan."""
+    same = row.model == plan.model and row.system == system
+    return same and row.peak <= plan.budget
+
+
+def write(rows: Sequence[Row], out: Path) -> None:
+    """Write what was measured so far."""
+    text = json.dumps([asdict(row) for row in rows], indent=1)
+    (out / "fit.json").write_text(text)
+    (out / "fit.md").write_text(report(rows))
+    plot(rows, out / "fit.png")
+
+
+def main() -> None:
+    """Measure, print the table, write files; exit with 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--inductor", action="store_true", help="its peaks, too")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="for the files")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for name in options.models:
+        rows += rows_of(name)
+        write(rows, options.out)
+    show(rows)
+    faults = missed(rows)
+    print("\n".join(faults) or "All targets are met.")
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()

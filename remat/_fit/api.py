@@ -1,0 +1,119 @@
+"""`fit`: what each block of a model keeps, so that a step stays under a budget.
+
+Called by users. It takes the step apart into data (`program`), has `search` simulate
+what may be chosen, and returns the best as a `FitPlan`.
+
+Invariant: the model, its gradients, its buffers and random streams stay as they are.
+Rejected: to apply the plan at once. It is made for models that do not exist yet.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from remat._base.sizes import bytes_in
+from remat._base.types import Fn
+from remat._fit.fitting import fitted, over_blocks, over_function
+from remat._fit.plan import FitPlan
+from remat._fit.program import Program, resident
+from remat._report.labels import refuse_transforms
+
+
+def fit(
+    fn: Fn,
+    /,
+    *args: Any,
+    budget: int | str,
+    over: Literal["blocks"] | None = "blocks",
+    select: Any = None,
+    loss: Callable[[Any], Any] | None = None,
+    device: torch.device | str | None = None,
+    **kwargs: Any,
+) -> FitPlan:
+    """Choose what each block of a model keeps, so that a step stays under a budget.
+
+    A step is the forward, the loss and the backward. Its peak is the most bytes that
+    are alive at any one time: parameters, buffers and arguments, gradients that exist
+    or are made, and all that the step computes. An optimizer and its state are no part
+    of a step, unless the optimizer is passed. Each block is left as it is, or
+    recomputed under a policy. A module around blocks may be recomputed too, with the
+    blocks in it. Among the choices whose peak is at most the budget, the plan
+    recomputes least.
+
+    The step runs on fake tensors: nothing is computed or allocated, and the model may
+    be on the meta device or fake. The peak is that of the allocator, without memory
+    that kernels of an accelerator take for themselves, and without fragmentation.
+
+    Args:
+        fn: the model; or a function that is passed the model, and returns the loss or
+            what the loss is made of.
+        *args: its arguments, of the shapes of a step.
+        budget: bytes, or a text such as "8GB" (8e9) or "8GiB".
+        over: "blocks" for the blocks of the model, or None for the function as a whole.
+        select: which modules are blocks, as of `remat.nn.apply`. None for the repeated
+            blocks: see `remat.nn.blocks`.
+        loss: a function of the result of `fn` that returns the loss. By default the
+            loss is the result itself, or its attribute `loss`. Of a result that is
+            not a scalar, it is the sum.
+        device: where tensors will be that are on the meta device now. By default, where
+            the others are.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        The plan. `plan.apply(model)` follows it. `print` and notebooks show a table.
+
+    Raises:
+        BudgetError: no plan stays under the budget. The message, and `error.least`, say
+            which budget would do.
+        CaptureError: the step reads values, which do not exist before it runs.
+        ValueError: no model is passed, or it has no blocks.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> import remat
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(*[layer() for _ in range(4)])
+        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+        >>> plan.peak <= 350_000 < plan.plain_peak
+        True
+        >>> plan.recomputed > 0
+        True
+    """
+    refuse_transforms("fit", "the model")
+    limit = bytes_in(budget, "fit")
+    program = Program(fn, args, kwargs, loss)
+    where = _device_of(program) if device is None else _available(torch.device(device))
+    if over is None:
+        fitting = over_function(program, where)
+    elif over == "blocks":
+        fitting = over_blocks(program, where, select)
+    else:
+        raise ValueError(f'remat.fit: over is "blocks" or None, got {over!r}')
+    return fitted(fitting, limit)
+
+
+def _available(device: torch.device) -> torch.device:
+    """Return a device; refuse one that torch cannot stand in for here."""
+    if device.type == "cpu":
+        return device
+    is_real = device.type != "meta"
+    if is_real and torch.get_device_module(device.type).is_available():
+        return device
+    raise ValueError(_NO_DEVICE.format(device=device))
+
+
+_NO_DEVICE = (
+    "remat.fit: torch finds no {device} here, and autograd needs one also for tensors "
+    "without memory. Leave out device=, or pass device='cpu': storages are as large "
+    "there, but attention and convolutions may take other kernels."
+)
+
+
+def _device_of(program: Program) -> torch.device:
+    """Return where a step runs whose model is on the meta device."""
+    devices = (t.device for t in resident(program) if not t.is_meta)
+    return next(devices, torch.device("cpu"))

@@ -1,0 +1,239 @@
+"""What is chosen for: the blocks of a model, or one function; and the plan of the best.
+
+Called by `api`. A `Fitting` says which modules have options and how a copy of the step
+follows a choice. `search` chooses; `fitted` describes what it found.
+
+Invariant: a choice is applied to a copy as `FitPlan.apply` applies it to the model.
+Rejected: a mode that recomputes blocks without `remat.nn.apply`. It would be simulated
+well, and be something else.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from remat import nn as remat_nn
+from remat._base.errors import BudgetError
+from remat._fit.options import PLAIN, Option, options_for
+from remat._fit.plan import FitBlock, FitCandidate, FitPlan
+from remat._fit.program import Program
+from remat._fit.search import Candidate, Picks, Search, search
+from remat._fit.simulate import Part, Simulation, simulate, undisturbed
+from remat._report.labels import label_of
+from remat._report.render import size
+from remat._transform.api import remat
+from remat._transform.module import RematModule
+from remat.nn._select import as_selectors, selected
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What is chosen for.
+
+    Attributes:
+        label: the name of the model or function.
+        program: the step.
+        device: of tensors that are on the meta device.
+        blocks: the names of the modules that have options.
+        depths: the names of modules around several blocks, those of one depth together.
+        change: makes a copy of the step follow a choice.
+    """
+
+    label: str
+    program: Program
+    device: torch.device
+    blocks: tuple[str, ...]
+    depths: tuple[tuple[str, ...], ...]
+    change: Callable[[Program, dict[str, Option]], Program]
+
+
+def over_function(program: Program, device: torch.device) -> Fitting:
+    """Choose for a function as a whole."""
+
+    def change(program: Program, chosen: dict[str, Option]) -> Program:
+        if not chosen:
+            return program
+        return program._replace(fn=remat(program.fn, policy=chosen[""].of("")))
+
+    return Fitting(label_of(program.fn), program, device, ("",), (), change)
+
+
+def over_blocks(program: Program, device: torch.device, select: object) -> Fitting:
+    """Choose for each block of the model of a step."""
+    model = program.model()
+    if model is None:
+        raise ValueError(_NO_MODEL)
+    for name, module in model.named_modules():
+        if isinstance(module, RematModule):
+            raise ValueError(_RECOMPUTED.format(name=name or "the model"))
+    blocks = _blocks(model, select)
+
+    def change(program: Program, chosen: dict[str, Option]) -> Program:
+        copy = program.model()
+        if chosen and copy is not None:
+            remat_nn.apply(copy, {name: o.of(name) for name, o in chosen.items()})
+        return program
+
+    label, depths = type(model).__name__, _around(model, blocks)
+    return Fitting(label, program, device, blocks, depths, change)
+
+
+def _blocks(model: nn.Module, select: object) -> tuple[str, ...]:
+    if select is not None:
+        found = selected(model, as_selectors(select))
+        return tuple(name for name, _, _ in found)
+    blocks = remat_nn.blocks(model)
+    if not blocks:
+        raise ValueError(_NO_BLOCKS.format(model=type(model).__name__))
+    return tuple(blocks)
+
+
+def _around(model: nn.Module, blocks: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the modules that several blocks are in, by depth."""
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        inside = [block for block in blocks if block and block.startswith(prefix)]
+        if len(inside) > 1 and name not in blocks and _is_called(module):
+            found.setdefault(prefix.count("."), []).append(name)
+    return tuple(tuple(names) for _, names in sorted(found.items()))
+
+
+def _is_called(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+# --- The plan ----------------------------------------------------------------------
+
+
+def fitted(fitting: Fitting, budget: int) -> FitPlan:
+    """Search, and return the plan of what was found.
+
+    Raises:
+        BudgetError: nothing that was found stays under the budget.
+    """
+    options = options_for(())
+    around = [name for names in fitting.depths for name in names]
+    windows = [name for name in fitting.blocks if name]
+
+    def simulated(picks: Picks) -> Simulation:
+        chosen = {name: options[option] for name, option in picks.items()}
+
+        def change(program: Program) -> Program:
+            return fitting.change(program, chosen)
+
+        return simulate(fitting.program, fitting.device, change, windows, around)
+
+    searched = Search(budget, simulated)
+    with undisturbed():
+        plain = searched.run({}, PLAIN.name)
+        assert plain is not None, "an error was raised otherwise"
+        options |= options_for(plain.found.names)
+        search(searched, options, fitting.blocks, fitting.depths)
+    best = searched.best()
+    if best is None:
+        raise _too_small(fitting, searched, plain)
+    return _plan(fitting, searched, plain, best, options)
+
+
+def _too_small(fitting: Fitting, searched: Search, plain: Candidate) -> BudgetError:
+    least = searched.candidates[0].found
+    message = _TOO_SMALL.format(
+        label=fitting.label,
+        budget=f"{searched.budget:,}",
+        size=size(searched.budget),
+        least=f"{least.peak:,}",
+        at=_place(least),
+        resident=f"{least.resident:,}",
+        plain=f"{plain.found.peak:,}",
+    )
+    return BudgetError(message, least.peak)
+
+
+def _plan(
+    fitting: Fitting,
+    searched: Search,
+    plain: Candidate,
+    best: Candidate,
+    options: dict[str, Option],
+) -> FitPlan:
+    before, found = plain.found, best.found
+    around = [name for names in fitting.depths for name in names]
+    nested = [name for name in around if name in best.picks]
+    blocks = [
+        _block(name, plain, best, options, around=name in nested)
+        for name in [*nested, *fitting.blocks]
+    ]
+    return FitPlan(
+        fitting.label,
+        searched.budget,
+        found.peak,
+        found.resident,
+        before.peak,
+        found.flops - before.flops,
+        before.flops,
+        found.seconds - before.seconds,
+        _place(found),
+        tuple(blocks),
+        tuple(_candidate(c, before) for c in searched.candidates),
+    )
+
+
+def _candidate(candidate: Candidate, plain: Simulation) -> FitCandidate:
+    found = candidate.found
+    again, seconds = found.flops - plain.flops, found.seconds - plain.seconds
+    return FitCandidate(candidate.label, found.peak, again, seconds)
+
+
+def _block(
+    name: str,
+    plain: Candidate,
+    best: Candidate,
+    options: dict[str, Option],
+    *,
+    around: bool,
+) -> FitBlock:
+    option = options[best.picks.get(name, PLAIN.name)]
+    parts, before = [[*_parts(c.found, name)] for c in (best, plain)]
+    saved = sum(part.saves for part in parts)
+    again = sum(p.flops for p in parts) - sum(p.flops for p in before)
+    return FitBlock(name, option.recomputes, option.of(name), around, saved, again)
+
+
+def _parts(found: Simulation, name: str) -> Iterator[Part]:
+    """Yield the windows of a module; those of a function are all."""
+    step = found.steps[-1]
+    for nest, first, end in found.nests:
+        if nest == name:
+            yield from step[first:end]
+            return
+    yield from (part for part in step if not name or part.name == name)
+
+
+def _place(found: Simulation) -> str:
+    phase = "backward" if found.in_backward else "forward"
+    of = f" of {found.block}" if found.block else ""
+    return f"in {found.op} in the {phase}{of}"
+
+
+_NO_MODEL = (
+    "remat.fit: no model is passed. Pass the model itself, or a function and, among "
+    "its arguments, the model: fit(step, model, batch, budget=...). For a function "
+    "without blocks pass over=None."
+)
+_NO_BLOCKS = (
+    "remat.fit: this {model} has no repeated blocks. Say which modules may be "
+    "recomputed: select='layers.*', a class, or a function of a name and module."
+)
+_RECOMPUTED = (
+    "remat.fit: {name} is recomputed already. Call remat.nn.remove(model) first: the "
+    "plan says which modules to recompute."
+)
+_TOO_SMALL = (
+    "remat.fit: no plan for {label} stays under {budget} bytes ({size}). The least "
+    "budget for which there is one is {least} bytes, with the peak {at}; {resident} of "
+    "them are there before the step. Without remat the peak is {plain}. Pass a larger "
+    "budget, or a smaller batch."
+)

@@ -1,0 +1,188 @@
+"""What `fit` returns: which blocks of a model are recomputed, and what that costs.
+
+Invariant: a plan holds neither tensors nor modules, so it pickles, compares, and can be
+made on one machine and applied on another.
+Rejected: a plan that keeps the model. It is applied to the real one, which may not
+exist yet.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+from typing_extensions import override
+
+from remat._report import plots as _plots, render as _render
+from remat._transform.api import caller, remat
+from remat.nn._apply import apply_from
+from remat.policies import Policy
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class FitBlock:
+    """What a plan does with a block.
+
+    Attributes:
+        name: in `model.named_modules()`; "" for the function itself.
+        recomputes: whether it is recomputed.
+        policy: its policy; None if no result is saved, or it is not recomputed.
+        around: whether other blocks are in it, which are recomputed within it.
+        saved: the bytes that one forward of it leaves alive.
+        recomputed: the FLOPs that one backward of it recomputes.
+    """
+
+    name: str
+    recomputes: bool
+    policy: Policy | None
+    around: bool
+    saved: int
+    recomputed: int
+
+
+@dataclass(frozen=True, slots=True)
+class FitCandidate:
+    """A choice that was simulated.
+
+    Attributes:
+        label: what it is; "" if the search made it.
+        peak: the most bytes alive in a step.
+        recomputed: the FLOPs that are recomputed.
+        seconds: what it costs at nominal rates.
+    """
+
+    label: str
+    peak: int
+    recomputed: int
+    seconds: float
+
+
+@dataclass(frozen=True, repr=False)
+class FitPlan(_render.Shown):
+    """The plan of `remat.fit`. It prints as a table of blocks.
+
+    Attributes:
+        label: the name of the model or function.
+        budget: the bytes that a step may take.
+        peak: the most bytes that are alive in a step: parameters, buffers, arguments,
+            gradients, and all that forward, loss and backward make.
+        resident: the part of it that exists before the step.
+        plain_peak: the peak without remat.
+        recomputed: the FLOPs that a step recomputes.
+        flops: those of a step without remat.
+        seconds: what is recomputed, at nominal rates of FLOPs and bytes.
+        peak_at: where the peak is: "mm in the backward of layers.3".
+        blocks: what is done with each block, in the order of `named_modules()`.
+        candidates: what was simulated.
+    """
+
+    label: str
+    budget: int
+    peak: int
+    resident: int
+    plain_peak: int
+    recomputed: int
+    flops: int
+    seconds: float
+    peak_at: str
+    blocks: tuple[FitBlock, ...]
+    candidates: tuple[FitCandidate, ...]
+
+    @property
+    def share(self) -> float:
+        """The recomputed FLOPs, as a share of those of a step without remat."""
+        return self.recomputed / self.flops if self.flops else 0.0
+
+    def apply(self, model: M) -> M:
+        """Recompute the blocks of a model as planned, in place.
+
+        Args:
+            model: a model with the same blocks; or the function, if the plan is for one
+                function.
+
+        Returns:
+            The model. `remat.nn.remove(model)` undoes it. For a function, the
+            rematerialized function.
+
+        Raises:
+            ValueError: the model has no such block, or it is recomputed already.
+
+        Example:
+            >>> import torch
+            >>> import remat
+            >>> def layer():
+            ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+            >>> with torch.device("meta"):
+            ...     model = nn.Sequential(*[layer() for _ in range(4)])
+            >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+            >>> real = nn.Sequential(*[layer() for _ in range(4)])
+            >>> real is plan.apply(real)
+            True
+        """
+        chosen = {b.name: b.policy for b in self.blocks if b.recomputes}
+        if [b.name for b in self.blocks] == [""] and not isinstance(model, nn.Module):
+            return _wrapped(model, chosen)
+        return apply_from(caller(), model, chosen) if chosen else model
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw peak and recomputed FLOPs of what was simulated.
+
+        Args:
+            ax: the matplotlib axes to draw on; None for new ones.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        shown = [c for c in self.candidates if c.label]
+        labels = [*(c.label for c in shown), "fit"]
+        peaks = [*(c.peak for c in shown), self.peak]
+        costs = [*(c.recomputed for c in shown), self.recomputed]
+        title = f"peak of {self.label}, budget {_render.size(self.budget)}"
+        axes = _plots.points(labels, peaks, costs, title, ax)
+        axes.set_xlabel("peak MiB")
+        axes.axvline(self.budget / _plots.MIB, color="#9a9a9a", linestyle=":")
+        return axes
+
+    @override
+    def __repr__(self) -> str:
+        count = sum(block.recomputes for block in self.blocks)
+        return (
+            f"<FitPlan of {self.label}: {count} of {len(self.blocks)} blocks "
+            f"recomputed, peak {_render.size(self.peak)}>"
+        )
+
+    @override
+    def _table(self) -> _render.Table:
+        return _render.Table(
+            title=f"{self.label} in {_render.size(self.budget)}",
+            columns=("block", "fate", "policy", "#saved", "#recomputed FLOPs"),
+            rows=tuple(map(_row, self.blocks)),
+            kinds=tuple(_KINDS[b.recomputes] for b in self.blocks),
+            notes=(
+                f"peak: {self.peak:,} bytes, {self.peak_at}",
+                f"peak without remat: {self.plain_peak:,} bytes",
+                f"before the step: {self.resident:,} bytes",
+                f"recomputed: {self.recomputed:,} FLOPs, {self.share:.1%} of a step",
+            ),
+        )
+
+
+_KINDS = {True: "recomputed", False: "saved"}
+
+
+def _row(block: FitBlock) -> tuple[str, ...]:
+    policy = "" if block.policy is None else str(block.policy)
+    inside = ", with the blocks in it" if block.around else ""
+    fate = f"recomputed{inside}" if block.recomputes else "saved"
+    name = block.name or "the function"
+    return name, fate, policy, f"{block.saved:,}", f"{block.recomputed:,}"
+
+
+def _wrapped(fn: Callable[..., Any], chosen: dict[str, Policy | None]) -> Any:
+    return remat(fn, policy=chosen[""]) if chosen else fn

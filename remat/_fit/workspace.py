@@ -1,0 +1,252 @@
+"""The bytes that operations hold while they run, besides what they return.
+
+Called by `meter`. On the CPU, convolutions copy what they read into the layout of
+oneDNN, and copy what they compute back; attention holds a tile of scores per thread.
+
+Invariant: an operation that is not here is taken to hold nothing of its own. On an
+accelerator that is so for convolutions too: what cuDNN takes is not known before.
+Rejected: to run each operation once and measure. A step is planned for machines that
+are not here, and for models that do not fit.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def held_inside(func: Any, args: Sequence[Any]) -> int:
+    """Return the most bytes that an operation holds while it runs, results included.
+
+    Args:
+        func: the operation.
+        args: its positional arguments.
+    """
+    packet = getattr(func, "overloadpacket", func)
+    if any(_is_elsewhere(arg) for arg in args):
+        return 0
+    known = _KNOWN.get(packet)
+    return 0 if known is None else known(*args)
+
+
+def copied_inside(func: Any, args: Sequence[Any]) -> int:
+    """Return the bytes of arguments that an operation makes dense before it runs.
+
+    A gradient is expanded where a sum was differentiated.
+    """
+    packet = getattr(func, "overloadpacket", func)
+    if packet not in _MAKE_DENSE:
+        return 0
+    found = [a for a in args if isinstance(a, Tensor) and a.device.type == "cpu"]
+    if packet in _BATCHED:  # one matrix at a time
+        found = [a[0] for a in found if a.ndim == 3]
+    return sum(a.nbytes for a in found if _is_expanded(a))
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(n > 1 and stride == 0 for n, stride in dims)
+
+
+def _is_elsewhere(arg: Any) -> bool:
+    return isinstance(arg, Tensor) and arg.device.type != "cpu"
+
+
+def _convolution(x: Tensor, w: Tensor, bias: Any, *rest: Any) -> int:
+    del bias
+    stride, padding, _, transposed, _, _ = rest[:6]
+    y = _shape_of_result(x, w, rest)
+    results = math.prod(y) * x.element_size()
+    if not _is_copied(x):
+        return results + _reordered(w)
+    if _is_small(x, w, rest):
+        return results + _columns(x, w, y)
+    if _is_product(w, stride, padding, transposed):
+        return 0
+    copied = _read(x) + _weight(w) + _blocked(x, y)
+    return max(copied, results + _blocked(x, y))
+
+
+def _convolution_backward(
+    g: Tensor, x: Tensor, w: Tensor, bias: Any, *rest: Any
+) -> int:
+    del bias
+    stride, padding, _, transposed, _, _, (of_x, of_w, of_bias) = rest[:7]
+    x_bytes = x.nbytes if of_x else 0
+    of_weight = (w.nbytes if of_w else 0) + (g.shape[1] * 4 if of_bias else 0)
+    if not _is_copied(x):
+        return x_bytes + of_weight + _reordered(w)
+    if _is_small(x, w, rest):
+        return x_bytes + of_weight + (_columns(x, w, g.shape) if of_w else 0)
+    if _is_product(w, stride, padding, transposed):
+        return 0
+    copied, highest = _blocked(g, g.shape), 0
+    if of_x:
+        x_copied = _blocked(x, x.shape)
+        # With strides, what no result reads is filled in afterwards.
+        results = (1 if {*stride} == {1} else 2) * x_bytes
+        highest = max(copied + _weight(w) + x_copied, x_copied + results)
+    if of_w:
+        highest = max(highest, x_bytes + copied + _read(x) + max(of_weight, _weight(w)))
+    return highest
+
+
+def _shape_of_result(x: Tensor, w: Tensor, rest: Sequence[Any]) -> tuple[int, ...]:
+    stride, padding, dilation, transposed, output_padding, groups = rest[:6]
+    every = zip(x.shape[2:], w.shape[2:], strict=True)
+    sizes: list[int] = []
+    for k, (n, size) in enumerate(every):
+        s, p, d = (v[k] if len(v) > k else v[0] for v in (stride, padding, dilation))
+        if transposed:
+            more = output_padding[k] if len(output_padding) > k else output_padding[0]
+            sizes.append((n - 1) * s - 2 * p + d * (size - 1) + more + 1)
+        else:
+            sizes.append((n + 2 * p - d * (size - 1) - 1) // s + 1)
+    channels = w.shape[1] * groups if transposed else w.shape[0]
+    return (x.shape[0], channels, *sizes)
+
+
+def _is_copied(x: Tensor) -> bool:
+    """Say whether the tensors of a convolution are brought into another layout."""
+    last = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+    is_last = x.ndim in (4, 5) and x.is_contiguous(memory_format=last)
+    return not (is_last and x.shape[1] > 1)
+
+
+def _reordered(w: Tensor) -> int:
+    """Return the bytes of the copies of a weight for inputs that stay as they are."""
+    return 3 * w.nbytes
+
+
+def _is_small(x: Tensor, w: Tensor, rest: Sequence[Any]) -> bool:
+    """Say whether torch computes a convolution itself, by a product of columns."""
+    wide = w.ndim > 3 and min(w.shape[-2:]) > 3
+    few = x.shape[0] == 1 and x.numel() <= 20480
+    return few and rest[5] == 1 and not (wide or rest[3])
+
+
+def _columns(x: Tensor, w: Tensor, y: Sequence[int]) -> int:
+    if math.prod(w.shape[2:]) == 1:
+        return 0
+    return math.prod(w.shape[1:]) * math.prod(y[2:]) * x.element_size()
+
+
+def _is_product(
+    w: Tensor, stride: Sequence[int], padding: Sequence[int], transposed: bool
+) -> bool:
+    """Say whether a convolution is a product of matrices."""
+    at_once = {*w.shape[2:], *stride} == {1} and not any(padding)
+    return at_once and not transposed
+
+
+# The channels of a block, in oneDNN's layout for wide vectors.
+_BLOCK = 16
+
+
+def _blocked(like: Tensor, shape: Sequence[int], block: int = _BLOCK) -> int:
+    channels = -(-shape[1] // block) * block
+    return shape[0] * channels * math.prod(shape[2:]) * like.element_size()
+
+
+def _read(x: Tensor) -> int:
+    """Return the bytes of the copy of an input; a few channels are read as they are."""
+    few = x.shape[1]
+    if few < 4:
+        return 0
+    return _blocked(x, x.shape, 8 if few <= 8 else _BLOCK)
+
+
+def _weight(w: Tensor) -> int:
+    if w.shape[1] == 1:  # of groups
+        return w.nbytes
+    out = -(-w.shape[0] // _BLOCK) * _BLOCK
+    return out * _blocked(w, (1, *w.shape[1:]), 8 if w.shape[1] <= 8 else _BLOCK)
+
+
+# --- Others ------------------------------------------------------------------------
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+    rows, columns = _tile(q, k)
+    tile = rows * (columns + 2 + v.shape[-1]) * torch.get_num_threads()
+    return q.nbytes + _log_sums(q) + 4 * tile
+
+
+def _attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+    rows, columns = _tile(q, k)
+    tiles = 2 * rows * columns * torch.get_num_threads()
+    return q.nbytes + k.nbytes + v.nbytes + g.nbytes + 4 * tiles
+
+
+def _tile(q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Return the part of a matrix of scores that a thread holds."""
+    length = q.shape[2]
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return rows, min(512, k.shape[2])
+
+
+def _log_sums(q: Tensor) -> int:
+    return 4 * math.prod(q.shape[:3])
+
+
+def _product(a: Tensor, b: Tensor, *_: Any) -> int:
+    if a.element_size() != 2:
+        return 0
+    # oneDNN reads rows of the first, and columns of the second.
+    copied = a.nbytes * (a.stride(-1) != 1) + b.nbytes * (b.stride(-1) == 1)
+    return math.prod((*a.shape[:-1], b.shape[-1])) * a.element_size() + copied
+
+
+def _sum_and_product(bias: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
+    del bias
+    return _product(a, b)
+
+
+def _norm_backward(g: Tensor, x: Tensor, *_: Any) -> int:
+    return x.nbytes + (0 if _is_expanded(g) else g.nbytes)
+
+
+def _squares(x: Tensor, *_: Any) -> int:
+    return 2 * x.nbytes
+
+
+def _squares_backward(g: Tensor, x: Tensor, *_: Any) -> int:
+    del g
+    return 2 * x.nbytes
+
+
+def _unfolded(x: Tensor, *sizes: Sequence[int]) -> int:
+    kernel, dilation, padding, stride = sizes
+    each = zip(x.shape[-2:], kernel, dilation, padding, stride, strict=True)
+    places = math.prod((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, d, p, s in each)
+    per_place = math.prod(x.shape[:-2]) * math.prod(kernel)
+    return x.nbytes + per_place * places * x.element_size()
+
+
+_aten = torch.ops.aten
+_BATCHED = {_aten.bmm, _aten.baddbmm}
+_MAKE_DENSE = _BATCHED | {
+    *(_aten.mm, _aten.addmm, _aten.convolution_backward),
+    *(_aten.native_layer_norm_backward, _aten.native_group_norm_backward),
+    *(_aten._softmax_backward_data, _aten._log_softmax_backward_data),
+    *(_aten.embedding_dense_backward, _aten.max_pool2d_with_indices_backward),
+    *(_aten.avg_pool2d_backward, _aten.upsample_bilinear2d_backward),
+    *(_aten.upsample_nearest2d_backward, _aten.upsample_bicubic2d_backward),
+    _aten.gelu_backward,
+}
+_KNOWN: dict[Any, Callable[..., int]] = {
+    _aten.convolution: _convolution,
+    _aten.convolution_backward: _convolution_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten.mm: _product,
+    _aten.bmm: _product,
+    _aten.addmm: _sum_and_product,
+    _aten.baddbmm: _sum_and_product,
+    _aten.native_batch_norm_backward: _norm_backward,
+    _aten.mse_loss: _squares,
+    _aten.mse_loss_backward: _squares_backward,
+    _aten.im2col: _unfolded,
+}

@@ -1,0 +1,47 @@
+"""What the shims of `fakes` expect of torch.
+
+Invariant: a check fails where a name of it is missing or does something else.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from remat._torch import fakes
+from remat._torch.selftest import expects
+
+
+@expects("NO_VALUES", at_import=False)
+def _fakes_have_no_values() -> None:
+    with fakes.fake_mode():
+        for read in (Tensor.item, Tensor.nonzero):
+            try:
+                read(torch.ones(()))
+            except fakes.NO_VALUES:
+                continue
+            raise AssertionError("a value was given")
+
+
+@expects("copied_as_fake", "fake_mode", "is_fake", at_import=False)
+def _copies_are_fake() -> None:
+    mode, cpu = fakes.fake_mode(), torch.device("cpu")
+    w = nn.Parameter(torch.ones(2, 3))
+    meta = nn.Parameter(torch.ones(2, 3, device="meta"), requires_grad=False)
+    found = fakes.copied_as_fake([w, w, w.detach()[0], meta], mode, cpu)
+    assert found[0] is found[1]
+    _is_copy(found[0], w)
+    _is_copy(found[3], meta)
+    assert found[2].untyped_storage()._cdata == found[0].untyped_storage()._cdata
+    again = fakes.copied_as_fake(found[0], fakes.fake_mode(), cpu)
+    _is_copy(again, found[0])
+    with mode:
+        made = found[0] @ torch.ones(3, 1) + w[:, :1]
+    assert fakes.is_fake(made)
+    assert made.untyped_storage().nbytes() == 8
+
+
+def _is_copy(copy: Tensor, tensor: Tensor) -> None:
+    assert fakes.is_fake(copy)
+    assert not fakes.is_fake(torch.ones(2))
+    assert isinstance(copy, nn.Parameter)
+    assert copy.requires_grad == tensor.requires_grad
+    assert (copy.device.type, copy.shape) == ("cpu", tensor.shape)

@@ -1,0 +1,89 @@
+"""Fake tensors: a mode in which nothing is computed, and copies of objects for it.
+
+Invariant: what is copied keeps its devices, its ties and the memory that it shares; no
+byte is allocated for it, and nothing of the user's is changed.
+Rejected: tensors on the meta device. Autocast and the choice of attention kernels
+depend on the device, so other operations would run there.
+"""
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+
+T = TypeVar("T")
+# Deleted by: a public class of what fake tensors refuse.
+NO_VALUES = DataDependentOutputException, DynamicOutputShapeException
+
+
+# Deleted by: a public FakeTensorMode.
+def fake_mode() -> Any:
+    """Return a mode in which operations make fake tensors, also of real ones."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Say whether a tensor is fake."""
+    return isinstance(tensor, FakeTensor)
+
+
+# Deleted by: a public way to copy a module as fake tensors.
+def copied_as_fake(value: T, mode: Any, device: torch.device) -> T:
+    """Return a deep copy whose tensors are fake.
+
+    Args:
+        value: any object that can be copied, or a container of such objects.
+        mode: that of the fake tensors.
+        device: of what is copied from a tensor on the meta device.
+    """
+    with _Copying(mode, device):
+        return copy.deepcopy(value)
+
+
+class _Copying(TorchFunctionMode):
+    """Makes copies of tensors fake."""
+
+    def __init__(self, mode: Any, device: torch.device) -> None:
+        super().__init__()
+        self._mode, self._device = mode, device
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        if func is torch._C.TensorBase.clone:  # by the copy of a parameter
+            return self._fake(args[0])
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._copied(tensor)
+            return memo[id(tensor)]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            fake = self._fake(tensor.detach()).requires_grad_(tensor.requires_grad)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+
+    def _fake(self, tensor: Tensor) -> Any:
+        if not (is_fake(tensor) or tensor.is_meta):
+            return self._mode.from_tensor(tensor, static_shapes=True)
+        device = self._device if tensor.is_meta else tensor.device
+        view = tensor.storage_offset(), tensor.shape, tensor.stride()
+        empty = torch.empty(0, dtype=tensor.dtype, device="meta")
+        return FakeTensor(
+            self._mode, empty.set_(tensor.untyped_storage(), *view), device
+        )

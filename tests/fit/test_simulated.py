@@ -1,0 +1,261 @@
+"""A simulated step holds the bytes that a real one holds, and nothing is allocated."""
+
+import copy
+import random
+
+import pytest
+import torch
+from support.fitted import (
+    CASES,
+    Lm,
+    assert_predicted,
+    bytes_before,
+    measured_peak,
+    square,
+)
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import remat
+from remat import policies
+from remat._fit.meter import allocated
+from remat._fit.program import Program
+from remat._fit.simulate import simulate, undisturbed
+from remat._torch import fake_mode
+from remat.testing import memory_timeline
+
+
+CPU = torch.device("cpu")
+CHOICES = {
+    "plain": None,
+    "nothing": policies.nothing_saveable,
+    "dots": policies.dots_saveable,
+    "everything": policies.everything_saveable,
+}
+
+
+def unchanged(program):
+    return program
+
+
+def applied(policy):
+    def change(program):
+        if policy is not None:
+            remat.nn.apply(program.model(), policy=policy)
+        return program
+
+    return change
+
+
+def simulated(model, args=(), kwargs=None, loss=None, change=unchanged, **more):
+    program = Program(model, args, kwargs or {}, loss)
+    with undisturbed():
+        return simulate(program, CPU, change, **more)
+
+
+# --- Against what is measured ---
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_is_the_measured_one(name, choice):
+    make, args, kwargs, loss = CASES[name]
+    model = make()
+    found = simulated(model, args, kwargs, loss, applied(CHOICES[choice]))
+    real = copy.deepcopy(model)
+    if CHOICES[choice] is not None:
+        remat.nn.apply(real, policy=CHOICES[choice])
+    assert_predicted(found.peak, measured_peak(real, args, kwargs, loss))
+    assert found.resident == bytes_before(model, *args, *kwargs.values())
+
+
+@pytest.mark.parametrize("predicted", [979, 1051])
+def test_a_wrong_prediction_is_noticed(predicted):
+    assert_predicted(1000, 1000)
+    with pytest.raises(AssertionError, match=str(predicted)):
+        assert_predicted(predicted, 1000)
+
+
+class Op(nn.Module):
+    """A module, or a function, on inputs that have a graph."""
+
+    def __init__(self, fn):
+        super().__init__()
+        self.fn, self.scale = fn, nn.Parameter(torch.ones(()))
+
+    def forward(self, *args):
+        return self.fn(*(a * self.scale if a.is_floating_point() else a for a in args))
+
+
+IMAGE, WIDE = torch.randn(4, 16, 16, 16), torch.randn(128, 64)
+Q = torch.randn(2, 4, 64, 16)
+OPS = {
+    "conv": (nn.Conv2d(16, 16, 3, padding=1), IMAGE),
+    "conv with strides": (nn.Conv2d(16, 32, 3, 2, 1), IMAGE),
+    "conv 1x1": (nn.Conv2d(16, 32, 1), IMAGE),
+    "conv of one image": (nn.Conv2d(16, 16, 3), torch.randn(1, 16, 8, 8)),
+    "conv 1d": (nn.Conv1d(16, 16, 3), torch.randn(4, 16, 128)),
+    "conv 3d": (nn.Conv3d(16, 16, 3), torch.randn(2, 16, 8, 8, 8)),
+    "conv channels last": (
+        nn.Conv2d(16, 16, 3, padding=1),
+        IMAGE.to(memory_format=torch.channels_last),
+    ),
+    "conv transposed": (nn.ConvTranspose2d(16, 16, 4, 2, 1), IMAGE),
+    "batch norm": (nn.BatchNorm2d(16), IMAGE),
+    "group norm": (nn.GroupNorm(4, 16), IMAGE),
+    "layer norm": (nn.LayerNorm(64), WIDE),
+    "max pool": (nn.MaxPool2d(2), IMAGE),
+    "bilinear": (nn.Upsample(scale_factor=2, mode="bilinear"), IMAGE),
+    "attention": (functional.scaled_dot_product_attention, Q, Q + 1, Q + 2),
+    "gelu": (functional.gelu, WIDE),
+    "mse": (functional.mse_loss, WIDE, WIDE + 1),
+    "cross entropy": (functional.cross_entropy, WIDE, torch.arange(128) % 64),
+    "einsum": (lambda a, b: torch.einsum("ik,jk->ij", a, b), WIDE, WIDE + 1),
+    "checkpoint": (
+        lambda x: checkpoint(torch.tanh, x, use_reentrant=False).exp(),
+        torch.randn(1024, 64),
+    ),
+    "autocast": (lambda x: autocast(x, WIDE.t() + 1), WIDE),
+}
+
+
+def autocast(x, w):
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x @ w).relu()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_operations_hold_inside_counts(name):
+    fn, *args = OPS[name]
+    assert_made(Op(fn), args, square)
+
+
+@pytest.mark.parametrize("name", ["conv", "layer norm", "gelu", "einsum", "max pool"])
+def test_expanded_gradients_are_copied_inside(name):
+    fn, *args = OPS[name]
+    assert_made(Op(fn), args, torch.sum)
+
+
+def assert_made(model, args, loss):
+    """Assert that what a step makes is predicted: what is there before hides much."""
+    found = simulated(model, tuple(args), loss=loss)
+    before = bytes_before(model, *args)
+    measured = measured_peak(model, args, {}, loss)
+    assert_predicted(found.peak - before, measured - before)
+
+
+def test_sums_of_gradients_are_made_in_place_where_the_engine_does_so():
+    def fan(x):
+        y = x.exp()
+        return y.sin() + y.cos() + y.tanh()
+
+    model = Op(fan)
+    found = simulated(model, (WIDE,), loss=torch.sum)
+    real = measured_peak(model, (WIDE,), {}, torch.sum)
+    assert found.peak == real
+
+
+def test_a_tied_gradient_is_added_in_place():
+    model = Lm(tied=True, words=4000, width=8, count=1)
+    ids = torch.arange(16).view(1, 16)
+    found = simulated(model, (ids,), loss=torch.sum)
+    assert found.peak == measured_peak(model, (ids,), {}, torch.sum)
+
+
+def test_gradients_that_exist_count():
+    model = nn.Linear(64, 64)
+    first = simulated(model, (WIDE,))
+    model(WIDE).sum().backward()
+    assert simulated(model, (WIDE,)).resident == first.resident + 4 * 65 * 64
+
+
+def test_storages_are_counted_once():
+    model = nn.Bilinear(64, 64, 4, bias=False)
+    base = torch.randn(256, 64)
+    found = simulated(model, (base[:128], base[128:]))
+    assert found.resident == base.nbytes + 4 * 64 * 64 * 4
+
+
+def test_a_model_that_was_not_passed_is_refused():
+    model = nn.Linear(64, 64)
+    with pytest.raises(remat.CaptureError, match=r"t reads float32\[64, 64\] on cpu"):
+        simulated(lambda x: model(x), (WIDE,))
+    assert model.weight.grad is None
+
+
+def test_an_accelerator_allocates_blocks():
+    assert allocated(1, torch.device("cuda")) == 512
+    assert allocated(513, torch.device("cuda")) == 1024
+    assert allocated(513, CPU) == 513
+
+
+# --- Work ---
+
+
+def test_recomputed_work_is_counted():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    plain = simulated(model, (WIDE,))
+    again = simulated(model, (WIDE,), change=lambda p: p._replace(fn=remat.remat(p.fn)))
+    # The backward of the first layer does not ask for the gradient of its input.
+    one = 2 * 128 * 64 * 64
+    assert plain.flops == 5 * one
+    assert again.flops == 7 * one
+    assert again.seconds > plain.seconds
+
+
+def test_windows_are_calls_of_blocks():
+    make, args, kwargs, loss = CASES["mlps"]
+    names = [f"1.{k}" for k in range(6)]
+    found = simulated(make(), args, kwargs, loss, blocks=names, around=["1"])
+    step = found.steps[-1]
+    assert [part.name for part in step if part.name] == names
+    assert [name for name, _, _ in found.nests] == ["1"]
+    ((_, first, end),) = found.nests
+    assert [part.name for part in step[first:end] if part.name] == names
+    # The input of the first product, that of the ReLU's backward, and the result.
+    assert {part.saves for part in step if part.name} == {4 * 256 * (32 + 128)}
+
+
+def test_names_of_values_are_noted():
+    def named(x):
+        return remat.checkpoint_name(x.sin(), "s").cos()
+
+    assert simulated(Op(named), (WIDE,)).names == {"s"}
+
+
+# --- What is left as it was ---
+
+
+def test_nothing_is_allocated_and_nothing_changes():
+    make, args, kwargs, loss = CASES["resnet"]
+    model = make()
+    before = copy.deepcopy(model.state_dict())
+    python, torchs = random.getstate(), torch.get_rng_state()
+    timeline = memory_timeline(simulated, model, args, kwargs, loss)
+    assert timeline.peak < 100_000  # states of random streams
+    assert random.getstate() == python
+    assert torch.equal(torch.get_rng_state(), torchs)
+    assert all(p.grad is None for p in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_draws_of_python_are_undone():
+    def layer_drop(x):
+        return x.sin() if random.random() < 2 else x
+
+    state = random.getstate()
+    simulated(Op(layer_drop), (WIDE,))
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize("where", ["meta", "fake"])
+def test_a_model_without_memory(where):
+    make, args, kwargs, loss = CASES["lm"]
+    with torch.device("meta") if where == "meta" else fake_mode():
+        model = make()
+    expected = simulated(make(), args, kwargs, loss)
+    found = simulated(model, args, kwargs, loss)
+    assert (found.peak, found.resident) == (expected.peak, expected.resident)
