@@ -1,12 +1,14 @@
 """`fori_loop` and `while_loop`: the plain loops, also where values say how long."""
 
 import pytest
+import support.loops
 import torch
 from support.loops import (
     Plain,
     assert_backward,
     assert_chained,
     of_backward,
+    steps_run,
 )
 from support.tables import rows
 from support.zoo import V, W, X, leaves_of
@@ -100,6 +102,12 @@ def test_a_condition_is_asked_once_for_each_carry_and_not_again():
         return of_backward(run, W, X)
 
     assert_chained(program, steps=11, runs=11)
+    with count_ops() as plain:
+        program(Plain)
+    with count_ops() as ops:
+        program(chain)
+    again = Online(2).evaluations(10).backward
+    assert ops["mm"] - plain["mm"] == again
 
 
 def test_a_condition_reads_what_it_refers_to_when_it_is_called():
@@ -161,3 +169,29 @@ def test_a_loop_that_grows_without_bound_is_stopped_by_an_error_of_the_body():
     with count_ops() as ops, pytest.raises(TooLongError, match="twenty"):
         chain.while_loop(lambda c: True, body, (x, 0), checkpoints=2)
     assert ops["tanh"] == 20
+
+
+# --- The comparison itself ----------------------------------------------------------
+
+
+def ten_steps(loops):
+    return of_backward(lambda w, x: powers(loops, w, x, upper=8, checkpoints=3), W, X)
+
+
+def test_the_comparison_fails_for_loops_that_run_no_step_again(monkeypatch):
+    runs = steps_run(10, checkpoints=3)
+    assert_chained(ten_steps, steps=10, runs=runs)
+    monkeypatch.setattr(support.loops, "chain", Plain)
+    with pytest.raises(AssertionError, match=f"10 steps run, not {runs}"):
+        assert_chained(ten_steps, steps=10, runs=runs)
+    with pytest.raises(AssertionError, match="plain runs 10 steps, not 9"):
+        assert_chained(ten_steps, steps=9, runs=runs)
+
+
+def test_the_comparison_fails_for_other_gradients():
+    def program(loops):
+        h, (w, x) = ten_steps(loops)
+        return h, (w, x * (1 + (loops is chain) * 1e-6))
+
+    with pytest.raises(AssertionError, match="differs in value"):
+        assert_chained(program, steps=10, runs=steps_run(10, checkpoints=3))
