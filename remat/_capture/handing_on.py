@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -142,6 +143,8 @@ def _refuse_registered(node: Composite, value: Any) -> None:
 
 def _tells_changes(node: Composite, value: Any) -> bool:
     """Say whether a value that did not change says so."""
+    if isinstance(value, torch.autocast):
+        return False  # it notes what it finds whenever it is entered
     if not isinstance(node, RegisteredNode):
         return True
     return all(map(operator.is_, node.now(value), node.now(value)))

@@ -101,7 +101,7 @@ def scan(
         CaptureError: a step changes an object, or a tensor leaves it other than by
             being returned.
         MutationError: a step changes a tensor in place.
-        OffloadError: in the forward, if there is no room on the disk.
+        OffloadError: there is no room on the disk.
 
     Source: the contract of `jax.lax.scan`. Griewank and Walther, "Algorithm 799:
     Revolve", ACM TOMS 26, 2000.

@@ -140,6 +140,17 @@ def test_autocast_inside_of_a_step():
     assert_chained(program, steps=STEPS, runs=RUNS)
 
 
+def test_a_step_that_autocast_decorates():
+    """It notes on itself what it finds when it is entered."""
+
+    def program(loops):
+        w, x = leaves_of(W.float(), X.float())
+        body = autocast()(lambda h: torch.tanh(h @ w).float())
+        return differentiated(loop(loops, body, x), w, x)
+
+    assert_chained(program, steps=STEPS, runs=RUNS)
+
+
 def test_a_part_of_a_step_without_gradients():
     def program(loops):
         def run(w, x):
