@@ -101,6 +101,9 @@ class Peak:
     holders: tuple[Holder, ...]
     advice: str
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
     def lines(self) -> Iterator[str]:
         """Yield the lines of the section "peak"."""
         yield f"peak of a step: {self.nbytes:,} bytes, in {self.op or 'Python'}"

@@ -466,6 +466,7 @@ def test_print_shows_a_section():
         assert "".join(line.split()) in shown
     lines = [*report.peak.lines()]
     assert lines[0] == f"peak of a step: {report.peak.nbytes:,} bytes, in mul"
+    assert str(report.peak).splitlines()[0] == lines[0]
     inputs = (BLOCKS - 1) * ACTIVATION
     assert lines[1].endswith(f" {inputs:,} bytes: the inputs that remat calls save")
     assert re.match(r" +largest: 5 x f32\[512,32\], made by cos at test", lines[2])
