@@ -18,7 +18,7 @@ from remat._base.op import Op, Value
 from remat._partial.plan import Record, Step, overwrites
 from remat._partial.storages import is_strided, sees_operations
 from remat._partial.values import value_of
-from remat._torch import is_lazy, viewed
+from remat._torch import below_all_levels, is_lazy, viewed
 from remat.policies import Decision, Policy
 
 
@@ -108,7 +108,9 @@ class Candidates:
     def let_go_of_graph(self) -> None:
         """Hold the values alone: what nobody can differentiate is no root of a plan."""
         self._outputs.clear()
-        self._held = {number: t.detach() for number, t in self._held.items()}
+        # What is held is of no level of torch.func, and would be made one of this.
+        pairs = self._held.items()
+        self._held = {n: below_all_levels(Tensor.detach, t) for n, t in pairs}
 
     def raise_error(self) -> None:
         """Raise what the policy raised, if it did."""

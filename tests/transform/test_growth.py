@@ -30,7 +30,7 @@ def caches():
                 continue
             if isinstance(value, (dict, list, set)) and not name.startswith("__"):
                 sizes[info.name, name] = len(value)
-            elif hasattr(value, "cache_info"):
+            elif hasattr(value, "cache_info") and not isinstance(value, type):
                 sizes[info.name, name] = value.cache_info().currsize
     return sizes
 
