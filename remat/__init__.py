@@ -50,4 +50,4 @@ from remat._transform.api import remat as remat
 
 
 checkpoint = remat
-__version__ = "0.1.0"
+__version__ = "0.2.0"

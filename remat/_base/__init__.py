@@ -15,6 +15,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     operators         the operators that graphs hold: the barrier, and names
     absent            a tensor without a value, for what a recompute leaves out
     tensors           how a tensor is described, and how often it was changed
+    parts             the tensors with a storage that a tensor consists of
     wrappers          what is inside of a tensor that wraps another, such as a DTensor
 
 Called by all rooms.

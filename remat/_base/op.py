@@ -17,7 +17,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What is known of a tensor without holding it."""
+    """What is known of a tensor without holding it.
+
+    Example:
+        >>> Value((2, 3), torch.float32, torch.device("cpu")).nbytes
+        24
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -42,7 +47,7 @@ class Op:
         kwargs: its keyword arguments, likewise, as pairs of a name and an argument.
         outputs: the tensors that it returned, in order.
         names: what `checkpoint_name` calls its outputs.
-        source: the user's line, "file:line, in function".
+        source: the user's line: `file.py:12, in block`.
 
     Example:
         >>> x = Value((2,), torch.float32, torch.device("cpu"))

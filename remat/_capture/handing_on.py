@@ -11,8 +11,8 @@ Rejected: exchanging the parameters of the user's own modules while the function
 
 import operator
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,20 @@ from remat._capture.registered import RegisteredNode
 from remat._capture.restore import Run
 
 
+class _Noted(NamedTuple):
+    """What a value held before the function ran.
+
+    Attributes:
+        node: that the value was found as.
+        value: the value, or its replica.
+        state: what it held, by key.
+    """
+
+    node: Composite
+    value: Any
+    state: dict[Any, Any]
+
+
 class Forward(Run):
     """The first run of a call.
 
@@ -44,7 +58,7 @@ class Forward(Run):
     """
 
     is_recompute = False
-    __slots__ = ("_changing", "_found", "_made", "_originals", "_plain", "_states")
+    __slots__ = ("_found", "_made", "_noted", "_originals", "_plain")
 
     def __init__(
         self,
@@ -55,9 +69,8 @@ class Forward(Run):
         super().__init__(tensors, "live")
         self._found, self._originals = found, originals
         self._made: list[tuple[Composite, Any]] = []
-        self._changing: list[tuple[Composite, Any]] = []
-        self._states: list[Any] = []
-        self._plain: list[tuple[tuple[Composite, Any], dict[Any, Any]]] = []
+        self._noted: list[_Noted] = []
+        self._plain: list[_Noted] = []
 
     @override
     def make(self, node: Composite) -> Any:
@@ -77,23 +90,16 @@ class Forward(Run):
 
     def note(self) -> None:
         """Note what each replica holds, now that all are built."""
-        made = [(n, new) for n, new in self._made if isinstance(n, _MUTABLE)]
-        self._changing = [pair for pair in made if _tells_changes(*pair)]
-        self._states = [_state(node, new) for node, new in self._changing]
+        self._noted = _noted(self._made)
 
     def watch(self, walked: Sequence[tuple[Any, Any]]) -> None:
         """Note what values hold that lead to no tensor, for `changed`."""
-        pairs = [(n, v) for v, n in walked if isinstance(n, _MUTABLE) and not n.live]
-        pairs = [pair for pair in pairs if _tells_changes(*pair)]
-        self._plain = [(pair, _state(*pair)) for pair in pairs]
+        found = ((node, value) for value, node in walked if node is not None)
+        self._plain = _noted(pair for pair in found if not pair[0].live)
 
     def hand_on(self) -> None:
         """Assign what the function changed to the user's objects."""
-        changes: list[tuple[Composite, Any]] = []
-        for (node, new), before in zip(self._changing, self._states, strict=True):
-            now = _state(node, new)
-            if now.keys() != before.keys() or differing(now, before):
-                changes.append((node, now))
+        changes = [(was.node, now) for was, now in _changed(self._noted)]
         if not changes:
             return
         # What was assigned may be a replica, or a tensor that stands for the user's.
@@ -109,11 +115,8 @@ class Forward(Run):
 
         Also what leads to no tensor, of which there is no replica.
         """
-        pairs = [*zip(self._changing, self._states, strict=True), *self._plain]
-        for (node, value), before in pairs:
-            now = _state(node, value)
-            if now.keys() != before.keys() or differing(now, before):
-                return _named(value, before, now)
+        for was, now in _changed([*self._noted, *self._plain]):
+            return _named(was.value, was.state, now)
         return ""
 
     def owners(self) -> dict[int, Any]:
@@ -125,6 +128,21 @@ class Forward(Run):
 _MUTABLE = (
     *(CellNode, DictNode, FunctionNode, ObjectNode, RegisteredNode, SequenceNode),
 )
+
+
+def _noted(pairs: Iterable[tuple[Any, Any]]) -> list[_Noted]:
+    """Note what values hold now, those of them that can change and tell it."""
+    mutable = [(n, value) for n, value in pairs if isinstance(n, _MUTABLE)]
+    telling = [pair for pair in mutable if _tells_changes(*pair)]
+    return [_Noted(node, value, _state(node, value)) for node, value in telling]
+
+
+def _changed(noted: Iterable[_Noted]) -> Iterator[tuple[_Noted, dict[Any, Any]]]:
+    """Yield what was noted of each value that changed, with what it holds now."""
+    for was in noted:
+        now = _state(was.node, was.value)
+        if now.keys() != was.state.keys() or differing(now, was.state):
+            yield was, now
 
 
 def _named(value: Any, before: dict[Any, Any], now: dict[Any, Any]) -> str:

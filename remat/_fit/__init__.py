@@ -7,10 +7,10 @@ model by `remat.nn.apply`.
     fitting         what is chosen for, and the plan of what was found
     plan            the plan: which blocks are recomputed, and what that costs
     search          measures options, has them distributed, simulates what may be best
-    chain           distributes memory over blocks: rotor's recursion, on numbers
+    distribute      distributes memory over blocks: rotor's recursion, on numbers
     options         what a block may keep
     simulate        runs a step on fake tensors
-    program         a step as data
+    training_step   a step as data
     meter           counts bytes and work while a step runs
     workspace       bytes that operations hold while they run
 

@@ -1,6 +1,6 @@
 """`fit`: what each block of a model keeps, so that a step stays under a budget.
 
-Called by users. It takes the step apart into data (`program`), has `search` simulate
+Called by users. It makes data of the step (`training_step`), has `search` simulate
 what may be chosen, and returns the best as a `FitPlan`.
 
 Invariant: the model, its gradients, its buffers and random streams stay as they are.
@@ -16,7 +16,7 @@ from remat._base.sizes import bytes_in
 from remat._base.types import Fn
 from remat._fit.fitting import fitted, over_blocks, over_function
 from remat._fit.plan import FitPlan
-from remat._fit.program import Program, resident
+from remat._fit.training_step import TrainingStep, resident
 from remat._report.labels import refuse_transforms
 
 
@@ -85,12 +85,12 @@ def fit(
     """
     refuse_transforms("fit", "the model")
     limit = bytes_in(budget, "fit")
-    program = Program(fn, args, kwargs, loss)
-    where = _device_of(program) if device is None else _available(torch.device(device))
+    step = TrainingStep(fn, args, kwargs, loss)
+    where = _device_of(step) if device is None else _available(torch.device(device))
     if over is None:
-        fitting = over_function(program, where)
+        fitting = over_function(step, where)
     elif over == "blocks":
-        fitting = over_blocks(program, where, select)
+        fitting = over_blocks(step, where, select)
     else:
         raise ValueError(f'remat.fit: over is "blocks" or None, got {over!r}')
     return fitted(fitting, limit)
@@ -113,7 +113,7 @@ _NO_DEVICE = (
 )
 
 
-def _device_of(program: Program) -> torch.device:
+def _device_of(step: TrainingStep) -> torch.device:
     """Return where a step runs whose model is on the meta device."""
-    devices = (t.device for t in resident(program) if not t.is_meta)
+    devices = (t.device for t in resident(step) if not t.is_meta)
     return next(devices, torch.device("cpu"))

@@ -16,15 +16,16 @@ from torch import nn
 
 from remat import nn as remat_nn
 from remat._base.errors import BudgetError
-from remat._fit.options import PLAIN, Option, options_for
+from remat._fit.options import PLAIN, Option, has_solver, options_for
 from remat._fit.plan import FitBlock, FitCandidate, FitPlan
-from remat._fit.program import Program
 from remat._fit.search import Candidate, Picks, Search, search
 from remat._fit.simulate import Part, Simulation, simulate, undisturbed
+from remat._fit.training_step import TrainingStep
 from remat._report.labels import label_of
 from remat._report.render import size
 from remat._transform.api import remat
 from remat._transform.module import RematModule
+from remat._transform.refused import has_forward
 from remat.nn._select import as_selectors, selected
 
 
@@ -34,7 +35,7 @@ class Fitting:
 
     Attributes:
         label: the name of the model or function.
-        program: the step.
+        step: the step.
         device: of tensors that are on the meta device.
         blocks: the names of the modules that have options.
         depths: the names of modules around several blocks, those of one depth together.
@@ -42,27 +43,27 @@ class Fitting:
     """
 
     label: str
-    program: Program
+    step: TrainingStep
     device: torch.device
     blocks: tuple[str, ...]
     depths: tuple[tuple[str, ...], ...]
-    change: Callable[[Program, dict[str, Option]], Program]
+    change: Callable[[TrainingStep, dict[str, Option]], TrainingStep]
 
 
-def over_function(program: Program, device: torch.device) -> Fitting:
+def over_function(step: TrainingStep, device: torch.device) -> Fitting:
     """Choose for a function as a whole."""
 
-    def change(program: Program, chosen: dict[str, Option]) -> Program:
+    def change(step: TrainingStep, chosen: dict[str, Option]) -> TrainingStep:
         if not chosen:
-            return program
-        return program._replace(fn=remat(program.fn, policy=chosen[""].of("")))
+            return step
+        return step._replace(fn=remat(step.fn, policy=chosen[""].of("")))
 
-    return Fitting(label_of(program.fn), program, device, ("",), (), change)
+    return Fitting(label_of(step.fn), step, device, ("",), (), change)
 
 
-def over_blocks(program: Program, device: torch.device, select: object) -> Fitting:
+def over_blocks(step: TrainingStep, device: torch.device, select: object) -> Fitting:
     """Choose for each block of the model of a step."""
-    model = program.model()
+    model = step.model()
     if model is None:
         raise ValueError(_NO_MODEL)
     for name, module in model.named_modules():
@@ -70,14 +71,14 @@ def over_blocks(program: Program, device: torch.device, select: object) -> Fitti
             raise ValueError(_RECOMPUTED.format(name=name or "the model"))
     blocks = _blocks(model, select)
 
-    def change(program: Program, chosen: dict[str, Option]) -> Program:
-        copy = program.model()
+    def change(step: TrainingStep, chosen: dict[str, Option]) -> TrainingStep:
+        copy = step.model()
         if chosen and copy is not None:
             remat_nn.apply(copy, {name: o.of(name) for name, o in chosen.items()})
-        return program
+        return step
 
     label, depths = type(model).__name__, _around(model, blocks)
-    return Fitting(label, program, device, blocks, depths, change)
+    return Fitting(label, step, device, blocks, depths, change)
 
 
 def _blocks(model: nn.Module, select: object) -> tuple[str, ...]:
@@ -96,13 +97,9 @@ def _around(model: nn.Module, blocks: Sequence[str]) -> tuple[tuple[str, ...], .
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         inside = [block for block in blocks if block and block.startswith(prefix)]
-        if len(inside) > 1 and name not in blocks and _is_called(module):
+        if len(inside) > 1 and name not in blocks and has_forward(module):
             found.setdefault(prefix.count("."), []).append(name)
     return tuple(tuple(names) for _, names in sorted(found.items()))
-
-
-def _is_called(module: nn.Module) -> bool:
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 # --- The plan ----------------------------------------------------------------------
@@ -121,10 +118,10 @@ def fitted(fitting: Fitting, budget: int) -> FitPlan:
     def simulated(picks: Picks) -> Simulation:
         chosen = {name: options[option] for name, option in picks.items()}
 
-        def change(program: Program) -> Program:
-            return fitting.change(program, chosen)
+        def change(step: TrainingStep) -> TrainingStep:
+            return fitting.change(step, chosen)
 
-        return simulate(fitting.program, fitting.device, change, windows, around)
+        return simulate(fitting.step, fitting.device, change, windows, around)
 
     searched = Search(budget, simulated)
     with undisturbed():
@@ -142,14 +139,20 @@ def _too_small(fitting: Fitting, searched: Search, plain: Candidate) -> BudgetEr
     least = searched.candidates[0].found
     message = _TOO_SMALL.format(
         label=fitting.label,
-        budget=f"{searched.budget:,}",
-        size=size(searched.budget),
+        budget=_bytes(searched.budget),
         least=f"{least.peak:,}",
         at=_place(least),
         resident=f"{least.resident:,}",
         plain=f"{plain.found.peak:,}",
     )
     return BudgetError(message, least.peak)
+
+
+def _bytes(count: int) -> str:
+    """Write a number of bytes, and again in the unit that fits, if it is another."""
+    rounded = size(count)
+    exact = f"{count:,} bytes"
+    return exact if rounded.endswith("bytes") else f"{exact} ({rounded})"
 
 
 def _plan(
@@ -178,6 +181,7 @@ def _plan(
         _place(found),
         tuple(blocks),
         tuple(_candidate(c, before) for c in searched.candidates),
+        lacks_budgets=not searched.fits(plain) and not has_solver(),
     )
 
 
@@ -232,7 +236,7 @@ _RECOMPUTED = (
     "plan says which modules to recompute."
 )
 _TOO_SMALL = (
-    "remat.fit: no plan for {label} stays under {budget} bytes ({size}). The least "
+    "remat.fit: no plan for {label} stays under {budget}. The least "
     "budget for which there is one is {least} bytes, with the peak {at}; {resident} of "
     "them are there before the step. Without remat the peak is {plain}. Pass a larger "
     "budget, or a smaller batch."

@@ -51,13 +51,18 @@ UNIFORM = (
 _SHARES = (0.1, 0.25, 0.4, 0.6, 0.8)
 
 
+def has_solver() -> bool:
+    """Say whether scipy is installed, which policies with a budget need."""
+    return importlib.util.find_spec("scipy") is not None
+
+
 def budgets_for(sizes: Mapping[str, int]) -> list[Option]:
     """Return options that keep a share of what each block would save.
 
     Args:
         sizes: the bytes that recomputing each block frees.
     """
-    if importlib.util.find_spec("scipy") is None:
+    if not has_solver():
         return []
     return [
         Option(

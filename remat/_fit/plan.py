@@ -33,6 +33,17 @@ class FitBlock:
         around: whether other blocks are in it, which are recomputed within it.
         saved: the bytes that one forward of it leaves alive.
         recomputed: the FLOPs that one backward of it recomputes.
+
+    Example:
+        >>> import torch
+        >>> import remat
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(*[layer() for _ in range(4)])
+        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+        >>> [(block.name, block.recomputes) for block in plan.blocks]
+        [('0', False), ('1', True), ('2', True), ('3', False)]
     """
 
     name: str
@@ -52,6 +63,17 @@ class FitCandidate:
         peak: the most bytes alive in a step.
         recomputed: the FLOPs that are recomputed.
         seconds: what it costs at nominal rates.
+
+    Example:
+        >>> import torch
+        >>> import remat
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(*[layer() for _ in range(4)])
+        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+        >>> [c.peak for c in plan.candidates if c.label == "plain"]
+        [461984]
     """
 
     label: str
@@ -77,6 +99,21 @@ class FitPlan(_render.Shown):
         peak_at: where the peak is: "mm in the backward of layers.3".
         blocks: what is done with each block, in the order of `named_modules()`.
         candidates: what was simulated.
+        lacks_budgets: whether `policies.within` was left out: it needs scipy, which was
+            not installed.
+
+    Example:
+        >>> import torch
+        >>> import remat
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(*[layer() for _ in range(4)])
+        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+        >>> plan
+        <FitPlan of Sequential: 2 of 4 blocks recomputed, peak 323.2 KiB>
+        >>> plan.plain_peak, plan.peak <= plan.budget
+        (461984, True)
     """
 
     label: str
@@ -90,6 +127,7 @@ class FitPlan(_render.Shown):
     peak_at: str
     blocks: tuple[FitBlock, ...]
     candidates: tuple[FitCandidate, ...]
+    lacks_budgets: bool = False
 
     @property
     def share(self) -> float:
@@ -108,6 +146,7 @@ class FitPlan(_render.Shown):
             rematerialized function.
 
         Raises:
+            TypeError: a function is passed, but the plan is for the blocks of a model.
             ValueError: the model has no such block, or it is recomputed already.
 
         Example:
@@ -123,7 +162,10 @@ class FitPlan(_render.Shown):
             True
         """
         chosen = {b.name: b.policy for b in self.blocks if b.recomputes}
-        if [b.name for b in self.blocks] == [""] and not isinstance(model, nn.Module):
+        if not isinstance(model, nn.Module):
+            if [block.name for block in self.blocks] != [""]:
+                kind = type(model).__name__
+                raise TypeError(_NO_MODEL.format(label=self.label, kind=kind))
             return _wrapped(model, chosen)
         return apply_from(caller(), model, chosen) if chosen else model
 
@@ -169,6 +211,7 @@ class FitPlan(_render.Shown):
                 f"peak without remat: {self.plain_peak:,} bytes",
                 f"before the step: {self.resident:,} bytes",
                 f"recomputed: {self.recomputed:,} FLOPs, {self.share:.1%} of a step",
+                *([_NO_BUDGETS] if self.lacks_budgets else []),
             ),
         )
 
@@ -182,6 +225,15 @@ def _row(block: FitBlock) -> tuple[str, ...]:
     fate = f"recomputed{inside}" if block.recomputes else "saved"
     name = block.name or "the function"
     return name, fate, policy, f"{block.saved:,}", f"{block.recomputed:,}"
+
+
+_NO_MODEL = (
+    "remat: this plan is for the blocks of {label}: pass the model; got an object of "
+    "type {kind}."
+)
+_NO_BUDGETS = (
+    "without policies.within: scipy is not installed (pip install 'remat[budget]')"
+)
 
 
 def _wrapped(fn: Callable[..., Any], chosen: dict[str, Policy | None]) -> Any:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from remat._base.errors import RematError
-from remat._fit import chain
-from remat._fit.chain import WHOLE, Assignment, Choice, Item, Nest, Stage
+from remat._fit import distribute
+from remat._fit.distribute import WHOLE, Assignment, Choice, Item, Nest, Stage
 from remat._fit.options import NOTHING, PLAIN, Option, budgets_for
 from remat._fit.simulate import Part, Simulation
 
@@ -229,14 +229,14 @@ def _wholes(plain: Candidate, runs: Sequence[Candidate | None]) -> dict[str, Cho
 
 def _front(items: tuple[Item, ...], memory: int) -> list[Assignment]:
     """Return the assignments in which a module has one option in all of its calls."""
-    keys = [stage.key for stage in chain.flat(items) if stage.key]
+    keys = [stage.key for stage in distribute.flat(items) if stage.key]
     tied = {key for key in keys if keys.count(key) > 1}
     if not tied:
-        return chain.front(items, memory)
-    names = {n for s in chain.flat(items) if s.key in tied for n in s.choices}
+        return distribute.front(items, memory)
+    names = {n for s in distribute.flat(items) if s.key in tied for n in s.choices}
     found: list[Assignment] = []
     for name in sorted(names):
-        found += chain.front(_fixed(items, tied, name), memory)
+        found += distribute.front(_fixed(items, tied, name), memory)
     found.sort(key=lambda a: (a.memory, a.work))
     best: list[Assignment] = []
     for assignment in found:
@@ -291,14 +291,14 @@ def _try_uniform(
     search: Search, label: str, picks: Picks, items: Sequence[Item], start: int
 ) -> None:
     """Simulate a choice that may fit and cost less than the best."""
-    stages = {stage.key for stage in chain.flat(items) if stage.key}
+    stages = {stage.key for stage in distribute.flat(items) if stage.key}
     every = {key: picks.get(key, PLAIN.name) for key in stages}
     best = search.best()
-    if not all(every[s.key] in s.choices for s in chain.flat(items) if s.key):
+    if not all(every[s.key] in s.choices for s in distribute.flat(items) if s.key):
         return
     plain = min(c.found.seconds for c in search.candidates)
-    less = best is None or plain + chain.work(items, every) < best.found.seconds
-    if less and start + chain.peak(items, every) <= search.budget * _DOUBT:
+    less = best is None or plain + distribute.work(items, every) < best.found.seconds
+    if less and start + distribute.peak(items, every) <= search.budget * _DOUBT:
         search.run(picks, label)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from remat._ambient.streams import global_streams, stream_of
 from remat._base.context import is_recomputing
 from remat._fit.meter import Meter, Window
-from remat._fit.program import Program, backward, copied, resident
+from remat._fit.training_step import TrainingStep, backward, copied, resident
 from remat._partial.cache import CACHES
 from remat._partial.naming import told_of_names
 from remat._torch import device_generators, fake_mode
@@ -120,16 +120,16 @@ def undisturbed() -> Iterator[None]:
 
 
 def simulate(
-    program: Program,
+    step: TrainingStep,
     device: torch.device,
-    change: Callable[[Program], Program],
+    change: Callable[[TrainingStep], TrainingStep],
     blocks: Iterable[str] = (),
     around: Iterable[str] = (),
 ) -> Simulation:
     """Run a step twice on fake tensors, where it is `undisturbed`.
 
     Args:
-        program: the step.
+        step: the step.
         device: of tensors that are on the meta device.
         change: what is to be measured, done to the copy.
         blocks: the names of the modules whose calls are windows.
@@ -138,7 +138,7 @@ def simulate(
     mode = fake_mode()
     # Choices before have left records of calls of the same kinds.
     with CACHES.set_aside(), ExitStack() as stack:
-        made = copied(program, mode, device)
+        made = copied(step, mode, device)
         grads = [t.grad for t in _parameters(made)]
         made = change(made)
         stack.enter_context(mode)
@@ -157,8 +157,8 @@ def simulate(
     return _outcome(before, runs, watch)
 
 
-def _parameters(program: Program) -> list[Any]:
-    return [t for t in resident(program) if t.is_leaf and t.requires_grad]
+def _parameters(step: TrainingStep) -> list[Any]:
+    return [t for t in resident(step) if t.is_leaf and t.requires_grad]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +170,10 @@ class _Run:
     last: int
 
 
-def _run(program: Program, meter: Meter, watch: "_Watch", costs: bool) -> _Run:
+def _run(step: TrainingStep, meter: Meter, watch: "_Watch", costs: bool) -> _Run:
     watch.nests = []
     meter.begin(costs=costs)
-    result, outs = program.forward()
+    result, outs = step.forward()
     last = meter.live
     backward(outs)
     del result, outs
@@ -225,10 +225,10 @@ class _Watch:
         self.names.add(name)
 
     def see(
-        self, program: Program, blocks: Iterable[str], around: Iterable[str]
+        self, step: TrainingStep, blocks: Iterable[str], around: Iterable[str]
     ) -> None:
         """Watch modules of a copy of a step, outside of what is recomputed."""
-        model = program.model()
+        model = step.model()
         if model is None:
             return
         for name in blocks:

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from remat._base.absent import IGNORED, inputs_of, tensors_of
+from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._base.types import CONSTANTS
 from remat._partial.effects import written_by
 from remat._partial.storages import Storages
-from remat._report.ledger import parts
 from remat._torch import (
     LeanDispatchMode,
     call_kernel,
@@ -242,7 +242,7 @@ _MESSAGE = (
     "Operation {i}, {func} at {source}, {difference} The function must compute the "
     "same thing twice: what it reads, pass as an argument."
 )
-_OUTSIDE = " It was there before, and has changed since it was read in the forward."
+_OUTSIDE = " It is from outside of the function, and had another value in the forward."
 _ANOTHER = " It reads another tensor as {inputs}."
 _NONDETERMINISTIC = (
     " It read the same tensors: the operation itself gives another result each time "

@@ -30,6 +30,7 @@ from remat._report.peak import bytes_recomputed
 from remat._report.reports import ComparedPolicy, Comparison
 from remat.policies import (
     Decision,
+    Policy,
     dots_saveable,
     dots_with_no_batch_dims_saveable,
     everything_saveable,
@@ -49,7 +50,7 @@ def compare(
     fn: Fn,
     /,
     *args: Any,
-    policies: Iterable[object] | Mapping[str, object] = _USUAL,
+    policies: Iterable[object] | Mapping[str, object] | Policy = _USUAL,
     prune: Prune | Literal["own"] = "own",
     **kwargs: Any,
 ) -> Comparison:
@@ -76,12 +77,13 @@ def compare(
         fn: the function, rematerialized or not. Its own policy gets no row.
         *args: its arguments. Meta and fake tensors are accepted.
         policies: the policies, each of which is anything that `remat` accepts as a
-            policy. The default is a selection of JAX's policies. A mapping gives each
-            row a name. There, a value may also be a mapping from blocks to policies.
-            Such a row is the function as written, except that these blocks have these
-            policies. A block is given by its name, which may have wildcards ("Block*"),
-            or as an object: the function or the module that is rematerialized, or what
-            `remat` returned. The first key that fits a block counts.
+            policy; or one policy. The default is a selection of JAX's policies. A
+            mapping gives each row a name. There, a value may also be a mapping from
+            blocks to policies. Such a row is the function as written, except that these
+            blocks have these policies. A block is given by its name, which may have
+            wildcards ("Block*"), or as an object: the function or the module that is
+            rematerialized, or what `remat` returned. The first key that fits a block
+            counts.
         prune: as for `explain`. Blocks keep theirs.
         **kwargs: its keyword arguments. They cannot be named `policies` or `prune`:
             bind such an argument with `functools.partial`.
@@ -156,7 +158,8 @@ def _named(policies: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(policies, Mapping):
         yield from policies.items()
     else:
-        yield from (("", policy) for policy in policies)
+        several = policies if isinstance(policies, Iterable) else [policies]
+        yield from (("", policy) for policy in several)
 
 
 @dataclass(frozen=True, slots=True)

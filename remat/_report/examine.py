@@ -215,7 +215,7 @@ def _stays(leaf: Tensor) -> str:
     if is_droppable(leaf):
         return ""
     if is_parameter(leaf):
-        return "a leaf is alive anyway"
+        return "a leaf, which is alive anyway"
     return "its kind of tensor is not dropped"
 
 

@@ -41,6 +41,18 @@ class HeldValues:
         count: how many there are.
         nbytes: the bytes of all of them.
         is_gradient: whether the backward of the operation made them.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from remat import explain, remat
+        >>> block = remat(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)))
+        >>> def loss(x):
+        ...     return block(x).square().sum()
+        >>> peak = explain(loss, torch.ones(256, 8)).peak
+        >>> largest = peak.holders[0].values[0]
+        >>> largest.op, largest.shape, largest.count, largest.nbytes
+        ('addmm', (256, 64), 1, 65536)
     """
 
     op: str
@@ -76,6 +88,17 @@ class Holder:
         nbytes: the bytes that it holds.
         share: of all bytes that are alive at the peak.
         values: what it consists of, the largest first.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from remat import explain, remat
+        >>> block = remat(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)))
+        >>> def loss(x):
+        ...     return block(x).square().sum()
+        >>> peak = explain(loss, torch.ones(256, 8)).peak
+        >>> [(holder.kind, holder.nbytes) for holder in peak.holders][:2]
+        [('cotangents', 131072), ('recompute', 65536)]
     """
 
     kind: Kind
@@ -94,6 +117,17 @@ class Peak:
         op: the operation that ran then, or the node of the backward.
         holders: what holds them, the largest first.
         advice: what to do about the largest holder.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from remat import explain, remat
+        >>> block = remat(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)))
+        >>> def loss(x):
+        ...     return block(x).square().sum()
+        >>> peak = explain(loss, torch.ones(256, 8)).peak
+        >>> peak.nbytes, peak.op
+        (206888, 'tanh_backward')
     """
 
     nbytes: int

@@ -8,7 +8,7 @@ unchanged afterwards. Rejected: to list tensors. A view keeps all bytes of its s
 alive, and many tensors may keep the same bytes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    is_traceable_wrapper_subclass,
 )
 from typing_extensions import override
 
 from remat._base import pytree
-from remat._base.absent import Absent
-from remat._base.errors import CaptureError
+from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._partial.effects import written_by
 from remat._report.render import short
@@ -60,6 +58,12 @@ class Residual:
         place: "pinned host" or "disk" if it was offloaded there, else "".
         is_parameter: whether it is of a parameter: a leaf that requires grad, which is
             alive without the graph too.
+
+    Example:
+        >>> from remat import saved_residuals
+        >>> (found,) = saved_residuals(lambda x: x.sin(), torch.ones(3))
+        >>> found.origin, found.nbytes, found.readers
+        ('from the argument x', 12, ('sin',))
     """
 
     dtype: torch.dtype | None
@@ -222,54 +226,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [t for t in pytree.flatten(tree)[0] if isinstance(t, Tensor)]
 
 
-def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that a tensor consists of, each with one storage."""
-    if type(tensor) is Absent:
-        return
-    if is_traceable_wrapper_subclass(tensor):
-        wrapper: Any = tensor
-        found = [getattr(tensor, name) for name in wrapper.__tensor_flatten__()[0]]
-        inner = [part for part in found if isinstance(part, Tensor)]
-    elif tensor.is_nested:
-        inner = [tensor.values(), *(getattr(tensor, name)() for name in _OF_NESTED)]
-    elif tensor.layout is torch.strided:
-        yield tensor
-        return
-    elif tensor.layout in _SPARSE:
-        inner = [getattr(tensor, name)() for name in _SPARSE[tensor.layout]]
-    else:
-        kind = type(tensor).__qualname__
-        raise CaptureError(_NO_STORAGE.format(kind=kind, layout=tensor.layout))
-    for part in inner:
-        yield from parts(part)
-
-
-_OF_NESTED = (
-    "_nested_tensor_size",
-    "_nested_tensor_strides",
-    "_nested_tensor_storage_offsets",
-)
-_BY_ROW = ("crow_indices", "col_indices", "values")
-_BY_COLUMN = ("ccol_indices", "row_indices", "values")
-_SPARSE = {
-    torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROW),
-    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMN),
-}
-
-
 def origin_text(func: Any, names: Sequence[str] = ()) -> str:
     """Return, in JAX's words, the origin of what an operation made."""
     if names:
         return f"named {', '.join(map(repr, names))}"
     packet = getattr(func, "overloadpacket", func)
     return f"output of {getattr(packet, '__name__', func)}"
-
-
-_NO_STORAGE = (
-    "remat: a saved tensor of {kind} and layout {layout} has no storage whose bytes "
-    "could be counted. Report on a function of strided or sparse tensors."
-)
 
 
 def counts(entries: Iterable[Entry]) -> dict[int, int]:

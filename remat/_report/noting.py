@@ -18,6 +18,7 @@ from typing_extensions import override
 from remat._base.absent import Absent
 from remat._base.context import here
 from remat._base.labels import name_in
+from remat._base.parts import parts
 from remat._graph.graph import handles_at, nodes_of
 from remat._graph.handles import PackedOutside, stored_by
 from remat._partial.budgeted import moves
@@ -27,7 +28,6 @@ from remat._partial.plan import Fate
 from remat._partial.recorder import Recorder
 from remat._partial.storages import Storages
 from remat._report.labels import reader_of
-from remat._report.ledger import parts
 from remat._torch import base_tensor, current_task
 from remat._transform.lowering import Lowering
 from remat._transform.saved import Saved

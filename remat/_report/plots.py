@@ -73,9 +73,10 @@ def points(
         style = {"linestyle": "--", "marker": ".", "color": _GREY, "zorder": 0}
         ax.plot(*zip(*reached, strict=True), **style, label="policies.within(...)")
     for i, ((size, cost), names) in enumerate(named.items()):
-        marker = _MARKERS[i % len(_MARKERS)]
+        around, at = divmod(i, len(_MARKERS))
+        look = {"marker": _MARKERS[at], "color": f"C{at + around}"}
         label = "\n".join(textwrap.fill(name, _WIDE) for name in names)
-        ax.scatter([size / MIB], [cost], 60, marker=marker, label=label)
+        ax.scatter([size / MIB], [cost], 60, **look, label=label)
     ticker: Any = importlib.import_module("matplotlib.ticker")
     ax.yaxis.set_major_formatter(ticker.EngFormatter())
     ax.set_xlabel("saved MiB")

@@ -151,7 +151,8 @@ def _unmarked(string: str) -> Any:
 
 # --- HTML ---
 
-_CELL = "padding: 0.1em 0.6em; white-space: nowrap; text-align: "
+_CELL = "padding: 0.1em 0.5em; vertical-align: top; text-align: "
+_LONG = 24  # letters; a longer text is broken into lines, so that tables fit a page
 _FATE = "padding: 0 0.4em; border-radius: 0.3em; "
 
 
@@ -181,7 +182,7 @@ def _rows(table: Table, rows: Sequence[tuple[tuple[str, ...], str]]) -> str:
     sides = ["right" if number else "left" for _, number in table.headers]
     names = [name for name, _ in table.headers]
     head = "".join(
-        f'<th style="{_CELL}{side}">{escape(name)}</th>'
+        f'<th style="{_cell(name, side)}">{escape(name)}</th>'
         for name, side in zip(names, sides, strict=True)
     )
     lines = [f"<tr>{head}</tr>"]
@@ -190,10 +191,16 @@ def _rows(table: Table, rows: Sequence[tuple[tuple[str, ...], str]]) -> str:
             _fate(cell, kind) if name == "fate" and kind else escape(cell)
             for name, cell in zip(names, row, strict=True)
         )
-        cells = zip(shown, sides, strict=True)
-        line = "".join(f'<td style="{_CELL}{side}">{cell}</td>' for cell, side in cells)
+        styles = map(_cell, row, sides)
+        cells = zip(shown, styles, strict=True)
+        line = "".join(f'<td style="{style}">{cell}</td>' for cell, style in cells)
         lines.append(f"<tr>{line}</tr>")
-    return f"<table>{''.join(lines)}</table>"
+    return f'<table style="font-size: 85%">{"".join(lines)}</table>'
+
+
+def _cell(cell: str, side: str) -> str:
+    """Return the style of a cell."""
+    return f"{_CELL}{side}" + ("" if len(cell) > _LONG else "; white-space: nowrap")
 
 
 def _fate(cell: str, kind: str) -> str:

@@ -24,6 +24,7 @@ from torch.autograd import graph
 
 from remat._base.labels import name_in
 from remat._base.op import Op
+from remat._base.parts import parts
 from remat._base.types import Fn
 from remat._graph.graph import (
     foreign_tensors_at,
@@ -50,7 +51,6 @@ from remat._report.ledger import (
     Residual as Residual,
     counts,
     origin_text,
-    parts,
     tensors_in,
 )
 from remat._torch import (

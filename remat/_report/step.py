@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from remat._base.context import here
+from remat._base.parts import parts
 from remat._base.types import Fn
 from remat._report.advice import Built, advice_on
 from remat._report.bitwise import has_values
 from remat._report.examine import undone
 from remat._report.holders import HeldValues, Holder, Kind, Peak
 from remat._report.inputs import Inputs
-from remat._report.ledger import is_parameter, parts, tensors_in
+from remat._report.ledger import is_parameter, tensors_in
 from remat._report.timeline import Change, changes_in, name_of
 from remat._report.watching import MARK, OURS, Watch, Watched
 from remat._torch import AccumulateGrad, storage_id

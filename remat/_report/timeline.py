@@ -36,6 +36,12 @@ class MemoryTimeline(_render.Shown):
         ops: what allocated or freed at each of these points: an operation ("mm"), a
             node of the backward that frees what it saved ("CosBackward0"), or "" if
             Python did, as for `del x`.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(1000)
+        >>> memory_timeline(lambda x: x.sin().cos(), x)
+        <MemoryTimeline of `<lambda>`: 3 events, peak of 7.8 KiB in cos>
     """
 
     label: str
@@ -52,11 +58,14 @@ class MemoryTimeline(_render.Shown):
         """The operation that ran when the peak was first reached."""
         return self.ops[self.bytes.index(self.peak)] if self.bytes else ""
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: Any = None, label: str = "") -> Any:
         """Draw the live bytes over allocations and frees, and mark the peak.
 
         Args:
-            ax: the matplotlib axes to draw on; None for new ones.
+            ax: the matplotlib axes to draw on; None for new ones. Pass those of another
+                timeline to compare the two.
+            label: what the legend calls this timeline, beside its peak; "" for the peak
+                and the operation in which it is.
 
         Returns:
             The axes.
@@ -64,7 +73,8 @@ class MemoryTimeline(_render.Shown):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return _plots.steps(self.bytes, self._peak, f"memory of {self.label}", ax)
+        peak = f"{label}: {_render.size(self.peak)}" if label else self._peak
+        return _plots.steps(self.bytes, peak, f"memory of {self.label}", ax)
 
     @override
     def __repr__(self) -> str:

@@ -20,10 +20,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.context import here
+from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._graph.handles import Handle, PackedOutside, stored_by
 from remat._partial.options import Options
-from remat._report.ledger import Ledger, parts, tensors_in
+from remat._report.ledger import Ledger, tensors_in
 from remat._torch import (
     base_tensor,
     marked,

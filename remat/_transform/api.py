@@ -21,7 +21,11 @@ from remat._base.source import shown
 from remat._partial.options import Options, Prune, Rng
 from remat._torch import must_inline, not_scriptable
 from remat._transform.module import view_of
-from remat._transform.refused import refuse_arguments, refuse_function
+from remat._transform.refused import (
+    refuse_arguments,
+    refuse_function,
+    refuse_without_forward,
+)
 from remat._transform.rematerialized import SCRIPTED, Rematerialized
 from remat.policies import Decision, Policy, as_policy, nothing_saveable
 
@@ -129,7 +133,7 @@ def remat(
             If True, the backward is such a call again, and a second derivative
             (`create_graph=True`) recomputes too. If False, the values of a backward
             with `create_graph=True` stay in memory, as in plain code. The docs list
-            under "Higher derivatives" what `higher_order=True` refuses.
+            under "torch.func and higher order" what `higher_order=True` refuses.
         *others: not accepted.
         **unknown: not accepted.
 
@@ -138,9 +142,10 @@ def remat(
         `fn`. For a module: a module.
 
     Raises:
-        TypeError: `fn` is not callable, or is a class, a generator function or a
-            coroutine function; or `policy` is not a policy; or there are other
-            arguments. The message says what to write instead.
+        TypeError: `fn` is not callable, or is a class, a generator function, a
+            coroutine function or a module without `forward`; or `policy` is not a
+            policy; or there are other arguments. The message says what to write
+            instead.
         ValueError: an option has an unknown value.
         RecomputeError: in a backward, if the recompute of `fn` differs from the
             forward. Also if it reads an input that no earlier recompute read and that
@@ -180,6 +185,7 @@ def _decorated(fn: Any, where: str, options: Options) -> Any:
     refuse_function(fn)
     # A tracer knows the module, and not what is made while it traces.
     if isinstance(fn, nn.Module) and not must_inline():
+        refuse_without_forward(fn)
         return view_of(fn, where, options)
     return Rematerialized(fn, where, options)
 

@@ -23,16 +23,19 @@ from typing_extensions import override
 
 from remat._base.context import is_followed
 from remat._base.errors import CaptureError, MutationError, RecomputeError
+from remat._base.parts import parts
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._capture.result_walk import Hidden
 from remat._capture.snapshot import Snapshot
 from remat._torch import (
+    base_tensor,
     call_kernel,
     current_layer,
     function_mode_count,
     is_graph_held,
     no_torch_functions,
+    storage_id,
 )
 from remat._transform.changes import changes_of
 from remat._transform.reached import reached_inputs
@@ -92,8 +95,11 @@ def changed_inside(
         changes: the operations that change inputs, by the index of these.
     """
     name = "an input" if index is None else snapshot.name_of(index)
-    by = f", by {changes[index]}" if changes and index in changes else ""
-    return MutationError(_IN_PLACE.format(name=name, label=snapshot.label, by=by))
+    change = changes.get(index, "") if changes and index is not None else ""
+    by = f", by {change}" if change else ""
+    option = _OPTION if change.startswith(_ACTIVATIONS) else ""
+    message = _IN_PLACE.format(name=name, label=snapshot.label, by=by, option=option)
+    return MutationError(message)
 
 
 def refuse_backward(snapshot: Snapshot, inner: Sequence[Tensor]) -> None:
@@ -237,44 +243,88 @@ def reading_refused(
         changed: which of them were changed since the forward.
         state: the context in which it runs besides.
     """
-    storages = {
-        inputs[i].untyped_storage()._cdata: snapshot.name_of(i) for i in changed
-    }
+    refused = RefuseReads()
+    for i in changed:
+        refused.refuse(inputs[i], f"`{snapshot.name_of(i)}`")
     both = contextlib.ExitStack()
     both.enter_context(state)
-    both.enter_context(RefuseReads(storages))
+    both.enter_context(refused)
     return both
 
 
 class RefuseReads(TorchDispatchMode):
-    """Refuses any operation that reads the storages given.
+    """Refuses any operation that reads the memory of some tensors."""
 
-    Args:
-        storages: the name of what is in each, by its address.
-    """
-
-    def __init__(self, storages: Mapping[int, str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._storages = storages
+        self._names: dict[int, str] = {}  # by the number of a storage
+        self._held: dict[int, Tensor] = {}  # so that no other has their numbers
+        self._new: list[tuple[Tensor, str]] = []  # whose storages are not in `_names`
+
+    def refuse(self, tensor: Tensor, name: str) -> None:
+        """Refuse to read a tensor from now on, and what shares its memory.
+
+        Args:
+            tensor: the tensor.
+            name: what messages call it.
+        """
+        if id(tensor) not in self._held:
+            self._held[id(tensor)] = tensor
+            self._new.append((tensor, name))
 
     @override
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
+        self._look()
         # A detached alias reads nothing.
         if func is not torch.ops.aten.detach.default:
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, Tensor):
-                    name = self._storages.get(value.untyped_storage()._cdata)
-                    if name is not None:
-                        raise MutationError(_READ.format(name=name, func=func))
+                    self._check(value, func)
         return call_kernel(func, *args, **(kwargs or {}))
+
+    def _look(self) -> None:
+        """Note the storages of new tensors: here, as to ask a sparse one reads it."""
+        for tensor, name in self._new:
+            for storage in _storages_of(base_tensor(tensor)):
+                self._names.setdefault(storage, name)
+        self._new.clear()
+
+    def _check(self, tensor: Tensor, func: Any) -> None:
+        for storage in _storages_of(tensor):
+            if storage in self._names:
+                name = self._names[storage]
+                raise MutationError(_READ.format(name=name, func=func))
+
+
+def _storages_of(tensor: Tensor) -> list[int]:
+    """Return the numbers of the storages of a tensor.
+
+    Those of opaque layouts cannot be told apart. Where one was changed, none is read.
+    """
+    try:
+        return [*map(storage_id, parts(tensor))]
+    except CaptureError:
+        return [_OPAQUE]
+
+
+_OPAQUE = -1  # no storage has this number
 
 
 _IN_PLACE = (
     "remat: `{name}` was changed in place inside {label}{by}. A recompute would start "
-    "from the changed value: work on a copy (`{name}.clone()`) and return it."
+    "from the changed value: work on a copy (`{name}.clone()`) and return it{option}."
+)
+_OPTION = ", or pass inplace=False if a module does this"
+# What the modules of torch that have the option `inplace` call.
+_ACTIVATIONS = tuple(
+    f"aten.{name}_."
+    for name in (
+        *("celu", "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish"),
+        *("relu", "rrelu_with_noise", "selu", "silu", "threshold"),
+    )
 )
 _REQUIRES_GRAD = (
     "remat: `{name}` was made to require grad inside {label}, where its gradient would "
@@ -286,8 +336,8 @@ _BACKWARD = (
 )
 _LEAKED = (
     "remat: a tensor computed inside {label} left it other than by being returned "
-    "(kept in a list, an attribute or a global, say). Under torch.func its gradient "
-    "would be lost. Return it instead."
+    "(kept in a list, an attribute or a global, say). A call under torch.func and a "
+    "chain are one node of the graph, so its gradient would be lost. Return it instead."
 )
 _MAY_HIDE = (
     " It may be in the {kind} that is returned (`result{where}`), where remat cannot "
@@ -307,7 +357,7 @@ _NEEDED = (
     "{label}, which reads it. Change a copy, or change it after the backward."
 )
 _READ = (
-    "remat: `{name}` was changed in place between the forward and the backward, and "
-    "the recompute reads it (in {func}). Change a copy, or change it after the "
+    "remat: {name} was changed in place between the forward and the backward, and the "
+    "recompute reads it (in {func}). Change a copy, or change it after the "
     "backward."
 )

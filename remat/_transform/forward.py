@@ -199,7 +199,7 @@ def _run_once(
     if mode is not None:
         run = functools.partial(run, mode=mode)
     try:
-        return _labelled(call, run, *inner) if call.wrapped else run(*inner)
+        return labelled(call, run, *inner) if call.wrapped else run(*inner)
     except RuntimeError as error:
         if "a leaf Variable that requires grad" not in str(error):
             raise
@@ -208,8 +208,17 @@ def _run_once(
         raise changed_inside(call.snapshot, index, changes) from error
 
 
-def _labelled(call: Call, fn: Fn, *args: Any) -> Any:
-    """Call a function, whose errors are to name the call."""
+def labelled(call: Call, fn: Fn, *args: Any) -> Any:
+    """Call a function, whose errors are to name the call.
+
+    Args:
+        call: the call.
+        fn: the function.
+        *args: its arguments.
+
+    Raises:
+        CaptureError: the function raises one.
+    """
     try:
         return fn(*args)
     except CaptureError as error:
@@ -259,7 +268,7 @@ def _reached(
         if None not in nodes:
             # To look costs a tenth of a call. The backward finds out which they are.
             return Reached([*compress(itertools.count(), request.needs)])
-    return _labelled(call, reached_inputs, outs, inner)
+    return labelled(call, reached_inputs, outs, inner)
 
 
 def _finish(

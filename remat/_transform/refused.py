@@ -13,7 +13,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from remat.policies import Policy
 
@@ -52,7 +52,7 @@ def refuse_function(fn: Any) -> None:
     if isinstance(fn, classmethod):
         raise TypeError("remat: write @classmethod above @remat, not below")
     if not callable(fn):
-        raise TypeError(f"remat: {fn!r} is not callable")
+        raise TypeError(_not_callable(fn))
     if isinstance(fn, type):
         which = "a module" if issubclass(fn, nn.Module) else "an object"
         raise TypeError(_CLASS.format(name=fn.__qualname__, which=which))
@@ -66,6 +66,33 @@ def refuse_function(fn: Any) -> None:
         kind = "coroutine function"
     if kind:
         raise TypeError(_LATER.format(name=function.__qualname__, kind=kind))
+
+
+def _not_callable(value: Any) -> str:
+    """Return the message that something is not a function; it may be long to print."""
+    if isinstance(value, Tensor):
+        return _RESULT
+    is_listed = isinstance(value, (list, tuple)) and bool(value)
+    if is_listed and all(isinstance(item, nn.Module) for item in value):
+        return _MODULES.format(kind=type(value).__name__)
+    return _NO_FUNCTION.format(kind=type(value).__name__)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Say whether a module has a `forward`, which an `nn.ModuleList` has not."""
+    # A scripted class has no attribute of this name.
+    forward = getattr(type(module), "forward", None)
+    return forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def refuse_without_forward(module: nn.Module) -> None:
+    """Refuse a module that is a container, of which there is nothing to recompute.
+
+    Raises:
+        TypeError: it has no `forward`.
+    """
+    if not has_forward(module):
+        raise TypeError(_NO_FORWARD.format(kind=type(module).__qualname__))
 
 
 def _innermost(fn: Any) -> Any:
@@ -98,9 +125,25 @@ _NOT_NEEDED = {
     "debug": "an error names the operations that differ.",
     "early_stop": "a recompute always ends with the last value that is read.",
 }
+_RESULT = (
+    "remat: got a tensor, the result of a call. Pass the function: write remat(fn)(x), "
+    "not remat(fn(x))."
+)
+_MODULES = (
+    "remat: got a {kind} of modules, which is not callable. Apply remat to each, or "
+    "use remat.nn.apply(model)."
+)
+_NO_FUNCTION = (
+    "remat: got an object of type {kind}, which is not callable. Pass a function or a "
+    "module."
+)
 _CLASS = (
     "remat: {name} is a class. Apply remat to {which} of that class, or decorate its "
     "method that computes, such as `forward`."
+)
+_NO_FORWARD = (
+    "remat: got a {kind}, which has no `forward`, so nothing would be recomputed. "
+    "Apply remat to each module in it, or use remat.nn.apply(model)."
 )
 _LATER = (
     "remat: `{name}` is a {kind}. Its body runs after the call has ended. Apply remat "

@@ -17,10 +17,19 @@ from typing import NamedTuple
 
 
 class Storage(enum.Enum):
-    """Where a checkpoint is stored."""
+    """Where a checkpoint is stored.
+
+    Example:
+        >>> from remat.chain.schedules import Multilevel
+        >>> actions = Multilevel(memory=2, disk=1).forward(100)
+        >>> sorted({a.storage.value for a in actions if isinstance(a, Save)})
+        ['disk', 'memory']
+    """
 
     MEMORY = "memory"
+    """On the device of the carry."""
     DISK = "disk"
+    """In a file below `REMAT_OFFLOAD_DIR`, or the folder for temporary files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,11 @@ class Advance:
     """Run steps `start` .. `stop - 1` from the live carry, and record nothing.
 
     Carry `start` is live before it, carry `stop` after it.
+
+    Example:
+        >>> from remat.chain.schedules import Binomial
+        >>> [*Binomial(checkpoints=2).forward(10)][-1]
+        Advance(start=6, stop=10)
     """
 
     start: int
@@ -36,7 +50,14 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Store the live carry, which is carry `step`. It stays live."""
+    """Store the live carry, which is carry `step`. It stays live.
+
+    Example:
+        >>> from remat.chain.schedules import Binomial
+        >>> actions = Binomial(checkpoints=2).forward(10)
+        >>> next(action for action in actions if isinstance(action, Save))
+        Save(step=0, storage=<Storage.MEMORY: 'memory'>)
+    """
 
     step: int
     storage: Storage = Storage.MEMORY
@@ -44,14 +65,28 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Make the stored carry `step` the live one. It stays stored."""
+    """Make the stored carry `step` the live one. It stays stored.
+
+    Example:
+        >>> from remat.chain.schedules import Binomial
+        >>> actions = Binomial(checkpoints=2).backward(10)
+        >>> next(action for action in actions if isinstance(action, Load))
+        Load(step=6)
+    """
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Let go of the stored carry `step`. If it is live, it stays live."""
+    """Let go of the stored carry `step`. If it is live, it stays live.
+
+    Example:
+        >>> from remat.chain.schedules import Binomial
+        >>> actions = Binomial(checkpoints=2).backward(10)
+        >>> next(action for action in actions if isinstance(action, Drop))
+        Drop(step=6)
+    """
 
     step: int
 
@@ -63,6 +98,12 @@ class Reverse:
     They run with recording, so that the residuals of all of them exist at once. Then
     the cotangent of carry `stop` is pulled back to carry `start`. No carry is live
     after it.
+
+    Example:
+        >>> from remat.chain.schedules import Binomial
+        >>> actions = Binomial(checkpoints=2).backward(10)
+        >>> next(action for action in actions if isinstance(action, Reverse))
+        Reverse(start=9, stop=10)
     """
 
     start: int
@@ -76,6 +117,13 @@ class Record:
     Its input and its output exist as long as the residuals. Carry `step + 1` is live
     after it. `option` is the number of one of the ways in which the stage can be
     recorded. Only plans of `rotor` say this.
+
+    Example:
+        >>> from remat.chain.schedules import Option, Stage, rotor
+        >>> stage = Stage(1.0, output_bytes=1, options=(Option(4),))
+        >>> plan = rotor([stage] * 6, budget=12)
+        >>> next(action for action in plan.forward(6) if isinstance(action, Record))
+        Record(step=4, option=0)
     """
 
     step: int
@@ -87,16 +135,37 @@ class Backward:
     """Pull the cotangent of carry `step + 1` back to carry `step`.
 
     The step was recorded before. Its residuals are let go. No carry is live after it.
+
+    Example:
+        >>> from remat.chain.schedules import Option, Stage, rotor
+        >>> stage = Stage(1.0, output_bytes=1, options=(Option(4),))
+        >>> plan = rotor([stage] * 6, budget=12)
+        >>> next(action for action in plan.backward(6) if isinstance(action, Backward))
+        Backward(step=5)
     """
 
     step: int
 
 
 Action = Advance | Save | Load | Drop | Reverse | Record | Backward
+"""One thing that a schedule tells a chain to do.
+
+Example:
+    >>> from remat.chain.schedules import Action, Binomial
+    >>> all(isinstance(a, Action) for a in Binomial(checkpoints=3).backward(10))
+    True
+"""
 
 
 class Evaluations(NamedTuple):
-    """How many steps are run."""
+    """How many steps are run.
+
+    Example:
+        >>> from remat.chain.schedules import Binomial
+        >>> found = Binomial(checkpoints=3).evaluations(10)
+        >>> found.forward, found.backward, sum(found)
+        (10, 18, 28)
+    """
 
     forward: int
     backward: int
@@ -109,6 +178,23 @@ class Schedule(abc.ABC):
     checkpoints behind. A backward begins with these checkpoints and no live carry. It
     reverses every step once, from the last to the first, and ends with nothing stored.
     Carry 0, the input of the chain, is a checkpoint like the others: it is counted.
+
+    Example:
+        >>> class NoCheckpoints(Schedule):
+        ...     def forward(self, length):
+        ...         return iter([Save(0), Advance(0, length)])
+        ...     def backward(self, length):
+        ...         return iter([Load(0), Drop(0), Reverse(0, length)])
+        ...     def evaluations(self, length):
+        ...         return Evaluations(length, length)
+        >>> import torch
+        >>> from remat import chain
+        >>> def last(x):
+        ...     return chain.fori_loop(
+        ...         0, 10, lambda i, x: x.sin(), x, checkpoints=NoCheckpoints()
+        ...     )
+        >>> torch.func.grad(last)(torch.tensor(1.0))
+        tensor(0.0793)
     """
 
     @abc.abstractmethod

@@ -8,8 +8,7 @@ Rejected: a node for each step in the plain loop, for what a body may differenti
 """
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +17,17 @@ from torch.utils._pytree import tree_map
 from remat._base import pytree
 from remat._base.labels import label_of
 from remat._base.tracebacks import hide_frames
-from remat._torch import makes_graph, must_inline
+from remat._partial.decide import warn_once
+from remat._partial.options import DEFAULT
+from remat._torch import constant_in_traces, makes_graph, must_inline
 from remat._transform.api import PolicyLike, caller, remat
 from remat._transform.function import evaluate_differentiably
+from remat._transform.lowering import Lowering, lowering_of
 from remat.chain._actions import Schedule
 from remat.chain._chain import Chain
 from remat.chain._columns import Collected, Columns
 from remat.chain._forward import ChainCall, Progress
+from remat.chain._segments import Segments, Sqrt, ranges_of
 from remat.chain._steps import (
     Live,
     Steps,
@@ -40,7 +43,7 @@ def call_chain(
     """Run all steps; return the last carry and what was collected."""
     if must_inline():
         if _is_in_graph(steps):
-            return _inlined(fn, args, steps)
+            return _inlined(fn, args, steps, schedule, progress)
     elif torch.is_grad_enabled():
         try:
             call = ChainCall(fn, args, steps, schedule, progress)
@@ -69,7 +72,7 @@ def _plain(
     fn: Any, args: tuple[Any, ...], steps: Steps, progress: Progress
 ) -> tuple[Any, Any]:
     """Run all steps where nothing is differentiated."""
-    carry, k = args[steps.initial], 0
+    carry, k = args[0], 0
     columns = Columns(steps.length or 0, steps.label, is_reversed=steps.is_reversed)
     first = _form_of(carry)
     while k != steps.length and (steps.goes_on is None or steps.goes_on(fn, carry)):
@@ -90,16 +93,18 @@ def _form_of(carry: Any) -> Live:
     return Live(tensors, frame, ())
 
 
-def _inlined(fn: Any, args: tuple[Any, ...], steps: Steps) -> tuple[Any, Any]:
-    """Run all steps in a graph, where about sqrt(n) segments are recomputed."""
+def _inlined(
+    fn: Any, args: tuple[Any, ...], steps: Steps, schedule: Schedule, progress: Progress
+) -> tuple[Any, Any]:
+    """Run all steps in a graph, where segments are recomputed."""
     length = steps.length
     if length is None:
         raise NotImplementedError(_UNKNOWN.format(label=steps.label))
-    carry = args[steps.initial]
+    if progress is not None:
+        _warn(_PROGRESS.format(label=steps.label))
+    carry = args[0]
     rows: list[Any] = []
-    width = math.isqrt(length - 1) + 1
-    for start in range(0, length, width):
-        numbers = range(start, min(start + width, length))
+    for numbers in ranges_of(_segments_for(schedule, steps.label), length):
         segment = functools.partial(through, steps, fn, numbers=numbers, offset=0)
         carry, ys = remat(segment)(args, carry)
         rows += ys
@@ -108,12 +113,45 @@ def _inlined(fn: Any, args: tuple[Any, ...], steps: Steps) -> tuple[Any, Any]:
     return carry, tree_map(_stack, *rows)
 
 
+def _segments_for(schedule: Schedule, label: str) -> Segments:
+    """Return the segments of a graph, which cannot let go of a carry and store another.
+
+    Where none is recomputed, nothing is stored, and it does not matter.
+    """
+    if isinstance(schedule, Segments):
+        return schedule
+    if lowering_of(DEFAULT) is Lowering.TRACED:
+        _warn(_SCHEDULE.format(label=label, kind=type(schedule).__name__))
+    return Sqrt()
+
+
+@constant_in_traces
+def _warn(message: str) -> str:
+    warn_once(message)
+    return message
+
+
 def _unless_none(fn: Callable[[Any], Any], leaf: Any) -> Any:
     return None if leaf is None else fn(leaf)
 
 
 def _stack(*leaves: Any) -> Any:
     return None if leaves[0] is None else torch.stack(leaves)
+
+
+class Functions:
+    """Several functions, as one that a search can walk.
+
+    Args:
+        fns: the functions.
+    """
+
+    def __init__(self, fns: Sequence[Any]) -> None:
+        self.fns = fns
+
+    def __call__(self) -> Any:
+        """Not called: its parts are."""
+        raise NotImplementedError
 
 
 def policed(f: Any, policy: PolicyLike) -> Any:
@@ -147,7 +185,30 @@ def check_function(kind: str, f: object) -> None:
         raise TypeError(f"remat: {kind} takes a function; got {f!r}")
 
 
+def check_progress(progress: object) -> None:
+    """Refuse a `progress` that cannot be called.
+
+    Raises:
+        TypeError: it is neither callable nor None.
+    """
+    if progress is not None and not callable(progress):
+        raise TypeError(_NO_PROGRESS.format(got=progress))
+
+
+_NO_PROGRESS = (
+    "remat: progress= takes a function of the number of steps done; got {got!r}."
+)
 _UNKNOWN = (
     "remat: {label} cannot be compiled: how many steps there are depends on values. "
     "Leave it out of the compiled function (`torch.compiler.disable`)."
+)
+_SCHEDULE = (
+    "remat: {label} is a part of a graph, which cannot follow {kind} checkpoints. "
+    "About sqrt(n) segments are recomputed instead. To choose how many, pass "
+    "checkpoints=schedules.Uniform(k); to follow them, leave it out of the graph "
+    "(`torch.compiler.disable`)."
+)
+_PROGRESS = (
+    "remat: {label} is a part of a graph, which runs without Python: progress= is not "
+    "called. Leave it out of the graph to see it (`torch.compiler.disable`)."
 )

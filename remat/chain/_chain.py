@@ -9,7 +9,6 @@ let go of before the whole backward has ended.
 """
 
 import functools
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,9 +24,9 @@ from remat._transform.function import call as evaluate
 from remat._transform.primal import Primal
 from remat._transform.rules import Batch
 from remat.chain._forward import CHANGED, ChainCall
-from remat.chain._reversal import Reversal
+from remat.chain._reversal import Reversal, is_recorded
 from remat.chain._segment import Segment
-from remat.chain._segments import Sqrt, Uniform
+from remat.chain._segments import Sqrt, Uniform, ranges_of
 from remat.chain._sweep import cutting
 
 
@@ -85,7 +84,7 @@ class Chain(Primal):
             call.cut = cut
             outs: Any = super()._run_forward(cut.inputs, mode)
             needs = call.note_outs(outs)
-            outs = [*map(cut.below, outs)]
+            outs = [*map(cut.value, outs)]
         return _connected(outs, needs, inputs)
 
     @override
@@ -96,14 +95,11 @@ class Chain(Primal):
         """
         del out, mode
         call, length = self.call, self.call.length
-        is_recorded = torch.is_grad_enabled() and any(
-            map(requires_grad_at_any_level, inputs)
-        )
-        cuts = Sqrt() if is_recorded else Uniform(1)
-        starts = [cuts.start(i, length) for i in range(cuts.count(length))]
+        cuts = Sqrt() if is_recorded(inputs) else Uniform(1)
         live = call.first(inputs)
         rows: list[Sequence[Tensor]] = []
-        for start, stop in itertools.pairwise([*starts, length]):
+        for steps in ranges_of(cuts, length):
+            start, stop = steps.start, steps.stop
             segment = Segment(self, call, live, start, stop)
             outs = evaluate(segment, [*live.tensors, *call.cut_to(inputs, start, stop)])
             assert segment.after is not None
@@ -145,7 +141,10 @@ def _connected(
     ends = [t for t in inputs if requires_grad_at_any_level(t)]
     if not ends:
         return tuple(outs)
-    zero = functools.reduce(torch.add, map(_nothing_of, ends))
+    # To wait for an accelerator takes longer than to send it a zero.
+    devices = [t.device for t in ends]
+    device = next((d for d in devices if d.type != "cpu"), devices[0])
+    zero = functools.reduce(torch.add, (_nothing_of(t).to(device) for t in ends))
     pairs = zip(outs, needs, strict=True)
     return tuple(o - zero.to(o.device, o.dtype) if need else o for o, need in pairs)
 
@@ -158,4 +157,4 @@ def _nothing_of(tensor: Tensor) -> Tensor:
         tensor = tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    return tensor.reshape(-1)[:0].sum()
+    return tensor.reshape(-1).narrow(0, 0, 0).sum()

@@ -20,9 +20,10 @@ from remat._base.errors import CaptureError
 from remat._base.types import Fn
 from remat._capture.handing_on import Forward
 from remat._capture.snapshot import Bound
-from remat._torch import current_layer, is_graph_held
+from remat._torch import current_layer
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
+from remat._transform.forward import labelled
 from remat._transform.reached import reached_inputs
 from remat.chain._actions import Action, Advance, Drop, Record, Save, Schedule
 from remat.chain._columns import Columns
@@ -92,7 +93,7 @@ class ChainCall(Call):
         self.steps, self.schedule, self._progress = steps, schedule, progress
         self.length = steps.length or 0
         index = dict(zip(map(id, self._inputs), itertools.count(), strict=False))
-        tensors, self._form = taken_apart(args[steps.initial])
+        tensors, self._form = taken_apart(args[0])
         if steps.is_repeated:
             refuse_opaque(self._form, steps.label)
         self.initial = [index[id(t)] for t in tensors]
@@ -192,7 +193,7 @@ class _Loop:
 
     def __init__(self, call: ChainCall, fn: Any, args: Sequence[Any], cut: Cut) -> None:
         self._call, self._fn, self._args, self._cut = call, fn, args, cut
-        tensors, frame = taken_apart(args[call.steps.initial])
+        tensors, frame = taken_apart(args[0])
         needs = [t.requires_grad for t in tensors]
         self.live = self._first = Live([*map(cut.value, tensors)], frame, needs)
         self.count = 0
@@ -226,8 +227,7 @@ class _Loop:
             )
             if steps.is_repeated:
                 refuse_other_form(live, self._first, k, steps.label)
-            if is_graph_held(leaves):
-                refuse_leaks(snapshot, leaves, ())
+            refuse_leaks(snapshot, leaves, ())
             del leaves
             self.live, self.count = live, k + 1
             self.columns.add(row)
@@ -251,10 +251,7 @@ class _Loop:
         known = [*self._cut.inputs, *leaves]
         ids = {*map(id, known)}
         computed = [o for o in outs if id(o) not in ids]
-        try:
-            reached_inputs(computed, known)
-        except CaptureError as error:
-            raise CaptureError(f"remat: in {self._call.steps.label}, {error}") from None
+        labelled(self._call, reached_inputs, computed, known)
 
 
 CHANGED = (

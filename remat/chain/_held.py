@@ -36,6 +36,11 @@ class Held:
         memory: how many carries are stored in memory.
         disk: how many carries are stored on disk.
         recorded: how many steps have their residuals.
+
+    Example:
+        >>> from remat.chain.schedules import Binomial
+        >>> max(held(Binomial(checkpoints=3), 10), key=lambda state: state.memory)
+        Held(evaluations=7, memory=3, disk=0, recorded=0)
     """
 
     evaluations: int
@@ -79,6 +84,13 @@ def plot(schedule: Schedule, length: int, ax: Any = None) -> Any:
 
     Raises:
         ImportError: matplotlib is not installed.
+
+    Example:
+        >>> from matplotlib.figure import Figure
+        >>> from remat.chain.schedules import Binomial
+        >>> axes = plot(Binomial(checkpoints=3), 10, ax=Figure().subplots())
+        >>> axes.get_xlabel(), [line.get_label() for line in axes.get_lines()]
+        ('evaluated steps', ['carries in memory', 'recorded steps'])
     """
     states = [*held(schedule, length)]
     series = {

@@ -21,8 +21,10 @@ from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule
 from remat.chain._binomial import Binomial
 from remat.chain._call import (
+    Functions,
     call_chain,
     check_function,
+    check_progress,
     label_for,
     map_leaves,
     policed,
@@ -83,14 +85,17 @@ def scan(
             backward then runs the fewest steps again (binomial checkpointing). `"all"`:
             each carry. `None`: the carries at the starts of about sqrt(length)
             segments. The backward runs each segment again and holds the residuals of
-            all its steps. Or one of `remat.chain.schedules`, which may use the disk.
+            all its steps. Or one of `remat.chain.schedules`, which may use the disk. A
+            graph, as of `torch.compile`, follows those that reverse segments: `None`,
+            `"all"`, `Uniform`, `Sqrt`. For others it has about sqrt(length) segments,
+            and warns once.
         policy: which results to save of a step that is reversed, as for `remat`.
             `None`: all that its backward needs.
         progress: called after each step of the forward with the number of steps done.
             It is not called when steps are run again.
 
     Returns:
-        The last carry, and what was collected: each tensor stacked along a new first
+        The last carry, and what was collected. Each tensor is stacked along a new first
         dimension; numbers become tensors.
 
     Raises:
@@ -120,6 +125,7 @@ def scan(
         torch.Size([3])
     """
     check_function("scan", f)
+    check_progress(progress)
     label = label_for("scan", f)
     count = _length_of(xs, length, label)
     if not count:
@@ -187,6 +193,7 @@ def fori_loop(
         (1024.0, 5120.0)
     """
     check_function("fori_loop", body)
+    check_progress(progress)
     first, stop = operator.index(lower), operator.index(upper)
     if stop <= first:
         return init
@@ -250,6 +257,7 @@ def while_loop(
     """
     check_function("while_loop", cond)
     check_function("while_loop", body)
+    check_progress(progress)
     schedule = schedule_for(checkpoints, 1)
     if isinstance(schedule, Binomial):
         schedule = Online(schedule.checkpoints)
@@ -257,7 +265,7 @@ def while_loop(
         raise TypeError(_ONLINE.format(got=checkpoints))
     label = label_for("while_loop", body)
     steps = Steps(_while_step, label, None, goes_on=_goes_on)
-    both = functools.partial(_both, cond, policed(body, policy))
+    both = Functions((cond, policed(body, policy)))
     return call_chain(both, (init,), steps, schedule, progress)[0]
 
 
@@ -291,20 +299,15 @@ def _counted_step(
     return body(first + k, carry), None
 
 
-def _both(cond: Any, body: Any, carry: Any) -> Any:
-    """Not called: its parts are."""
-    raise NotImplementedError
-
-
 def _while_step(
-    both: Any, args: Sequence[Any], k: int, carry: Any, offset: int
+    both: Functions, args: Sequence[Any], k: int, carry: Any, offset: int
 ) -> tuple[Any, None]:
     del args, k, offset
-    return both.args[1](carry), None
+    return both.fns[1](carry), None
 
 
-def _goes_on(both: Any, carry: Any) -> bool:
-    return bool(both.args[0](carry))
+def _goes_on(both: Functions, carry: Any) -> bool:
+    return bool(both.fns[0](carry))
 
 
 # --- Arguments ---

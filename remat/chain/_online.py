@@ -41,6 +41,13 @@ class Placer:
 
     Args:
         checkpoints: How many carries may be stored at once, with carry 0.
+
+    Example:
+        >>> placer = Online(checkpoints=2).online()
+        >>> placer.at(0)
+        [Save(step=0, storage=<Storage.MEMORY: 'memory'>)]
+        >>> [len(placer.at(step)) for step in (1, 2)], placer.stored
+        ([1, 2], (0, 2))
     """
 
     def __init__(self, checkpoints: int) -> None:

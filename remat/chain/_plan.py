@@ -41,6 +41,12 @@ class Option:
         backward_cost: The work of the backward, with what it recomputes inside.
         forward_extra: The bytes that exist besides, while the stage is recorded.
         backward_extra: The bytes that exist besides, while its backward runs.
+
+    Example:
+        >>> whole = Option(saved_bytes=400, backward_cost=2.0)
+        >>> recomputed = Option(saved_bytes=100, backward_cost=3.0)
+        >>> Stage(1.0, output_bytes=100, options=(whole, recomputed)).options[1]
+        Option(saved_bytes=100, backward_cost=3.0, forward_extra=0, backward_extra=0)
     """
 
     saved_bytes: int
@@ -60,6 +66,13 @@ class Stage:
         gradient_bytes: The bytes of the cotangent of its output. None: as many as those
             of the output.
         extra_bytes: The bytes that exist besides, while it runs without recording.
+
+    Example:
+        >>> from remat.chain.schedules import rotor
+        >>> cheap = Stage(1.0, output_bytes=1, options=(Option(4),))
+        >>> dear = Stage(9.0, output_bytes=1, options=(Option(4),))
+        >>> rotor([cheap, cheap, dear, dear], budget=16).evaluations(4)
+        Evaluations(forward=4, backward=1)
     """
 
     forward_cost: float
@@ -81,7 +94,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class Keep:
-    """Record a stage, by one of its options, until its backward."""
+    """Record a stage, by one of its options, until its backward.
+
+    Example:
+        >>> from remat.chain.schedules import rotor
+        >>> stage = Stage(1.0, output_bytes=1, options=(Option(4),))
+        >>> plan = rotor([stage] * 6, budget=12)
+        >>> plan.parts[-1]
+        Keep(stage=5, option=0)
+    """
 
     stage: int
     option: int
@@ -89,7 +110,16 @@ class Keep:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Run stages `start` .. `stop - 1`, and run them again by `inner` when needed."""
+    """Run stages `start` .. `stop - 1`, and run them again by `inner` when needed.
+
+    Example:
+        >>> from remat.chain.schedules import rotor
+        >>> stage = Stage(1.0, output_bytes=1, options=(Option(4),))
+        >>> plan = rotor([stage] * 6, budget=12)
+        >>> plan.parts[0]
+        Recompute(start=0, stop=2,
+                  inner=(Keep(stage=0, option=0), Keep(stage=1, option=0)))
+    """
 
     start: int
     stop: int
@@ -97,6 +127,14 @@ class Recompute:
 
 
 Parts = tuple[Keep | Recompute, ...]
+"""What a plan does with the stages of a chain, in order.
+
+Example:
+    >>> from remat.chain.schedules import Option, Stage, rotor
+    >>> stage = Stage(1.0, output_bytes=1, options=(Option(4),))
+    >>> [type(part).__name__ for part in rotor([stage] * 6, budget=12).parts]
+    ['Recompute', 'Recompute', 'Keep', 'Keep']
+"""
 
 
 @dataclass(frozen=True)
@@ -191,6 +229,13 @@ class Rotor(Schedule):
     Args:
         numbers: The stages of the chain, and its input.
         parts: What is done with the stages, in order.
+
+    Example:
+        >>> from remat.chain.schedules import rotor
+        >>> stage = Stage(1.0, output_bytes=1, options=(Option(4),))
+        >>> plan = rotor([stage] * 6, budget=12)
+        >>> plan.peak, plan.cost
+        (12, 10.0)
     """
 
     numbers: Stages

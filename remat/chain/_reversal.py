@@ -14,6 +14,7 @@ Rejected: the schedule there as well. Its advances would each hold a carry.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from remat._torch import (
     requires_grad_at_any_level,
     unwrap_dead,
 )
+from remat._transform.checks import RefuseReads
 from remat._transform.function import call as evaluate
 from remat._transform.primal import Primal
 from remat._transform.rules import Vjp
@@ -79,8 +81,8 @@ class Reversal(Program):
         count = len(self._call.needs)
         primals, cts = inputs[:count], inputs[count:]
         cotangents = dict(zip(self._given, cts, strict=True))
-        run = _Run(self._chain, self._call, primals, self._wanted, cotangents)
-        with differentiated():
+        run = _Reversing(self._chain, self._call, primals, self._wanted, cotangents)
+        with differentiated(), run.surroundings:
             for action in run.actions(is_watched(inputs)):
                 run.do(action)
         return tuple(run.gradient_of(i) for i in self._wanted)
@@ -95,14 +97,19 @@ class Reversal(Program):
         return outs, Evaluation(request, used, [*map(has_derivatives, outs)])
 
 
+def is_recorded(tensors: Sequence[Tensor]) -> bool:
+    """Say whether what is done with tensors becomes a graph."""
+    return torch.is_grad_enabled() and any(map(requires_grad_at_any_level, tensors))
+
+
 def is_watched(tensors: Sequence[Tensor]) -> bool:
     """Say whether what is done with tensors is differentiated."""
-    if torch.is_grad_enabled() and any(map(requires_grad_at_any_level, tensors)):
+    if is_recorded(tensors):
         return True
     return is_under_jvp() or (base_dual_level_active() and is_forward_ad_enabled())
 
 
-class _Run:
+class _Reversing:
     """One run of a reversal.
 
     Args:
@@ -111,6 +118,10 @@ class _Run:
         inputs: of the chain.
         wanted: those whose gradients are wanted.
         cotangents: of the outputs of the chain, by index.
+
+    Attributes:
+        surroundings: the context of its actions, in which no carry is read that was
+            changed in place since the forward.
     """
 
     def __init__(
@@ -133,6 +144,8 @@ class _Run:
         self._live: Live | None = None
         self._stored = Stored()
         self._recorded: dict[int, tuple[Segment, Sequence[bool], Any, Any]] = {}
+        self.surroundings = ExitStack()
+        self._refused: RefuseReads | None = None
 
     def actions(self, is_watched: bool) -> Iterator[Action]:
         """Return what to do.
@@ -160,8 +173,7 @@ class _Run:
                 assert self._live is not None
                 self._stored.save(step, self._live, storage)
             case Load(step):
-                self._live = None  # freed first
-                self._live = self._stored.load(step)
+                self._load(step)
             case Drop(step):
                 self._stored.drop(step)
             case Reverse(start, stop):
@@ -173,6 +185,23 @@ class _Run:
             case Backward(step):  # the forward stored its carry instead
                 for part in (Load(step), Reverse(step, step + 1), Drop(step)):
                     self.do(part)
+
+    def _load(self, step: int) -> None:
+        """Make a stored carry the live one, and refuse reads of what was changed."""
+        self._live = None  # freed first
+        # The state of the call knows of carry 0: its tensors are inputs.
+        changed = self._stored.changed(step) if step else []
+        if changed:
+            self._refuse(step, changed)
+        self._live = self._stored.load(step)
+
+    def _refuse(self, step: int, changed: Sequence[Tensor]) -> None:
+        """Refuse reads of what was changed, in one mode for all carries."""
+        if self._refused is None:
+            self._refused = self.surroundings.enter_context(RefuseReads())
+        name = f"the carry of step {step} of {self._call.steps.label}"
+        for t in changed:
+            self._refused.refuse(t, name)
 
     def _advanced(self, start: int, stop: int) -> Live:
         live, self._live = self._live, None

@@ -58,6 +58,17 @@ class Segments(Schedule):
         return Evaluations(length, length)
 
 
+def ranges_of(segments: Segments, length: int) -> list[range]:
+    """Return the numbers of the steps of each segment.
+
+    Example:
+        >>> ranges_of(Uniform(3), 8)
+        [range(0, 2), range(2, 5), range(5, 8)]
+    """
+    starts = [segments.start(i, length) for i in range(segments.count(length))]
+    return [*map(range, starts, [*starts[1:], length])]
+
+
 @dataclass(frozen=True)
 class Uniform(Segments):
     """Cut a chain into equal segments, and store the carry at the start of each.

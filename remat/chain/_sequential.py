@@ -13,7 +13,13 @@ from torch import nn
 
 from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule
-from remat.chain._call import call_chain, label_for, policed
+from remat.chain._call import (
+    Functions,
+    call_chain,
+    check_progress,
+    label_for,
+    policed,
+)
 from remat.chain._forward import Progress
 from remat.chain._loops import Checkpoints, schedule_for
 from remat.chain._plan import Rotor
@@ -84,6 +90,7 @@ def sequential(
     for i, fn in enumerate(layers):
         if not callable(fn):
             raise TypeError(f"remat: fns[{i}] of sequential is not callable: {fn!r}")
+    check_progress(progress)
     schedule = _schedule(segments, checkpoints)
     if isinstance(schedule, Rotor) and max(map(len, _options(schedule))) > 1:
         raise ValueError(_OPTIONS)
@@ -93,7 +100,7 @@ def sequential(
     label = label_for(f"sequential of {len(layers)} {name}")
     steps = Steps(_call, label, len(layers), is_repeated=False)
     called = tuple(policed(fn, policy) for fn in layers)
-    return call_chain(_Layers(called), (x, args), steps, schedule, progress)[0]
+    return call_chain(Functions(called), (x, args), steps, schedule, progress)[0]
 
 
 def _schedule(segments: int | None, checkpoints: Checkpoints) -> Schedule:
@@ -108,19 +115,8 @@ def _options(plan: Rotor) -> list[Sequence[object]]:
     return [stage.options for stage in plan.numbers.stages]
 
 
-class _Layers:
-    """The functions, as one that a search can walk."""
-
-    def __init__(self, fns: Sequence[Any]) -> None:
-        self.fns = fns
-
-    def __call__(self) -> Any:
-        """Not called: its parts are."""
-        raise NotImplementedError
-
-
 def _call(
-    layers: Any, args: Sequence[Any], k: int, carry: Any, offset: int
+    layers: Functions, args: Sequence[Any], k: int, carry: Any, offset: int
 ) -> tuple[Any, None]:
     del offset
     return layers.fns[k](carry, *args[1]), None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from remat._base import pytree
+from remat._base.tensors import describe
 from remat._base.types import INERT
 
 
@@ -95,7 +96,6 @@ class Steps:
         length: how many steps there are; None if only the chain itself can tell.
         goes_on: given the function and a carry, says whether there is another step;
             None if the length is known.
-        initial: which argument the initial carry is.
         scanned: the argument that is cut into slices, one for each step; None if none.
         is_repeated: whether each step calls the same function. Then each carry is built
             like the first one.
@@ -106,7 +106,6 @@ class Steps:
     label: str
     length: int | None
     goes_on: Callable[[Any, Any], bool] | None = None
-    initial: int = 0
     scanned: int | None = None
     is_repeated: bool = True
     is_reversed: bool = False
@@ -194,9 +193,7 @@ def _shown(live: Live) -> Iterator[str]:
     tensors = iter(live.tensors)
     for leaf in live.frame.leaves:
         if leaf is TENSOR:
-            t = next(tensors)
-            shape = ", ".join(map(str, t.shape))
-            yield f"{str(t.dtype).removeprefix('torch.')}[{shape}] on {t.device}"
+            yield describe(next(tensors))
         else:
             yield f"of type {type(leaf).__name__}"
 

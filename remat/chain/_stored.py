@@ -1,7 +1,8 @@
 """The carries that a chain stores, in memory and on disk.
 
 Invariant: a carry that is let go of is freed, and its file with it. Files have no
-names, so that nothing is left behind, whatever ends the process.
+names, so that nothing is left behind, whatever ends the process. A carry in memory
+shares it with what steps return, so it knows how often that was changed.
 Rejected: tensors that autograd saves for the node of the chain. They would live until
 the node is done, and a schedule lets go of them one by one.
 """
@@ -9,6 +10,9 @@ the node is done, and a schedule lets go of them one by one.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from remat._base.tensors import versions_of
 from remat._offload.offload import Fetched, Origin, in_file, origin_of
 from remat._torch import batched_here, unbatched
 from remat.chain._actions import Storage
@@ -32,10 +36,11 @@ class _OnDisk(NamedTuple):
 class Stored:
     """The stored carries of one chain."""
 
-    __slots__ = ("_carries",)
+    __slots__ = ("_carries", "_versions")
 
     def __init__(self) -> None:
         self._carries: dict[int, Live | _OnDisk] = {}
+        self._versions: dict[int, Sequence[int | None]] = {}
 
     def save(self, step: int, live: Live, storage: Storage) -> None:
         """Store a carry.
@@ -45,6 +50,7 @@ class Stored:
         """
         if storage is Storage.MEMORY:
             self._carries[step] = live
+            self._versions[step] = versions_of(live.tensors)
             return
         below, hows = unbatched(live.tensors)
         away = live._replace(tensors=[in_file(t.detach()) for t in below])
@@ -62,9 +68,19 @@ class Stored:
         # The forward stores below all levels, whatever is around its backward.
         return live._replace(tensors=batched_here(tensors, hows) if hows else tensors)
 
+    def changed(self, step: int) -> list[Tensor]:
+        """Return the tensors of a carry that were changed since it was stored."""
+        found = self._carries[step]
+        if not isinstance(found, Live):
+            return []
+        now = versions_of(found.tensors)
+        pairs = zip(found.tensors, now, self._versions[step], strict=True)
+        return [t for t, version, then in pairs if version != then]
+
     def drop(self, step: int) -> None:
         """Let go of a carry."""
         del self._carries[step]
+        self._versions.pop(step, None)
 
     def without_streams(self) -> None:
         """Forget the states of random streams, from which nothing was drawn."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from remat._base.errors import MutationError
 from remat._base.program import fresh_leaves
+from remat._base.tensors import versions_of
 from remat._torch import current_layer, grad_level, grad_mode, leaf_at, unwrap_for_grad
 from remat.chain._columns import Collected
 from remat.chain._steps import Live, Steps, taken_apart
@@ -28,15 +29,12 @@ class Cut(NamedTuple):
     Attributes:
         inputs: of the chain, as the graphs have them.
         leaf: returns a tensor as a leaf of the next graph, which requires grad or not.
-        value: returns a result without its graph.
-        below: returns a tensor that was made of values, as one of the level of the
-            inputs.
+        value: returns a result without its graph, as one of the level of the inputs.
     """
 
     inputs: Sequence[Tensor]
     leaf: Callable[[Tensor, bool], Tensor]
     value: Callable[[Tensor], Tensor]
-    below: Callable[[Tensor], Tensor]
 
 
 @contextlib.contextmanager
@@ -56,7 +54,7 @@ def cutting(
         if current_layer() is None:
             # What requires grad only at a level of torch.func does not show down here.
             leaves = inputs if are_leaves else fresh_leaves(inputs, needs)
-            yield Cut(leaves, _leaf, Tensor.detach, Tensor.detach)
+            yield Cut(leaves, _leaf, Tensor.detach)
             return
         plain = [t.detach() for t in inputs]
         with grad_level() as level:
@@ -68,7 +66,7 @@ def cutting(
                 return unwrap_for_grad(t, level)
 
             leaves = [*map(leaf, plain, needs)]
-            yield Cut(leaves, leaf, value, value)
+            yield Cut(leaves, leaf, value)
 
 
 def _leaf(tensor: Tensor, need: bool) -> Tensor:
@@ -108,14 +106,14 @@ def run_step(
         MutationError: the step changed its carry in place.
     """
     leaves = [*map(cut.leaf, live.tensors, live.needs)]
-    before = [t._version for t in leaves]
+    before = versions_of(leaves)
     try:
         carry, y = steps.apply(*call, k, live.frame.filled(leaves), offset)
     except RuntimeError as error:
         if "a leaf Variable that requires grad" not in str(error):
             raise
         raise MutationError(_CHANGED.format(k=k, label=steps.label)) from error
-    if [t._version for t in leaves] != before:
+    if versions_of(leaves) != before:
         raise MutationError(_CHANGED.format(k=k, label=steps.label))
     tensors, frame = taken_apart(carry)
     collected, form = taken_apart(y)

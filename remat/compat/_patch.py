@@ -65,7 +65,17 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`. Without it, this changes nothing."""
+    """Undo `install`. Without it, this changes nothing.
+
+    Example:
+        >>> import torch
+        >>> from remat import compat
+        >>> theirs = torch.utils.checkpoint.checkpoint
+        >>> compat.install()
+        >>> compat.uninstall()
+        >>> torch.utils.checkpoint.checkpoint is theirs
+        True
+    """
     _PATCHES.install(False)
 
 

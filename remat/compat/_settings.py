@@ -18,10 +18,21 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def with_signature_of(original: Callable[..., Any]) -> Callable[[_F], _F]:
-    """Let a function show the signature that another has in the torch that runs."""
+    """Let a function show the arguments that another has in the torch that runs.
+
+    The types are its own: torch gives none for some.
+    """
 
     def shown(fn: _F) -> _F:
-        vars(fn)["__signature__"] = inspect.signature(original)
+        types = inspect.unwrap(fn).__annotations__
+        signature = inspect.signature(original)
+        typed = [
+            parameter.replace(annotation=types.get(parameter.name, Any))
+            for parameter in signature.parameters.values()
+        ]
+        vars(fn)["__signature__"] = signature.replace(
+            parameters=typed, return_annotation=types["return"]
+        )
         return fn
 
     return shown

@@ -61,8 +61,9 @@ def apply(
         The model.
 
     Raises:
-        ValueError: a selector selects nothing; or a module is selected that is
-            recomputed already; or both a mapping and a policy are given.
+        ValueError: a selector selects nothing, or only modules without `forward`, such
+            as an `nn.ModuleList`; or a module is selected that is recomputed already;
+            or both a mapping and a policy are given.
         TypeError: `model` is not a module, or something is not a selector or a policy.
 
     Example:

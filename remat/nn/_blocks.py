@@ -15,6 +15,8 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from remat._transform.refused import has_forward
+
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of a model: what `remat.nn.apply` recomputes.
@@ -129,7 +131,7 @@ def _items(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_compound(module: nn.Module, rule: _Rule) -> bool:
-    if type(module) in {nn.ModuleList, nn.ModuleDict}:  # they have no `forward`
+    if not has_forward(module):
         return False
     # An adapter around a layer is a layer.
     inside = getattr(module, "base_layer", module)

@@ -51,7 +51,7 @@ def weight_noise(
             from the global stream.
 
     Returns:
-        The module. Its ``state_dict`` has the keys that parametrizations have:
+        The module. Its ``state_dict`` has the keys that parametrizations have, such as
         ``parametrizations.weight.original``. ``parametrize.remove_parametrizations(
         module, "weight")`` in evaluation mode undoes this.
 

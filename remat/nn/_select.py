@@ -2,7 +2,8 @@
 
 Called by `apply`.
 
-Invariant: a selector that selects nothing is an error. A name may be misspelled.
+Invariant: a selector that selects nothing is an error. A name may be misspelled, or
+that of a list of modules, which is never called.
 Rejected: to let a name select the submodules of what it names, too. A block and its
 parts would be recomputed one in the other.
 """
@@ -14,6 +15,8 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from remat._transform.refused import has_forward
+
 
 # A class, a name with wildcards, or a function of a name and a module.
 Selector: TypeAlias = type[nn.Module] | str | Callable[[str, nn.Module], bool]
@@ -24,6 +27,8 @@ def selected(
 ) -> list[tuple[str, nn.Module, int]]:
     """Return the modules that selectors select, and the first that does.
 
+    Modules without `forward`, such as an `nn.ModuleList`, are left out.
+
     Args:
         model: the model.
         selectors: in order.
@@ -33,20 +38,25 @@ def selected(
 
     Raises:
         TypeError: something is not a selector.
-        ValueError: a selector selects nothing.
+        ValueError: a selector selects nothing, or nothing that has a `forward`.
     """
     selectors = [*selectors]
     tests = [_test_of(selector) for selector in selectors]
     found: list[tuple[str, nn.Module, int]] = []
     useful: set[int] = set()
+    left_out: dict[int, str] = {}
     for name, module in model.named_modules():
         hits = [k for k, test in enumerate(tests) if test(name, module)]
-        useful.update(hits)
-        if hits:
+        if not has_forward(module):
+            left_out.update((k, name) for k in hits if k not in left_out)
+        elif hits:
+            useful.update(hits)
             found.append((name, module, hits[0]))
-    useless = [s for k, s in enumerate(selectors) if k not in useful]
-    if useless:
-        raise ValueError(_nothing(model, useless[0]))
+    for k, selector in enumerate(selectors):
+        if k not in useful and k in left_out:
+            raise ValueError(_only_container(model, left_out[k]))
+        if k not in useful:
+            raise ValueError(_nothing(model, selector))
     return found
 
 
@@ -81,6 +91,12 @@ def as_selectors(select: Any) -> Sequence[Selector]:
     return [select]
 
 
+def _only_container(model: nn.Module, name: str) -> str:
+    kind = type(model.get_submodule(name)).__name__
+    shown, inside = (f"`{name}`", f"{name}.*") if name else ("the model itself", "*")
+    return _NO_FORWARD.format(shown=shown, kind=kind, inside=inside)
+
+
 def _nothing(model: nn.Module, selector: Any) -> str:
     names = [name for name, _ in model.named_modules() if name]
     more = ", ..." if len(names) > 8 else "."
@@ -93,6 +109,10 @@ def _nothing(model: nn.Module, selector: Any) -> str:
 _NO_SELECTOR = (
     "remat.nn.apply: {selector!r} is not a selector. Pass a class of modules, a name "
     "such as 'layers.*', a function of a name and a module, or a list of these."
+)
+_NO_FORWARD = (
+    "remat: {shown} is a {kind}, which has no `forward`, so nothing would be "
+    "recomputed. Select the modules in it: {inside!r}."
 )
 _NOTHING = (
     "remat.nn.apply: {shown} selects no module of this {model}. {has} "

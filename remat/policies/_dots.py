@@ -180,9 +180,28 @@ class Dots(Policy):
 
 
 dots_saveable = Dots(batched=True)
-"""Saves products of matrices and vectors, convolutions and attention."""
+"""Saves products of matrices and vectors, convolutions and attention.
+
+Example:
+    >>> import torch
+    >>> from remat.policies import Op, dots_saveable
+    >>> dots_saveable(Op(torch.ops.aten.mm.default))
+    <Decision.SAVE: 3>
+    >>> dots_saveable(Op(torch.ops.aten.sin.default))
+    <Decision.RECOMPUTE: 0>
+"""
 dots_with_no_batch_dims_saveable = Dots(batched=False)
-"""Saves products of matrices and vectors without batch dimensions."""
+"""Saves products of matrices and vectors without batch dimensions.
+
+Example:
+    >>> import torch
+    >>> from remat.policies import Op, Value, dots_with_no_batch_dims_saveable
+    >>> dots_with_no_batch_dims_saveable(Op(torch.ops.aten.mm.default))
+    <Decision.SAVE: 3>
+    >>> x = Value((8, 4, 4), torch.float32, torch.device("cpu"))
+    >>> dots_with_no_batch_dims_saveable(Op(torch.ops.aten.bmm.default, (x, x)))
+    <Decision.RECOMPUTE: 0>
+"""
 checkpoint_dots = dots_saveable
 checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 

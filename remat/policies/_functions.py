@@ -91,6 +91,7 @@ PUBLIC = (
     *("save_names_matching", "save_ops", "save_larger_than", "save_smaller_than"),
     "save_collectives",
 )
+_MAKERS = *PUBLIC, "within"
 _CONSTANTS = "nothing_saveable", "everything_saveable"
 
 
@@ -108,7 +109,7 @@ def advice(obj: object) -> str:
         return "It is a class: pass an instance. "
     if str(getattr(obj, "__module__", "")).startswith("remat."):
         made = getattr(obj, "__name__", "")
-        return f"It makes policies: pass {made}(...). " if made in PUBLIC else ""
+        return f"It makes policies: pass {made}(...). " if made in _MAKERS else ""
     if getattr(obj, "func", obj) is create_selective_checkpoint_contexts:
         return "Pass its argument instead: the function or the list. "
     return ""

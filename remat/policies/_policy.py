@@ -174,9 +174,28 @@ class Always(Policy):
 
 
 nothing_saveable = Always(Decision.RECOMPUTE)
-"""Saves nothing: every result is recomputed, as with `policy=None`."""
+"""Saves nothing. Every result is recomputed, as with `policy=None`.
+
+Example:
+    >>> import torch
+    >>> from remat.policies import Op, nothing_saveable
+    >>> nothing_saveable(Op(torch.ops.aten.mm.default))
+    <Decision.RECOMPUTE: 0>
+"""
 everything_saveable = Always(Decision.SAVE)
-"""Saves everything that the backward reads, as without remat."""
+"""Saves everything that the backward reads, as without remat.
+
+Example:
+    >>> import torch
+    >>> from remat import remat
+    >>> from remat.policies import everything_saveable
+    >>> from remat.testing import count_ops
+    >>> fn = remat(lambda x: x.sin().sin().sum(), policy=everything_saveable)
+    >>> with count_ops() as ops:
+    ...     _ = torch.func.grad(fn)(torch.ones(3))
+    >>> ops["sin"], ops["cos"]
+    (2, 2)
+"""
 
 
 @dataclass(frozen=True)

@@ -355,7 +355,7 @@ def key_data(key: KeyLike) -> Tensor:
         key: a key, or an array of them.
 
     Returns:
-        uint64 of shape ``[*key.shape, 2]``: seed and offset.
+        A uint64 tensor of shape ``[*key.shape, 2]``, with seeds and offsets.
 
     Example:
         >>> key_data(key(42))

@@ -5,7 +5,7 @@ import random as python_random
 import numpy as np
 import pytest
 import torch
-from support.chains import plain_fori
+from support.loops import Plain
 from support.tables import rows
 from torch.nn import functional
 
@@ -67,7 +67,7 @@ def after():
 def test_a_step_draws_the_same_numbers_again(name, checkpoints, transform):
     length, found = 10, []
     for loop, options in (
-        (plain_fori, {}),
+        (Plain.fori_loop, {}),
         (chain.fori_loop, {"checkpoints": checkpoints}),
     ):
         seed()

@@ -1,13 +1,19 @@
 """Chains in compiled code, and decoder layers of another package."""
 
+from collections import Counter
+
 import pytest
 import torch
 from support.loops import Plain, by_fori_loop, by_sequential
 from support.tables import rows
 from support.traced import ran
 from support.zoo import W, X, leaves_of, scalar
+from torch.func import grad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import chain
+from remat._partial import decide
+from remat.chain import schedules
 from remat.testing import assert_same, count_ops
 
 
@@ -35,6 +41,103 @@ def test_loops_of_known_length_are_compiled(program):
     got, ops = ran(run)
     assert_same(got, gradients(Plain, w, x), reassociated=True)
     assert ops["tanh"] >= 20
+
+
+# --- Schedules and progress ----------------------------------------------------------
+
+
+@pytest.fixture
+def _nothing_said(monkeypatch):
+    monkeypatch.setattr(decide, "_WARNED", set())
+
+
+def of_tanh(x, length=12, **options):
+    """Twelve steps of one tanh, in a graph."""
+
+    def body(i, h):
+        return torch.tanh(h)
+
+    return chain.fori_loop(0, length, body, x, **options)
+
+
+def compiled_runs(**options):
+    """What runs in compiled code: steps, and barriers, one for each segment."""
+    (x,) = leaves_of(X)
+    compiled = torch.compile(
+        lambda x: of_tanh(x, **options), backend="aot_eager", fullgraph=True
+    )
+
+    def run():
+        return torch.autograd.grad(scalar(compiled(x)), x)
+
+    run()
+    got, ops = ran(run)
+    plain = Plain.fori_loop(0, 12, lambda i, h: torch.tanh(h), x)
+    assert_same(got, torch.autograd.grad(scalar(plain), x))
+    return ops["tanh"], ops["remat::barrier"]
+
+
+def traced_runs(**options):
+    def loss(x):
+        return scalar(of_tanh(x, **options))
+
+    graph = make_fx(grad(loss))(X).graph
+    graph.eliminate_dead_code()
+    ops = Counter(node.target for node in graph.nodes)
+    barrier = torch.ops.remat.barrier.default
+    return ops[torch.ops.aten.tanh.default], ops[barrier]
+
+
+RUNS = {"torch.compile": compiled_runs, "make_fx": traced_runs}
+SEGMENTS = {
+    "None": ({}, 4),
+    "all": ({"checkpoints": "all"}, 12),
+    "units": ({"checkpoints": "all", "unroll": 5}, 3),
+    "uniform": ({"checkpoints": schedules.Uniform(5)}, 5),
+    "sqrt": ({"checkpoints": schedules.Sqrt()}, 4),
+}
+
+
+@rows("options, count", SEGMENTS)
+@rows("runs", RUNS)
+def test_a_graph_has_the_segments_of_the_schedule(runs, options, count):
+    assert runs(**options) == (24, count)
+
+
+OTHERS = {
+    "Binomial": {"checkpoints": 3},
+    "Multilevel": {"checkpoints": schedules.Multilevel(3)},
+    "Online": {"checkpoints": schedules.Online(3)},
+}
+
+
+@pytest.mark.usefixtures("_nothing_said")
+@pytest.mark.parametrize("name", OTHERS)
+@rows("runs", RUNS)
+def test_a_graph_that_cannot_follow_a_schedule_says_so_once(runs, name):
+    says = f"fori_loop is a part of a graph, which cannot follow {name} checkpoints"
+    with pytest.warns(UserWarning, match=says) as told:
+        assert runs(**OTHERS[name]) == (24, 4)
+    assert len(told) == 1
+    torch._dynamo.reset()
+    assert runs(**OTHERS[name]) == (24, 4)  # a warning would be an error
+
+
+def test_without_gradients_a_graph_needs_no_schedule():
+    compiled = torch.compile(
+        lambda x: of_tanh(x, checkpoints=3), backend="aot_eager", fullgraph=True
+    )
+    with torch.no_grad():
+        assert_same(compiled(X), of_tanh(X))
+
+
+@pytest.mark.usefixtures("_nothing_said")
+@rows("runs", RUNS)
+def test_a_graph_says_that_it_does_not_call_progress(runs):
+    done = []
+    with pytest.warns(UserWarning, match="without Python: progress= is not called"):
+        assert runs(progress=done.append) == (24, 4)
+    assert not done
 
 
 def test_a_while_loop_is_refused_in_compiled_code():

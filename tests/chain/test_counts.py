@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from support.chains import plain_fori
+from support.loops import Plain
 from support.tables import rows
 from torch.profiler import ProfilerActivity, profile
 
@@ -67,7 +67,7 @@ def runs_of(schedule, length):
     (first,), backward = counted(lambda: pull(y.sum(), x, retain_graph=True))
     (second,), again = counted(lambda: pull(y.sum(), x))
     plain = x.detach().requires_grad_()
-    (want,) = pull(plain_fori(0, length, body, plain).sum(), plain)
+    (want,) = pull(Plain.fori_loop(0, length, body, plain).sum(), plain)
     assert_same(first, want)
     assert_same(second, want)
     return forward, backward, again
@@ -165,8 +165,8 @@ def test_a_thousand_steps_with_ten_checkpoints_need_fifteen_carries(transform):
         return chain.fori_loop(*args, checkpoints=10)
 
     assert peak(lambda: gradient(in_chain)) <= 15.1 * x.nbytes
-    assert peak(lambda: gradient(plain_fori)) >= 1000 * x.nbytes
-    assert_same(gradient(in_chain), gradient(plain_fori))
+    assert peak(lambda: gradient(Plain.fori_loop)) >= 1000 * x.nbytes
+    assert_same(gradient(in_chain), gradient(Plain.fori_loop))
 
 
 def test_what_is_collected_keeps_no_carry_alive():

@@ -9,8 +9,7 @@ import sys
 
 import pytest
 import torch
-from support.chains import plain_fori
-from support.loops import StopError, stopping
+from support.loops import Plain, StopError, stopping
 from support.offloading import ON_LINUX, failing, leaving_nothing_open, opened
 from support.tables import rows
 from torch.func import grad, vmap
@@ -55,7 +54,7 @@ WAYS = {"base": of_base, "grad": of_grad, "vmap of grad": of_vmap_grad}
 
 @rows("way", WAYS | {"grad of vmap": of_grad_vmap})
 def test_carries_are_in_files_and_gradients_are_those_of_plain(way, folder, sizes):
-    want = way(X, loops=plain_fori)
+    want = way(X, loops=Plain.fori_loop)
     with leaving_nothing_open(), count_ops() as ops:
         got = way(X)
     assert_same(got, want)
@@ -101,7 +100,7 @@ def test_an_error_of_the_body_leaves_nothing(at, way, folder):
         del caught
     assert ops["tanh"] == at
     assert torch._C._functorch.peek_interpreter_stack() is None
-    assert_same(way(X), way(X, loops=plain_fori))
+    assert_same(way(X), way(X, loops=Plain.fori_loop))
 
 
 @rows("way", WAYS)

@@ -332,6 +332,20 @@ WRONG = {
         *(lambda: chain.sequential([torch.sin, None], H), TypeError),
         r"fns\[1\] of sequential is not callable: None",
     ),
+    **{
+        f"progress of {name}": (
+            *(call, TypeError),
+            r"progress= takes a function of the number of steps done; got True\.",
+        )
+        for name, call in {
+            "scan": lambda: chain.scan(pair, H, H, progress=True),
+            "fori_loop": lambda: chain.fori_loop(0, 2, pair, H, progress=True),
+            "while_loop": lambda: chain.while_loop(
+                bool, pair, H, checkpoints=2, progress=True
+            ),
+            "sequential": lambda: chain.sequential([torch.sin], H, progress=True),
+        }.items()
+    },
     "segments and checkpoints": (
         *(lambda: chain.sequential([torch.sin], H, segments=1, checkpoints=2),),
         *(ValueError, "segments=1 and checkpoints=2: pass one of them"),

@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from support.chains import plain_fori
 from support.loops import (
     LENGTH,
     SLICES,
@@ -22,9 +21,11 @@ from support.loops import (
 from support.tables import rows
 from support.zoo import V, W, X, leaves_of, scalar
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, hessian, vmap
 
 from remat import chain, policies, remat, scope
+from remat.chain import _chain
 from remat.testing import assert_same, count_ops
 
 
@@ -104,6 +105,17 @@ KINDS = {
 @rows("program", KINDS)
 def test_tensors_of_each_kind_have_the_gradients_of_plain(program):
     assert_chained(program, steps=STEPS, runs=RUNS)
+
+
+@pytest.mark.parametrize("first", ["cpu", "cuda:0", "cuda:1"])
+@pytest.mark.parametrize("second", ["cpu", "cuda:0", "cuda:1"])
+def test_a_graph_of_inputs_on_several_devices(monkeypatch, first, second):
+    """On fake tensors, which refuse to mix devices. Their autograd needs a real one."""
+    monkeypatch.setattr(_chain, "requires_grad_at_any_level", lambda t: True)
+    with FakeTensorMode():
+        ends = [torch.ones(3, device=d) for d in (first, second)]
+        outs = _chain._connected(ends, [True, True], ends)
+    assert [str(o.device) for o in outs] == [first, second]
 
 
 # --- Modes --------------------------------------------------------------------------
@@ -367,7 +379,7 @@ def test_after_an_error_in_a_step_levels_are_as_before(transform, at):
     assert torch._C._functorch.peek_interpreter_stack() is None
     assert torch.is_grad_enabled()
     x = X.clone().requires_grad_()
-    chained = plain_fori(0, STEPS, lambda i, h: h.tanh(), x)
+    chained = Plain.fori_loop(0, STEPS, lambda i, h: h.tanh(), x)
     assert_same(
         grad(lambda x: loop(chain, torch.tanh, x).sum())(X),
         torch.autograd.grad(chained.sum(), x)[0],

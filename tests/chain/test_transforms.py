@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.chains import FORWARD, LENGTH, REVERSE, XS, H, W, loss_of, plain_scan
+from support.chains import FORWARD, LENGTH, REVERSE, XS, H, W, loss_of
+from support.loops import Plain
 from support.tables import rows
 from support.traced import ran
 
@@ -30,7 +31,7 @@ def counted(transform, loss):
 @rows("name", {name: name for name in REVERSE})
 @rows("checkpoints", CHECKPOINTS)
 def test_derivatives_are_plains_and_steps_run_again(name, checkpoints):
-    want, plain = counted(REVERSE[name], loss_of(plain_scan))
+    want, plain = counted(REVERSE[name], loss_of(Plain.scan))
     loss = loss_of(chain.scan, checkpoints=checkpoints)
     got, ours = counted(REVERSE[name], loss)
     is_exact = name in EXACT and checkpoints is not None
@@ -43,14 +44,14 @@ def test_derivatives_are_plains_and_steps_run_again(name, checkpoints):
 def test_forward_derivatives_are_plains(name):
     transform = FORWARD[name]
     got, _ = counted(transform, loss_of(chain.scan, checkpoints=3))
-    assert_same(got, transform(loss_of(plain_scan)), reassociated=True)
+    assert_same(got, transform(loss_of(Plain.scan)), reassociated=True)
 
 
 @rows("reverse", {"reverse": True, "forward": False})
 @rows("checkpoints", CHECKPOINTS)
 def test_a_scan_may_begin_at_the_end(reverse, checkpoints):
     transform = REVERSE["autograd.grad"]
-    want = transform(loss_of(plain_scan, reverse=reverse))
+    want = transform(loss_of(Plain.scan, reverse=reverse))
     loss = loss_of(chain.scan, reverse=reverse, checkpoints=checkpoints)
     got, tanhs = counted(transform, loss)
     assert_same(got, want, reassociated=checkpoints is None)
@@ -63,7 +64,7 @@ def test_a_scan_may_begin_at_the_end(reverse, checkpoints):
 def test_units_of_several_steps(length, unroll, checkpoints):
     options = {"checkpoints": checkpoints, "unroll": unroll}
     inputs = W, H, XS[:length]
-    want = torch.func.grad(loss_of(plain_scan), (0, 1, 2))(*inputs)
+    want = torch.func.grad(loss_of(Plain.scan), (0, 1, 2))(*inputs)
     gradient = torch.func.grad(loss_of(chain.scan, **options), (0, 1, 2))
     got, tanhs = counted(lambda g: g(*inputs), gradient)
     assert_same(got, want, reassociated=True)
@@ -86,6 +87,6 @@ def test_a_scan_is_compiled(backend):
     )
     compiled(W, H, XS)
     got, ops = ran(lambda: compiled(W, H, XS))
-    assert_same(got, gradient_of(loss_of(plain_scan)), reassociated=True)
+    assert_same(got, gradient_of(loss_of(Plain.scan)), reassociated=True)
     assert ops["tanh"] >= 2 * LENGTH
     torch._dynamo.reset()

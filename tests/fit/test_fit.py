@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import re
+import sys
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ from support.fitted import (
 from torch import nn
 
 import remat
-from remat._fit.program import Program
 from remat._fit.simulate import simulate, undisturbed
+from remat._fit.training_step import TrainingStep
 from remat._partial.cache import CACHES
 from remat._torch import fake_mode
 from remat.testing import assert_same, count_ops, memory_timeline
@@ -172,9 +173,9 @@ def uniform_choices(model, args, kwargs, loss):
 
 
 def simulated(model, args, kwargs, loss):
-    program = Program(model, args, kwargs, loss)
+    step = TrainingStep(model, args, kwargs, loss)
     with undisturbed():
-        return simulate(program, torch.device("cpu"), lambda program: program)
+        return simulate(step, torch.device("cpu"), lambda step: step)
 
 
 def test_a_plan_that_costs_more_is_noticed():
@@ -308,6 +309,41 @@ def test_gradients_that_exist_are_there_before():
 def test_a_step_without_a_model_is_refused():
     with pytest.raises(ValueError, match=r"no model is passed"):
         remat.fit(torch.sin, X, budget="1GB")
+
+
+def test_a_list_of_blocks_for_blocks_is_refused():
+    model = nn.ModuleDict({"layers": nn.ModuleList([mlps(2), mlps(2)])})
+    with pytest.raises(ValueError, match=r"`layers` is a ModuleList, which has no"):
+        remat.fit(lambda m, x: m["layers"][0](x), model, X, budget=1, select="layers")
+
+
+def test_a_plan_for_blocks_refuses_a_function():
+    model = mlps()
+    plan = remat.fit(model, X, budget="1GB", loss=square)
+    with pytest.raises(TypeError, match=r"for the blocks of Sequential: pass the mod"):
+        plan.apply(lambda x: model(x))
+
+
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [(1000, r"under 1,000 bytes\. "), (2048, r"under 2,048 bytes \(2\.0 KiB\)\. ")],
+)
+def test_the_budget_is_written_once_or_in_two_units(budget, says):
+    with pytest.raises(remat.BudgetError, match=says):
+        remat.fit(mlps(), X, budget=budget, loss=square)
+
+
+def test_a_plan_says_what_it_was_made_without(monkeypatch):
+    model = mlps()
+    budget = least(model, X, loss=square)
+    assert "policies.within" not in str(remat.fit(model, X, budget=budget, loss=square))
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    plan = remat.fit(model, X, budget=budget, loss=square)
+    note = "without policies.within: scipy is not installed (pip install 'remat[budget]"
+    assert plan.lacks_budgets
+    assert note in " ".join(str(plan).split())  # its lines are wrapped
+    assert "without policies.within" in plan._repr_html_()
+    assert not remat.fit(model, X, budget="1GB", loss=square).lacks_budgets
 
 
 def test_a_model_without_blocks_is_refused():
@@ -454,8 +490,8 @@ def test_a_function_as_a_whole():
     assert block.recomputes
     assert "within" in str(block.policy)
     fitted = plan.apply(chain)
-    program = Program(fitted, (WIDE, W), {}, head)
-    peaks = [memory_timeline(program.run).peak for _ in range(2)]
+    step = TrainingStep(fitted, (WIDE, W), {}, head)
+    peaks = [memory_timeline(step.run).peak for _ in range(2)]
     assert_predicted(plan.peak, plan.resident + max(peaks))
     W.grad = None
     (expected,) = torch.autograd.grad(head(chain(WIDE, W)), W)

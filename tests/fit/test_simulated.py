@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat import policies
 from remat._fit.meter import allocated
-from remat._fit.program import Program
 from remat._fit.simulate import simulate, undisturbed
+from remat._fit.training_step import TrainingStep
 from remat._torch import fake_mode
 from remat.testing import memory_timeline
 
@@ -35,23 +35,23 @@ CHOICES = {
 }
 
 
-def unchanged(program):
-    return program
+def unchanged(step):
+    return step
 
 
 def applied(policy):
-    def change(program):
+    def change(step):
         if policy is not None:
-            remat.nn.apply(program.model(), policy=policy)
-        return program
+            remat.nn.apply(step.model(), policy=policy)
+        return step
 
     return change
 
 
 def simulated(model, args=(), kwargs=None, loss=None, change=unchanged, **more):
-    program = Program(model, args, kwargs or {}, loss)
+    step = TrainingStep(model, args, kwargs or {}, loss)
     with undisturbed():
-        return simulate(program, CPU, change, **more)
+        return simulate(step, CPU, change, **more)
 
 
 # --- Against what is measured ---

@@ -73,6 +73,7 @@ SELECTORS = {
     "classes": ([Block, Other], (6, 2)),
     "a name": ("layers.1", (4, 1)),
     "a wildcard": ("layers.*", (6, 1)),
+    "a list and another": ("[lh]*", (3, 2)),
     "a part of a name": ("layers.[02]", (5, 1)),
     "several parts": ("**", (6, 2)),
     "a function": (lambda name, m: name.endswith("2") or name == "head", (4, 2)),
@@ -143,6 +144,9 @@ class Experts(nn.Module):
             super().__init__()
             self.mlp = nn.ModuleDict({"experts": nn.ModuleList([Block(), Block()])})
 
+        def forward(self, x):
+            return sum(expert(x) for expert in self.mlp["experts"])
+
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([self.Layer(), self.Layer()])
@@ -162,6 +166,13 @@ def test_the_blocks_of_stages():
 
 def test_the_experts_of_a_layer_are_part_of_it():
     assert [*remat.nn.blocks(Experts())] == ["layers.0", "layers.1"]
+
+
+def test_the_blocks_of_items_without_a_forward():
+    model = nn.ModuleList([nn.ModuleDict({"a": Block(), "b": Block()})])
+    model.append(nn.Module())
+    model[1].inner = nn.ModuleList([Block(), Block()])
+    assert [*remat.nn.blocks(model)] == ["0.a", "0.b", "1.inner.0", "1.inner.1"]
 
 
 def test_layers_without_submodules_are_no_blocks():
@@ -342,6 +353,15 @@ REFUSED = {
     "no such name": (lambda: applied("layer.*"), "'layer.*' selects no module of this"),
     "no such class": (lambda: applied(nn.Conv2d), "Conv2d selects no module of this"),
     "one of two": (lambda: applied([Block, "haed"]), "'haed' selects no module"),
+    "a list": (
+        lambda: applied("layers"),
+        r"`layers` is a ModuleList, which has no `forward`.*: 'layers\.\*'",
+    ),
+    "lists": (lambda: applied([Block, nn.ModuleList]), "`layers` is a ModuleList"),
+    "a list itself": (
+        lambda: remat.nn.apply(nn.ModuleDict({"a": Block()}), nn.ModuleDict),
+        r"the model itself is a ModuleDict.*Select the modules in it: '\*'",
+    ),
     "no blocks": (lambda: remat.nn.apply(Other()), "has no list of blocks"),
     "no selectors": (lambda: applied([]), r"\[\] selects nothing"),
     "no submodules": (lambda: remat.nn.apply(nn.Tanh(), "x"), "has no modules inside"),

@@ -330,6 +330,14 @@ def test_what_is_no_policy_is_an_error(policy):
         compare(Model(), BATCH, policies=policy)
 
 
+@pytest.mark.parametrize(
+    "policy", [DOTS, lambda op: op.func is torch.ops.aten.mm.default]
+)
+def test_one_policy_is_a_list_of_one(policy):
+    found = compare(two, *example(*SQUARE), policies=policy)
+    assert found == compare(two, *example(*SQUARE), policies=[policy])
+
+
 def test_a_model_on_meta_tensors_is_compared_by_blocks():
     rows = {"dots": {"Block": DOTS}}
     real = compare(Model(), BATCH, policies=rows)

@@ -5,6 +5,9 @@ message, or ``wrong`` with the number that came out and the right one.
 """
 
 import builtins
+import contextlib
+import inspect
+import pkgutil
 import re
 import warnings
 from functools import partial
@@ -13,7 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.zoo import plainly
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import (
+    checkpoint as torch_checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import remat
 from remat.testing import assert_same
@@ -27,13 +33,19 @@ def torch_remat_checkpoint(fn):
     return torch_remat.checkpoint()(fn)
 
 
+def save_sines_and_matmuls():
+    aten = torch.ops.aten
+    return create_selective_checkpoint_contexts([aten.sin.default, aten.mm.default])
+
+
 SYSTEMS = {
     "`remat`": remat.remat,
-    "torch, `use_reentrant=False`": lambda fn: partial(
+    "torch, non-reentrant": lambda fn: partial(
         torch_checkpoint, fn, use_reentrant=False
     ),
-    "torch, `use_reentrant=True`": lambda fn: partial(
-        torch_checkpoint, fn, use_reentrant=True
+    "torch, reentrant": lambda fn: partial(torch_checkpoint, fn, use_reentrant=True),
+    "torch, selective": lambda fn: partial(
+        torch_checkpoint, fn, use_reentrant=False, context_fn=save_sines_and_matmuls
     ),
     "`torch_remat` 0.2.2": torch_remat_checkpoint,
 }
@@ -70,6 +82,29 @@ def double_backward(ckpt):
 def func_vjp(ckpt):
     out, vjp = torch.func.vjp(ckpt(f), x)
     return out, vjp(torch.ones(()))
+
+
+def compiled(transform):
+    """A case: `transform` of the checkpoint, compiled as one graph."""
+
+    def case(ckpt):
+        torch._dynamo.reset()
+        fn = transform(ckpt(f))
+        try:
+            return torch.compile(fn, fullgraph=True, backend="aot_eager")(x)
+        finally:
+            # A compilation that fails under torch.func leaves them disabled.
+            torch._C._autograd._saved_tensors_hooks_enable()
+
+    return case
+
+
+def two_backwards(ckpt):
+    q = leaf()
+    out = ckpt(f)(q)
+    out.backward(retain_graph=True)
+    out.backward()
+    return q.grad
 
 
 def batch():
@@ -182,6 +217,11 @@ CASES = {
         lambda q: torch.vmap(ckpt(f))(q).sum(), batch()
     ),
     "`vmap(grad)`": lambda ckpt: torch.vmap(torch.func.grad(ckpt(f)))(xs),
+    "`torch.compile(grad(f))`": compiled(torch.func.grad),
+    "`torch.compile` of `vmap(grad(f))`": compiled(
+        lambda fn: lambda x: torch.vmap(torch.func.grad(fn))(x.expand(2, 3))
+    ),
+    "two backwards of one graph": two_backwards,
     "nested in itself": lambda ckpt: gradient(ckpt(lambda z: ckpt(f)(z).sin())),
     "a function returning a dict": lambda ckpt: gradient(
         lambda q: ckpt(lambda z: {"a": z.sin()})(q)["a"].sum()
@@ -212,6 +252,49 @@ def table():
     for row in rows[2:]:  # below the header and its rule
         for system, cell in zip(header[1:], row[1:], strict=True):
             yield row[0], system, cell
+
+
+# What a peer would call such a thing, in a name or in a parameter.
+WORDS = {
+    "a budget in bytes": "budget|limit",
+    "draws from a key": r"\bkey|random|dropout",
+    "a report of one call": "explain|report",
+    "policies side by side": "compare",
+    "long loops": "scan|loop|chain",
+    "hides a value from all who store it": r"\bscope",
+}
+
+
+def offers():
+    """Yield (row, system, cell) for every cell of the page's second table."""
+    block = PAGE.read_text().partition("public names\nand parameters:\n\n")[2]
+    header, _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in block.split("\n\n")[0].splitlines()
+    )
+    for row in rows:
+        for system, cell in zip(header[1:], row[1:], strict=True):
+            yield row[0], system.split("`")[1], cell
+
+
+def public(module):
+    """The public names of a module, and the parameters of its functions."""
+    names = getattr(module, "__all__", None) or vars(module)
+    for name in names:
+        value = getattr(module, name)
+        if not name.startswith("_") and callable(value):
+            yield name
+            with contextlib.suppress(TypeError, ValueError):
+                yield from inspect.signature(value).parameters
+
+
+@pytest.mark.parametrize(("row", "system", "cell"), list(offers()))
+def test_what_each_offers_besides_is_true(row, system, cell):
+    module = pytest.importorskip(system)
+    for name in re.findall(r"`([\w.]+)`", cell):
+        assert pkgutil.resolve_name(name) is not None
+    if cell.startswith("none"):
+        assert not [n for n in public(module) if re.search(WORDS[row], n)]
 
 
 def number(value):

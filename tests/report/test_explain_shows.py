@@ -13,6 +13,7 @@ from support.kept import total
 
 import remat._report.render
 from remat import compare, explain, policies, remat as ckpt, saved_residuals
+from remat._report import plots
 
 
 MIB = 2**20
@@ -211,6 +212,13 @@ def test_as_text_in_a_notebook(monkeypatch):
     assert "operation" in text
 
 
+def test_a_long_text_may_be_broken_into_lines_in_a_notebook():
+    rows = (("short", "a reason that is too long for one line of a page"),)
+    table = remat._report.render.Table("", ("op", "why"), rows, ("",))
+    cells = remat._report.render.html(table).split("<td")[1:]
+    assert ["nowrap" in cell for cell in cells] == [True, False]
+
+
 @pytest.fixture
 def pyplot():
     matplotlib = pytest.importorskip("matplotlib")
@@ -246,6 +254,16 @@ def test_as_points(pyplot):
     assert sorted("\n".join(labels).split("\n")) == sorted(named)
     ours = pyplot.figure().add_subplot()
     assert compared.plot(ours) is ours
+
+
+def test_no_two_of_many_points_look_alike(pyplot):
+    many = range(40)
+    axes = plots.points([*map(str, many)], many, many[::-1], "many")
+    looks = {
+        (dots.get_facecolor().tobytes(), dots.get_paths()[0].vertices.tobytes())
+        for dots in axes.collections
+    }
+    assert len(looks) == len(many)
 
 
 def texts_of(axes):

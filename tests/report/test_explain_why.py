@@ -103,7 +103,7 @@ def test_the_reason_for_an_operation_that(fn, row):
 def test_the_state_of_a_stream_that_is_kept_is_named():
     report = explained(with_draw)
     assert report.streams == ("cpu",)
-    assert "also saved: the state of cpu" in str(report)
+    assert "also saved: the state of the CPU's random stream" in str(report)
 
 
 def test_what_the_policy_keeps_says_so_and_what_for():
@@ -147,7 +147,7 @@ def test_parameters_are_not_dropped():
     assert rows == {
         "input": (True, "read by the backward of addmm"),
         "weight": (True, "read by the backward of addmm"),
-        "bias": (True, "a leaf is alive anyway"),
+        "bias": (True, "a leaf, which is alive anyway"),
     }
 
 

@@ -1,26 +1,7 @@
-"""Chains beside the loops that they stand for."""
+"""A loss of a scan, and the ways to differentiate it: in reverse, and not."""
 
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vmap
-
-
-def plain_scan(f, init, xs=None, length=None, *, reverse=False, **_):
-    """The loop that `chain.scan` stands for."""
-    count = len(xs) if length is None else length
-    carry, ys = init, []
-    for i in reversed(range(count)) if reverse else range(count):
-        carry, y = f(carry, None if xs is None else xs[i])
-        ys.append(y)
-    if reverse:
-        ys.reverse()
-    return carry, None if ys[0] is None else torch.stack(ys)
-
-
-def plain_fori(lower, upper, body, init, **_):
-    """The loop that `chain.fori_loop` stands for."""
-    for i in range(lower, upper):
-        init = body(i, init)
-    return init
 
 
 def _random(*shape, seed):

@@ -5,6 +5,7 @@ was computed with them. Each of its steps calls tanh once, which no derivative o
 does. So the kernels of tanh count how many steps ran, under every transform.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +30,7 @@ class Plain:
         count = len(leaves[0]) if leaves else length
         carry, ys = init, []
         for i in reversed(range(count)) if reverse else range(count):
-            carry, y = f(
-                carry, tree_map(lambda t, i=i: None if t is None else t[i], xs)
-            )
+            carry, y = f(carry, tree_map(functools.partial(_slice, i), xs))
             ys.append(y)
         return carry, tree_map(_stack, *(ys[::-1] if reverse else ys))
 

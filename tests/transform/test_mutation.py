@@ -411,6 +411,15 @@ def test_the_error_names_the_operation_and_the_line(how, shape):
         ADDED[how](remat(doubles), torch.ones(shape))
 
 
+def test_the_error_of_an_activation_in_place_names_the_option():
+    net = remat(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)))
+    option = r"and return it, or pass inplace=False if a module does this\."
+    with pytest.raises(MutationError, match=rf"by aten\.relu_\.default at .*{option}"):
+        net(torch.ones(5, 4))
+    with pytest.raises(MutationError, match=r"and return it\.$"):
+        remat(lambda x, w: x.mul_(w))(torch.ones(5, 4), leaf(4))
+
+
 def without_memory(t):
     t.untyped_storage().resize_(0)
     return t
@@ -443,3 +452,46 @@ def test_a_view_that_is_returned_with_its_base_is_not_changed(transform):
 
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
         transform(loss)(torch.rand(3, 3, 3))
+
+
+# --- Tensors without a storage of their own ------------------------------------------
+
+
+def sparse_product(s, x, t):
+    return (s @ x).sin().sum(), t.detach()
+
+
+def test_a_sparse_tensor_is_read_beside_a_changed_input_that_is_not():
+    s, x, t = torch.eye(4).to_sparse(), torch.rand(4, 4), torch.ones(4)
+    _, pull = torch.func.vjp(lambda x: remat(sparse_product)(s, x, t), x)
+    t.add_(1)
+    with count_ops() as ops:
+        (g,) = pull((torch.ones(()), torch.zeros(4)))
+    assert torch.equal(g, x.cos())
+    assert ops["sin"] + ops["addmm"] + ops["_sparse_addmm"] > 0  # it was recomputed
+
+
+def test_a_sparse_tensor_that_is_changed_is_refused():
+    s, x, t = torch.eye(4).to_sparse(), torch.rand(4, 4), torch.ones(4)
+    _, pull = torch.func.vjp(lambda x: remat(sparse_product)(s, x, t), x)
+    s.mul_(2)
+    with pytest.raises(MutationError, match="`s` was changed in place"):
+        pull((torch.ones(()), torch.zeros(4)))
+
+
+def opaque_product(m, x):
+    return (x.sin() * m.to_dense()).sum()
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_an_opaque_tensor_that_is_changed_is_refused():
+    """Its copy would be made of the changed value, and give another gradient."""
+    m, other = (torch.full((4, 4), v).to_mkldnn() for v in (0.5, 3.0))
+    x = torch.rand(4, 4)
+    _, pull = torch.func.vjp(lambda x: remat(opaque_product)(m, x), x)
+    with count_ops() as ops:
+        assert torch.equal(pull(torch.ones(()))[0], 0.5 * x.cos())
+    assert ops["to_dense"] + ops["_to_dense"] > 0  # it was recomputed
+    torch.ops.aten.mul_.Tensor(m, other)
+    with pytest.raises(MutationError, match="`m` was changed in place"):
+        pull(torch.ones(()))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from remat import policies, remat
+from remat.testing import count_ops
 
 
 def wave(x, *, scale=2.0):
@@ -18,6 +19,13 @@ def wave(x, *, scale=2.0):
 class Layer(nn.Module):
     def forward(self, x):
         return x.sin()
+
+
+class Blocks(nn.ModuleList):
+    def forward(self, x):
+        for block in self:
+            x = block(x)
+        return x
 
 
 class Waves:
@@ -63,11 +71,27 @@ REFUSED = {
         r"'prun'\. The options are policy, prune",
     ),
     **{name: (wave, {name: True}, TypeError, needless(name)) for name in OTHERS},
-    "number": (3, {}, TypeError, "is not callable"),
-    "name": ("sin", {}, TypeError, "is not callable"),
-    "tensor": (torch.ones(2), {}, TypeError, "is not callable"),
-    "list": ([torch.exp], {}, TypeError, "is not callable"),
+    "number": (3, {}, TypeError, "got an object of type int, which is not callable"),
+    "name": ("sin", {}, TypeError, "of type str, which is not callable. Pass a func"),
+    "tensor": (
+        torch.ones(2),
+        {},
+        TypeError,
+        r"got a tensor, the result.* write remat\(fn\)\(x\), not remat\(fn\(x",
+    ),
+    "list": ([torch.exp], {}, TypeError, "of type list, which is not callable"),
+    "modules": ([Layer()], {}, TypeError, r"a list of modules.*remat\.nn\.apply\(mod"),
+    "maker": (wave, {"policy": policies.within}, TypeError, r"pass within\(\.\.\.\)"),
     "module class": (Layer, {}, TypeError, "Layer is a class. Apply remat to a module"),
+    **{
+        type(module).__name__: (
+            module,
+            {},
+            TypeError,
+            rf"got a {type(module).__name__}, which has no `forward`.* each module in",
+        )
+        for module in (nn.ModuleList([Layer()]), nn.ModuleDict({"a": Layer()}))
+    },
     "class": (Waves, {}, TypeError, "Waves is a class. Apply remat to an object of"),
     **{
         fn.__name__: (fn, {"prune": True}, TypeError, body_runs_later(fn))
@@ -82,6 +106,16 @@ def test_a_wrong_decoration_is_refused_at_once(form, case):
     fn, options, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         remat(fn, **options) if form == "direct" else remat(**options)(fn)
+
+
+def test_a_container_with_a_forward_of_its_own_is_recomputed():
+    with_own = nn.ModuleList([Layer(), Layer()])
+    with_own.forward = lambda x: with_own[1](with_own[0](x))
+    x = torch.ones(2, requires_grad=True)
+    for module in Blocks([Layer(), Layer()]), with_own:
+        with count_ops() as ops:
+            remat(module)(x).sum().backward()
+        assert ops["sin"] == 3  # the last one is not read
 
 
 # Arguments by position, of which there is one: the function.

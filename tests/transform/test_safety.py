@@ -316,7 +316,7 @@ REFUSED = {
     "a generator": (under_grad(remat(one_by_one)), "computes when it is read"),
     "kept": (
         under_grad(keeps_an_intermediate()),
-        r"Under torch\.func its gradient",
+        r"A call under torch\.func and a chain are one node of the graph, so its gradi",
     ),
     "hidden": (in_one_node(scaled, Settings), "used but is no input of the call"),
     "backward": (in_one_node(backward_inside, leaf), "calls backward"),

@@ -5,6 +5,7 @@ torch's checkpoint. With `save_collectives` a backward repeats no collective: it
 those of plain's backward.
 """
 
+import time
 import traceback
 import warnings
 import weakref
@@ -370,9 +371,23 @@ def still_alive(rank):
         for _ in range(2):
             x = torch.ones(3, requires_grad=True)
             held[-1](x).sum().backward()
-    for _ in range(20):
-        dist.barrier()  # gloo's threads let go of a collective when they do another
+    await_gloo(alive)
     return {name: [ref() is not None for ref in refs] for name, refs in alive.items()}
+
+
+def await_gloo(alive):
+    """Waits, a minute at most, until gloo's threads have let go of their collectives.
+
+    A thread lets go after it has told the caller that the collective is done. The sum
+    is over processes, so all stop in the same turn.
+    """
+    for _ in range(600):
+        held = sum(ref() is not None for refs in alive.values() for ref in refs)
+        everywhere = torch.tensor(held)
+        dist.all_reduce(everywhere)
+        if not everywhere:
+            return
+        time.sleep(0.1)
 
 
 def test_no_record_holds_what_a_collective_wrote_to(tmp_path):

@@ -74,18 +74,50 @@ def test_the_readme_and_the_quickstart_have_examples():
     }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+LINK_TO_PART = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")
+FENCED = re.compile(r"^(`{3,}|:{3,}).*?^\1", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def without_examples(page):
+    return FENCED.sub("", page.read_text())
+
+
+def anchors(page):
+    """Those of the headings, by the rule of GitHub. That of Sphinx gives the same."""
+    headings = HEADING.findall(without_examples(page))
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+READ_AS_FILES = [*PAGES, *sorted((ROOT / "docs/api").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", READ_AS_FILES, ids=lambda page: page.name)
 def test_relative_links_point_at_files(page):
-    for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
-        # Notebooks are copied next to the pages when the docs are built.
+    """Without a build of the docs: docs/conf.py changes links for Sphinx."""
+    for target in LINK.findall(without_examples(page)):
         path = page.parent / target
-        if page.parent.name == "docs" and target.startswith("notebooks/"):
-            path = ROOT / target
         assert path.exists(), f"{page.name} links to {target}"
+        # docs/notebooks is made by `make docs`.
+        assert path.resolve().parent != ROOT / "docs/notebooks", target
+
+
+@pytest.mark.parametrize("page", READ_AS_FILES, ids=lambda page: page.name)
+def test_links_to_a_part_of_a_page_point_at_a_heading(page):
+    for target, anchor in LINK_TO_PART.findall(without_examples(page)):
+        path = page.parent / target if target else page
+        assert anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
+
+
+def test_an_anchor_is_that_of_github(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A_b: `c-d`()\n\n```python\n# no heading\n```\n\n## 1. E\n")
+    assert anchors(page) == {"a_b-c-d", "1-e"}
 
 
 def test_the_limits_are_a_page():
-    assert len((ROOT / "docs/limits.md").read_text().split()) < 750
+    assert len((ROOT / "docs/limits.md").read_text().split()) < 850
 
 
 def test_each_page_is_in_the_sidebar_once():
@@ -98,3 +130,32 @@ def test_each_page_is_in_the_sidebar_once():
     expected = {str(p.relative_to(ROOT / "docs").with_suffix("")) for p in pages}
     expected |= {f"notebooks/{p.stem}" for p in (ROOT / "notebooks").glob("*.ipynb")}
     assert shown == sorted(expected - {"index"})
+
+
+def test_each_page_is_linked_from_another_page():
+    pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")}
+    found = {
+        (page.parent / target).resolve()
+        for page in pages
+        for target in LINK.findall(page.read_text())
+        if (page.parent / target).resolve() != page
+    }
+    assert pages - found == {ROOT / "docs/index.md"}
+
+
+def test_each_page_has_a_title_of_its_own():
+    # docs/conf.py puts numbers before those of notebooks.
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")]
+    title = re.compile("^# (.*)", re.MULTILINE)
+    titles = [title.search(page.read_text())[1] for page in pages]
+    # Once it is the start page, which is not in the sidebar, and once the reference.
+    titles.remove("remat")
+    assert len(titles) == len(set(titles))
+
+
+def test_examples_fit_into_the_width_of_a_page():
+    # That of docs/_static/custom.css in a window of 1300 pixels: nothing is clipped.
+    for page in (ROOT / "docs").rglob("*.md"):
+        for _, code, shown in blocks(page):
+            lines = [*code.splitlines(), *(shown or "").splitlines()]
+            assert max(map(len, lines)) <= 107, page.name

@@ -1,5 +1,6 @@
 """docs/chains.md: what transforms of a chain cost, and what its tables say."""
 
+import io
 import re
 from pathlib import Path
 
@@ -37,7 +38,12 @@ def rows(x):
     return x.view(4, -1)
 
 
+def backward(length, x):
+    loss(length)(x.clone().requires_grad_()).backward()
+
+
 DERIVATIVES = {
+    "backward": backward,
     "grad": lambda n, x: grad(loss(n))(x),
     "jvp": lambda n, x: jvp(loss(n), (x,), (x,)),
     "vmap of grad": lambda n, x: vmap(grad(loss(n)))(rows(x)),
@@ -68,7 +74,7 @@ def carries(name, length):
     return peak_bytes(lambda: DERIVATIVES[name](length, x)) / x.nbytes
 
 
-@pytest.mark.parametrize("name", ["grad", "vmap of grad"])
+@pytest.mark.parametrize("name", ["backward", "grad", "vmap of grad"])
 def test_a_peak_that_does_not_grow_with_the_steps(name):
     few, many = carries(name, 64), carries(name, 144)
     assert few == many < CHECKPOINTS + 8
@@ -78,6 +84,16 @@ def test_a_peak_that_does_not_grow_with_the_steps(name):
 def test_a_peak_that_grows_with_the_root_of_the_steps(name, each):
     few, many = carries(name, 64), carries(name, 144)
     assert many - few == pytest.approx(each * (12 - 8), abs=0.01)
+
+
+def test_the_peaks_in_the_text():
+    text = re.search(r"For 1,600 steps .*? peaks are (.*?)\.\n", PAGE, re.DOTALL)[1]
+    shown = [int(n) for n in re.findall(r"\b\d+\b", text)]
+    names = ["backward", "vmap of grad", "grad of vmap", "second order"]
+    grows = [0, 0, 2, 5]  # with the root of the steps, as tested above
+    at_64 = [carries(name, 64) for name in names]
+    found = [few + each * (40 - 8) for few, each in zip(at_64, grows, strict=True)]
+    assert found == pytest.approx(shown, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +113,22 @@ def test_steps_in_the_table_are_those_predicted(name, schedule):
     assert row, f"no row of {name}"
     steps = int(row[1].split("|")[2].replace(",", ""))
     assert steps == sum(schedule.evaluations(1000))
+
+
+def test_a_bar_that_adds_what_it_gets_is_too_far():
+    """So the page passes `lambda done: bar.update()` for a bar of tqdm."""
+    tqdm = pytest.importorskip("tqdm").tqdm
+    x = torch.ones(3, requires_grad=True)
+    cases = [(lambda bar: lambda _: bar.update(), 10), (lambda bar: bar.update, 55)]
+    for update_of, count in cases:
+        with tqdm(total=10, disable=False, file=io.StringIO()) as bar:
+            step, progress = lambda _, x: x.sin(), update_of(bar)
+            chain.fori_loop(0, 10, step, x, progress=progress).sum().backward()
+            assert bar.n == count
+
+
+def test_a_list_of_tensors_is_several_xs():
+    parts = [torch.ones(5), torch.zeros(5)]
+    scanned = lambda xs: chain.scan(lambda c, x: (c, x), torch.ones(()), xs)[1]
+    assert [part.shape for part in scanned(parts)] == [(5,), (5,)]
+    assert scanned(torch.stack(parts)).shape == (2, 5)

@@ -155,6 +155,17 @@ def test_a_batch_of_recomputations_may_draw_from_keys():
     assert torch.equal(jacrev(jacrev(fn))(x).sum((1, 2)), 2 * y)
 
 
+# --- Keys under vmap ---
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0), (0, 1)])
+def test_vmap_that_takes_the_bits_of_a_key_as_examples_complains_of_a_size_2(in_dims):
+    key = keyed.key(1) if in_dims == (0, 0) else keyed.split(keyed.key(1), 4)
+    drop = torch.vmap(lambda x, key: keyed.dropout(key, x, 0.5), in_dims)
+    with pytest.raises(ValueError, match=r"mapped dimension, got sizes \[4, 2\]"):
+        drop(torch.ones(4, 8), key)
+
+
 # --- Refused draws ---
 
 

@@ -85,7 +85,21 @@ def test_containers_within_containers_are_changed_by_the_forward_only(passed):
     assert held == {"inner": {}}
 
 
+def test_an_embedding_that_renormalizes_its_weight_is_refused():
+    embed = nn.Embedding(4, 3, max_norm=1.0)
+    with pytest.raises(MutationError, match=r"`embed\.weight` was changed in place"):
+        remat(lambda i: embed(i).sin())(torch.arange(3))
+
+
 # --- What changes between the call and its backward ---
+
+
+def test_a_module_of_another_dtype_by_then_fails_in_the_backward():
+    module = nn.Linear(3, 3)
+    out = remat(lambda x: module(x).sin().exp())(ones(2, 3))
+    module.double()
+    with pytest.raises(RecomputeError, match="float64"):
+        out.sum().backward()
 
 
 def test_loop_variables_and_module_attributes_are_those_of_the_forward():

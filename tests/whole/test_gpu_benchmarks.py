@@ -1,6 +1,5 @@
 """`make gpu` on a CPU: what it measures runs there too, on small sizes."""
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +10,6 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks/gpu.py"
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-    """Imports a file of benchmarks/."""
-    pytest.importorskip("rich", reason="needs the extra `viz`")
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module
 
 
 def small(scripts):

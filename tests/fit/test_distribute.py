@@ -1,11 +1,11 @@
-"""`chain.front` against all choices there are, with and without nests."""
+"""`distribute.front` against all choices there are, with and without nests."""
 
 import itertools
 import random
 
 import pytest
 
-from remat._fit.chain import WHOLE, Choice, Nest, Stage, flat, front, peak, work
+from remat._fit.distribute import WHOLE, Choice, Nest, Stage, flat, front, peak, work
 
 
 def chain_of(seed, count, options=3):

@@ -19,7 +19,7 @@ from remat._base.errors import CaptureError
 from remat._torch import copied_as_fake
 
 
-class Program(NamedTuple):
+class TrainingStep(NamedTuple):
     """A step: its forward and its loss.
 
     Attributes:
@@ -77,33 +77,33 @@ def backward(outs: list[Tensor]) -> None:
     torch.autograd.backward(outs, [torch.ones_like(t) for t in outs])
 
 
-def copied(program: Program, mode: Any, device: torch.device) -> Program:
+def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
     """Return a copy of a step whose tensors are fake, with the gradients there are."""
-    refuse_lazy(program)
-    made = copied_as_fake(program, mode, device)
-    for tensor, twin in zip(_leaves(program), _leaves(made), strict=True):
+    refuse_lazy(step)
+    made = copied_as_fake(step, mode, device)
+    for tensor, twin in zip(_leaves(step), _leaves(made), strict=True):
         if tensor.grad is not None:
             twin.grad = copied_as_fake(tensor.grad, mode, device)
     return made
 
 
-def refuse_lazy(program: Program) -> None:
+def refuse_lazy(step: TrainingStep) -> None:
     """Refuse modules whose parameters a first call makes."""
-    if any(map(is_lazy, _leaves(program))):
+    if any(map(is_lazy, _leaves(step))):
         raise CaptureError(_LAZY)
 
 
-def resident(program: Program) -> Iterator[Tensor]:
+def resident(step: TrainingStep) -> Iterator[Tensor]:
     """Yield what exists before a step: parameters, buffers, gradients and arguments."""
-    for tensor in _leaves(program):
+    for tensor in _leaves(step):
         yield tensor
         if tensor.is_leaf and tensor.grad is not None:
             yield tensor.grad
 
 
-def _leaves(program: Program) -> list[Tensor]:
-    owner = getattr(program.fn, "__self__", program.fn)
-    values = [owner, *pytree.flatten((program.args, program.kwargs))[0]]
+def _leaves(step: TrainingStep) -> list[Tensor]:
+    owner = getattr(step.fn, "__self__", step.fn)
+    values = [owner, *pytree.flatten((step.args, step.kwargs))[0]]
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, nn.Module):

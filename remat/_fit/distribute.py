@@ -12,6 +12,9 @@ Called by `search`. Numbers in, numbers out: nothing here knows of tensors.
 Invariant: sizes are rounded up, so a chain that fits in units fits in bytes. The table
 is for all amounts of memory at once.
 Rejected: a linear program. It knows nothing of nests, and needs a solver.
+Rejected: `remat.chain.schedules.rotor`. It recomputes any run of stages. In a model
+only a run that is a called module can be recomputed: a nest. And it plans for one
+budget, where the search needs what is best for each amount of memory.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,0 +1,48 @@
+"""`make demo`: two runs that take turns, and end with the same parameters."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_each_run_goes_first_in_every_second_step(scripts):
+    ran, losses = [], []
+
+    def run(name):
+        for step in range(3):
+            ran.append(name)
+            yield float(step)
+        return f"{name} ended"
+
+    ended = scripts("demo").in_turns(
+        run("plain"), run("remat"), lambda run, loss: losses.append((run, loss))
+    )
+    assert ran == ["plain", "remat", "remat", "plain", "plain", "remat"]
+    assert losses == [(0, 0), (1, 0), (1, 1), (0, 1), (0, 2), (1, 2)]
+    assert ended == ("plain ended", "remat ended")
+
+
+def test_a_small_demo_shows_a_lower_peak_and_the_same_parameters(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra `viz`")
+    sizes = {"layers": 3, "width": 32, "context": 16, "batch": 2, "steps": 2}
+    options = [text for name, n in sizes.items() for text in (f"--{name}", f"{n}")]
+    command = [sys.executable, "benchmarks/demo.py", *options, "--out", tmp_path]
+    env = os.environ | {"COLUMNS": "100"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    rows = [
+        [cell.strip() for cell in line.split("│")] for line in done.stdout.split("\n")
+    ]
+    table = {cells[1]: cells[2:5] for cells in rows if len(cells) > 4}
+    plain, ours = (int(n.replace(",", "")) for n in table["peak bytes of a step"][:2])
+    assert ours < plain
+    assert table["parameters bit-identical"][1] == "yes"
+    assert int(table["forward ops recomputed"][1].split()[0]) > 0
+    assert (tmp_path / "demo_memory.png").stat().st_size > 0
