@@ -8,6 +8,7 @@ reference, which every Python carries in ``pydoc_data.topics``. Reproduce with
 
 Both runs start from the same seed and see the same batches, so their parameters end
 identical to the last bit; what differs is memory. A plot of it goes to ``out/``.
+The runs take turns, step by step, so that other load on the machine slows both.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
@@ -154,19 +155,18 @@ class Run:
 
     loss: float  # mean of the last ten steps
     params: Params
-    step_seconds: float  # median
+    seconds: tuple[float, ...]  # of each step
     timeline: tuple[int, ...]  # live bytes of one step, beyond what lives between
     ops: Counter[str]  # kernels that one gradient runs
 
 
 def train(
-    block: Block,
-    tokens: Tensor,
-    vocabulary: int,
-    options: argparse.Namespace,
-    advance: Callable[[float], None],
-) -> Run:
-    """Train from the seed, then do one more step to look at it closely."""
+    block: Block, tokens: Tensor, vocabulary: int, options: argparse.Namespace
+) -> Generator[float, None, Run]:
+    """Train from the seed, then do one more step to look at it closely.
+
+    Yields the loss of each step.
+    """
     params = initial_params(options, vocabulary)
     leaves = optree.tree_leaves(params)
     optimizer = torch.optim.AdamW(leaves, lr=options.lr)
@@ -187,12 +187,29 @@ def train(
         start = time.perf_counter()
         losses.append(step())
         seconds.append(time.perf_counter() - start)
-        advance(losses[-1])
+        yield losses[-1]
     timeline = memory_timeline(step).bytes
     with count_ops() as ops:
         gradient(params, next(data))
     recent = statistics.mean(losses[-10:])
-    return Run(recent, params, statistics.median(seconds), timeline, ops)
+    return Run(recent, params, tuple(seconds), timeline, ops)
+
+
+def in_turns(
+    first: Generator[float, None, Run],
+    second: Generator[float, None, Run],
+    advance: Callable[[int, float], None],
+) -> tuple[Run, Run]:
+    """Advance two runs step by step. Each goes first in every second step."""
+    runs, order, ended = (first, second), [0, 1], {}
+    while len(ended) < len(runs):
+        for i in order:
+            try:
+                advance(i, next(runs[i]))
+            except StopIteration as end:
+                ended[i] = end.value
+        order.reverse()
+    return ended[0], ended[1]
 
 
 def train_both(
@@ -206,16 +223,18 @@ def train_both(
         TextColumn("loss {task.fields[loss]:.3f}"),
     )
     with Progress(*columns, console=console) as progress:
+        tasks = [
+            progress.add_task(name, total=options.steps, loss=float("nan"))
+            for name in ("plain", "with remat")
+        ]
 
-        def run(name: str, block: Block) -> Run:
-            task = progress.add_task(name, total=options.steps, loss=float("nan"))
+        def advance(run: int, loss: float) -> None:
+            progress.update(tasks[run], advance=1, loss=loss)
 
-            def advance(loss: float) -> None:
-                progress.update(task, advance=1, loss=loss)
-
-            return train(block, tokens, vocabulary, options, advance)
-
-        return run("plain", plain_block), run("with remat", block)
+        plain, ours = (
+            train(each, tokens, vocabulary, options) for each in (plain_block, block)
+        )
+        return in_turns(plain, ours, advance)
 
 
 # --- The comparison ----------------------------------------------------------------
@@ -242,7 +261,9 @@ def recomputed_ops(plain: Run, ours: Run, forward: Counter[str]) -> int:
 def comparison(plain: Run, ours: Run, recomputed: str) -> Table:
     """Return the table that shows what remat changes and what it does not."""
     peaks = max(plain.timeline), max(ours.timeline)
-    times = plain.step_seconds, ours.step_seconds
+    times = [statistics.median(run.seconds) for run in (plain, ours)]
+    pairs = zip(ours.seconds, plain.seconds, strict=True)
+    slower = statistics.median(b / a for b, a in pairs)
     table = Table(title="One model, trained twice")
     for heading in ("", "plain", "with remat", "ratio"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -254,9 +275,7 @@ def comparison(plain: Run, ours: Run, recomputed: str) -> Table:
         *(f"{peak:,}" for peak in peaks),
         f"{peaks[1] / peaks[0]:.2f}",
     )
-    table.add_row(
-        "step time", *(f"{t * 1e3:.0f} ms" for t in times), f"{times[1] / times[0]:.2f}"
-    )
+    table.add_row("step time", *(f"{t * 1e3:.0f} ms" for t in times), f"{slower:.2f}")
     table.add_row("forward ops recomputed", "0", recomputed, "")
     return table
 

@@ -7,26 +7,27 @@ of two steps is measured by the profiler. Beside it stand torch's selective chec
 graphs run eagerly, so that operations count alike, and with inductor for the peak.
 
 Work is the time of operations at nominal rates, beyond that of plain code; FLOPs are
-those that torch counts. Tables, JSON and a plot go to ``out/``. Reproduce with
+those that torch counts. Reproduce with
 
     python benchmarks/fit.py [--models mlps lm resnet unet llama]
+
+``make fit`` writes all that was measured, and a plot, to ``out/``.
 """
 
 import argparse
 import copy
 import functools
 import importlib
-import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from _results import Results
 from _systems import DOTS, brief
-from _tables import console, table, verdict
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -34,7 +35,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import remat
 from remat._partial.cost import flops, seconds
 from remat._partial.plan import Step
-from remat._partial.values import Arguments, Results
+from remat._partial.values import Arguments, Results as Produced
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -44,6 +45,8 @@ from support.fitted import CASES, measured_peak, step
 
 MODELS = "mlps", "lm", "resnet", "unet", "llama"
 ABOVE, BELOW = 1.05, 0.98  # of the predicted peak, by the measured one
+FIT, UNIFORM, TORCH, COMPILED = "remat.fit", "remat, uniform", "torch", "torch.compile"
+OTHERS = UNIFORM, TORCH, COMPILED
 BUDGETS = 0.02, 0.1, 0.2, 0.5, 0.8  # of torch.compile
 SHARES = 0.0, 0.15, 0.3, 0.5, 0.75, 0.95  # of what lies between least and plain
 
@@ -93,7 +96,7 @@ class Work(TorchDispatchMode):
         arguments = Arguments(args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            results = Results(result, arguments)
+            results = Produced(result, arguments)
             op = remat.policies.Op(func, *arguments.described, tuple(results.values))
             self.flops += flops(Step(op, result=results.form))
             self.seconds += seconds(Step(op, result=results.form))
@@ -208,7 +211,7 @@ def peak_of(model: nn.Module, case: Case) -> int:
 # --- The measurement ---------------------------------------------------------------
 
 
-def rows_of(name: str) -> Iterator[Row]:
+def rows_of(name: str, inductor: bool) -> Iterator[Row]:
     """Measure all ways to run one model."""
     make, *rest = CASES[name]
     torch.manual_seed(0)
@@ -220,20 +223,20 @@ def rows_of(name: str) -> Iterator[Row]:
     found = [measured(case, n, plain, *c) for n, c in changes(name, blocks)]
     found = [row for row in found if row is not None]
     yield from found
-    budgets = {r.peak for r in found if r.system == "remat, uniform"}
+    budgets = {r.peak for r in found if r.system == UNIFORM}
     low = least(case)
     budgets |= {int(low + share * (highest - low)) for share in SHARES}
     for budget in sorted(b for b in budgets if low <= b < highest):
         yield fitted(case, name, plain, budget)
-    yield from compiled_rows(case, name)
+    yield from compiled_rows(case, name, inductor)
 
 
 def changes(name: str, blocks: Sequence[str]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Yield the ways that change a model."""
     for choice, change in uniform(blocks):
-        yield name, ("remat, uniform", choice, change)
+        yield name, (UNIFORM, choice, change)
     for choice, change in selective(blocks):
-        yield name, ("torch", choice, change)
+        yield name, (TORCH, choice, change)
 
 
 def measured(
@@ -249,7 +252,7 @@ def measured(
     try:
         peak, work = measured_peak(*changed), work_of(changed)
     except RuntimeError as error:
-        if system != "torch":
+        if system != TORCH:
             raise
         print(f"{name}: {choice} failed: {brief(error)}")
         return None
@@ -277,18 +280,18 @@ def fitted(case: Case, name: str, plain: tuple[int, float], budget: int) -> Row:
     changed: Case = (plan.apply(copy.deepcopy(case[0])), *case[1:])
     peak, work = measured_peak(*changed), work_of(changed)
     extra = work[0] - plain[0], work[1] - plain[1]
-    return Row(name, "remat.fit", f"{budget:,}", peak, plan.peak, *extra, budget)
+    return Row(name, FIT, f"{budget:,}", peak, plan.peak, *extra, budget)
 
 
-def compiled_rows(case: Case, name: str) -> Iterator[Row]:
+def compiled_rows(case: Case, name: str, inductor: bool) -> Iterator[Row]:
     """Measure torch.compile under memory budgets; say what fails."""
     try:
         plain = compiled_work(case, 1.0)
         for budget in BUDGETS:
             costs, peak = compiled_work(case, budget), compiled(case, budget, EAGER)
             extra = costs[0] - plain[0], costs[1] - plain[1]
-            yield Row(name, "torch.compile", f"{budget}", peak, 0, *extra)
-            if "--inductor" in sys.argv:
+            yield Row(name, COMPILED, f"{budget}", peak, 0, *extra)
+            if inductor:
                 peak = compiled(case, budget, "inductor")
                 yield Row(name, "inductor", f"{budget}", peak, 0, *extra)
     except Exception as error:  # noqa: BLE001
@@ -301,113 +304,59 @@ EAGER = "aot_eager_decomp_partition"
 # --- The comparison ----------------------------------------------------------------
 
 
-def missed(rows: Sequence[Row]) -> list[str]:
-    """Say which targets are missed."""
-    found = []
-    plans = [row for row in rows if row.system == "remat.fit"]
-    for row in plans:
-        ratio = row.predicted / row.peak
-        if not BELOW <= ratio <= ABOVE:
-            found.append(f"{row.model} in {row.choice}: predicted {ratio:.3f} of peak")
-        for other in rows:
-            is_other = other.model == row.model and other.system == "remat, uniform"
-            if is_other and other.peak <= row.budget and other.work < row.work - 1e-9:
-                found.append(f"{row.model} in {row.choice}: {other.choice} costs less")
-    return found
-
-
-def report(rows: Sequence[Row]) -> str:
-    """Return the rows as Markdown."""
-    lines = [
-        "| model | system | choice | peak | predicted / peak | GFLOPs | work, ms |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
+def points(rows: Sequence[Row], model: str, results: Results) -> None:
+    """Keep all that was measured of a model."""
+    columns = {"peak": ",", "predicted / peak": ".3f", "GFLOPs": ".3f", "work": ".3f"}
+    title = f"{model}: peak, and what is recomputed, in GFLOPs and milliseconds"
+    cells = results.table(f"{model}, all", title, "system: choice", columns)
     for row in rows:
-        ratio = f"{row.predicted / row.peak:.3f}" if row.predicted else ""
-        cells = row.model, row.system, row.choice, f"{row.peak:,}", ratio
-        costs = f"{row.flops / 1e9:.3f}", f"{row.work:.3f}"
-        lines.append(f"| {' | '.join((*cells, *costs))} |")
-    return "\n".join(lines) + "\n"
+        ratio = row.predicted / row.peak if row.predicted else None
+        name = f"{row.system}: {row.choice}"
+        cells.add(name, row.peak, ratio, row.flops / 1e9, row.work)
 
 
-MARKS = {"remat.fit": "o-", "remat, uniform": "s", "torch": "^", "torch.compile": "x"}
-
-
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw peak against work for each model."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")  # no screen needed
-    from matplotlib import pyplot as plt
-
-    models = [*dict.fromkeys(row.model for row in rows)]
-    size = 5 * len(models), 4
-    figure, axes = plt.subplots(1, len(models), figsize=size, squeeze=False)
-    for ax, model in zip(axes[0], models, strict=True):
-        for system, mark in MARKS.items():
-            at = [r for r in rows if (r.model, r.system) == (model, system)]
-            peaks, works = [r.peak / 2**20 for r in at], [r.work for r in at]
-            ax.plot(peaks, works, mark, label=system, alpha=0.8)
-        ax.set_title(model)
-        ax.set_xlabel("peak MiB")
-    axes[0][0].set_ylabel("recomputed work, ms")
-    axes[0][-1].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Print the plans, each with the best uniform choice of the same peak."""
-    cells = table("Work in a budget, ms", "model", *HEADINGS)
+def plans(rows: Sequence[Row], model: str, results: Results) -> None:
+    """Print the plans, each with the best of each other system in the same peak."""
+    title = f"{model}: recomputed work in a budget of bytes, milliseconds"
+    columns = {"predicted / measured": ".3f", FIT: ".3f"} | dict.fromkeys(OTHERS, ".3f")
+    cells = results.table(model, title, "budget", columns)
     for row in rows:
-        if row.system != "remat.fit":
+        if row.system != FIT:
             continue
-        best = [
-            min((r.work for r in rows if fits(r, row, system)), default=None)
-            for system in ("remat, uniform", "torch", "torch.compile")
-        ]
-        texts = ["" if b is None else f"{b:.3f}" for b in best]
-        ratio = verdict(BELOW <= row.predicted / row.peak <= ABOVE, "0.98 to 1.05")
-        predicted = f"{row.predicted / row.peak:.3f} {ratio}"
-        cells.add_row(row.model, row.choice, predicted, f"{row.work:.3f}", *texts)
-    console().print(cells)
-
-
-HEADINGS = "budget", "predicted / peak", "fit", "uniform", "torch SAC", "compile"
+        best = {
+            system: min((r.work for r in rows if fits(r, row, system)), default=None)
+            for system in OTHERS
+        }
+        ratio, budget = row.predicted / row.peak, f"{row.budget:,}"
+        cells.add(budget, ratio, row.work, *best.values())
+        met = BELOW <= ratio <= ABOVE
+        cells.aim(budget, f"predicted {BELOW} to {ABOVE}", f"{ratio:.3f}", met)
+        uniform = best[UNIFORM]
+        if uniform is not None:
+            met = row.work <= uniform + 1e-9
+            cells.aim(budget, f"<= {uniform:.3f}, uniform", f"{row.work:.3f}", met)
+    results.show(cells)
 
 
 def fits(row: Row, plan: Row, system: str) -> bool:
     """Say whether a way of some system stays under the budget of a plan."""
-    same = row.model == plan.model and row.system == system
-    return same and row.peak <= plan.budget
-
-
-def write(rows: Sequence[Row], out: Path) -> None:
-    """Write what was measured so far."""
-    text = json.dumps([asdict(row) for row in rows], indent=1)
-    (out / "fit.json").write_text(text)
-    (out / "fit.md").write_text(report(rows))
-    plot(rows, out / "fit.png")
+    return row.system == system and row.peak <= plan.budget
 
 
 def main() -> None:
-    """Measure, print the table, write files; exit with 1 if a target is missed."""
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--inductor", action="store_true", help="its peaks, too")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="for the files")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    options.out.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
+    results = Results(__file__)
     for name in options.models:
-        rows += rows_of(name)
-        write(rows, options.out)
-    show(rows)
-    faults = missed(rows)
-    print("\n".join(faults) or "All targets are met.")
-    sys.exit(bool(faults))
+        rows = [*rows_of(name, options.inductor)]
+        plans(rows, name, results)
+        points(rows, name, results)
+    results.finish()
 
 
 if __name__ == "__main__":

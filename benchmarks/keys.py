@@ -6,9 +6,9 @@ overhead: the least of many rounds, in microseconds. Reproduce with
 
     python benchmarks/keys.py
 
-on an idle machine. Where another process has the same cores, torch's threads wait for
-one another after each kernel, of which a draw has hundreds, and spin meanwhile: times
-grow tenfold. `--threads 1` is free of that.
+It runs on one thread. With `--threads 2`, where another process has the same cores,
+torch's threads wait for one another after each kernel, of which a draw has hundreds,
+and spin meanwhile: times grow tenfold.
 
 torch 2.14 and later have native kernels for the CPU, which remat then uses for keys and
 uniform numbers. By our notes on torch 2.15, where this script was not run, they take
@@ -18,15 +18,14 @@ numbers and 7 for a split; their normal numbers, which remat leaves, 2.0 to 2.8 
 """
 
 import argparse
-import statistics
 import time
 import timeit
 from collections.abc import Callable
+from statistics import median
 
 import torch
-from rich.console import Console
+from _results import Results
 from rich.progress import track
-from rich.table import Table
 
 from remat import random
 
@@ -34,7 +33,7 @@ from remat import random
 SIZES = (10**6, 10**7)
 SECONDS = 10  # for each size; an idle machine makes 500 and 35 rounds of them
 CALLS, CALL_ROUNDS = 20, 300
-THREADS = 2
+THREADS = 1
 
 # At ten million float32, of what torch takes; and microseconds for a call.
 SHARES = {"uniform": 2.0, "normal": 4.0}
@@ -77,43 +76,40 @@ def in_turns(n: int) -> Times:
     return times
 
 
-def verdict(value: float, limit: float) -> str:
-    """Say whether a value keeps within its limit."""
-    return f"{'met' if value <= limit else 'MISSED'} (<= {limit:g})"
-
-
-def compare_draws() -> None:
+def compare_draws(results: Results) -> None:
     """Print the table of large draws."""
-    table = Table(title=f"float32 from a key, {torch.get_num_threads()} threads")
-    for column in ("draw", "millions", "ms", "median", "torch", "median", "ratio"):
-        table.add_column(column, justify="left" if column == "draw" else "right")
-    table.add_column("target")
+    title = f"Milliseconds of float32 from a key, {torch.get_num_threads()} thread(s)"
+    columns = dict.fromkeys(("least", "median", "torch's", "its median"), ".1f")
+    cells = results.table("draws", title, "draw", columns | {"ratio": ".2f"})
     for n in track(SIZES, transient=True, description="measuring"):
         times = in_turns(n)
         for name, rival in (("uniform", "torch.rand"), ("normal", "torch.randn")):
             ours, theirs = times[name], times[rival]
             ratio = min(ours) / min(theirs)
-            cells = [
-                f"{number(sample):.1f}"
-                for sample in (ours, theirs)
-                for number in (min, statistics.median)
-            ]
-            target = verdict(ratio, SHARES[name]) if n == SIZES[-1] else ""
-            table.add_row(name, f"{n // 10**6}", *cells, f"{ratio:.2f}", target)
-    Console().print(table)
+            found = [f(each) for each in (ours, theirs) for f in (min, median)]
+            row = f"{name}, {n // 10**6} million"
+            cells.add(row, *found, ratio)
+            if n == SIZES[-1]:
+                met = ratio <= SHARES[name]
+                cells.aim(row, f"<= {SHARES[name]:g}", f"{ratio:.2f}", met)
+    results.show(cells)
 
 
-def time_calls() -> None:
-    """Print the table of small calls."""
-    table = Table(title="Calls on a few numbers")
-    table.add_column("call")
-    table.add_column("microseconds", justify="right")
-    table.add_column("target")
-    for name, call in calls().items():
-        rounds = timeit.repeat(call, number=CALLS, repeat=CALL_ROUNDS)
-        micros = min(rounds) / CALLS * 1e6
-        table.add_row(name, f"{micros:.0f}", verdict(micros, LIMITS[name]))
-    Console().print(table)
+def time_calls(results: Results) -> None:
+    """Print the table of small calls, which take turns."""
+    title = f"Microseconds of calls on a few numbers, least of {CALL_ROUNDS} rounds"
+    cells = results.table("calls", title, "call", ["microseconds"], ".0f")
+    run = calls()
+    times: Times = {name: [] for name in run}
+    for _ in range(CALL_ROUNDS):
+        for name, call in run.items():
+            times[name].append(timeit.timeit(call, number=CALLS))
+    for name, found in times.items():
+        micros = min(found) / CALLS * 1e6
+        cells.add(name, micros)
+        limit = LIMITS[name]
+        cells.aim(name, f"<= {limit}", f"{micros:.0f}", micros <= limit)
+    results.show(cells)
 
 
 def main() -> None:
@@ -121,8 +117,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--threads", type=int, default=THREADS, help="of torch")
     torch.set_num_threads(parser.parse_args().threads)
-    compare_draws()
-    time_calls()
+    results = Results(__file__)
+    compare_draws(results)
+    time_calls(results)
+    results.finish()
 
 
 if __name__ == "__main__":

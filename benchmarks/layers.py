@@ -11,20 +11,18 @@ counted: on few numbers, since products are the same for all systems.
 
 import argparse
 import functools
-import sys
 from statistics import median
 
 import torch
 from _count import Case, Counts, Label, count
 from _layers import LAYERS
+from _results import THOUSANDS, Results
 from _styles import Step
-from _systems import BASELINE, DEFAULT, PLAIN, SYSTEMS
-from _tables import console, table, verdict
+from _systems import BASELINE, DEFAULT, PLAIN, REENTRANT, SYSTEMS, TORCH_REMAT
 from _times import Ratio, interleaved
-from rich.console import Console
 
 
-CHOSEN = PLAIN, BASELINE, DEFAULT
+CHOSEN = PLAIN, REENTRANT, BASELINE, TORCH_REMAT, DEFAULT
 
 
 def counted_step(layer: str, system: str) -> Step:
@@ -42,65 +40,52 @@ def cases() -> dict[Label, Case]:
     }
 
 
-def times(rounds: int, screen: Console) -> bool:
-    """Print the times; return whether every target is met."""
-    title = f"Milliseconds of a step, one thread: median and least of {rounds}"
-    ratios = f"of {BASELINE} (95%)", "least of least", "target"
-    cells = table(title, "layer", *CHOSEN, *ratios)
-    all_met = True
+def times(rounds: int, results: Results) -> None:
+    """Print the times."""
+    title = f"Milliseconds of a step, one thread: median of {rounds} rounds"
+    columns = dict.fromkeys(CHOSEN, ".2f") | {f"remat, of {BASELINE}": ".3f"}
+    cells = results.table("times", title, "layer", columns)
     for name, layer in LAYERS.items():
         steps = {
             system: layer.make(*layer.timed).step(SYSTEMS[system]) for system in CHOSEN
         }
         found = interleaved(steps, rounds)
         ratio = Ratio.of(found[DEFAULT], found[BASELINE])
-        least = min(found[DEFAULT]) / min(found[BASELINE])
-        cells.add_row(
-            name,
-            *(
-                f"{median(own) * 1e3:.2f}, {min(own) * 1e3:.2f}"
-                for own in found.values()
-            ),
-            str(ratio),
-            f"{least:.3f}",
-            verdict(ratio.low <= 1, "<= 1"),
-        )
-        all_met &= ratio.low <= 1
-    screen.print(cells)
-    return all_met
+        cells.add(name, *(median(own) * 1e3 for own in found.values()), ratio)
+        cells.aim(name, "<= 1", ratio, ratio.low <= 1)
+    results.show(cells)
 
 
-def instructions(counts: Counts, screen: Console) -> bool:
-    """Print the instructions; return whether every target is met."""
+def instructions(counts: Counts, results: Results) -> None:
+    """Print the instructions."""
     title = "Thousands of instructions of a step on few numbers: plain, and beyond it"
-    cells = table(title, "layer", *CHOSEN, f"of {BASELINE}", "target")
-    all_met = True
+    columns = dict.fromkeys(CHOSEN, THOUSANDS) | {f"remat, of {BASELINE}": ".3f"}
+    cells = results.table("instructions", title, "layer", columns)
     for layer in LAYERS:
-        totals = [counts[layer, system] for system in CHOSEN]
-        if any(isinstance(total, str) for total in totals):
-            cells.add_row(layer, *map(str, totals), "", verdict(False, "no number"))
-            all_met = False
-            continue
-        plain, torchs, ours = map(float, totals)
-        share = (ours - plain) / (torchs - plain)
-        thousands = [f"{n / 1e3:,.0f}" for n in (plain, torchs - plain, ours - plain)]
-        cells.add_row(layer, *thousands, f"{share:.3f}", verdict(share <= 1, "<= 1"))
-        all_met &= share <= 1
-    screen.print(cells)
-    return all_met
+        totals = {system: counts[layer, system] for system in CHOSEN}
+        plain = totals.pop(PLAIN)
+        beyond = {
+            system: total if isinstance(total, str) else total - float(plain)
+            for system, total in totals.items()
+        }
+        share = float(beyond[DEFAULT]) / float(beyond[BASELINE])
+        cells.add(layer, plain, *beyond.values(), share)
+        cells.aim(layer, "<= 1", f"{share:.3f}", share <= 1)
+    results.show(cells)
 
 
 def main() -> None:
-    """Measure, print the tables, and exit with 1 if a target is missed."""
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=100, help="of the times")
     rounds = parser.parse_args().rounds
     if rounds < 1:
         parser.error(f"--rounds must be at least 1, got {rounds}")
     torch.set_num_threads(1)
-    screen = console()
-    results = [times(rounds, screen), instructions(count(__file__), screen)]
-    sys.exit(not all(results))
+    results = Results(__file__)
+    times(rounds, results)
+    instructions(count(__file__), results)
+    results.finish()
 
 
 if __name__ == "__main__":

@@ -17,14 +17,13 @@ What a system cannot run shows as n/a with the exception that it raised. Reprodu
 import argparse
 import contextlib
 import functools
-import inspect
 import io
-import sys
 import warnings
 from collections.abc import Callable
 
 import torch
 from _block import block_work, stream
+from _results import Results, Table
 from _styles import STYLES
 from _systems import (
     BASELINE,
@@ -37,8 +36,6 @@ from _systems import (
     Wrapper,
     brief,
 )
-from _tables import console, number, table, verdict
-from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 from torch.autograd import grad as base_grad
@@ -62,9 +59,7 @@ HIGHER = "remat, higher_order=True"
 CHAINED = {
     name: SYSTEMS[name] for name in (PLAIN, REENTRANT, BASELINE, TORCH_REMAT, DEFAULT)
 }
-HAS_HIGHER = "higher_order" in inspect.signature(remat).parameters
-if HAS_HIGHER:
-    CHAINED[HIGHER] = functools.partial(remat, higher_order=True)
+CHAINED[HIGHER] = functools.partial(remat, higher_order=True)
 
 FIRST_ORDER, SECOND_ORDER = ".backward()", "second order"
 # The most tensors that a system may hold.
@@ -143,35 +138,26 @@ def chain_peak(derivative: str, wrap: Wrapper, x: Tensor) -> Peak:
         return brief(error)
 
 
-def derivatives(megabytes: float, screen: Console) -> bool:
-    """Print the peaks under derivatives; return whether every target is met."""
+def derivatives(megabytes: float, results: Results) -> None:
+    """Print the peaks under derivatives."""
     x = torch.linspace(0, 1, ROWS * int(megabytes * 2**20 / 4 / ROWS))
-    title = f"Peak in tensors of {megabytes:g} MB: 8 blocks of 8 sines"
-    cells = table(title, "derivative", *CHAINED, "target")
-    results = []
+    title = f"Peak in tensors of {megabytes:g} MB: {BLOCKS} blocks of {SINES} sines"
+    cells = results.table("derivatives", title, "derivative", [*CHAINED], ".1f")
     for name in track(DERIVATIVES, transient=True, description="measuring"):
         peaks = {who: chain_peak(name, wrap, x) for who, wrap in CHAINED.items()}
-        met, text = chain_verdict(name, peaks)
-        cells.add_row(name, *(number(peak, ".2f") for peak in peaks.values()), text)
-        results.append(met)
-    screen.print(cells)
-    if not HAS_HIGHER:
-        screen.print(f"This version has no `higher_order`: no row of {HIGHER}.")
-    return all(results)
+        cells.add(name, *peaks.values())
+        aim(cells, name, peaks)
+    results.show(cells)
 
 
-def chain_verdict(derivative: str, peaks: dict[str, Peak]) -> tuple[bool, str]:
+def aim(cells: Table, derivative: str, peaks: dict[str, Peak]) -> None:
     """Say whether each system meets its target, if it has one."""
-    results, texts = [], []
     for (name, who), limit in TARGETS.items():
-        if name != derivative:
-            continue
-        peak = peaks.get(who, "no such option")
-        # A few bytes for scalars are not a tensor.
-        met = not isinstance(peak, str) and peak < limit + 0.01
-        results.append(met)
-        texts.append(f"{who}: {verdict(met, f'<= {limit}')}")
-    return all(results), "\n".join(texts)
+        if name == derivative:
+            peak = peaks[who]
+            # A few bytes for scalars are not a tensor.
+            met = not isinstance(peak, str) and peak < limit + 0.01
+            cells.aim(name, f"{who} <= {limit}", peak, met)
 
 
 # --- Training ------------------------------------------------------------------------
@@ -179,7 +165,7 @@ def chain_verdict(derivative: str, peaks: dict[str, Peak]) -> tuple[bool, str]:
 
 LAYERS = 4
 SHAPE = (2, 8, 256)  # batch, time, width
-TRAINED = PLAIN, BASELINE, DEFAULT
+TRAINED = PLAIN, REENTRANT, BASELINE, TORCH_REMAT, DEFAULT
 
 
 class Training:
@@ -219,36 +205,35 @@ def training_peak(wrap: Wrapper, style: str, *, in_hooks: bool) -> int:
     return peak_bytes(training.step)
 
 
-def trainings(screen: Console) -> bool:
-    """Print the peaks while training; return whether every target is met."""
+def trainings(results: Results) -> None:
+    """Print the peaks while training."""
     title = "Peak bytes of a step of {} blocks of {} x {} x {}".format(LAYERS, *SHAPE)
-    cells = table(title, "gradients", "style", *TRAINED, "target")
-    all_met = True
+    cells = results.table("training", title, "gradients, style", TRAINED)
     for kind, in_hooks in ("added to others", False), ("taken by an optimizer", True):
         for style in STYLES:
             peaks = {
                 name: training_peak(SYSTEMS[name], style, in_hooks=in_hooks)
                 for name in TRAINED
             }
+            row = f"{kind}, {style}"
+            cells.add(row, *peaks.values())
             met = peaks[DEFAULT] <= peaks[BASELINE]
-            sizes = [f"{peak:,}" for peak in peaks.values()]
-            cells.add_row(kind, style, *sizes, verdict(met, f"<= {BASELINE}"))
-            all_met &= met
-    screen.print(cells)
-    return all_met
+            cells.aim(row, f"<= {BASELINE}", peaks[DEFAULT], met)
+    results.show(cells)
 
 
 def main() -> None:
-    """Measure, print the tables, and exit with 1 if a target is missed."""
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mb", type=float, default=16, help="size of the tensor")
     megabytes = parser.parse_args().mb
     if megabytes <= 0:
         parser.error(f"--mb must be positive, got {megabytes:g}")
     torch.set_num_threads(1)  # bytes are the same, and a busy machine no matter
-    screen = console()
-    results = [derivatives(megabytes, screen), trainings(screen)]
-    sys.exit(not all(results))
+    results = Results(__file__)
+    derivatives(megabytes, results)
+    trainings(results)
+    results.finish()
 
 
 if __name__ == "__main__":

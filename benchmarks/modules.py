@@ -12,17 +12,15 @@ counted.
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable
 from statistics import median
 
 import torch
 from _count import Case, Counts, Label, count
+from _results import THOUSANDS, Results
 from _styles import Step
-from _systems import BASELINE, COMPAT, PLAIN, SYSTEMS
-from _tables import console, table, verdict
+from _systems import BASELINE, COMPAT, PLAIN, REENTRANT, SYSTEMS, TORCH_REMAT
 from _times import Ratio, interleaved
-from rich.console import Console
 from sequential import Block
 from torch import nn
 
@@ -30,12 +28,15 @@ from remat import nn as remat_nn, remat
 
 
 APPLIED, RETURNED = "remat.nn.apply", "remat(module)"
-CHOSEN = PLAIN, BASELINE, COMPAT, RETURNED, APPLIED
+OURS = COMPAT, RETURNED, APPLIED
+CHOSEN = PLAIN, REENTRANT, BASELINE, TORCH_REMAT, *OURS
 COUNTED, TIMED = (4, 16), (256, 128)  # rows and width
 SHARE = 0.80  # of torch's instructions beyond plain
 WAYS: dict[str, Callable[[nn.Module], Callable[..., torch.Tensor]]] = {
     PLAIN: lambda module: module,
+    REENTRANT: SYSTEMS[REENTRANT],
     BASELINE: SYSTEMS[BASELINE],
+    TORCH_REMAT: SYSTEMS[TORCH_REMAT],
     COMPAT: SYSTEMS[COMPAT],
     RETURNED: remat,
     APPLIED: lambda module: remat_nn.apply(module, Block),
@@ -64,50 +65,46 @@ def cases() -> dict[Label, Case]:
     }
 
 
-def instructions(counts: Counts, screen: Console) -> bool:
-    """Print the instructions; return whether every target is met."""
+def instructions(counts: Counts, results: Results) -> None:
+    """Print the instructions."""
     title = "Thousands of instructions of a module: plain, and beyond it"
-    cells = table(title, "system", "instructions", f"of {BASELINE}", "target")
+    columns = {"instructions": THOUSANDS, f"of {BASELINE}": ".3f"}
+    cells = results.table("instructions", title, "system", columns)
     plain, theirs = float(counts[PLAIN,]), float(counts[BASELINE,])
-    cells.add_row(PLAIN, f"{plain / 1e3:,.0f}", "", "")
-    all_met = True
+    cells.add(PLAIN, plain, None)
     for system in CHOSEN[1:]:
         own = float(counts[system,]) - plain
         share = own / (theirs - plain)
-        met = share <= SHARE
-        is_ours = system != BASELINE
-        told = verdict(met, f"<= {SHARE}") if is_ours else ""
-        cells.add_row(system, f"{own / 1e3:,.0f}", f"{share:.3f}", told)
-        all_met &= met or not is_ours
-    screen.print(cells)
-    return all_met
+        cells.add(system, own, share)
+        if system in OURS:
+            cells.aim(system, f"<= {SHARE}", f"{share:.3f}", share <= SHARE)
+    results.show(cells)
 
 
-def times(rounds: int, screen: Console) -> bool:
-    """Print the times; return whether every target is met."""
+def times(rounds: int, results: Results) -> None:
+    """Print the times."""
     found = interleaved({s: step_of(s, TIMED) for s in CHOSEN}, rounds)
-    title = f"Milliseconds of a step, one thread: median of {rounds}"
-    cells = table(title, "system", "time", f"of {BASELINE} (95%)", "target")
-    all_met = True
+    title = f"Milliseconds of a step, one thread: median of {rounds} rounds"
+    columns = {"ms": ".2f", f"of {BASELINE}": ".3f"}
+    cells = results.table("times", title, "system", columns)
     for system, own in found.items():
         ratio = Ratio.of(own, found[BASELINE])
-        is_ours = system not in (PLAIN, BASELINE)
-        told = verdict(ratio.low <= 1, "<= 1") if is_ours else ""
-        cells.add_row(system, f"{median(own) * 1e3:.2f}", str(ratio), told)
-        all_met &= ratio.low <= 1 or not is_ours
-    screen.print(cells)
-    return all_met
+        cells.add(system, median(own) * 1e3, ratio)
+        if system in OURS:
+            cells.aim(system, "<= 1", ratio, ratio.low <= 1)
+    results.show(cells)
 
 
 def main() -> None:
-    """Measure, print the tables, and exit with 1 if a target is missed."""
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=300, help="of the times")
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    screen = console()
-    results = [times(rounds, screen), instructions(count(__file__), screen)]
-    sys.exit(not all(results))
+    results = Results(__file__)
+    times(rounds, results)
+    instructions(count(__file__), results)
+    results.finish()
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ arithmetic. The page holds the tables as this prints them. Reproduce with
 """
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from _decoder import COLLECTIVES, Shape, block
+from _results import Results, Table
 
 from remat import explain, policies, remat, saved_residuals
 from remat.policies import Policy
@@ -120,73 +121,59 @@ def share_of_stage(batches: int) -> float:
 # --- Tables --------------------------------------------------------------------------
 
 
-def markdown(headings: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """Return a table whose first column is text, and the others numbers."""
-    head = [*headings]
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
-
-
-def blocks_table() -> str:
+def blocks_table(results: Results) -> Table:
     """Return what one block keeps for each token, and repeats."""
-    headings = (
-        "kept, besides the input",
-        "bytes per token",
-        "FLOPs again",
-        "collectives",
-    )
-    lines = (
-        (name, f"{row.per_token:,.0f}", f"{row.share:.0%}", str(row.collectives))
-        for name, row in rows().items()
-    )
-    return markdown(headings, lines)
+    columns = {"bytes per token": ",.0f", "FLOPs again": ".0%", "collectives": ","}
+    cells = results.table("One block", "One block", "kept, besides the input", columns)
+    for name, row in rows().items():
+        cells.add(name, row.per_token, row.share, row.collectives)
+    return cells
 
 
-def models_table() -> str:
+def models_table(results: Results) -> Table:
     """Return what a GPU holds of the whole model."""
-    headings = "kept", "kept, GB", "with one recompute, GB", "fits in 60 GB"
-    lines = (
-        (
-            name,
-            f"{SEQUENCES * SHAPE.layers * row.kept / 1e9:.1f}",
-            f"{on_gpu(row) / 1e9:.1f}",
-            "yes" if on_gpu(row) <= ROOM else "no",
-        )
-        for name, row in rows().items()
-    )
-    return markdown(headings, lines)
+    columns = {"kept, GB": ".1f", "with one recompute, GB": ".1f", "fits in 60 GB": ""}
+    cells = results.table("The model", "The model", "kept", columns)
+    for name, row in rows().items():
+        kept = SEQUENCES * SHAPE.layers * row.kept / 1e9
+        fits = "yes" if on_gpu(row) <= ROOM else "no"
+        cells.add(name, kept, on_gpu(row) / 1e9, fits)
+    return cells
 
 
-def stages_table() -> str:
+def stages_table(results: Results) -> Table:
     """Return how many blocks of each stage may keep more."""
-    headings = "stage", "micro-batches alive", "blocks that keep more", "FLOPs again"
-    batches = range(STAGES, 0, -1)
-    lines = (
-        (
-            str(stage),
-            str(n),
-            f"{rich_blocks(n)} of {SHAPE.layers // STAGES}",
-            f"{share_of_stage(n):.0%}",
-        )
-        for stage, n in enumerate(batches)
-    )
-    return markdown(headings, lines)
+    columns = {"micro-batches alive": ",", "blocks that keep more": ""}
+    columns |= {"FLOPs again": ".0%"}
+    cells = results.table("Stages", "Stages", "stage", columns)
+    for stage, n in enumerate(range(STAGES, 0, -1)):
+        blocks = f"{rich_blocks(n)} of {SHAPE.layers // STAGES}"
+        cells.add(str(stage), n, blocks, share_of_stage(n))
+    return cells
+
+
+def measured_tables(results: Results) -> list[Table]:
+    """Return all tables of the page."""
+    makers = blocks_table, models_table, stages_table
+    return [maker(results) for maker in makers]
 
 
 def tables() -> dict[str, str]:
-    """Return all tables of the page."""
-    return {
-        "One block": blocks_table(),
-        "The model": models_table(),
-        "Stages": stages_table(),
-    }
+    """Return them as Markdown."""
+    made = measured_tables(Results(__file__))
+    return {table.title: table.markdown() for table in made}
 
 
 def main() -> None:
     """Print the tables."""
-    print(f"{parameters() / 1e9:.1f} billion parameters, {state() / 1e9:.1f} GB a GPU")
-    for title, text in tables().items():
-        print(f"\n{title}\n\n{text}")
+    torch.set_num_threads(1)
+    results = Results(__file__)
+    results.say(
+        f"{parameters() / 1e9:.1f} billion parameters, {state() / 1e9:.1f} GB a GPU"
+    )
+    for table in measured_tables(results):
+        results.say(f"\n{table.title}\n\n{table.markdown()}")
+    results.finish()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,157 @@
+"""Make docs/benchmarks.md, and its plots, from page.md and what the benchmarks wrote.
+
+page.md has the text, and names tables and plots in double braces:
+
+- ``{{table SCRIPT | TABLE}}``: a table; ``title`` in place of it: its title,
+- ``{{plot SCRIPT | WHAT IT SHOWS}}``: a picture,
+- ``{{machines}}``: what was measured on, and when,
+- ``{{missed}}``: how many targets are met, and those that are not.
+
+Invariant: page.md has no number that a script measured. Run this as
+
+    python benchmarks/_page.py
+"""
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from _results import Table, reached
+
+
+HERE = Path(__file__).parent
+RESULTS, TEMPLATE = HERE / "results", HERE / "page.md"
+PAGE = HERE.parent / "docs/benchmarks.md"
+NOT_IN_BENCH = {"demo", "gpu", "picture"}  # they have commands of their own
+
+FIELD = re.compile(r"\{\{(\w+)([^}]*)\}\}")
+FIRST = "<!-- Made by benchmarks/_page.py from benchmarks/page.md: change that. -->\n\n"
+
+Found = Mapping[str, Mapping[str, Any]]  # of each script, what its file holds
+
+
+def scripts() -> list[str]:
+    """Return the names of the scripts that `make bench` runs."""
+    names = (path.stem for path in HERE.glob("*.py"))
+    return sorted(n for n in names if not n.startswith("_") and n not in NOT_IN_BENCH)
+
+
+def found() -> Found:
+    """Return what all files hold."""
+    files = sorted(RESULTS.glob("*.json"))
+    return {path.stem: json.loads(path.read_text()) for path in files}
+
+
+# --- What a field stands for ---------------------------------------------------------
+
+
+def _table(results: Found, script: str, key: str) -> Table:
+    tables = results[script]["tables"]
+    if key not in tables:
+        raise KeyError(f"{script} has no table {key!r}, but {', '.join(tables)}")
+    return Table.of_json(tables[key])
+
+
+def a_table(results: Found, script: str, key: str) -> str:
+    """Return a table."""
+    return _table(results, script, key).markdown()
+
+
+def title(results: Found, script: str, key: str) -> str:
+    """Return the title of a table."""
+    return _table(results, script, key).title
+
+
+def plot(results: Found, script: str, text: str) -> str:
+    """Return the picture that a script drew."""
+    del results
+    return f"![{text}](../benchmarks/results/{script}.png)"
+
+
+def machines(results: Found) -> str:
+    """Say what was measured on, and when: a line for each machine."""
+    of_machine: dict[str, list[str]] = defaultdict(list)
+    for script, result in results.items():
+        of_machine[described(result["machine"])].append(script)
+    if len(of_machine) == 1:
+        (only,) = of_machine
+        return f"Measured on {only}, {dates(results)}."
+    lines = (f"- {name}: {', '.join(used)}" for name, used in of_machine.items())
+    return f"Measured {dates(results)} on:\n\n" + "\n".join(lines)
+
+
+def described(machine: Mapping[str, Any]) -> str:
+    """Return a machine in words."""
+    threads = machine["threads"]
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}, "
+        f"Python {machine['python']}, torch {machine['torch']}, "
+        + ("one thread" if threads == 1 else f"{threads} threads")
+    )
+
+
+def dates(results: Found) -> str:
+    """Return the first day and the last."""
+    days = sorted({result["date"] for result in results.values()})
+    return f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
+
+
+def missed(results: Found) -> str:
+    """Say how many targets are met, and list the others with what was reached."""
+    lines, count = ["| script | row | target | reached |", "|---|---|---|---|"], 0
+    for script, result in results.items():
+        for key in result["tables"]:
+            targets = _table(results, script, key).targets
+            count += len(targets)
+            lines += [
+                f"| {script} | {key}: {t.row} | {t.target} | {reached(t.reached)} |"
+                for t in targets
+                if not t.met
+            ]
+    away = len(lines) - 2
+    said = f"{count - away} of {count} targets are met."
+    return f"{said} These are not:\n\n" + "\n".join(lines) if away else said
+
+
+FIELDS: dict[str, Callable[..., str]] = {
+    "table": a_table,
+    "title": title,
+    "plot": plot,
+    "machines": machines,
+    "missed": missed,
+}
+
+
+# --- The page ------------------------------------------------------------------------
+
+
+def page(results: Found) -> str:
+    """Return the page."""
+
+    def replaced(match: re.Match[str]) -> str:
+        arguments = [part.strip() for part in match[2].split("|") if part.strip()]
+        return FIELDS[match[1]](results, *arguments)
+
+    return FIRST + FIELD.sub(replaced, TEMPLATE.read_text())
+
+
+def main() -> None:
+    """Write the plots and the page; fail where a script has no file."""
+    results = found()
+    if without := sorted({*scripts()} - {*results}):
+        sys.exit(f"no results of {', '.join(without)}: run make bench")
+    from _plots import draw
+
+    for script, result in results.items():
+        tables = {key: Table.of_json(of) for key, of in result["tables"].items()}
+        draw(script, tables, RESULTS)
+    PAGE.write_text(page(results))
+    print(f"Written: {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
