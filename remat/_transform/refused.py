@@ -92,7 +92,9 @@ def refuse_without_forward(module: nn.Module) -> None:
         TypeError: it has no `forward`.
     """
     if not has_forward(module):
-        raise TypeError(_NO_FORWARD.format(kind=type(module).__qualname__))
+        has_call = type(module).__call__ is not nn.Module.__call__
+        message = _OWN_CALL if has_call else _NO_FORWARD
+        raise TypeError(message.format(kind=type(module).__qualname__))
 
 
 def _innermost(fn: Any) -> Any:
@@ -144,6 +146,10 @@ _CLASS = (
 _NO_FORWARD = (
     "remat: got a {kind}, which has no `forward`, so nothing would be recomputed. "
     "Apply remat to each module in it, or use remat.nn.apply(model)."
+)
+_OWN_CALL = (
+    "remat: got a {kind}, which has a `__call__` of its own and no `forward`. Apply "
+    "remat to that method: remat(module.__call__)."
 )
 _LATER = (
     "remat: `{name}` is a {kind}. Its body runs after the call has ended. Apply remat "

@@ -182,7 +182,8 @@ def check_function(kind: str, f: object) -> None:
         TypeError: it is not callable.
     """
     if not callable(f):
-        raise TypeError(f"remat: {kind} takes a function; got {f!r}")
+        got = type(f).__qualname__
+        raise TypeError(f"remat: {kind} takes a function; got an object of type {got}")
 
 
 def check_progress(progress: object) -> None:

@@ -74,12 +74,16 @@ def _test_of(selector: Any) -> Callable[[str, nn.Module], bool]:
 def _pattern(text: str) -> re.Pattern[str]:
     """Return a pattern of names, in which `*` stands for one part of a name."""
     parts = (
-        r"[^.]+(?:\.[^.]+)*"
-        if part == "**"
+        _PARTS[part]
+        if part in _PARTS
         else fnmatch.translate(part).removesuffix(r"\Z").replace(".*", "[^.]*")
         for part in text.split(".")
     )
     return re.compile(r"\.".join(parts))
+
+
+# The name of the model itself is empty, and has no part.
+_PARTS = {"*": "[^.]+", "**": r"[^.]+(?:\.[^.]+)*"}
 
 
 def as_selectors(select: Any) -> Sequence[Selector]:

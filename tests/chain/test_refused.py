@@ -318,15 +318,15 @@ WRONG = {
     ),
     "scan of no function": (
         *(lambda: chain.scan(3, H, H), TypeError),
-        "scan takes a function; got 3",
+        "scan takes a function; got an object of type int",
     ),
     "fori_loop of no function": (
         *(lambda: chain.fori_loop(0, 2, H, H), TypeError),
-        "fori_loop takes a function; got tensor",
+        "fori_loop takes a function; got an object of type Tensor",
     ),
     "while_loop of no condition": (
         *(lambda: chain.while_loop(True, pair, H, checkpoints=2), TypeError),
-        "while_loop takes a function; got True",
+        "while_loop takes a function; got an object of type bool",
     ),
     "sequential of no function": (
         *(lambda: chain.sequential([torch.sin, None], H), TypeError),

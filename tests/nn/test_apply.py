@@ -74,6 +74,7 @@ SELECTORS = {
     "a name": ("layers.1", (4, 1)),
     "a wildcard": ("layers.*", (6, 1)),
     "a list and another": ("[lh]*", (3, 2)),
+    "one part, not the model": ("*", (3, 2)),
     "a part of a name": ("layers.[02]", (5, 1)),
     "several parts": ("**", (6, 2)),
     "a function": (lambda name, m: name.endswith("2") or name == "head", (4, 2)),

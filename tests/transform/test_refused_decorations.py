@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from remat import policies, remat
-from remat.testing import count_ops
+from remat.testing import assert_same, count_ops
 
 
 def wave(x, *, scale=2.0):
@@ -26,6 +26,17 @@ class Blocks(nn.ModuleList):
         for block in self:
             x = block(x)
         return x
+
+
+class Called(nn.Module):
+    """Has no `forward`, and so none of the hooks of a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def __call__(self, x):
+        return self.layer(x).sin().sum()
 
 
 class Waves:
@@ -92,6 +103,7 @@ REFUSED = {
         )
         for module in (nn.ModuleList([Layer()]), nn.ModuleDict({"a": Layer()}))
     },
+    "own call": (Called(), {}, TypeError, r"a Called.*: remat\(module\.__call__\)"),
     "class": (Waves, {}, TypeError, "Waves is a class. Apply remat to an object of"),
     **{
         fn.__name__: (fn, {"prune": True}, TypeError, body_runs_later(fn))
@@ -116,6 +128,17 @@ def test_a_container_with_a_forward_of_its_own_is_recomputed():
         with count_ops() as ops:
             remat(module)(x).sum().backward()
         assert ops["sin"] == 3  # the last one is not read
+
+
+def test_the_own_call_of_a_module_is_recomputed():
+    module, plain = Called(), Called()
+    plain.load_state_dict(module.state_dict())
+    with count_ops() as ops:
+        remat(module.__call__)(torch.ones(3, 2)).backward()
+    plain(torch.ones(3, 2)).backward()
+    assert (ops["addmm"], ops["sin"]) == (2, 1)
+    assert module.layer.weight.grad.any()
+    assert_same(*([p.grad for p in of.parameters()] for of in (module, plain)))
 
 
 # Arguments by position, of which there is one: the function.
