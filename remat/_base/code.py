@@ -147,6 +147,7 @@ def class_without_us(cls: type) -> type:
 
 
 MADE = "_remat_base"  # an attribute of classes that remat makes, for modules
+VIEWED = "_remat_module"  # the slot of a view of a module, which holds the module
 HEAP_TYPE = 1 << 9  # CPython: made by a class statement
 
 

@@ -1,5 +1,7 @@
 """What tells tensors apart: their description, and how often they were changed.
 
+Also a call outside of inference mode, whose tensors count no changes.
+
 Invariant: nothing here reads a value. Rejected: comparing contents to find a change,
 which would cost a copy of every input.
 
@@ -7,9 +9,14 @@ Called by all rooms that name a tensor or notice that one was changed.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+
+
+T = TypeVar("T")
 
 
 def describe(tensor: Tensor) -> str:
@@ -32,3 +39,11 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 _version = operator.attrgetter("_version")
+
+
+def outside_inference_mode(fn: Callable[..., T], *args: Any) -> T:
+    """Call a function with inference mode off: in it torch makes no graph."""
+    if not torch.is_inference_mode_enabled():
+        return fn(*args)
+    with torch.inference_mode(False):
+        return fn(*args)

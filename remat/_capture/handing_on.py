@@ -24,9 +24,9 @@ from remat._capture.containers import DictNode, SequenceNode
 from remat._capture.modules import REGISTRIES, ModuleNode
 from remat._capture.nodes import Composite, ObjectNode
 from remat._capture.objects import (
+    assign_attributes,
     attributes,
     differing,
-    exchange_attributes,
     replica_of,
     set_attributes,
 )
@@ -201,9 +201,9 @@ def _assign(node: Composite, value: Any, held: dict[Any, Any]) -> None:
             registries[key[0]][key[1]] = held.pop(key)
         for name, registry in registries.items():
             _refill(value.__dict__[name], registry)
-        exchange_attributes(value, held | {n: value.__dict__[n] for n in REGISTRIES})
+        assign_attributes(value, held | {n: value.__dict__[n] for n in REGISTRIES})
     elif isinstance(node, ObjectNode):
-        exchange_attributes(value, held)
+        assign_attributes(value, held)
     elif isinstance(node, CellNode):
         value.cell_contents = held[0]
     elif isinstance(node, FunctionNode):

@@ -14,8 +14,8 @@ from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
 from typing import Any
 
-from remat._base.code import HEAP_TYPE
-from remat._capture.objects import by_class, defines
+from remat._base.code import HEAP_TYPE, VIEWED
+from remat._capture.objects import by_class, defines, slots_of
 
 
 SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -72,6 +72,12 @@ def is_sharded(kind: type) -> bool:
         cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.distributed")
         for cls in kind.__mro__
     )
+
+
+@by_class
+def is_view(kind: type) -> bool:
+    """Say whether instances of a class are views of modules."""
+    return VIEWED in slots_of(kind)
 
 
 @by_class

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from remat._base.types import INERT
-from remat._capture.kinds import is_sharded
-from remat._capture.modules import ModuleNode
+from remat._capture.kinds import is_sharded, is_view
+from remat._capture.modules import ModuleNode, ViewNode
 from remat._capture.nodes import Node
 from remat._capture.paths import Path
 from remat._capture.trees import IS_ON, Tree, TreeNode, tree_of
@@ -24,11 +24,22 @@ def visit_module(walk: Walk, module: nn.Module, path: Path) -> Node | None:
     """Take what is remembered of a module, or walk it."""
     if issubclass(type(module), torch.jit.ScriptModule):
         return _visit_script_module(walk, module, path)
+    if is_view(type(module)):
+        return _visit_view(walk, module, path)
     if IS_ON and walk.shallow and not (walk.is_compiled or walk.is_sharded):
         tree = tree_of(module, type(walk))
         if tree is not None and not any(_refers(walk, ref) for ref in tree.functions):
             return _take_over(walk, module, tree, path)
     return _walk_module(walk, module, path)
+
+
+def _visit_view(walk: Walk, view: Any, path: Path) -> Node | None:
+    """Walk the module that a view is of."""
+    outer = walk.is_sharded
+    walk.is_sharded = outer or is_sharded(type(view))
+    node = walk.walk_fixed(view, ViewNode(view), path)
+    walk.is_sharded = outer
+    return node
 
 
 def _walk_module(walk: Walk, module: nn.Module, path: Path) -> Node:

@@ -9,6 +9,7 @@ Rejected: setting back only modules that changed. To find them costs as much.
 """
 
 import operator
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from remat._capture.nodes import Building, Node, ObjectNode, named
+from remat._base.code import VIEWED
+from remat._capture.nodes import Building, Composite, Node, ObjectNode, Part, named
 
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -82,7 +84,7 @@ class ModuleNode(ObjectNode):
         self.registries = None
 
     @override
-    def parts(self) -> Iterator[tuple[Any, Any, str]]:
+    def parts(self) -> Iterator[Part]:
         return named({n: v for n, v in self.entries.items() if n not in TEMPLATE})
 
     @override
@@ -106,6 +108,41 @@ class ModuleNode(ObjectNode):
         for name, node in self.modules.items():
             modules[name] = None if node is None else node.build(run)
         return contents
+
+
+class ViewNode(Composite):
+    """A view of a module: an object that has the module's own dict of attributes.
+
+    Its child is the module.
+
+    Attributes:
+        kind: its class.
+        ref: returns it, or None once it is gone.
+    """
+
+    __slots__ = ("_module", "kind", "ref")
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.kind, self.ref = type(value), weakref.ref(value)
+        self._module = getattr(value, VIEWED)
+
+    @override
+    def parts(self) -> Iterator[Part]:
+        yield VIEWED, self._module, ""
+
+    @override
+    def hold(self, key: Any, node: Node) -> None:
+        super().hold(key, node)
+        self._module = None
+
+    @override
+    def new(self, run: Building) -> Any:
+        return run.make_view(self)
+
+    def module(self, run: Building) -> Any:
+        """Return the module, around the run's tensors."""
+        return self.children[VIEWED].build(run)
 
 
 def _filled(indices: dict[str, int | None], tensors: Any) -> dict[str, Any]:

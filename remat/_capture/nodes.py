@@ -41,6 +41,9 @@ class Building(Protocol):
     def make_tree(self, node: Any) -> Any:
         """Return a module that is remembered."""
 
+    def make_view(self, node: Any) -> Any:
+        """Return a view of a module."""
+
 
 class Node:
     """How to make one value.

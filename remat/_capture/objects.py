@@ -47,6 +47,12 @@ def attributes(value: Any) -> dict[str, Any]:
     held: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # it has none, or pretends not to
         held = object.__getattribute__(value, "__dict__").copy()
+    return held | slots_in(value) if slots_of(type(value)) else held
+
+
+def slots_in(value: Any) -> dict[str, Any]:
+    """Return what an object holds in its slots."""
+    held: dict[str, Any] = {}
     for name in slots_of(type(value)):
         with contextlib.suppress(AttributeError):  # it is empty
             held[name] = object.__getattribute__(value, name)
@@ -91,14 +97,30 @@ def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
 
 
 def exchange_attributes(value: Any, entries: dict[str, Any]) -> dict[str, Any]:
-    """Have an object hold `entries` and nothing else; return what it held."""
-    slots = slots_of(type(value))
-    if not slots:
+    """Have an object hold `entries` and nothing else, for a while; return what it held.
+
+    Other threads see it hold either of the two, and never a part.
+    """
+    if not slots_of(type(value)):
         with contextlib.suppress(Exception):  # it has none, or pretends not to
-            before = object.__getattribute__(value, "__dict__")
-            object.__setattr__(value, "__dict__", entries)
-            return before
+            return exchange_dict(value, entries)
     # Some have a dict that cannot be exchanged, only its contents.
+    return assign_attributes(value, entries)
+
+
+def exchange_dict(value: Any, entries: dict[str, Any]) -> dict[str, Any]:
+    """Have an object use this very dict for its attributes; return the one it had."""
+    before = object.__getattribute__(value, "__dict__")
+    object.__setattr__(value, "__dict__", entries)
+    return before
+
+
+def assign_attributes(value: Any, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Have an object hold `entries` and nothing else, for good; return what it held.
+
+    It keeps its dict, which a view of a module has, too.
+    """
+    slots = slots_of(type(value))
     before = attributes(value)
     if entries:
         set_attributes(value, entries)

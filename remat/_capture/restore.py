@@ -21,12 +21,20 @@ from typing import Any, Literal, Self
 from torch import Tensor
 from typing_extensions import override
 
-from remat._base.code import class_without_us
+from remat._base.code import VIEWED, class_without_us
 from remat._base.context import empty, here
 from remat._base.errors import RecomputeError
 from remat._capture.callables import CellNode
+from remat._capture.modules import ViewNode
 from remat._capture.nodes import Composite, ObjectNode
-from remat._capture.objects import exchange_attributes, replica_of, set_attributes
+from remat._capture.objects import (
+    assign_attributes,
+    exchange_attributes,
+    exchange_dict,
+    replica_of,
+    set_attributes,
+    slots_in,
+)
 from remat._capture.trees import Tree, TreeNode
 
 
@@ -49,7 +57,7 @@ class Run:
     is_recompute = True
 
     __slots__ = (
-        *("_anew", "_cells", "_holds_lock", "_trees", "_undo", "built"),
+        *("_anew", "_cells", "_holds_lock", "_trees", "_undo", "_views", "built"),
         "tensors",
     )
 
@@ -62,6 +70,8 @@ class Run:
         self._cells: list[Any] = []
         self._holds_lock = False
         self._trees: list[tuple[Tree, _Undo]] = []
+        # Each with its module, and the dict that it had.
+        self._views: list[tuple[Any, Any, dict[str, Any]]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -71,8 +81,10 @@ class Run:
         for tree, undo in self._trees:
             _undo(undo)
             if not tree.fingerprint.holds():
-                tree.node.build(_Part.for_good(self, tree))
+                tree.node.build(_ForGood(self, tree))
         _undo(self._undo)
+        for view, _, before in reversed(self._views):
+            exchange_dict(view, before)
         if self._holds_lock:
             _EXCHANGING.release()
         later = here().cells if self._anew == "live" and self.is_recompute else None
@@ -103,9 +115,26 @@ class Run:
             raise RecomputeError(_CLASS.format(then=then, now=now))
         # Before its parts are made: one of them may refer to it.
         self.built[node.identity] = value
-        contents = node.contents(self, value)
-        self._undo.append((value, exchange_attributes(value, contents)))
+        self._set_back(value, node.contents(self, value))
         return value
+
+    def _set_back(self, value: Any, contents: dict[str, Any]) -> None:
+        self._undo.append((value, exchange_attributes(value, contents)))
+        for view, module, _ in self._views:  # one that the module itself refers to
+            if module is value:
+                exchange_dict(view, vars(value))
+
+    def make_view(self, node: ViewNode) -> Any:
+        """Return a view of a module, which has the dict that the module has now."""
+        module, view = node.module(self), node.ref()
+        if view is not None and getattr(view, VIEWED) is module:
+            self._views.append((view, module, exchange_dict(view, vars(module))))
+        else:  # the module was made anew
+            view = replica_of(node.kind, view)
+            set_attributes(view, {**slots_in(module), VIEWED: module})
+            exchange_dict(view, vars(module))
+        self.built[node.identity] = view
+        return view
 
     def make_tree(self, node: TreeNode) -> Any:
         """Return a module: the user's, if it is as it was."""
@@ -166,18 +195,8 @@ class _Part(Run):
         undo: _Undo | None = None,
     ) -> None:
         self.tensors, self._only, self._run = tensors, only, run
-        self.built, self._cells = run.built, run._cells
+        self.built, self._cells, self._views = run.built, run._cells, run._views
         self._undo = run._undo if undo is None else undo
-
-    @classmethod
-    def for_good(cls, run: Run, tree: Tree) -> Self:
-        """Return one that puts a tree back to what it was at the call.
-
-        The tree was the same when the run began, so this is not undone.
-        """
-        part = cls(run, [ref() for ref in tree.tensors], undo=[])
-        part.built = {}
-        return part
 
     @override
     def _makes_anew(self, is_live: bool) -> bool:
@@ -188,6 +207,23 @@ class _Part(Run):
         if self._only is not None and id(node) not in self._only:
             return node.ref()
         return super().make_object(node)
+
+
+class _ForGood(_Part):
+    """Puts a tree back to what it was at the call.
+
+    The tree was the same when the run began, so this is not undone.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, run: Run, tree: Tree) -> None:
+        super().__init__(run, [ref() for ref in tree.tensors])
+        self.built = {}
+
+    @override
+    def _set_back(self, value: Any, contents: dict[str, Any]) -> None:
+        assign_attributes(value, contents)
 
 
 def _owners_of_others(tree: Tree, tensors: Sequence[Any]) -> list[Any]:

@@ -145,6 +145,10 @@ class _Filling:
         """Not asked: a walk over a result remembers no module."""
         raise NotImplementedError
 
+    def make_view(self, node: Any) -> Any:
+        """Not asked: a view in a result stays as it is."""
+        raise NotImplementedError
+
 
 _Build: TypeAlias = Callable[[Node], Any]
 

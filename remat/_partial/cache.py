@@ -106,6 +106,10 @@ class CallCache:
         if self.misfits > _MISFITS and len(self._parts) in (0, _MODULES):
             self._give_up(f"{_MISFITS} records did not fit the calls after them")
 
+    def refuse(self, reason: str) -> None:
+        """Record no call any more; the caller warns."""
+        self.plans, self.proven, self.reason = None, set(), reason
+
     def _give_up(self, reason: str) -> None:
         if self.reason:
             return

@@ -103,6 +103,10 @@ class Following:
         elif place in plans.residual_of_handle and tensor is not None:
             self._taken[place] = tensor.detach()
 
+    def give_up(self, why: str) -> None:
+        """Follow nothing, in this call and those after it."""
+        self._cache.refuse(why)
+
     def finish(self, handles: Sequence[Handle | None]) -> None:
         """Plan the call, if it was recorded, and give handles their residuals.
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.program import Evaluation, Program, Request, has_derivatives
+from remat._base.tensors import outside_inference_mode
 from remat._base.tracebacks import hide_frames
 from remat._torch import (
     GRAD,
@@ -259,7 +260,7 @@ class Remat(SingleLevelFunction):
         there: list[Any] = [cotangents[j] for j in given]
         cts = [*map(unwrap_dead, there)]
         try:
-            found = call(rule, [*primals, *cts])
+            found = outside_inference_mode(call, rule, [*primals, *cts])
         except Exception as error:
             hide_frames(error)
             raise

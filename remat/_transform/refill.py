@@ -22,6 +22,7 @@ from torch import Tensor
 
 from remat._base.context import within
 from remat._base.errors import MutationError, RecomputeError
+from remat._base.tensors import outside_inference_mode
 from remat._base.tracebacks import note
 from remat._capture.restore import Run
 from remat._graph.handles import Handle
@@ -64,7 +65,7 @@ def value_of(call: SavedCall, asked: Handle) -> Tensor:
         _forget_later(call)
     try:
         with torch_functions():  # those of a loss may have called the backward
-            below_all_levels(_fill, call, handles)
+            outside_inference_mode(below_all_levels, _fill, call, handles)
     except Exception as error:
         note(error, f"remat: raised while recomputing {call.label}.")
         describe = call.setting.options.describe

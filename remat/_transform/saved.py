@@ -29,7 +29,7 @@ from remat._base.types import Fn
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
 from remat._graph.handles import Handle, unpack
-from remat._partial.decide import warn_if_asked, why_no_record
+from remat._partial.decide import ACCUMULATES, warn_if_asked, why_no_record
 from remat._partial.following import Following
 from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import Options
@@ -134,8 +134,20 @@ class Saved(SavedCall):
             marks = hooks_so_far() != hooks or are_marked(leaves)
             is_any = accumulates or moves or marks
             self.effects = Effects(accumulates, moves, marks) if is_any else NONE
+            if accumulates:
+                self._follow_nothing(inputs)
             self._end(inputs, handles)
         return result
+
+    def _follow_nothing(self, inputs: Sequence[Tensor]) -> None:
+        """Give up the record: a recompute changes no gradient, so it runs others."""
+        following, setting = self.following, self.setting
+        if following is not None:
+            following.give_up(ACCUMULATES)
+            self.following = None
+            policy, prune = setting.policy, setting.options.prune
+            situation = self.situation(inputs)
+            warn_if_asked(policy, prune, situation, self.label, ACCUMULATES)
 
     def _end(self, inputs: Sequence[Tensor], handles: Sequence[Handle | None]) -> None:
         """Keep what a recompute needs, now that the forward has ended.

@@ -133,6 +133,7 @@ class SavedCall:
         return Situation(
             is_saved=True,
             is_compiled=self.setting.snapshot.compiled,
+            kind="nested tensor" if any(t.is_nested for t in inputs) else "",
             elements=sum(map(Tensor.numel, inputs)),
         )
 

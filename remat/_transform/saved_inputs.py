@@ -217,7 +217,8 @@ def _to_copy(
 ) -> frozenset[int]:
     """Return which inputs are copied, since a write to them may not be counted.
 
-    Batch norm's update of its running statistics is not.
+    Batch norm's update of its running statistics is not. As buffers of a module these
+    are copied at any size.
     """
     return frozenset(
         i
@@ -226,7 +227,7 @@ def _to_copy(
         and (i in buffers or t.dim() == 1)
         and (type(t) is Tensor or hasattr(t, "fake_mode"))
         and t.layout is torch.strided
-        and t.numel() <= _SMALL
+        and (t.numel() <= _SMALL or (t.dim() == 1 and buffers.get(i, False)))
         # FSDP frees the memory of what it gathers.
         and t.untyped_storage().nbytes() >= t.nbytes
     )

@@ -516,3 +516,103 @@ def test_pickles_hold_the_class_of_the_module():
     text = pickle.dumps(remat(nn.Linear(2, 2)))
     assert b"Linear" in text
     assert isinstance(pickle.loads(text), nn.Linear)
+
+
+# --- A view and its module have one state ---
+
+
+class Counting(nn.Module):
+    """Changes its own attributes, and what it holds depends on what it computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        h = self.linear(x).sin()
+        self.size = h.detach().square().mean()
+        return nn.functional.dropout(h * self.calls, 0.9, self.training)
+
+
+def differentiate_twice(module, x):
+    (first,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), x)
+
+
+DERIVATIVES = {
+    "backward": ({}, lambda m, x: m(x).sum().backward()),
+    "grad": ({}, lambda m, x: grad(lambda x: m(x).sum())(x)),
+    "jacfwd": ({}, lambda m, x: torch.func.jacfwd(m, randomness="same")(x)),
+    "higher_order": ({"higher_order": True}, lambda m, x: m(x).sum().backward()),
+    "second": ({"higher_order": True}, differentiate_twice),
+}
+
+
+@pytest.mark.parametrize("case", DERIVATIVES)
+def test_a_view_shares_the_state_after_a_call_that_changed_it(case):
+    options, differentiate = DERIVATIVES[case]
+    torch.manual_seed(0)
+    module = Counting()
+    view, x = remat(module, **options), torch.ones(2, 4, requires_grad=True)
+    with count_ops() as ops:
+        differentiate(view, x)
+    assert ops["sin"] >= 2 or case == "jacfwd"
+    assert vars(view) is vars(module)
+    assert view.calls == module.calls == 1
+    view.eval()
+    assert view(x).all()  # without dropout
+    assert copy.deepcopy(view).training is False
+
+
+class Reading(nn.Module):
+    """Reads what a call left in an attribute of its block."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.block = wrap(Leaving())
+
+    def forward(self, x):
+        y = self.block(self.block(x))
+        return (y * self.block.loss).sin().sum() + self.block.loss
+
+
+class Leaving(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.loss = nn.Linear(4, 4), 0.0
+
+    def forward(self, x):
+        h = self.linear(x).sin()
+        self.loss = h.exp().mean()
+        return h.cos()
+
+
+def test_a_recompute_reads_through_a_view_what_the_module_was_left():
+    torch.manual_seed(0)
+    plain, ours = Reading(plainly), remat(Reading(remat))
+    ours.load_state_dict(plain.state_dict())
+    for _ in range(2):
+        for model in plain, ours:
+            with count_ops() as ops:
+                model(torch.ones(2, 4)).backward()
+        assert ops["exp"] > 2
+    assert_same(*([p.grad for p in of.parameters()] for of in (ours, plain)))
+    assert ours.block.linear.weight.grad.any()
+
+
+def test_a_recompute_reads_a_view_that_the_module_itself_holds():
+    module = Counting()
+    module.itself = [remat(module)]
+    outer = remat(lambda x: (module.itself[0].calls * x).sin() + 0 * module(x))
+    x = torch.ones(2, 4, requires_grad=True)
+    out = outer(x) + outer(x)
+    module.calls = 100
+    with count_ops() as ops:
+        out.sum().backward()
+    assert ops["sin"] == 4
+    # 0 calls before the first one, 1 before the second.
+    expected = torch.full_like(x, torch.tensor(1.0).cos().item())
+    assert_same(x.grad, expected)
+    assert vars(module.itself[0]) is vars(module)
+    assert module.calls == 100

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.as_plain import assert_as_plain, assert_recomputed, leaf, trained
-from support.zoo import make
+from support.zoo import make, plainly
 from torch import nn
 from torch.nn.utils import (
     parametrizations,
@@ -12,7 +12,7 @@ from torch.nn.utils import (
     weight_norm,
 )
 
-from remat import remat
+from remat import policies, remat
 from remat.testing import assert_same, count_ops
 
 
@@ -101,6 +101,20 @@ def test_a_lazy_module_runs_as_it_is_until_it_ran():
             remat(module)(x).sum().backward()
         assert ops["tanh"] == 1 + again
         assert_same(x.grad, torch.autograd.grad(module(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_statistics_of_many_features_are_updated_once(policy):
+    norms = [nn.BatchNorm1d(2**14 + 1, affine=False).double() for _ in range(2)]
+    for norm, wrap in zip(norms, (plainly, remat), strict=True):
+        options = {"policy": policy} if wrap is remat else {}
+        fn = wrap(lambda x, norm=norm: norm(x.sin()).tanh(), **options)
+        x = leaf(shape=(3, 2**14 + 1))
+        with count_ops() as ops:
+            fn(x).square().sum().backward()
+        assert ops["native_batch_norm"] == (1 if wrap is plainly else 2)
+        assert x.grad.any()
+    assert_same(*([*norm.buffers()] for norm in norms))
 
 
 def test_a_batch_norm_that_is_passed_as_an_argument():
