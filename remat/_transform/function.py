@@ -260,7 +260,7 @@ class Remat(SingleLevelFunction):
         there: list[Any] = [cotangents[j] for j in given]
         cts = [*map(unwrap_dead, there)]
         try:
-            found = outside_inference_mode(call, rule, [*primals, *cts])
+            found = outside_inference_mode(_pulled, rule, primals, cts)
         except Exception as error:
             hide_frames(error)
             raise
@@ -279,6 +279,12 @@ class Remat(SingleLevelFunction):
         rule = Jvp(ctx.program, ctx.evaluation, len(primals), given)
         there: list[Any] = [tangents[i] for i in given]
         return tuple(call(rule, [*map(unwrap_dead, (*primals, *there))]))
+
+
+def _pulled(rule: Program, primals: Sequence[Tensor], cts: Sequence[Any]) -> Any:
+    """Evaluate a vjp. No node can save a cotangent that inference mode made."""
+    cts = [ct.clone() if ct.is_inference() else ct for ct in cts]
+    return call(rule, [*primals, *cts])
 
 
 _apply: Any = Remat.apply

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import RecomputeError, remat
 from remat._partial import decide as _decide
-from remat.testing import assert_same
+from remat.testing import assert_same, count_ops
 
 
 @pytest.fixture(autouse=True)
@@ -268,6 +268,70 @@ def test_an_operator_of_the_users_has_a_side_effect():
         return dead_end((x * noted(x.detach().exp())).exp())
 
     assert_exact(fn, X)
+
+
+# --- What is found after the forward, or of an input ---
+
+
+@nothing_or_everything
+def test_a_backward_inside_is_repeated(policy, monkeypatch):
+    monkeypatch.setattr(_decide, "_WARNED", set())
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4).double()
+
+    def fn(x):
+        inner = x.detach().requires_grad_()
+        layer(inner).sin().sum().backward()
+        return x.sin() * inner.grad
+
+    ours, found = remat(fn, policy=policy, prune=True), []
+    for f in fn, ours:
+        layer.zero_grad()
+        told = pytest.warns(
+            UserWarning, match="not followed.* changes gradients inside"
+        )
+        with contextlib.nullcontext() if f is fn else told:
+            grads = [of_backward(f, (X,)) for _ in range(3)]
+        found.append((grads, layer.weight.grad.clone()))
+    assert_same(*found)
+    assert layer.weight.grad.any()
+    (x,) = leaves_of(X)
+    out = ours(x).sum()
+    with count_ops() as ops:
+        out.backward()
+    assert ops["addmm"] == 1
+    assert nothing_is_recorded()
+
+
+@nothing_or_everything
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_recomputed(policy, layout, monkeypatch):
+    monkeypatch.setattr(_decide, "_WARNED", set())
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8)
+    x = torch.nested.nested_tensor(
+        [torch.ones(2, 8), torch.ones(3, 8)], layout=layout, requires_grad=True
+    )
+
+    def fn(x):
+        return torch.relu(layer(x)) * 2
+
+    found, ours = [], remat(fn, policy=policy, prune=True)
+    for f in fn, ours:
+        layer.zero_grad()
+        x.grad = None  # which torch cannot add to
+        told = pytest.warns(UserWarning, match="not followed.* is a nested tensor")
+        with contextlib.nullcontext() if f is fn else told:
+            f(x).to_padded_tensor(0.0).square().sum().backward()
+        found.append(layer.weight.grad)
+    assert_same(*found)
+    assert layer.weight.grad.any()
+    x.grad, out = None, ours(x).to_padded_tensor(0.0).square().sum()
+    with count_ops() as ops:
+        out.backward()
+    assert ops["linear"] == 1
+    assert nothing_is_recorded()
 
 
 # --- Compiled code ---

@@ -19,8 +19,8 @@ from support.zoo import (
     scalar,
 )
 
-from remat import remat
-from remat.testing import assert_same, live_bytes
+from remat import policies, remat
+from remat.testing import assert_same, count_ops, live_bytes
 
 
 # --- Some of the outputs, some of the inputs ---
@@ -229,6 +229,26 @@ def test_without_grad_mode_the_function_itself_is_called(mode):
     assert len(seen) == 3
     out.sum().backward()
     assert [*seen] == [id(x)] * 4  # in the recompute, too
+
+
+OPTIONS = {
+    "default": {},
+    "a policy": {"policy": policies.save_ops(torch.ops.aten.tanh)},
+    "prune": {"prune": True},
+    "higher_order": {"higher_order": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_backward_in_inference_mode(options):
+    for _ in range(3):
+        (x,), (y,) = leaves_of(X), leaves_of(X)
+        out = remat(lambda x: x.sin().exp().tanh(), **OPTIONS[options])(x).sum()
+        y.sin().exp().tanh().sum().backward()
+        with torch.inference_mode(), count_ops() as ops:
+            out.backward()
+        assert ops["sin"] == 1
+        assert_same(x.grad, y.grad)
 
 
 def test_without_an_input_that_requires_grad_the_function_itself_is_called():
