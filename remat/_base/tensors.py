@@ -42,8 +42,12 @@ _version = operator.attrgetter("_version")
 
 
 def outside_inference_mode(fn: Callable[..., T], *args: Any) -> T:
-    """Call a function with inference mode off: in it torch makes no graph."""
+    """Call a function with inference mode off, and grad mode as it is.
+
+    In inference mode a function that turns grad mode on makes no graph.
+    """
     if not torch.is_inference_mode_enabled():
         return fn(*args)
-    with torch.inference_mode(False):
+    is_enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(is_enabled):
         return fn(*args)

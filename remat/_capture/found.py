@@ -65,6 +65,8 @@ class Found:
                 self.is_contained = False
                 if not value.requires_grad:
                     self.buffers[index] = registered
+        elif registered and not value.requires_grad:
+            self.buffers[index] = True
         return index
 
     def indices_of(

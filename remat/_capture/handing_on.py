@@ -21,7 +21,7 @@ from typing_extensions import override
 from remat._base.errors import CaptureError
 from remat._capture.callables import EMPTY, CellNode, FunctionNode, content_of
 from remat._capture.containers import DictNode, SequenceNode
-from remat._capture.modules import REGISTRIES, ModuleNode
+from remat._capture.modules import HOOKS, REGISTRIES, ModuleNode, ViewNode
 from remat._capture.nodes import Composite, ObjectNode
 from remat._capture.objects import (
     assign_attributes,
@@ -29,6 +29,7 @@ from remat._capture.objects import (
     differing,
     replica_of,
     set_attributes,
+    slots_in,
 )
 from remat._capture.registered import RegisteredNode
 from remat._capture.restore import Run
@@ -127,6 +128,7 @@ class Forward(Run):
 
 _MUTABLE = (
     *(CellNode, DictNode, FunctionNode, ObjectNode, RegisteredNode, SequenceNode),
+    ViewNode,
 )
 
 
@@ -178,6 +180,8 @@ def _state(node: Composite, value: Any) -> dict[Any, Any]:
         return entries
     if isinstance(node, ObjectNode):
         return attributes(value)
+    if isinstance(node, ViewNode):
+        return slots_in(value)
     if isinstance(node, CellNode):
         content = content_of(value)
         return {} if content is EMPTY else {0: content}
@@ -196,14 +200,11 @@ def _state(node: Composite, value: Any) -> dict[Any, Any]:
 def _assign(node: Composite, value: Any, held: dict[Any, Any]) -> None:
     """Have the user's own value hold what its replica holds."""
     if isinstance(node, ModuleNode):
-        registries = {name: {} for name in REGISTRIES}
-        for key in [key for key in held if isinstance(key, tuple)]:
-            registries[key[0]][key[1]] = held.pop(key)
-        for name, registry in registries.items():
-            _refill(value.__dict__[name], registry)
-        assign_attributes(value, held | {n: value.__dict__[n] for n in REGISTRIES})
+        assign_attributes(value, _in_own_dicts(value, held))
     elif isinstance(node, ObjectNode):
         assign_attributes(value, held)
+    elif isinstance(node, ViewNode):
+        set_attributes(value, held)
     elif isinstance(node, CellNode):
         value.cell_contents = held[0]
     elif isinstance(node, FunctionNode):
@@ -216,6 +217,21 @@ def _assign(node: Composite, value: Any, held: dict[Any, Any]) -> None:
     elif isinstance(value, (list, deque)):
         value.clear()
         value.extend(held.values())
+
+
+def _in_own_dicts(module: Any, held: dict[Any, Any]) -> dict[str, Any]:
+    """Put what a module is to hold into its own dicts; return its attributes.
+
+    Handles of hooks refer to these dicts.
+    """
+    dicts = {name: {} for name in REGISTRIES}
+    for key in [key for key in held if isinstance(key, tuple)]:
+        dicts[key[0]][key[1]] = held.pop(key)
+    dicts |= {name: held[name] for name in HOOKS if isinstance(held.get(name), dict)}
+    own = vars(module)
+    for name, entries in dicts.items():
+        _refill(own[name], entries)
+    return held | {name: own[name] for name in dicts}
 
 
 def _refill(value: dict[Any, Any], held: dict[Any, Any]) -> None:

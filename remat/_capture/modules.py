@@ -18,13 +18,22 @@ from torch import nn
 from typing_extensions import override
 
 from remat._base.code import VIEWED
-from remat._capture.nodes import Building, Composite, Node, ObjectNode, Part, named
+from remat._capture.nodes import (
+    Building,
+    Composite,
+    Node,
+    ObjectNode,
+    Part,
+    filled,
+    named,
+)
+from remat._capture.objects import slots_in
 
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 TEMPLATE = vars(nn.Module())
 # Hooks that run in a forward, or that change its graph.
-_HOOKS = tuple(
+HOOKS = tuple(
     name
     for name in TEMPLATE
     if name.startswith(("_forward_", "_backward_")) and "hook" in name
@@ -33,7 +42,7 @@ _HOOKS = tuple(
 _ASIDE = tuple(
     name
     for name, value in TEMPLATE.items()
-    if isinstance(value, (dict, set)) and name not in {*REGISTRIES, *_HOOKS}
+    if isinstance(value, (dict, set)) and name not in {*REGISTRIES, *HOOKS}
 )
 # The dicts that hold hooks. The others tell how these are called.
 _HOLDERS = (
@@ -42,8 +51,8 @@ _HOLDERS = (
 )
 # What is registered, and hooks: dicts, most of which are empty.
 aside_of = operator.itemgetter(*REGISTRIES, *_HOLDERS)
-_VACANT = dict.fromkeys((*REGISTRIES, *_HOOKS, *_ASIDE))
-_NO_HOOKS: dict[str, Any] = {}
+_VACANT = dict.fromkeys((*REGISTRIES, *HOOKS, *_ASIDE))
+_NOHOOKS: dict[str, Any] = {}
 
 
 class ModuleNode(ObjectNode):
@@ -67,10 +76,10 @@ class ModuleNode(ObjectNode):
     def __init__(self, value: nn.Module) -> None:
         super().__init__(value)
         entries = self.entries
-        held = [entries.get(name) for name in _HOOKS]
-        self.hooks: dict[str, Any] = _NO_HOOKS
+        held = [entries.get(name) for name in HOOKS]
+        self.hooks: dict[str, Any] = _NOHOOKS
         if any(held):
-            pairs = zip(_HOOKS, held, strict=True)
+            pairs = zip(HOOKS, held, strict=True)
             self.hooks = {name: hooks.copy() for name, hooks in pairs if hooks}
         self.registries: Any = [entries[name] for name in REGISTRIES]
         entries.update(_VACANT)
@@ -94,7 +103,7 @@ class ModuleNode(ObjectNode):
         for name in _ASIDE:
             contents[name] = now.get(name)
         hooks = self.hooks
-        for name in _HOOKS:
+        for name in HOOKS:
             # A copy: a hook that a recompute sets is dropped with it.
             contents[name] = hooks[name].copy() if name in hooks else OrderedDict()
         tensors = run.tensors
@@ -113,36 +122,37 @@ class ModuleNode(ObjectNode):
 class ViewNode(Composite):
     """A view of a module: an object that has the module's own dict of attributes.
 
-    Its child is the module.
-
     Attributes:
         kind: its class.
         ref: returns it, or None once it is gone.
+        entries: its slots, one of which holds the module, without those that are
+            children.
     """
 
-    __slots__ = ("_module", "kind", "ref")
+    __slots__ = ("entries", "kind", "ref")
 
     def __init__(self, value: Any) -> None:
         super().__init__()
         self.kind, self.ref = type(value), weakref.ref(value)
-        self._module = getattr(value, VIEWED)
+        self.entries = slots_in(value)
 
     @override
     def parts(self) -> Iterator[Part]:
-        yield VIEWED, self._module, ""
+        for name, value in self.entries.items():
+            yield name, value, "" if name == VIEWED else f".{name}"
 
     @override
     def hold(self, key: Any, node: Node) -> None:
         super().hold(key, node)
-        self._module = None
+        self.entries[key] = None
 
     @override
     def new(self, run: Building) -> Any:
         return run.make_view(self)
 
-    def module(self, run: Building) -> Any:
-        """Return the module, around the run's tensors."""
-        return self.children[VIEWED].build(run)
+    def slots(self, run: Building) -> dict[str, Any]:
+        """Return what its slots held, around the run's tensors."""
+        return filled(self.entries, self.children, run)
 
 
 def _filled(indices: dict[str, int | None], tensors: Any) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
 def exchange_attributes(value: Any, entries: dict[str, Any]) -> dict[str, Any]:
     """Have an object hold `entries` and nothing else, for a while; return what it held.
 
-    Other threads see it hold either of the two, and never a part.
+    Where its dict can be exchanged, other threads see it hold either of the two.
     """
     if not slots_of(type(value)):
         with contextlib.suppress(Exception):  # it has none, or pretends not to

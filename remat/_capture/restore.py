@@ -16,7 +16,7 @@ Rejected: making all objects anew always. A table with weak keys does not know a
 import operator
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from torch import Tensor
 from typing_extensions import override
@@ -40,6 +40,14 @@ from remat._capture.trees import Tree, TreeNode
 
 _EXCHANGING = threading.RLock()
 _Undo = list[tuple[Any, dict[str, Any]]]
+
+
+class _View(NamedTuple):
+    """A view of a module, and what it held before a run."""
+
+    view: Any
+    slots: dict[str, Any]
+    attributes: dict[str, Any]
 
 
 class Run:
@@ -70,8 +78,7 @@ class Run:
         self._cells: list[Any] = []
         self._holds_lock = False
         self._trees: list[tuple[Tree, _Undo]] = []
-        # Each with its module, and the dict that it had.
-        self._views: list[tuple[Any, Any, dict[str, Any]]] = []
+        self._views: list[_View] = []
 
     def __enter__(self) -> Self:
         return self
@@ -83,8 +90,9 @@ class Run:
             if not tree.fingerprint.holds():
                 tree.node.build(_ForGood(self, tree))
         _undo(self._undo)
-        for view, _, before in reversed(self._views):
-            exchange_dict(view, before)
+        for was in reversed(self._views):
+            exchange_dict(was.view, was.attributes)
+            set_attributes(was.view, was.slots)
         if self._holds_lock:
             _EXCHANGING.release()
         later = here().cells if self._anew == "live" and self.is_recompute else None
@@ -107,32 +115,31 @@ class Run:
             new = self.built[node.identity] = replica_of(node.kind, value)
             set_attributes(new, node.contents(self, None))
             return new
-        kind = type(value)
-        if kind is not node.kind and class_without_us(kind) is not class_without_us(
-            node.kind
-        ):
-            then, now = node.kind.__qualname__, type(value).__qualname__
-            raise RecomputeError(_CLASS.format(then=then, now=now))
+        _check_class(node.kind, type(value))
         # Before its parts are made: one of them may refer to it.
         self.built[node.identity] = value
         self._set_back(value, node.contents(self, value))
         return value
 
     def _set_back(self, value: Any, contents: dict[str, Any]) -> None:
-        self._undo.append((value, exchange_attributes(value, contents)))
-        for view, module, _ in self._views:  # one that the module itself refers to
-            if module is value:
-                exchange_dict(view, vars(value))
+        before = exchange_attributes(value, contents)
+        self._undo.append((value, before))
+        for was in self._views:  # one that the module itself refers to
+            if vars(was.view) is before:
+                exchange_dict(was.view, vars(value))
 
     def make_view(self, node: ViewNode) -> Any:
         """Return a view of a module, which has the dict that the module has now."""
-        module, view = node.module(self), node.ref()
+        slots, view = node.slots(self), node.ref()
+        module = slots[VIEWED]
         if view is not None and getattr(view, VIEWED) is module:
-            self._views.append((view, module, exchange_dict(view, vars(module))))
+            _check_class(node.kind, type(view))
+            held = slots_in(view)
+            self._views.append(_View(view, held, exchange_dict(view, vars(module))))
         else:  # the module was made anew
             view = replica_of(node.kind, view)
-            set_attributes(view, {**slots_in(module), VIEWED: module})
             exchange_dict(view, vars(module))
+        set_attributes(view, slots)
         self.built[node.identity] = view
         return view
 
@@ -233,6 +240,13 @@ def _owners_of_others(tree: Tree, tensors: Sequence[Any]) -> list[Any]:
         return []
     others = [i for i, is_same in enumerate(same) if not is_same]
     return [owner for i in others for owner in tree.owners[i]]
+
+
+def _check_class(then: type, now: type) -> None:
+    """Refuse an object whose class was changed, other than by remat."""
+    if now is not then and class_without_us(now) is not class_without_us(then):
+        names = {"then": then.__qualname__, "now": now.__qualname__}
+        raise RecomputeError(_CLASS.format(**names))
 
 
 def _undo(exchanged: _Undo) -> None:

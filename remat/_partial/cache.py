@@ -107,7 +107,7 @@ class CallCache:
             self._give_up(f"{_MISFITS} records did not fit the calls after them")
 
     def refuse(self, reason: str) -> None:
-        """Record no call any more; the caller warns."""
+        """Record no call any more, and follow no plan; the caller warns."""
         self.plans, self.proven, self.reason = None, set(), reason
 
     def _give_up(self, reason: str) -> None:

@@ -46,8 +46,9 @@ class Situation:
     given_up: str = ""
 
 
-# What is known only after a forward.
+# A reason that is known after a forward only.
 ACCUMULATES = "it changes gradients inside, as by .backward()"
+
 SMALL = 2**15  # elements, below which "auto" has too little to leave out
 WORTH_DROPPING = 2**16  # bytes, below which "auto" keeps inputs that nothing reads
 

@@ -103,6 +103,10 @@ class Following:
         elif place in plans.residual_of_handle and tensor is not None:
             self._taken[place] = tensor.detach()
 
+    def copies_gradients(self) -> bool:
+        """Say whether a backward inside the forward did what a recompute does not."""
+        return isinstance(self.mode, Recorder) and self.mode.copies_gradients
+
     def give_up(self, why: str) -> None:
         """Follow nothing, in this call and those after it."""
         self._cache.refuse(why)

@@ -14,6 +14,7 @@ and some operations choose another kernel.
 from collections.abc import Container, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -39,11 +40,15 @@ from remat._torch import (
     LeanDispatchMode,
     base_tensor,
     call_kernel,
+    current_task,
     eager_only,
     no_torch_functions,
 )
 from remat.policies import Decision, Policy
 from remat.policies._within import times_operations
+
+
+NEW = torch.ops.aten.new_empty_strided.default
 
 
 class Recorder(LeanDispatchMode):
@@ -61,6 +66,8 @@ class Recorder(LeanDispatchMode):
             operations.
         roots: what the graph saved.
         candidates: what may be saved for the policy.
+        copies_gradients: whether a backward inside copied a gradient for a leaf, which
+            it does only while something else holds it, as candidates do.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class Recorder(LeanDispatchMode):
         self.inputs = tuple(storages.number(base_tensor(t)) for t in leaves)
         self.roots = Roots(storages, self.steps, self._made)
         self.candidates = Candidates(policy)
+        self.copies_gradients, self._task = False, current_task()
 
     @override
     @eager_only
@@ -106,6 +114,8 @@ class Recorder(LeanDispatchMode):
 
     def _note(self, seen: Seen) -> None:
         storages, arguments, results = self._storages, seen.arguments, seen.results
+        if seen.func is NEW and current_task() != self._task:
+            self.copies_gradients = True
         args, kwargs = arguments.args, arguments.kwargs
         reads = storages.numbers(arguments.tensors, arguments.strided)
         writes = tuple(map(storages.number, seen.written))

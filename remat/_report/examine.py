@@ -8,6 +8,7 @@ stream, gradient and buffer is as it was. Rejected: a trace on fake tensors. Som
 operations choose another kernel there, and the user's code may look at values.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from remat._base.types import Fn
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
 from remat._partial.cache import Kind
-from remat._partial.decide import Situation
+from remat._partial.decide import ACCUMULATES, Situation
 from remat._partial.forward_plan import is_droppable
 from remat._partial.options import Options
 from remat._partial.plan import Record
@@ -193,7 +194,7 @@ class _Examining(Saved):
             sizes=noting.storages.sizes,
             leaves=tuple(self._leaf(i, t) for i, t in enumerate(leaves)),
             itself=frozenset(noting.itself),
-            situation=self._situation,
+            situation=self._what_there_is_to_know(),
             scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
             differentiates=noting.differentiates,
             inner=tuple(noting.inner(self)),
@@ -202,6 +203,10 @@ class _Examining(Saved):
             kind=self.kind(leaves),
             streams=tuple(stream_name(stream) for stream, _ in self.ambient.moved),
         )
+
+    def _what_there_is_to_know(self) -> Situation:
+        given_up = ACCUMULATES if self.effects.accumulates else ""
+        return dataclasses.replace(self._situation, given_up=given_up)
 
     def _leaf(self, i: int, tensor: Tensor) -> Leaf:
         nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too

@@ -47,7 +47,7 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
     policy, prune, record = options.policy, options.prune, found.record
     is_saved = not options.higher_order
     cache = found.kind.cache(policy, prune)
-    given_up = cache.reason if is_saved else ""
+    given_up = (cache.reason or found.situation.given_up) if is_saved else ""
     call = dataclasses.replace(found.situation, is_saved=is_saved, given_up=given_up)
     why = why_no_record(policy, prune, call)
     if why:

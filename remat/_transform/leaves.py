@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from remat._base.tensors import version_of
 from remat._torch import unseen
 
 
@@ -42,7 +43,7 @@ def gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
     grads = [*map(grad_of, leaves)]
     if _NONES.issuperset(map(type, grads)):
         return grads
-    return [g if g is None else (id(g), g._version) for g in grads]
+    return [g if g is None else (id(g), version_of(g)) for g in grads]
 
 
 def are_marked(leaves: Sequence[Tensor]) -> bool:

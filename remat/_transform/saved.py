@@ -134,20 +134,18 @@ class Saved(SavedCall):
             marks = hooks_so_far() != hooks or are_marked(leaves)
             is_any = accumulates or moves or marks
             self.effects = Effects(accumulates, moves, marks) if is_any else NONE
-            if accumulates:
-                self._follow_nothing(inputs)
+            if following and (accumulates or following.copies_gradients()):
+                self._follow_nothing(following, inputs)
             self._end(inputs, handles)
         return result
 
-    def _follow_nothing(self, inputs: Sequence[Tensor]) -> None:
-        """Give up the record: a recompute changes no gradient, so it runs others."""
-        following, setting = self.following, self.setting
-        if following is not None:
-            following.give_up(ACCUMULATES)
-            self.following = None
-            policy, prune = setting.policy, setting.options.prune
-            situation = self.situation(inputs)
-            warn_if_asked(policy, prune, situation, self.label, ACCUMULATES)
+    def _follow_nothing(self, following: Following, inputs: Sequence[Tensor]) -> None:
+        """Give up the record: what a backward inside runs depends on who holds what."""
+        following.give_up(ACCUMULATES)
+        self.following = None
+        policy, prune = self.setting.policy, self.setting.options.prune
+        situation = self.situation(inputs)
+        warn_if_asked(policy, prune, situation, self.label, ACCUMULATES)
 
     def _end(self, inputs: Sequence[Tensor], handles: Sequence[Handle | None]) -> None:
         """Keep what a recompute needs, now that the forward has ended.

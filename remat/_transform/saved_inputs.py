@@ -33,6 +33,7 @@ from remat._transform.leaves import attributes_of
 _requires_grad = operator.attrgetter("requires_grad")
 _is_leaf = operator.attrgetter("is_leaf")
 _SMALL = 2**14  # elements
+_STATISTICS = 2**20  # elements of a buffer of a module that is a vector
 
 
 class SavedInputs:
@@ -217,8 +218,7 @@ def _to_copy(
 ) -> frozenset[int]:
     """Return which inputs are copied, since a write to them may not be counted.
 
-    Batch norm's update of its running statistics is not. As buffers of a module these
-    are copied at any size.
+    Batch norm's update of its running statistics is not.
     """
     return frozenset(
         i
@@ -227,7 +227,7 @@ def _to_copy(
         and (i in buffers or t.dim() == 1)
         and (type(t) is Tensor or hasattr(t, "fake_mode"))
         and t.layout is torch.strided
-        and (t.numel() <= _SMALL or (t.dim() == 1 and buffers.get(i, False)))
+        and t.numel() <= (_STATISTICS if t.dim() == 1 and buffers.get(i) else _SMALL)
         # FSDP frees the memory of what it gathers.
         and t.untyped_storage().nbytes() >= t.nbytes
     )

@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils import parametrize
 
-from remat import explain, policies, remat
+from remat import RecomputeError, explain, policies, remat
 from remat.nn import apply
 from remat.testing import assert_same, count_ops
 
@@ -616,3 +616,78 @@ def test_a_recompute_reads_a_view_that_the_module_itself_holds():
     assert_same(x.grad, expected)
     assert vars(module.itself[0]) is vars(module)
     assert module.calls == 100
+
+
+class Scaled(nn.Module):
+    __slots__ = ("factor",)
+
+    def __init__(self):
+        super().__init__()
+        self.scale = self.factor = 1.0
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return (x * self.scale * self.factor).sin()
+
+
+def test_a_recompute_reads_a_view_of_a_view_as_it_was():
+    module = Scaled()
+    view = remat(module)
+    module.outer = [remat(view)]
+    x = torch.ones(1, requires_grad=True)
+
+    def fn(x):
+        return view(x) * (module.outer[0].scale * x).cos()
+
+    (want,) = torch.autograd.grad(fn(x), x)
+    out = remat(fn)(x)
+    module.scale = 10.0
+    with count_ops() as ops:
+        (got,) = torch.autograd.grad(out, x)
+    assert ops["sin"] > 1
+    assert_same(got, want)
+    assert vars(module.outer[0]) is vars(view) is vars(module)
+    assert (module.scale, module.calls) == (10.0, 2)
+
+
+@pytest.mark.parametrize("differentiate", ["backward", "grad"])
+def test_a_recompute_reads_the_slots_of_a_view_as_they_were(differentiate):
+    view, x = remat(Scaled()), torch.ones(1, requires_grad=True)
+    view.factor = 2.0
+
+    def fn(x):
+        view.factor += 1
+        return (x * view.factor).sin()
+
+    if differentiate == "grad":
+        with count_ops() as ops:
+            got = grad(lambda x: remat(fn)(x).sum())(x.detach())
+        after = 3.0
+    else:
+        out = remat(fn)(x)
+        view.factor = after = 10.0
+        with count_ops() as ops:
+            (got,) = torch.autograd.grad(out, x)
+    assert ops["sin"] + ops["mul"] >= 2
+    assert view.factor == after
+    assert_same(got, 3 * torch.tensor([3.0]).cos())
+
+
+def test_a_view_whose_class_changes_before_the_backward_is_refused():
+    view, x = remat(Scaled()), torch.ones(1, requires_grad=True)
+    out = remat(lambda x: (view.scale * x).sin())(x)
+    object.__setattr__(view, "__class__", type("Other", (type(view),), {}))
+    with pytest.raises(RecomputeError, match="was a Scaled at the call is a Other now"):
+        out.backward()
+
+
+def test_a_hook_is_removed_after_a_transform_whose_call_changed_the_module():
+    module, seen = Scaled(), []
+    hook = module.register_forward_hook(lambda *args: seen.append(1))
+    with count_ops() as ops:
+        grad(lambda x: remat(module)(x).sum())(torch.ones(1))
+    assert (ops["sin"], module.calls, len(seen)) == (2, 1, 1)
+    hook.remove()
+    module(torch.ones(1))
+    assert len(seen) == 1

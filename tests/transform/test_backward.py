@@ -249,6 +249,11 @@ def test_a_backward_in_inference_mode(options):
             out.backward()
         assert ops["sin"] == 1
         assert_same(x.grad, y.grad)
+    out = remat(lambda x: x.sin().exp().tanh(), **OPTIONS[options])(x).sum()
+    with torch.inference_mode():
+        (got,) = torch.autograd.grad(out, x)
+    assert not got.requires_grad
+    assert_same(got, y.grad)
 
 
 def test_without_an_input_that_requires_grad_the_function_itself_is_called():
