@@ -1,8 +1,10 @@
 """What every test gets: a fixed torch seed, one thread, and no record of a call."""
 
 import gc
+import importlib
 import os
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -100,3 +102,11 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(_offload, "_mapped", noting)
     return found
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], types.ModuleType]:
+    """Imports a file of benchmarks/."""
+    pytest.importorskip("rich", reason="needs the extra `viz`")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    return importlib.import_module

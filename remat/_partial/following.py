@@ -27,6 +27,7 @@ from remat._graph.residual import Offloaded, Residual, store
 from remat._partial.cache import CallCache
 from remat._partial.check import Check
 from remat._partial.collect import Verify
+from remat._partial.decide import ACCUMULATES
 from remat._partial.forward_plan import ForwardPlan, is_droppable, is_of_memory
 from remat._partial.plans import Plans
 from remat._partial.recorder import Recorder
@@ -103,13 +104,18 @@ class Following:
         elif place in plans.residual_of_handle and tensor is not None:
             self._taken[place] = tensor.detach()
 
-    def copies_gradients(self) -> bool:
-        """Say whether a backward inside the forward did what a recompute does not."""
-        return isinstance(self.mode, Recorder) and self.mode.copies_gradients
+    def gives_up(self, *, accumulates: bool) -> bool:
+        """Say whether this call, and those after it, follow nothing.
 
-    def give_up(self, why: str) -> None:
-        """Follow nothing, in this call and those after it."""
-        self._cache.refuse(why)
+        Args:
+            accumulates: whether the forward changed gradients. What a backward inside
+                runs for that depends on who else holds them.
+        """
+        mode = self.mode
+        copies = isinstance(mode, Recorder) and mode.copies_gradients
+        if accumulates or copies:
+            self._cache.refuse(ACCUMULATES)
+        return accumulates or copies
 
     def finish(self, handles: Sequence[Handle | None]) -> None:
         """Plan the call, if it was recorded, and give handles their residuals.

@@ -227,5 +227,10 @@ class _Followed:
     def pack(self, place: int, tensor: Any) -> None:
         """Do nothing: what the graph saves is not kept."""
 
+    def gives_up(self, *, accumulates: bool) -> bool:
+        """Say that the mode follows the call, whatever it does."""
+        del accumulates
+        return False
+
     def finish(self, handles: Any) -> None:
         """Do nothing: no handle has a residual."""

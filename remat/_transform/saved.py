@@ -134,14 +134,13 @@ class Saved(SavedCall):
             marks = hooks_so_far() != hooks or are_marked(leaves)
             is_any = accumulates or moves or marks
             self.effects = Effects(accumulates, moves, marks) if is_any else NONE
-            if following and (accumulates or following.copies_gradients()):
-                self._follow_nothing(following, inputs)
+            if following is not None and following.gives_up(accumulates=accumulates):
+                self._follow_nothing(inputs)
             self._end(inputs, handles)
         return result
 
-    def _follow_nothing(self, following: Following, inputs: Sequence[Tensor]) -> None:
-        """Give up the record: what a backward inside runs depends on who holds what."""
-        following.give_up(ACCUMULATES)
+    def _follow_nothing(self, inputs: Sequence[Tensor]) -> None:
+        """Recompute all, and warn if that is not what was asked for."""
         self.following = None
         policy, prune = self.setting.policy, self.setting.options.prune
         situation = self.situation(inputs)

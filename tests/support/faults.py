@@ -113,8 +113,8 @@ FAULTS = [
     Fault(
         "what a recompute does to an object stays",
         CAPTURE + "restore.py",
-        "        _undo(self._undo)\n        if self._holds_lock:",
-        "        if self._holds_lock:",
+        "        _undo(self._undo)\n        for was in reversed(self._views):",
+        "        for was in reversed(self._views):",
         ("tests/capture/test_state.py", "tests/capture/test_snapshot.py"),
     ),
     Fault(
