@@ -34,7 +34,8 @@ class Situation:
         kind: the class of an input that sees the operations done with it; "" if there
             is none.
         elements: how many its inputs have in all.
-        given_up: why calls like it are not recorded any more; "" if they are.
+        given_up: why it is not recorded, or calls like it are not any more; "" if they
+            are.
     """
 
     is_saved: bool

@@ -205,8 +205,9 @@ class _Examining(Saved):
         )
 
     def _what_there_is_to_know(self) -> Situation:
-        given_up = ACCUMULATES if self.effects.accumulates else ""
-        return dataclasses.replace(self._situation, given_up=given_up)
+        if not self.effects.accumulates:
+            return self._situation
+        return dataclasses.replace(self._situation, given_up=ACCUMULATES)
 
     def _leaf(self, i: int, tensor: Tensor) -> Leaf:
         nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too

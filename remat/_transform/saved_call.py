@@ -72,6 +72,8 @@ class Effects(NamedTuple):
     marks: bool
 
 
+# Its sizes are asked for by operations, in some runs and not in others.
+_NESTED = "an input is a nested tensor"
 UNKNOWN = Effects(accumulates=False, moves=False, marks=True)
 NONE = Effects(accumulates=False, moves=False, marks=False)
 
@@ -133,8 +135,8 @@ class SavedCall:
         return Situation(
             is_saved=True,
             is_compiled=self.setting.snapshot.compiled,
-            kind="nested tensor" if any(t.is_nested for t in inputs) else "",
             elements=sum(map(Tensor.numel, inputs)),
+            given_up=_NESTED if any(t.is_nested for t in inputs) else "",
         )
 
     def kind(self, inputs: Sequence[Tensor]) -> Kind:

@@ -218,7 +218,8 @@ def _to_copy(
 ) -> frozenset[int]:
     """Return which inputs are copied, since a write to them may not be counted.
 
-    Batch norm's update of its running statistics is not.
+    Batch norm's update of its running statistics is not. These are vectors, and buffers
+    of a module if they are large.
     """
     return frozenset(
         i
