@@ -128,7 +128,6 @@ class Forward(Run):
 
 _MUTABLE = (
     *(CellNode, DictNode, FunctionNode, ObjectNode, RegisteredNode, SequenceNode),
-    ViewNode,
 )
 
 
@@ -178,10 +177,10 @@ def _state(node: Composite, value: Any) -> dict[Any, Any]:
             registry = entries.pop(name)
             entries |= {(name, key): v for key, v in registry.items()}
         return entries
-    if isinstance(node, ObjectNode):
-        return attributes(value)
     if isinstance(node, ViewNode):
         return slots_in(value)
+    if isinstance(node, ObjectNode):
+        return attributes(value)
     if isinstance(node, CellNode):
         content = content_of(value)
         return {} if content is EMPTY else {0: content}
@@ -201,10 +200,10 @@ def _assign(node: Composite, value: Any, held: dict[Any, Any]) -> None:
     """Have the user's own value hold what its replica holds."""
     if isinstance(node, ModuleNode):
         assign_attributes(value, _in_own_dicts(value, held))
-    elif isinstance(node, ObjectNode):
-        assign_attributes(value, held)
     elif isinstance(node, ViewNode):
         set_attributes(value, held)
+    elif isinstance(node, ObjectNode):
+        assign_attributes(value, held)
     elif isinstance(node, CellNode):
         value.cell_contents = held[0]
     elif isinstance(node, FunctionNode):

@@ -9,7 +9,6 @@ Rejected: setting back only modules that changed. To find them costs as much.
 """
 
 import operator
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -18,15 +17,7 @@ from torch import nn
 from typing_extensions import override
 
 from remat._base.code import VIEWED
-from remat._capture.nodes import (
-    Building,
-    Composite,
-    Node,
-    ObjectNode,
-    Part,
-    filled,
-    named,
-)
+from remat._capture.nodes import Building, Node, ObjectNode, Part, named
 from remat._capture.objects import slots_in
 
 
@@ -52,7 +43,7 @@ _HOLDERS = (
 # What is registered, and hooks: dicts, most of which are empty.
 aside_of = operator.itemgetter(*REGISTRIES, *_HOLDERS)
 _VACANT = dict.fromkeys((*REGISTRIES, *HOOKS, *_ASIDE))
-_NOHOOKS: dict[str, Any] = {}
+_NO_HOOKS: dict[str, Any] = {}
 
 
 class ModuleNode(ObjectNode):
@@ -77,7 +68,7 @@ class ModuleNode(ObjectNode):
         super().__init__(value)
         entries = self.entries
         held = [entries.get(name) for name in HOOKS]
-        self.hooks: dict[str, Any] = _NOHOOKS
+        self.hooks: dict[str, Any] = _NO_HOOKS
         if any(held):
             pairs = zip(HOOKS, held, strict=True)
             self.hooks = {name: hooks.copy() for name, hooks in pairs if hooks}
@@ -119,21 +110,16 @@ class ModuleNode(ObjectNode):
         return contents
 
 
-class ViewNode(Composite):
+class ViewNode(ObjectNode):
     """A view of a module: an object that has the module's own dict of attributes.
 
-    Attributes:
-        kind: its class.
-        ref: returns it, or None once it is gone.
-        entries: its slots, one of which holds the module, without those that are
-            children.
+    What it holds itself is in slots, one of which holds the module.
     """
 
-    __slots__ = ("entries", "kind", "ref")
+    __slots__ = ()
 
     def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.kind, self.ref = type(value), weakref.ref(value)
+        super().__init__(value)
         self.entries = slots_in(value)
 
     @override
@@ -142,17 +128,8 @@ class ViewNode(Composite):
             yield name, value, "" if name == VIEWED else f".{name}"
 
     @override
-    def hold(self, key: Any, node: Node) -> None:
-        super().hold(key, node)
-        self.entries[key] = None
-
-    @override
     def new(self, run: Building) -> Any:
         return run.make_view(self)
-
-    def slots(self, run: Building) -> dict[str, Any]:
-        """Return what its slots held, around the run's tensors."""
-        return filled(self.entries, self.children, run)
 
 
 def _filled(indices: dict[str, int | None], tensors: Any) -> dict[str, Any]:

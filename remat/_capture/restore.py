@@ -130,7 +130,8 @@ class Run:
 
     def make_view(self, node: ViewNode) -> Any:
         """Return a view of a module, which has the dict that the module has now."""
-        slots, view = node.slots(self), node.ref()
+        view = node.ref()
+        slots = node.contents(self, view)
         module = slots[VIEWED]
         if view is not None and getattr(view, VIEWED) is module:
             _check_class(node.kind, type(view))

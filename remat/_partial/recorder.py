@@ -48,7 +48,7 @@ from remat.policies import Decision, Policy
 from remat.policies._within import times_operations
 
 
-NEW = torch.ops.aten.new_empty_strided.default
+_NEW_EMPTY = torch.ops.aten.new_empty_strided.default
 
 
 class Recorder(LeanDispatchMode):
@@ -114,7 +114,7 @@ class Recorder(LeanDispatchMode):
 
     def _note(self, seen: Seen) -> None:
         storages, arguments, results = self._storages, seen.arguments, seen.results
-        if seen.func is NEW and current_task() != self._task:
+        if seen.func is _NEW_EMPTY and current_task() != self._task:
             self.copies_gradients = True
         args, kwargs = arguments.args, arguments.kwargs
         reads = storages.numbers(arguments.tensors, arguments.strided)

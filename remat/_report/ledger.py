@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from remat._base import pytree
