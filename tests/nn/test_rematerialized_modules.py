@@ -558,6 +558,7 @@ def test_a_view_shares_the_state_after_a_call_that_changed_it(case):
     with count_ops() as ops:
         differentiate(view, x)
     assert ops["sin"] >= 2 or case == "jacfwd"
+    assert view is not module
     assert vars(view) is vars(module)
     assert view.calls == module.calls == 1
     view.eval()
@@ -669,7 +670,8 @@ def test_a_recompute_reads_the_slots_of_a_view_as_they_were(differentiate):
         view.factor = after = 10.0
         with count_ops() as ops:
             (got,) = torch.autograd.grad(out, x)
-    assert ops["sin"] + ops["mul"] >= 2
+    # Plain code has one product less: that of the forward, which runs again.
+    assert ops["mul"] == (4 if differentiate == "grad" else 3)
     assert view.factor == after
     assert_same(got, 3 * torch.tensor([3.0]).cos())
 
