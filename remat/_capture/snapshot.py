@@ -120,7 +120,7 @@ class Snapshot:
     def call(self, run: Building) -> Any:
         """Call the function again, under the modes of the call and no others."""
         if self._modes or function_mode_count() or self._caches():
-            return self.called(*self.built(run))
+            return call_under(*self.built(run))
         args, kwargs = self._arguments(run)
         return _built(self._fn, run)(*args, **kwargs)
 
@@ -145,16 +145,6 @@ class Snapshot:
             return values, {}
         args, named = values[: self._count], values[self._count :]
         return args, dict(zip(self._names, named, strict=True))
-
-    def called(self, fn: Fn, modes: list[Any], cache: Any) -> Any:
-        """Call what `built` returned."""
-        if not (cache is None and parametrization_cache() is None):
-            fn = _with_cache(fn, cache)
-        if modes or function_mode_count():
-            now = function_modes()
-            if len(now) != len(modes) or not all(map(operator.is_, now, modes)):
-                return under_function_modes(modes, fn)
-        return fn()
 
     def name_of(self, index: int) -> str:
         """Write where an input comes from, as the function's author would."""
@@ -191,6 +181,17 @@ class Bound(NamedTuple):
 
     def __call__(self) -> Any:
         return self.fn(*self.args, **self.kwargs)
+
+
+def call_under(fn: Fn, modes: list[Any], cache: Any) -> Any:
+    """Call what `Snapshot.built` returned, under these modes and no others."""
+    if not (cache is None and parametrization_cache() is None):
+        fn = _with_cache(fn, cache)
+    if modes or function_mode_count():
+        now = function_modes()
+        if len(now) != len(modes) or not all(map(operator.is_, now, modes)):
+            return under_function_modes(modes, fn)
+    return fn()
 
 
 def _built(found: Any, run: Building) -> Any:

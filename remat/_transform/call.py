@@ -24,7 +24,7 @@ from remat._capture.restore import Run
 from remat._capture.result_walk import Hidden, Own
 from remat._capture.results import Emptied, Result
 from remat._capture.search import Search
-from remat._capture.snapshot import Bound, Snapshot
+from remat._capture.snapshot import Bound, Snapshot, call_under
 from remat._capture.structure import Out, slots_of
 from remat._partial.options import DEFAULT, Options
 from remat._torch import current_layer, requires_grad_at_any_level, unwrap_dead
@@ -130,7 +130,7 @@ class Call:
         with run:
             fn, *around = self.snapshot.built(run)
             run.note()
-            value = self.snapshot.called(self.body(fn, run), *around)
+            value = call_under(self.body(fn, run), *around)
             self.hand_on(run)
             if type(value) is Tensor:
                 return Result(value)

@@ -26,6 +26,7 @@ from remat._base.tensors import outside_inference_mode
 from remat._base.tracebacks import note
 from remat._capture.restore import Run
 from remat._graph.handles import Handle
+from remat._live.reach import Reach
 from remat._partial.following import Replaying
 from remat._torch import (
     batched_again,
@@ -172,7 +173,11 @@ def _fill_along_plan(
 
 def _tensors(call: SavedCall) -> list[Tensor]:
     """Return what the function runs on."""
-    return call.inputs.to_run_on(leaves_themselves=not call.effects.accumulates)
+    effects, is_live = call.effects, isinstance(call.setting.snapshot, Reach)
+    return call.inputs.to_run_on(
+        leaves_themselves=not effects.accumulates,
+        inputs_themselves=is_live and not any(effects),
+    )
 
 
 # --- The run ---
@@ -215,6 +220,11 @@ def run_again(call: SavedCall, tensors: Sequence[Tensor]) -> None:
     if call.setting.vmaps:
         _run_under_vmaps(call, tensors)
         return
+    reach = call.setting.snapshot
+    if isinstance(reach, Reach):
+        with call.inputs.put_back(tensors), reach.restored(tensors) as running:
+            reach.call(running, tensors)
+        return
     # On other tensors, modules are made anew: who uses the user's own modules meanwhile
     # must not see other tensors in them.
     in_place = call.inputs.has_leaves_in(tensors)
@@ -223,7 +233,13 @@ def run_again(call: SavedCall, tensors: Sequence[Tensor]) -> None:
 
 
 def _run_under_vmaps(call: SavedCall, tensors: Sequence[Tensor]) -> None:
+    reach = call.setting.snapshot
+
     def run_batched(*batched: Tensor) -> tuple[()]:
+        if isinstance(reach, Reach):
+            with reach.restored(batched) as running:
+                reach.call(running, batched)
+            return ()
         with Run(batched, "all") as run:
             call.run_again(run)
         return ()

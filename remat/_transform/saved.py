@@ -32,6 +32,8 @@ from remat._graph.handles import Handle, unpack
 from remat._partial.decide import ACCUMULATES, warn_if_asked, why_no_record
 from remat._partial.following import Following
 from remat._partial.forward_plan import ForwardPlan
+from remat._live.layout import UnsupportedError
+from remat._live.reach import Reach
 from remat._partial.options import Options
 from remat._torch import current_layer, eager_only, top_hooks, unbatched, unwrap_dead
 from remat._transform import refill
@@ -43,6 +45,8 @@ from remat._transform.packing import Packing
 from remat._transform.saved_call import NONE, Effects, SavedCall, Setting
 
 
+import os
+LIVE = os.environ.get("REMAT_LIVE", "1") == "1"
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -53,18 +57,33 @@ def call_saved(
     """Call a function so that a backward recomputes what its graph saves."""
     if options.rng == "error":
         fn = without_draws(fn, label)
-    search = Search(shallow=True)
-    snapshot = Snapshot(fn, label, args, kwargs, search)
-    inputs = [*map(unwrap_dead, search.found.tensors)]
+    snapshot, found, is_lazy = _reached(fn, label, args, kwargs, options)
+    inputs = [*map(unwrap_dead, found)]
     vmaps: Sequence[Any] = ()
     if current_layer() is not None:
         inputs, vmaps = unbatched(inputs)
     needs = [*map(_requires_grad, inputs)]
-    if search.found.is_lazy or True not in needs:
+    if is_lazy or True not in needs:
         return fn(*args, **kwargs)
     call = Saved(setting_of(snapshot, vmaps, options), inputs, needs)
     call.follow(getattr(fn, "__self__", fn), inputs)
     return call.forward(fn, args, kwargs, inputs)
+
+
+def _reached(
+    fn: Fn, label: str, args: Any, kwargs: dict[str, Any], options: Options
+) -> tuple[Any, list[Tensor], bool]:
+    """Return what a call reaches, its tensors, and whether some are still to be made."""
+    if LIVE and options.joined() is None and options.prune is not True:
+        try:
+            reach = Reach(fn, label, args, kwargs)
+        except UnsupportedError:
+            pass
+        else:
+            return reach, reach.take_tensors(), reach.is_lazy
+    search = Search(shallow=True)
+    snapshot = Snapshot(fn, label, args, kwargs, search)
+    return snapshot, search.found.tensors, search.found.is_lazy
 
 
 def setting_of(snapshot: Snapshot, vmaps: Sequence[Any], options: Options) -> Setting:
@@ -112,6 +131,7 @@ class Saved(SavedCall):
     ) -> Any:
         """Run the function as it is."""
         leaves, following = self.inputs.leaves(), self.following
+        reach = self.setting.snapshot
         gradients, hooks = gradients_of(leaves), hooks_so_far()
         addresses = addresses_of(leaves)
         observe = None if following is None else following.pack
@@ -127,11 +147,13 @@ class Saved(SavedCall):
                     following.mode.end()
         finally:
             packing.done()
+            if isinstance(reach, Reach):
+                reach.forward_done()
         handles = [None if ref is None else ref() for ref in self.handles]
         if handles.count(None) < len(handles):
             accumulates = gradients_of(leaves) != gradients
             moves = addresses_of(leaves) != addresses
-            marks = hooks_so_far() != hooks or are_marked(leaves)
+            marks = hooks_so_far() != hooks or are_marked(inputs)
             is_any = accumulates or moves or marks
             self.effects = Effects(accumulates, moves, marks) if is_any else NONE
             if following is not None and following.gives_up(accumulates=accumulates):

@@ -14,18 +14,22 @@ Rejected: stand-ins for leaves, too. In a module that several threads use, the g
 of the others would be lost.
 """
 
+import contextlib
 import operator
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from remat._base.absent import Absent
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside
-from remat._torch import unseen
+from remat._torch import preserved_version, unseen
 from remat._transform.buffers import is_same as has_same_bytes
 from remat._transform.leaves import attributes_of
 
@@ -54,11 +58,12 @@ class SavedInputs:
         copied: the indices of those that were copied.
         leaves_at: the indices of those that are saved themselves.
         attributes: what was set on them; None where nothing was.
+        nodes: which of them had been computed, by a node.
     """
 
     __slots__ = (
-        *("_classes", "_hooks", "attributes", "copied", "leaves_at", "needs"),
-        *("values", "versions"),
+        *("_classes", "_hooks", "_refs", "attributes", "copied", "leaves_at", "needs"),
+        *("nodes", "values", "versions"),
     )
 
     def __init__(
@@ -73,6 +78,8 @@ class SavedInputs:
         self.needs, self._hooks = needs, hooks
         self.versions = versions_of(inputs)
         self.attributes = attributes_of(inputs)
+        self._refs = [*map(weakref.ref, inputs)]
+        self.nodes = [*map(operator.not_, map(_is_leaf, inputs))]
         self._classes: Sequence[type] = ()
         self.copied: frozenset[int] = frozenset()
         if False not in needs and hooks is None and all(map(_is_leaf, inputs)):
@@ -159,11 +166,15 @@ class SavedInputs:
         attributes = self.attributes
         return attributes and [attributes[i] for i in self.leaves_at]
 
-    def to_run_on(self, *, leaves_themselves: bool) -> list[Tensor]:
+    def to_run_on(
+        self, *, leaves_themselves: bool, inputs_themselves: bool = False
+    ) -> list[Tensor]:
         """Return the tensors that a recompute runs on.
 
         Args:
             leaves_themselves: whether it may run on the user's own leaves.
+            inputs_themselves: whether it may run on the user's other tensors, where
+                they are still there, and write to those that are copied.
         """
         values, needs = self.values, self.needs
         is_all = leaves_themselves and len(self.leaves_at) == len(values)
@@ -172,13 +183,33 @@ class SavedInputs:
         leaves_at = {*self.leaves_at} if leaves_themselves else ()
         tensors = []
         for i, (value, need) in enumerate(zip(values, needs, strict=True)):
-            if i in self.copied:
+            t = value if i in leaves_at else None
+            if inputs_themselves and t is None:
+                t = self._itself(i)
+            if t is not None and t.requires_grad == need:
+                tensors.append(t)
+            elif i in self.copied:
                 tensors.append(value.clone())
-            elif i in leaves_at and value.requires_grad == need:
-                tensors.append(value)
             else:
                 tensors.append(self._stand_in(i, value, need))
         return tensors
+
+    def _itself(self, i: int) -> Tensor | None:
+        """Return an input, if it is still there and a recompute may run on it."""
+        t = self._refs[i]()
+        if t is None or type(self.values[i]) is Absent or t.is_leaf == self.nodes[i]:
+            return None
+        return t if i not in self.copied or _can_be_put_back(t) else None
+
+    def put_back(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """Return a context in which copied inputs hold what they held at the call.
+
+        Args:
+            tensors: that the run is on.
+        """
+        pairs = [(tensors[i], self.values[i]) for i in self.copied]
+        pairs = [(t, v) for (t, v), i in zip(pairs, self.copied) if t is self._refs[i]()]
+        return PutBack(pairs) if pairs else contextlib.nullcontext()
 
     def has_leaves_in(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether a run on these tensors is on all of the user's own leaves."""
@@ -196,9 +227,62 @@ class SavedInputs:
             new = t.detach()
             if need:
                 new.requires_grad_()
+                new = _computed(new) if self.nodes[i] else new
         if self.attributes and self.attributes[i]:
             new.__dict__.update(self.attributes[i])
         return new
+
+
+def _computed(tensor: Tensor) -> Any:
+    """Return a tensor like another, with a node."""
+    with torch.enable_grad():
+        return Computed.apply(tensor)
+
+
+class Computed(torch.autograd.Function):
+    """Gives a tensor a node, as an input that was computed has one."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return t.data
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class PutBack:
+    """A context in which tensors hold other values, in place.
+
+    Args:
+        pairs: a tensor, and what it is to hold.
+    """
+
+    __slots__ = ("_before", "_pairs", "_versions")
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._pairs = pairs
+
+    def __enter__(self) -> None:
+        self._versions = preserved_version(tuple(t for t, _ in self._pairs))
+        self._versions.__enter__()
+        with unseen():
+            self._before = [t.detach().clone() for t, _ in self._pairs]
+            for t, value in self._pairs:
+                t.data.copy_(value)
+
+    def __exit__(self, *_: object) -> None:
+        with unseen():
+            for (t, _), before in zip(self._pairs, self._before, strict=True):
+                t.data.copy_(before)
+        self._versions.__exit__(None, None, None)
+
+
+def _can_be_put_back(tensor: Tensor) -> bool:
+    """Say whether a tensor may be written to: on a device, copies stand in for it."""
+    return type(tensor) is Tensor and tensor.is_cpu and not tensor.is_inference()
 
 
 def _is_saved_itself(tensor: Tensor) -> bool:

@@ -22,6 +22,7 @@ from remat._base.program import Evaluation, Program, Request, has_derivatives
 from remat._base.tracebacks import note
 from remat._base.types import Outputs
 from remat._capture.restore import Run
+from remat._capture.snapshot import call_under
 from remat._torch import without_hooks
 from remat._transform.primal import Primal
 from remat.chain._forward import ChainCall
@@ -145,7 +146,7 @@ class Segment(Program):
         def run(inputs: Sequence[Tensor]) -> Any:
             with Run(inputs, "live") as run:
                 fn, *around = snapshot.built(run)
-                found = snapshot.called(
+                found = call_under(
                     functools.partial(call, fn.fn, fn.args), *around
                 )
                 if state.ambient.moved:

@@ -6,13 +6,12 @@ from operator import setitem
 import torch
 from torch import nn
 
-from remat._capture import trees as _trees
+from remat._live import parts as _parts
 
 
 def is_remembered(model: nn.Module) -> bool:
-    """Whether what a search found in the model is used by the next call."""
-    known = _trees._KNOWN.get(id(model))
-    return known is not None and known.tree is not None
+    """Whether what a walk found in the model is used by the next call."""
+    return id(model) in _parts._LAYOUTS
 
 
 class Wrapped(nn.Module):

@@ -1,0 +1,240 @@
+"""What holders held at a call, and what a forward changed of it.
+
+Numbers and words are held themselves. A tensor is a place: the call holds it (`reach`).
+Anything else is watched by a weak reference, or known by its identity. So contents keep
+nothing alive, and calls between which nothing changed share them.
+
+Invariant: contents lead to no tensor and to no object of the user's. A graph holds its
+calls where Python's garbage collector does not look.
+Rejected: strong references to containers. A list may hold what the graph holds.
+"""
+
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from remat._base.types import INERT, TENSORS
+from remat._live.holders import FUNCTIONS, MISSING, Kind
+from remat._live.layout import Layout, Taken
+
+
+Place = tuple[int, int, bool]  # level, position, whether among the keys
+Holder = tuple[int, int, int]  # level, group, number
+
+
+class At:
+    """In place of a tensor: its number among those of a root."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Ref:
+    """In place of a value that is not held.
+
+    Attributes:
+        id: its identity.
+        kind: gives its class.
+        ref: gives it, or None; None where there are no weak references of its class.
+        limit: how long it may get: of a deque.
+    """
+
+    __slots__ = ("id", "kind", "limit", "ref")
+
+    def __init__(self, value: Any) -> None:
+        kind = type(value)
+        self.id, self.kind = id(value), weakref.ref(kind)
+        self.limit = value.maxlen if issubclass(kind, deque) else None
+        self.ref: Any = weakref.ref(value) if kind.__weakrefoffset__ else None
+
+    def is_of(self, value: Any) -> bool:
+        """Say whether this is in place of that value."""
+        if id(value) != self.id:
+            return False
+        return type(value) is self.kind() if self.ref is None else self.ref() is value
+
+
+class _Keeper:
+    """Puts values aside; numbers tensors."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        self.places: list[Place] = []
+
+    def keep(self, value: Any, place: Place) -> Any:
+        """Return what is held of a value that was found at a place."""
+        kind = type(value)
+        if (kind in INERT and kind not in _OF_CLASSES) or value is MISSING:
+            return value
+        if kind in TENSORS or issubclass(kind, Tensor):
+            number = self.numbers.setdefault(id(value), len(self.places))
+            if number == len(self.places):
+                self.places.append(place)
+            return At(number)
+        if not kind.__weakrefoffset__ and _is_number(value, kind):
+            return value
+        return Ref(value)
+
+    def keep_all(self, k: int, values: Sequence[Any], *, as_keys: bool) -> list[Any]:
+        """Return what is held of a level."""
+        keep = self.keep
+        return [keep(v, (k, p, as_keys)) for p, v in enumerate(values)]
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    """Say whether a value without weak references can be held itself."""
+    if issubclass(kind, (tuple, frozenset)):
+        return kind in (tuple, frozenset) and INERT.issuperset(map(type, value))
+    return not (kind.__dictoffset__ or kind.__flags__ & _HAS_GC)
+
+
+# What a class has made of itself leads to it.
+_OF_CLASSES = {types.GetSetDescriptorType, types.MemberDescriptorType}
+_HAS_GC = 1 << 14  # CPython: may refer to others
+
+
+class Span(NamedTuple):
+    """One holder: how it is read, its number in its group, and where its values are."""
+
+    kind: Kind
+    group: int
+    number: int
+    start: int
+    end: int
+    first_key: int
+
+
+class Contents:
+    """What the holders of a layout held.
+
+    Attributes:
+        kept: for each level, the values, with `At` and `Ref` among them.
+        keys: for each level, the keys.
+        places: of the tensors, each once, in order.
+        classes: of the objects.
+    """
+
+    __slots__ = (
+        *("_containers", "_kinds", "_marks", "_sizes", "classes", "keys", "kept"),
+        "places",
+    )
+
+    def __init__(self, layout: Layout, taken: Taken) -> None:
+        self._marks, self._kinds = taken.marks, taken.kinds
+        self._containers: dict[int, tuple[int, int, Span]] | None = None
+        self._sizes = [[(kind, len(h)) for kind, h in g] for g in taken.groups]
+        keeper = _Keeper()
+        each = [*enumerate(taken.values)]
+        self.kept = [keeper.keep_all(k, v, as_keys=False) for k, v in each]
+        self.keys = [
+            keys
+            if INERT.issuperset(map(type, keys))
+            else keeper.keep_all(k, keys, as_keys=True)
+            for k, keys in enumerate(taken.keys)
+        ]
+        self.places = keeper.places
+        self.classes = [weakref.ref(type(ref())) for ref in layout.objects]
+
+    # --- Compared with another moment ---
+
+    def are_in(self, taken: Taken) -> bool:
+        """Say whether the same is held now."""
+        return self._marks == taken.marks and self._kinds == taken.kinds
+
+    def has_form_of(self, taken: Taken) -> bool:
+        """Say whether only numbers and tensors are others now."""
+        if self._kinds != taken.kinds:
+            return False
+        for k, (ids, keys, lengths) in enumerate(self._marks):
+            now = taken.marks[k]
+            if lengths != now[2] or (keys != now[1] and self.keys[k] != taken.keys[k]):
+                return False
+            if ids != now[0] and not all(map(_alike, self.kept[k], taken.values[k])):
+                return False
+        return True
+
+    def tensors_in(self, taken: Taken) -> list[Tensor]:
+        """Return the tensors, of what is held now."""
+        values, keys = taken.values, taken.keys
+        return [(keys if key else values)[k][p] for k, p, key in self.places]
+
+    def changed_in(self, now: Taken) -> set[Holder]:
+        """Return the holders that hold something else now."""
+        return {
+            holder
+            for k, marks in enumerate(self._marks)
+            if marks != now.marks[k]
+            for holder in self._changed_at(k, now)
+        }
+
+    def _changed_at(self, k: int, now: Taken) -> Iterator[Holder]:
+        present = _spans(self._sizes[k], now.lengths[k])
+        for then, span in zip(self.spans(k), present, strict=True):
+            same = _slices(self._marks[k], then) == _slices(now.marks[k], span)
+            if not same:
+                yield k, then.group, then.number
+
+    # --- One by one ---
+
+    def code_of(self, i: int) -> Any:
+        """Return the code of a function, by its index."""
+        spans = [span for span in self.spans(0) if span.kind is FUNCTIONS]
+        return self.kept[0][spans[i].start]
+
+    def containers(self, layout: Layout) -> dict[int, tuple[int, int, Span]]:
+        """Return where each container is, by its identity.
+
+        Returns:
+            Its level, its position there, and its span in the level below.
+        """
+        if self._containers is None:
+            found = self._containers = {}
+            for k, groups in enumerate(layout.levels):
+                for span in self.spans(k + 1):
+                    p = groups[span.group][1][span.number]
+                    kept = self.kept[k][p]
+                    if type(kept) is Ref:
+                        found.setdefault(kept.id, (k, p, span))
+        return self._containers
+
+    def spans(self, k: int) -> Iterator[Span]:
+        """Yield the holders of a level."""
+        return _spans(self._sizes[k], self._marks[k][2])
+
+
+def _spans(sizes: Sequence[tuple[Kind, int]], lengths: Sequence[int]) -> Iterator[Span]:
+    start = key = 0
+    left = iter(lengths)
+    for g, (kind, count) in enumerate(sizes):
+        for i in range(count):
+            length = next(left)
+            yield Span(kind, g, i, start, start + length, key)
+            start, key = start + length, key + length * kind.keyed
+
+
+def _slices(marks: Any, span: Span) -> tuple[bytes, bytes]:
+    ids, keys, _ = marks
+    first = span.first_key
+    last = first + (span.end - span.start) * span.kind.keyed
+    return ids[span.start * 8 : span.end * 8], keys[first * 8 : last * 8]
+
+
+def _alike(kept: Any, value: Any) -> bool:
+    """Say whether a value leads to what the one before led to."""
+    if type(kept) is Ref:
+        return kept.is_of(value)
+    if type(kept) is At:
+        return issubclass(type(value), Tensor)
+    return kept is value or (_is_plain(kept) and _is_plain(value))
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether a value leads nowhere. Other code may lead elsewhere."""
+    kind = type(value)
+    return (kind in INERT and kind is not types.CodeType) or value is MISSING

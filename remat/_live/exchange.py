@@ -1,0 +1,328 @@
+"""Has holders hold what they held at a call, for one run, and puts them back.
+
+Level by level, from the owners down: a holder that differs is written in place. What is
+gone is revived from the contents. After the run all that was written, and what the
+forward wrote, gets back what it held just before. No other holder is written.
+
+Invariant: no lock is held while the function runs. Where two runs write one holder, the
+one that ends first hands what was there before it to the other.
+Rejected: a lock. A recompute may wait for a thread whose backward recomputes, too.
+"""
+
+import operator
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from remat._base.code import class_without_us
+from remat._base.errors import RecomputeError
+from remat._capture.objects import replica_of
+from remat._live.contents import At, Contents, Holder, Ref, Span
+from remat._live.holders import SCOPES, Kind, container_kind
+from remat._live.layout import Layout, Owners
+
+
+class Exchange:
+    """What the holders of one layout are given for one run.
+
+    Args:
+        layout: that of a root.
+        contents: what the holders held.
+        effects: the holders that the forward changed; None if that is not known.
+        namespaces: of the functions.
+        tensors: what stands for the tensors, by number.
+        special: what stands for iterators, by level and position.
+        made: what was revived so far, by the identity of what it stands for.
+        exchanges: whether some of these tensors are others than at the call.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        contents: Contents,
+        effects: set[Holder] | None,
+        namespaces: Sequence[dict[str, Any]],
+        tensors: Sequence[Any],
+        special: dict[tuple[int, int], Any],
+        made: dict[int, Any],
+        *,
+        exchanges: bool,
+    ) -> None:
+        self._layout, self._contents, self._effects = layout, contents, effects
+        self._namespaces = namespaces
+        self._tensors, self._special, self._made = tensors, special, made
+        # Whether values that never change may have to hold others.
+        self._exchanges = bool(special) or exchanges
+        self._alive: dict[int, Any] = {}
+        self._written: list[Written] = []
+
+    def start(self) -> None:
+        """Have all holders hold what they held."""
+        layout, owners = self._layout, self._owners
+        values: list[Any] = []
+        for k in range(len(self._contents.kept)):
+            groups = layout.groups(owners) if k == 0 else layout.below(k - 1, values)
+            values = self._start_level(k, [held for _, held in groups])
+
+    def _start_level(self, k: int, groups: Sequence[Sequence[Any]]) -> list[Any]:
+        """Write the holders of a level; return what they hold then."""
+        spans = [*self._contents.spans(k)]
+        found = [_read(span.kind, groups[span.group][span.number]) for span in spans]
+        for _, _, now in found:
+            self._alive.update(zip(map(id, now), now, strict=True))
+        values: list[Any] = []
+        for span, (holder, now_keys, now) in zip(spans, found, strict=True):
+            then, keys = self._then(k, span, now), self._keys(k, span)
+            values += then
+            if span.kind.frozen:
+                continue
+            is_same = _are_same(now, then) and _are_same(now_keys, keys)
+            if is_same and not self._is_effect((k, *span[1:3])):
+                continue
+            for written in written_to(span.kind, holder, now_keys, now):
+                self._written.append(written)
+                written.start()
+            if not is_same:
+                span.kind.write(holder, keys, then)
+        return values
+
+    def _is_effect(self, holder: Holder) -> bool:
+        return self._effects is None or holder in self._effects
+
+    def container(self, key: int) -> Any:
+        """Return a container that an owner leads to, by its identity; None if none."""
+        if key not in self._contents.containers(self._layout):
+            return None
+        return self._made.get(key, self._alive.get(key))
+
+    def end(self) -> None:
+        """Give back what was there just before the run."""
+        for written in reversed(self._written):
+            written.end()
+
+    # --- What was there ---
+
+    def _then(self, k: int, span: Span, now: Sequence[Any]) -> list[Any]:
+        then = self._contents.kept[k][span.start : span.end]
+        for i, kept in enumerate(then):
+            if type(kept) is At:
+                then[i] = self._tensors[kept.number]
+            elif type(kept) is Ref:
+                place = k, span.start + i
+                here = now[i] if i < len(now) else None
+                special = self._special.get(place)
+                then[i] = self.found(kept, here) if special is None else special
+        return then
+
+    def _keys(self, k: int, span: Span) -> list[Any]:
+        if not span.kind.keyed:
+            return []
+        last = span.first_key + span.end - span.start
+        keys = self._contents.keys[k][span.first_key : last]
+        return [self._value(key) for key in keys]
+
+    def _value(self, kept: Any) -> Any:
+        if type(kept) is At:
+            return self._tensors[kept.number]
+        return self.found(kept, None) if type(kept) is Ref else kept
+
+    def found(self, kept: Ref, here: Any) -> Any:
+        """Return a value that was not held: itself, or what was revived.
+
+        Args:
+            kept: in place of it.
+            here: what is in its place now.
+        """
+        if kept.is_of(here) and not self._exchanges:
+            return here
+        made = self._made.get(kept.id)
+        if made is not None:
+            return made
+        if self._exchanges:
+            made = self._around_others(kept)
+            if made is not None:
+                return made
+        value = self._alive.get(kept.id) if kept.ref is None else kept.ref()
+        if value is None or not kept.is_of(value):
+            value = self._revived(kept)
+        return value
+
+    def _around_others(self, kept: Ref) -> Any:
+        """Return a tuple, or another value that never changes, around other tensors.
+
+        None if this is none, or what it holds is the same.
+        """
+        kind, place = kept.kind(), self._place_of(kept.id)
+        if place is None or kind is None or not place[1].kind.frozen:
+            return None
+        k, span = place
+        value = self._alive.get(kept.id) if kept.ref is None else kept.ref()
+        then = self._then(k, span, ())
+        if value is not None and _are_same(then, _read(span.kind, value)[2]):
+            return None
+        made = self._made[kept.id] = span.kind.new(kind, then, kept.limit)
+        return made
+
+    # --- What is gone ---
+
+    def revive_owners(self) -> None:
+        """Find the owners; those that are gone are made again."""
+        layout, made, owners = self._layout, self._made, Owners(self._layout)
+        objects, functions, classes, slotted = layout.births
+        for i, kind in enumerate(self._contents.classes):
+            if owners.objects[i] is not None:
+                _check_class(kind(), type(owners.objects[i]))
+            elif objects[i] not in made and not _is_container(kind()):
+                made[objects[i]] = _replica(kind())
+        for i, key in enumerate(slotted):
+            if owners.slotted[i] is None:
+                owners.slotted[i] = made[key]
+        if None in owners.classes:
+            name = "A class"
+            raise RecomputeError(_GONE.format(name=name))
+        for i, key in enumerate(functions):
+            if owners.functions[i] is None:
+                owners.functions[i] = made.setdefault(key, self._function(i, owners))
+        for i, key in enumerate(objects):
+            if owners.objects[i] is None:
+                if key not in made:
+                    made[key] = self._new(key, self._contents.classes[i](), None)
+                owners.objects[i] = made[key]
+        self._owners = owners
+
+    def _function(self, i: int, owners: Owners) -> types.FunctionType:
+        cells = self._cells(owners)
+        for key in self._layout.cells[i]:
+            if key not in cells:
+                cells[key] = self._made.setdefault(key, types.CellType())
+        closure = tuple(cells[key] for key in self._layout.cells[i])
+        code = self._contents.code_of(i)
+        return types.FunctionType(code, self._namespaces[i], code.co_name, None, closure or None)
+
+    def _cells(self, owners: Owners) -> dict[int, Any]:
+        """Return the variables of functions that are still there."""
+        cells: dict[int, Any] = {}
+        for fn, keys in zip(owners.functions, self._layout.cells, strict=True):
+            if fn is not None:
+                cells.update(zip(keys, fn.__closure__ or (), strict=True))
+        return cells
+
+    def _place_of(self, key: int) -> tuple[int, Span] | None:
+        """Return the level and the span of what a container holds, by its identity."""
+        found = self._contents.containers(self._layout).get(key)
+        return None if found is None else (found[0] + 1, found[2])
+
+    def _revived(self, kept: Ref) -> Any:
+        made = self._made[kept.id] = self._new(kept.id, kept.kind(), kept.limit)
+        return made
+
+    def _new(self, key: int, kind: Any, limit: int | None) -> Any:
+        """Return a container like one that is gone."""
+        place = self._place_of(key)
+        if place is not None and kind is not None:
+            k, span = place
+            values = self._then(k, span, ()) if span.kind.frozen else ()
+            return span.kind.new(kind, values, limit)
+        if kind in _EMPTY:
+            return kind()  # of a module, and always empty
+        name = "An object" if kind is None else f"A value of {kind.__qualname__}"
+        raise RecomputeError(_GONE.format(name=name))
+
+
+def _is_container(kind: Any) -> bool:
+    return kind is not None and container_kind(kind) is not None
+
+
+# What a module holds besides its tensors, modules and hooks.
+_EMPTY = (dict, set, OrderedDict)
+
+
+def _read(kind: Kind, holder: Any) -> tuple[Any, list[Any], list[Any]]:
+    return holder, [*kind.keys([holder])], [*kind.values([holder])]
+
+
+def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _replica(kind: Any) -> Any:
+    if kind is None or hasattr(kind, "__del__"):
+        name = "An object" if kind is None else f"A {kind.__qualname__}, which has `__del__`,"
+        raise RecomputeError(_GONE.format(name=name))
+    return replica_of(kind, None)
+
+
+def _check_class(then: Any, now: type) -> None:
+    """Refuse an object whose class was changed, other than by remat."""
+    if then is None or now is then:
+        return
+    if class_without_us(now) is not class_without_us(then):
+        names = {"then": then.__qualname__, "now": now.__qualname__}
+        raise RecomputeError(_CLASS.format(**names))
+
+
+_GONE = (
+    "remat: {name} that the function reached at the call is gone, and cannot be made "
+    "again for the recompute. Keep it alive until the backward, or pass what is needed "
+    "of it as an argument."
+)
+_CLASS = (
+    "remat: an object that was a {then} at the call is a {now} now: a recompute "
+    "would run other code. Change its class after the backward."
+)
+
+
+# --- What was there just before ---
+
+
+class Written:
+    """A holder that is written for a run, and what it held just before."""
+
+    __slots__ = ("holder", "key", "keys", "kind", "values")
+
+    def __init__(
+        self, kind: Kind, holder: Any, keys: list[Any], values: list[Any], key: Any
+    ) -> None:
+        self.kind, self.holder, self.key = kind, holder, key
+        self.keys, self.values = keys, values
+
+    def start(self) -> None:
+        """Note that a run writes this holder."""
+        with _LOCK:
+            _RUNNING.setdefault(self.key, []).append(self)
+
+    def end(self) -> None:
+        """Give back what was there, or hand it to a run that began later."""
+        with _LOCK:
+            runs = _RUNNING[self.key]
+            i = runs.index(self)
+            del runs[i]
+            if i < len(runs):
+                runs[i].keys, runs[i].values = self.keys, self.values
+                return
+            if not runs:
+                del _RUNNING[self.key]
+            _, keys, values = _read(self.kind, self.holder)
+            if not (_are_same(keys, self.keys) and _are_same(values, self.values)):
+                self.kind.write(self.holder, self.keys, self.values)
+
+
+# A value that is let go of may run the user's code, which may recompute.
+_LOCK = threading.RLock()
+# By what is written, the runs that wrote it, in order.
+_RUNNING: dict[Any, list[Written]] = {}
+
+
+def written_to(
+    kind: Kind, holder: Any, keys: list[Any], values: list[Any]
+) -> list[Written]:
+    """Return what is to be put back: each global variable by itself."""
+    if kind is not SCOPES:
+        return [Written(kind, holder, keys, values, (id(holder), id(kind)))]
+    scope, names = holder
+    return [
+        Written(kind, (scope, (name,)), [], [value], (id(scope), name))
+        for name, value in zip(names, values, strict=True)
+    ]

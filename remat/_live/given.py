@@ -1,0 +1,258 @@
+"""What a call is given: its function and its arguments, put aside and made again.
+
+A function, a module or an object is a root, which a weak reference finds again. Passed
+lists and dicts are copied, and made again from the copies: they may hold what the graph
+of the call holds.
+
+Invariant: as of `contents`. The walk is a queue: nesting may be deep.
+Rejected: a list of leaves and a treedef. It would lose that two arguments share a list.
+"""
+
+import copy
+import types
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from remat._base.code import known_code
+from remat._base.errors import CaptureError
+from remat._base.types import INERT
+from remat._capture.kinds import COPIED_ITERATORS, is_buffer, is_spent_by_use
+from remat._capture.objects import set_attributes, slots_of
+from remat._capture.stream_search import (
+    StreamSearch,
+    has_defaults,
+    has_user_code,
+    is_stream,
+)
+from remat._live.contents import At, Ref
+from remat._live.holders import (
+    FACTORIES,
+    PART,
+    PARTS,
+    SLOTS,
+    Kind,
+    container_kind,
+    dict_of,
+    names_of,
+)
+from remat._live.layout import UnsupportedError, is_of_library, is_used_as_it_is
+
+
+class Copied:
+    """In place of an iterator that was passed: a copy of it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = copy.copy(value)
+
+
+class Box:
+    """In place of a container that was passed, or of a method: what it holds.
+
+    Attributes:
+        ref: in place of the container itself.
+        how: it is read and written.
+        keys: of what it holds.
+        items: what it holds.
+        attributes: of an instance of a subclass.
+    """
+
+    __slots__ = ("attributes", "how", "items", "keys", "ref")
+
+    def __init__(self, value: Any, how: Kind) -> None:
+        self.ref, self.how = Ref(value), how
+        self.keys: list[Any] = [*how.keys([value])]
+        self.items: list[Any] = [*how.values([value])]
+        self.attributes: dict[str, Any] = _attributes_of(value, how)
+
+
+def _attributes_of(value: Any, how: Kind) -> dict[str, Any]:
+    if how is PART or how is SLOTS:
+        return {}
+    held = {**(dict_of(value) or {})}
+    held |= zip(names_of(type(value)), SLOTS.values([value]), strict=True)
+    if issubclass(type(value), defaultdict):
+        held["default_factory"] = value.default_factory
+    return held
+
+
+class Given:
+    """What a call is given.
+
+    Attributes:
+        tensors: each once, in order.
+        roots: what has a layout.
+        buffers: the buffers of numbers.
+        streams: the random streams.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.roots: dict[int, Any] = {}
+        self.buffers: list[Any] = []
+        self.streams = StreamSearch()
+        self._index: dict[int, int] = {}
+        self._boxes: dict[int, Box] = {}
+        self._todo: deque[Box] = deque()
+
+    def put_aside(self, value: Any) -> Any:
+        """Return what is held of a value."""
+        kept = self._kept(value)
+        while self._todo:
+            box = self._todo.popleft()
+            box.items = [*map(self._kept, box.items)]
+            box.keys = [*map(self._kept, box.keys)]
+            for name, held in box.attributes.items():
+                box.attributes[name] = self._kept(held)
+        return kept
+
+    def _kept(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in INERT:
+            return value
+        if issubclass(kind, Tensor):
+            return At(self._number_of(value))
+        if id(value) in self._boxes:
+            return self._boxes[id(value)]
+        if issubclass(kind, PARTS):
+            if is_of_library(value):
+                return value
+            return self._box(value, PART)
+        if kind is types.FunctionType or issubclass(kind, (nn.Module, type)):
+            return self._root(value)
+        if is_stream(kind):
+            self.streams.add(value)
+            return value
+        return self._kept_other(value, kind)
+
+    def _kept_other(self, value: Any, kind: type) -> Any:
+        how = container_kind(kind)
+        if how is not None:
+            return self._box(value, how)
+        if kind in COPIED_ITERATORS:
+            return Copied(value)
+        if is_buffer(kind):
+            self.buffers.append(value)
+            return value
+        if is_used_as_it_is(value, kind):
+            self.streams.walk(value)
+            return value
+        if kind.__weakrefoffset__:
+            return self._root(value)
+        if hasattr(kind, "__del__"):  # which would run for one that was made again
+            self.roots[id(kind)] = kind
+            return value
+        if dict_of(value) is None and slots_of(kind):
+            return self._box(value, SLOTS)
+        raise UnsupportedError(kind.__qualname__)
+
+    def _box(self, value: Any, how: Kind) -> Box:
+        kind = type(value)
+        if how is not PART and has_user_code(kind):
+            self.roots[id(kind)] = kind  # for what its methods refer to
+        box = self._boxes[id(value)] = Box(value, how)
+        self._todo.append(box)
+        return box
+
+    def _root(self, value: Any) -> Any:
+        if type(value) is types.FunctionType and _is_settled(value):
+            return value
+        self.roots[id(value)] = value
+        return Ref(value)
+
+    # --- Tensors ---
+
+    def _number_of(self, tensor: Tensor) -> int:
+        """Return the number of a tensor, which is added if it is new."""
+        number = self._index.setdefault(id(tensor), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(tensor)
+        return number
+
+    def numbers_of(self, tensors: Sequence[Tensor]) -> Sequence[int]:
+        """Return the numbers of many tensors, no two of them the same."""
+        first, ids = len(self.tensors), [*map(id, tensors)]
+        if not self._index.keys().isdisjoint(ids):
+            return [*map(self._number_of, tensors)]
+        numbers = range(first, first + len(ids))
+        self._index.update(zip(ids, numbers, strict=True))
+        self.tensors += tensors
+        return numbers
+
+
+def refuse_spent(value: Any, name: str) -> None:
+    """Refuse an argument that can be read only once.
+
+    Raises:
+        CaptureError: it can.
+    """
+    if is_spent_by_use(type(value)):
+        raise CaptureError(_SPENT.format(name=name, kind=type(value).__name__))
+
+
+def _is_settled(fn: types.FunctionType) -> bool:
+    """Say whether a function is its code and nothing that changes."""
+    if fn.__closure__ or fn.__dict__ or has_defaults(fn):
+        return False
+    return known_code(fn).is_settled
+
+
+class Building:
+    """What was given, made again for one run.
+
+    Args:
+        tensors: what stands for the tensors.
+        found: returns a value that was not copied.
+        container: returns one that an owner leads to, or None.
+    """
+
+    def __init__(self, tensors: Sequence[Any], found: Any, container: Any) -> None:
+        self._tensors, self._found, self._container = tensors, found, container
+        self._made: dict[int, Any] = {}
+
+    def value(self, kept: Any) -> Any:
+        """Return a value from what was held of it."""
+        kind = type(kept)
+        if kind is At:
+            return self._tensors[kept.number]
+        if kind is Ref:
+            return self._found(kept)
+        if kind is Copied:
+            return copy.copy(kept.value)
+        return self._of_box(kept) if kind is Box else kept
+
+    def _of_box(self, box: Box) -> Any:
+        key = box.ref.id
+        if key in self._made:
+            return self._made[key]
+        kind: Any = box.ref.kind()
+        if box.how.frozen:
+            items = [self.value(item) for item in box.items]
+            made = self._made[key] = box.how.new(kind, items, None)
+            return made
+        found = self._container(box.ref)
+        if found is not None:
+            return found
+        made = self._made[key] = box.how.new(kind, (), box.ref.limit)
+        keys = [self.value(item) for item in box.keys]
+        box.how.write(made, keys, [self.value(item) for item in box.items])
+        if box.attributes:
+            self._give_attributes(made, box)
+        return made
+
+    def _give_attributes(self, made: Any, box: Box) -> None:
+        entries = {name: self.value(v) for name, v in box.attributes.items()}
+        if "default_factory" in entries:
+            FACTORIES.write(made, (), (entries.pop("default_factory"),))
+        if entries:
+            set_attributes(made, entries)
+
+
+_SPENT = (
+    "remat: the argument `{name}` is a {kind}, which can be read only once, and a "
+    "recompute reads the arguments again. Pass a list or a tuple."
+)

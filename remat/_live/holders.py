@@ -1,0 +1,437 @@
+"""Holders: what holds other values and can be changed. How each kind is read and written.
+
+A `Kind` reads many holders at once, at the speed of C: a call reads all that it reaches
+before and after its forward. It writes one holder at a time, in place.
+
+Invariant: a container is read and written by the methods of its base class, whatever a
+subclass overrides. No property and no setter of the user's runs.
+Rejected: one record for each holder. A block of a model reaches hundreds of them.
+"""
+
+import contextlib
+import functools
+import itertools
+import operator
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from typing_extensions import override
+
+from remat._base.errors import RecomputeError
+from remat._capture.objects import by_class, replica_of, slots_of
+from remat._capture.registered import mapping_of
+
+
+flatten = itertools.chain.from_iterable
+# In place of what is not there: an empty variable, a name that a namespace lacks.
+MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()
+
+
+class Kind:
+    """How holders of one kind are read and written.
+
+    Attributes:
+        keyed: whether a holder has a key for each value.
+        frozen: whether a holder can never be changed, only what it holds.
+    """
+
+    keyed = frozen = False
+
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        """Return what all of these holders hold, one after the other."""
+        raise NotImplementedError
+
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        """Return how many values each of them holds."""
+        raise NotImplementedError
+
+    def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
+        """Return the keys of all values."""
+        del holders
+        return ()
+
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        """Have a holder hold this and nothing else, in place."""
+        raise NotImplementedError
+
+    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
+        """Return a holder like one that is gone; what can be written is written later.
+
+        Args:
+            kind: its class.
+            values: what it held, where that cannot be written later.
+            limit: how long it may get, where that is limited.
+        """
+        raise NotImplementedError
+
+
+class Dicts(Kind):
+    """Dicts, and the dicts of objects."""
+
+    keyed = True
+
+    def __init__(self, base: Any) -> None:
+        self._base = base
+        # An OrderedDict has an order of its own.
+        self._values = dict.values if base is dict else base.values
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return flatten(map(self._values, holders))
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return map(dict.__len__, holders)
+
+    @override
+    def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return flatten(map(self._base.__iter__, holders))
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        base = self._base
+        now = [*base.__iter__(holder)]
+        if len(now) != len(keys) or not all(map(operator.is_, now, keys)):
+            base.clear(holder)
+        for key, value in zip(keys, values, strict=True):
+            base.__setitem__(holder, key, value)
+
+    @override
+    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
+        return self._base.__new__(kind)
+
+
+class Attributes(Dicts):
+    """The dicts of objects and functions, which threads read meanwhile.
+
+    They are never empty for a moment.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        now = [*holder]
+        if now[: len(keys)] != [*keys]:  # the order differs, or some are gone
+            super().write(holder, keys, values)
+            return
+        for key, value in zip(keys, values, strict=True):
+            if holder[key] is not value:
+                holder[key] = value
+        for key in now[len(keys) :]:
+            del holder[key]
+
+
+class Items(Kind):
+    """Lists, deques and sets; tuples and frozensets, which are never written."""
+
+    def __init__(self, base: Any) -> None:
+        self._base, self.frozen = base, base in (tuple, frozenset)
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return flatten(map(self._base.__iter__, holders))
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return map(self._base.__len__, holders)
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        base = self._base
+        if base is list:
+            list.__setitem__(holder, slice(None), values)
+        else:
+            base.clear(holder)
+            (base.update if base is set else base.extend)(holder, values)
+
+    @override
+    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
+        if hasattr(kind, "n_sequence_fields"):
+            return kind(values)
+        if self.frozen:
+            return self._base.__new__(kind, values)
+        new = self._base.__new__(kind)
+        if limit is not None:
+            deque.__init__(new, (), limit)
+        return new
+
+
+class Cells(Kind):
+    """Variables of outer functions."""
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        try:
+            return [*map(_contents_of, holders)]
+        except ValueError:  # one is empty
+            return [*map(_content_of, holders)]
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return itertools.repeat(1, len(holders))
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        (value,) = values
+        if value is MISSING:
+            del holder.cell_contents
+        else:
+            holder.cell_contents = value
+
+    @override
+    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
+        return types.CellType()
+
+
+_contents_of = operator.attrgetter("cell_contents")
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+class Scopes(Kind):
+    """Global variables: pairs of a namespace and the names that code refers to."""
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        missing = itertools.repeat(MISSING)
+        return flatten(map(scope.get, names, missing) for scope, names in holders)
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return (len(names) for _, names in holders)
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        scope, names = holder
+        for name, value in zip(names, values, strict=True):
+            _set(scope, name, value)
+
+
+def _set(entries: dict[str, Any], name: str, value: Any) -> None:
+    if value is MISSING:
+        entries.pop(name, None)
+    elif entries.get(name, MISSING) is not value:
+        entries[name] = value
+
+
+class Functions(Kind):
+    """What a function has besides its variables: its code and its defaults."""
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return flatten(map(_DEFAULTS_OF, holders))
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return itertools.repeat(len(_DEFAULTS), len(holders))
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        for name, value in zip(_DEFAULTS, values, strict=True):
+            if getattr(holder, name) is not value:
+                setattr(holder, name, value)
+
+
+# The code is first: `contents` reads it there.
+_DEFAULTS = ("__code__", "__defaults__", "__kwdefaults__")
+_DEFAULTS_OF = operator.attrgetter(*_DEFAULTS)
+
+
+class Classes(Kind):
+    """Classes of the user's, with their attributes and methods."""
+
+    keyed = True
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return flatten(cls.__dict__.values() for cls in holders)
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return (len(cls.__dict__) for cls in holders)
+
+    @override
+    def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return flatten(cls.__dict__ for cls in holders)
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        now = {**holder.__dict__}
+        for key, value in zip(keys, values, strict=True):
+            if now.pop(key, MISSING) is not value:
+                type.__setattr__(holder, key, value)
+        for key in now:
+            type.__delattr__(holder, key)
+
+
+class Slots(Kind):
+    """Objects with slots."""
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return [_slot_of(value, n) for value in holders for n in names_of(type(value))]
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return [len(names_of(type(value))) for value in holders]
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        for name, value in zip(names_of(type(holder)), values, strict=True):
+            if value is not MISSING:
+                object.__setattr__(holder, name, value)
+            elif _slot_of(holder, name) is not MISSING:
+                object.__delattr__(holder, name)
+
+    @override
+    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
+        return replica_of(kind, None)
+
+
+@by_class
+def names_of(kind: type) -> tuple[str, ...]:
+    """Return the slots of a class, in a fixed order."""
+    return tuple(sorted(slots_of(kind)))
+
+
+def _slot_of(value: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return MISSING
+
+
+class Factories(Kind):
+    """What makes the missing values of a defaultdict."""
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return map(_factory_of, holders)
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return itertools.repeat(1, len(holders))
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        (holder.default_factory,) = values
+
+
+_factory_of = operator.attrgetter("default_factory")
+
+
+class Variables(Kind):
+    """Context variables."""
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return [var.get(MISSING) for var in holders]
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return itertools.repeat(1, len(holders))
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        (value,) = values
+        if value is MISSING:
+            raise RecomputeError(_VARIABLE.format(name=holder.name))
+        holder.set(value)
+
+
+_VARIABLE = (
+    "remat: the context variable `{name}` had no value at the call and has one now. "
+    "Python cannot take it away again for the recompute. Set it before the call, or "
+    "give it a default."
+)
+
+
+class Parts(Kind):
+    """What can be called or read through, and never changes: partials, methods."""
+
+    frozen = True
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return flatten(map(parts_of, holders))
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return [len(parts_of(value)) for value in holders]
+
+    @override
+    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
+        return _made_of(kind, values)
+
+
+def parts_of(value: Any) -> tuple[Any, ...]:
+    """Return what a value of `PARTS` refers to."""
+    kind = type(value)
+    return next(read for cls, read in _READERS.items() if issubclass(kind, cls))(value)
+
+
+def _parts_of_builtin(value: Any) -> tuple[Any, ...]:
+    return (value.__name__, value.__self__)
+
+
+_READERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    functools.partial: operator.attrgetter("func", "args", "keywords"),
+    types.MethodType: operator.attrgetter("__func__", "__self__"),
+    types.BuiltinFunctionType: _parts_of_builtin,
+    types.MethodWrapperType: _parts_of_builtin,
+    property: operator.attrgetter("fget", "fset", "fdel"),
+    staticmethod: lambda value: (value.__func__,),
+    classmethod: lambda value: (value.__func__,),
+    types.MappingProxyType: lambda value: (mapping_of(value),),
+}
+PARTS = (*_READERS,)
+
+
+def _made_of(kind: Any, values: Sequence[Any]) -> Any:
+    """Return a value of `PARTS` from what it refers to."""
+    if issubclass(kind, functools.partial):
+        fn, args, kwargs = values
+        return kind(fn, *args, **kwargs)
+    if kind in (types.BuiltinFunctionType, types.MethodWrapperType):
+        name, owner = values
+        return getattr(owner, name)
+    return kind(*values)
+
+
+ATTRIBUTES, CELLS, SCOPES, FUNCTIONS = Attributes(), Cells(), Scopes(), Functions()
+CLASSES, SLOTS, VARIABLES = Classes(), Slots(), Variables()
+FACTORIES, PART = Factories(), Parts()
+# By the base class, the more special one first.
+CONTAINERS: dict[type, Kind] = {
+    OrderedDict: Dicts(OrderedDict),
+    dict: Dicts(dict),
+    **{base: Items(base) for base in (list, tuple, set, frozenset, deque)},
+}
+
+
+@by_class
+def container_kind(kind: type) -> Kind | None:
+    """Return how instances of a class are read; None if it is no container's."""
+    return next((how for base, how in CONTAINERS.items() if issubclass(kind, base)), None)
+
+
+def is_variable(value: Any) -> bool:
+    """Say whether a value is a context variable."""
+    return type(value) is ContextVar
+
+
+def dict_of(value: Any) -> dict[str, Any] | None:
+    """Return the dict of an object; None if it has none, or pretends not to."""
+    with contextlib.suppress(Exception):
+        return object.__getattribute__(value, "__dict__")
+    return None

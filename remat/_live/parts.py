@@ -1,0 +1,178 @@
+"""One root of a call: what it reached at the call, and what the forward changed of it.
+
+The layout of a root is remembered while the root lives. A call reads what the holders
+hold now. If that is what they held at the last call, it shares the contents of that.
+
+Invariant: as of `contents`. Only until the end of the forward a part holds the holders
+themselves: the forward may put others in their places.
+Rejected: to compare along the paths again. A path may lead elsewhere by then.
+"""
+
+import operator
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from remat._capture.kinds import is_buffer
+from remat._live.contents import Contents, Holder
+from remat._live.exchange import Exchange
+from remat._live.holders import container_kind
+from remat._live.layout import (
+    Layout,
+    MovedError,
+    Owners,
+    Taken,
+    lay_out,
+    take,
+    take_again,
+)
+from remat._live.special import Iterated, Large
+
+
+class Part:
+    """What one root reached at a call.
+
+    Attributes:
+        layout: of the root.
+        contents: what the holders held.
+        numbers: those of its tensors in the call.
+        buffers: the buffers of numbers that it reaches.
+        large: the large containers.
+    """
+
+    __slots__ = (
+        *("_effects", "_held", "_iterators", "_namespaces", "_taken", "buffers"),
+        *("contents", "large", "layout", "numbers"),
+    )
+
+    def __init__(self, layout: Layout, contents: Contents, taken: Taken) -> None:
+        self.layout, self.contents = layout, contents
+        self._taken: Taken | None = taken
+        self._effects: set[Holder] | None = None
+        self.numbers: Sequence[int] = ()
+        owners = taken.owners
+        functions = () if owners is None else owners.functions
+        # Held for functions that have to be made again.
+        self._namespaces = [*map(_globals_of, functions)]
+        self._iterators: dict[tuple[int, int], Iterated] = {}
+        self.buffers: list[Any] = []
+        self.large: list[Large] = []
+        for (k, p), name in layout.special.items():
+            self._note_special((k, p), taken.values[k][p], name)
+        objects = () if owners is None else owners.objects
+        self._held = [objects[i] for i in layout.odd]
+
+    def _note_special(self, place: tuple[int, int], value: Any, name: str) -> None:
+        kind = type(value)
+        if is_buffer(kind):
+            self.buffers.append(value)
+        elif container_kind(kind) is not None:
+            self.large.append(Large(value, name))
+        else:
+            self._iterators[place] = Iterated(value, name)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the root reaches, each once, before the forward."""
+        assert self._taken is not None
+        return self.contents.tensors_in(self._taken)
+
+    def forward_done(self) -> None:
+        """Note what the forward changed."""
+        if self._taken is not None:
+            self._effects = self.contents.changed_in(take_again(self._taken))
+            self._taken = None
+
+    # --- For a recompute ---
+
+    def as_it_was(self, tensors: Sequence[Any]) -> Taken | None:
+        """Return what is held now, if a run needs no exchange; else None.
+
+        Args:
+            tensors: that the run is on: all of the call.
+        """
+        if self._effects is None or self._effects or self._iterators:
+            return None
+        try:
+            taken = take(self.layout)
+        except MovedError:
+            return None
+        if not self.contents.are_in(taken):
+            return None
+        ours = map(tensors.__getitem__, self.numbers)
+        is_same = all(map(operator.is_, self.contents.tensors_in(taken), ours))
+        return taken if is_same else None
+
+    def exchange(
+        self, tensors: Sequence[Any], made: dict[int, Any], *, exchanges: bool
+    ) -> Exchange:
+        """Return what has all that the root reaches hold what it held.
+
+        Args:
+            tensors: see above.
+            made: what was revived so far.
+            exchanges: whether some tensors are others than at the call.
+        """
+        return Exchange(
+            self.layout,
+            self.contents,
+            self._effects,
+            self._namespaces,
+            [*map(tensors.__getitem__, self.numbers)],
+            {place: it.again() for place, it in self._iterators.items()},
+            made,
+            exchanges=exchanges,
+        )
+
+    def module_dicts(self) -> list[dict[str, Any]]:
+        """Return the dicts of the modules that the root reaches."""
+        return self.layout.modules(Owners(self.layout))
+
+
+_globals_of = operator.attrgetter("__globals__")
+
+
+# --- Roots ---
+
+# By the identity of a root: the root, and its layout.
+_LAYOUTS: dict[int, tuple[Any, Layout]] = {}
+
+
+def parts_of_roots(roots: Iterable[Any]) -> list[tuple[Any, Part]]:
+    """Return a part for each root, and for each that these lead to."""
+    found: list[tuple[Any, Part]] = []
+    todo = [*roots]
+    known: set[int] = set()
+    for root in todo:  # which grow
+        if root is not None and id(root) not in known:
+            known.add(id(root))
+            part = _part_of(root)
+            found.append((root, part))
+            todo += [ref() for ref in part.layout.linked]
+    return found
+
+
+def _part_of(root: Any) -> Part:
+    ref, layout = _LAYOUTS.get(id(root), _NO_LAYOUT)
+    if layout is not None and ref() is root:
+        try:
+            taken = take(layout)
+        except MovedError:
+            pass
+        else:
+            if layout.last.are_in(taken):
+                return Part(layout, layout.last, taken)
+            if layout.last.has_form_of(taken):
+                layout.last = Contents(layout, taken)
+                return Part(layout, layout.last, taken)
+    layout, taken = lay_out(root)
+    layout.last = Contents(layout, taken)
+    if not layout.is_lazy:
+        key = id(root)
+        forget = weakref.ref(root, lambda _: _LAYOUTS.pop(key, None))
+        _LAYOUTS[key] = forget, layout
+    return Part(layout, layout.last, taken)
+
+
+_NO_LAYOUT: Any = None, None

@@ -1,0 +1,173 @@
+"""What a call reaches, and how it is run again on the user's own objects.
+
+A `Reach` is made before the forward. It notes what the call was given, and what all
+that holds. After the forward it notes what the forward changed there. `restored` is a
+context in which everything holds what it held at the call.
+
+Invariant: no tensor is held here, and no object of the user's that could hold one.
+Rejected: to rebuild functions and containers, as under torch.func. Code that the walk
+does not reach, such as a hook, holds the originals.
+"""
+
+import contextlib
+import operator
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from remat._base.code import static_of
+from remat._base.tensors import describe
+from remat._capture.paths import code_of_arguments, parameter_at
+from remat._capture.search import Search
+from remat._capture.snapshot import Bound, Snapshot, call_under
+from remat._live.given import Building, Given, refuse_spent
+from remat._live.layout import hooks_so_far
+from remat._live.parts import Part, parts_of_roots
+from remat._live.running import Running, bytes_of
+from remat._torch import function_mode_count, function_modes, parametrization_cache
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class Reach:
+    """What a call reaches.
+
+    Args:
+        fn: the function.
+        label: what messages call it.
+        args: its arguments.
+        kwargs: its keyword arguments.
+
+    Attributes:
+        label: see above.
+        buffers: the tensors that the function may update in place, as it would without
+            remat: index, and whether a module holds it.
+        streams: the random streams found.
+        handles_states: whether some code reads or sets the state of a stream itself.
+        compiled: whether it reaches code that torch.compile or TorchScript made.
+        is_lazy: whether some module has no parameters yet.
+        tensors: what was found. The call takes it: it is not to stay here.
+
+    Raises:
+        UnsupportedError: the function has to be run on rebuilt objects.
+        CaptureError: an argument can be read only once.
+    """
+
+    __slots__ = (
+        *("_buffers", "_cache", "_count", "_fn", "_hooks", "_modes", "_names", "_parts"),
+        *("_refs", "_target", "_values", "buffers", "compiled", "handles_states"),
+        *("is_lazy", "label", "streams", "tensors"),
+    )
+
+    def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
+        self.label, self._count, self._names = label, len(args), [*kwargs]
+        self._target, self._hooks = code_of_arguments(fn), hooks_so_far()
+        given = Given()
+        self._values: list[Any] = []
+        for k, value in enumerate((*args, *kwargs.values())):
+            refuse_spent(value, self._argument(k))
+            self._values.append(given.put_aside(value))
+        self._fn = given.put_aside(fn)
+        modes = function_modes() if function_mode_count() else []
+        self._modes = [given.put_aside(mode) for mode in modes]
+        cache = parametrization_cache()
+        self._cache = None if cache is None else given.put_aside(cache)
+        self.tensors, self.buffers = given.tensors, dict[int, bool]()
+        self._parts: list[Part] = []
+        for root, part in parts_of_roots(given.roots.values()):
+            self._add(root, part, given)
+        self._note_streams(given)
+        buffers = [*given.buffers, *(b for part in self._parts for b in part.buffers)]
+        self._buffers = [(buffer, bytes_of(buffer)) for buffer in buffers]
+        self._refs = [*map(weakref.ref, self.tensors)]
+
+    def _add(self, root: Any, part: Part, given: Given) -> None:
+        """Add what a root reaches."""
+        tensors, passed = part.tensors(), len(self.tensors)
+        part.numbers = given.numbers_of(tensors)
+        self._parts.append(part)
+        if not all(map(_requires_grad, tensors)):
+            is_module = isinstance(root, nn.Module)
+            for i, t in zip(part.numbers, tensors, strict=True):
+                if not t.requires_grad and (is_module or i >= passed):
+                    self.buffers[i] = self.buffers.get(i, False) or is_module
+
+    def _note_streams(self, given: Given) -> None:
+        found = dict(given.streams.streams)
+        for part in self._parts:
+            found.update((id(s), s) for s in part.layout.streams)
+        layouts = [part.layout for part in self._parts]
+        self.streams = [*found.values()]
+        self.handles_states = any(layout.handles_states for layout in layouts)
+        self.handles_states = self.handles_states or given.streams.handles_states
+        self.compiled = any(layout.compiled for layout in layouts)
+        self.is_lazy = any(layout.is_lazy for layout in layouts)
+
+    def take_tensors(self) -> list[Tensor]:
+        """Return what was found, which does not stay here."""
+        tensors = self.tensors
+        del self.tensors
+        return tensors
+
+    def forward_done(self) -> None:
+        """Note what the forward changed."""
+        for part in self._parts:
+            part.forward_done()
+
+    # --- A recompute ---
+
+    def restored(self, tensors: Sequence[Any]) -> Running:
+        """Return a context in which everything holds what it held at the call.
+
+        Args:
+            tensors: to run on.
+        """
+        originals = [ref() for ref in self._refs]
+        exchanges = not all(map(operator.is_, tensors, originals))
+        return Running(
+            self._parts, self._buffers, self._hooks, tensors, exchanges=exchanges
+        )
+
+    def call(self, running: Running, tensors: Sequence[Any]) -> Any:
+        """Call the function again, under the modes of the call and no others."""
+        value = Building(tensors, running.found, running.container).value
+        values, count = [*map(value, self._values)], self._count
+        kwargs = dict(zip(self._names, values[count:], strict=True))
+        fn = Bound(value(self._fn), values[:count], kwargs)
+        cache = None if self._cache is None else value(self._cache)
+        return call_under(fn, [*map(value, self._modes)], cache)
+
+    # --- Names ---
+
+    def name_of(self, index: int) -> str:
+        """Write where an input comes from, as the function's author would."""
+        tensor = self._refs[index]()
+        with contextlib.suppress(Exception):  # what held it is gone
+            return self._name_of(tensor)
+        return "an input" if tensor is None else describe(tensor)
+
+    def _name_of(self, tensor: Tensor | None) -> str:
+        """Search for a tensor; only an error needs its name."""
+        tensors = [ref() for ref in self._refs]
+        value = Building(tensors, _alive, _alive).value
+        values, count = [*map(value, self._values)], self._count
+        kwargs = dict(zip(self._names, values[count:], strict=True))
+        search = Search()
+        args = tuple(values[:count])
+        snapshot = Snapshot(value(self._fn), self.label, args, kwargs, search)
+        same = [t is tensor for t in search.found.tensors]
+        return snapshot.name_of(same.index(True))
+
+    def _argument(self, k: int) -> str:
+        if k >= self._count:
+            return self._names[k - self._count]
+        code, skip = self._target
+        return parameter_at(code, skip + k) or f"args[{k}]"
+
+
+def _alive(kept: Any) -> Any:
+    """Return a value that is still there, or None."""
+    return None if kept.ref is None else kept.ref()

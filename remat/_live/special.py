@@ -1,0 +1,111 @@
+"""What is neither copied nor put back like other values: iterators, large containers.
+
+Invariant: a recompute that would read such a value in another state gets an error.
+Rejected: to copy them in each call, which costs what they hold.
+"""
+
+import ast
+import copy
+import gc
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from remat._base.errors import RecomputeError
+from remat._base.tensors import versions_of
+from remat._base.types import INERT
+from remat._capture.kinds import COPIED_ITERATORS
+from remat._live.holders import MISSING, Kind, container_kind
+
+
+class Iterated:
+    """An iterator, as far as it was read at a call."""
+
+    __slots__ = ("_copy", "_name")
+
+    def __init__(self, value: Any, name: str) -> None:
+        self._name = f"the {type(value).__name__} `{name}`"
+        self._copy = _copy_of(value)
+
+    def again(self) -> Any:
+        """Return an iterator that was read as far, or one that must not be read."""
+        return _spent(self._name) if self._copy is MISSING else _copy_of(self._copy)
+
+
+def _copy_of(value: Any) -> Any:
+    """Return an iterator that gives what this one gives; MISSING if that cannot be."""
+    kind = type(value)
+    if kind in COPIED_ITERATORS:
+        return copy.copy(value)
+    if kind is itertools.count:
+        # Python 3.14 cannot copy it.
+        try:
+            start = ast.literal_eval(repr(value).removeprefix("count"))
+        except (SyntaxError, ValueError):
+            return MISSING
+        return itertools.count(*start if isinstance(start, tuple) else (start,))
+    if kind is itertools.repeat:
+        item = next(iter(gc.get_referents(value)), None)
+        left = operator.length_hint(value, -1)
+        if type(item) in INERT:
+            return itertools.repeat(item, left) if left >= 0 else value
+    return MISSING
+
+
+def _spent(name: str) -> Iterator[None]:
+    raise RecomputeError(_SPENT.format(name=name))
+    yield  # a generator, then
+
+
+class Large:
+    """A container of many numbers, words and tensors: not copied, only compared.
+
+    Attributes:
+        value: the container.
+        kind: how it is read.
+        keys: what it held.
+        values: what it held.
+    """
+
+    __slots__ = ("_name", "_versions", "keys", "kind", "value", "values")
+
+    def __init__(self, value: Any, name: str) -> None:
+        kind = container_kind(type(value))
+        assert kind is not None
+        self.value, self.kind, self._name = value, kind, name
+        self.keys, self.values = tuple(kind.keys([value])), tuple(kind.values([value]))
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int | None]:
+        return versions_of([v for v in self.values if isinstance(v, Tensor)])
+
+    def has_grown(self) -> bool:
+        """Say whether something was added to its end since.
+
+        Raises:
+            RecomputeError: it changed in another way.
+        """
+        keys, values = self.kind.keys([self.value]), [*self.kind.values([self.value])]
+        added = len(values) - len(self.values)
+        is_same = added >= 0 and all(map(operator.is_, values, self.values))
+        is_same = is_same and all(map(operator.is_, keys, self.keys))
+        is_set = isinstance(self.value, (set, frozenset))
+        if not is_same or (added and is_set) or self._versions_now() != self._versions:
+            count = f"{len(values):,}"
+            raise RecomputeError(_LARGE.format(name=self._name, count=count))
+        return added > 0
+
+
+_SPENT = (
+    "remat: a recompute reads {name}, which the forward may have read already. Pass "
+    "what was read as an argument, or make the iterator inside the function."
+)
+_LARGE = (
+    "remat: `{name}` changed since the call. It has {count} entries, too many to be "
+    "copied in each call, and a recompute would read it as it is now. Pass what is "
+    "needed of it as an argument, or change it after the backward; if the function "
+    "changes it, outside of the function."
+)
