@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from remat._base.types import INERT, TENSORS
-from remat._live.holders import FUNCTIONS, MISSING, Kind
-from remat._live.layout import Layout, Taken
+from remat._live.holders import FUNCTIONS, MISSING, Kind, dict_of
+from remat._live.layout import Layout, Taken, is_opaque
 
 
 Place = tuple[int, int, bool]  # level, position, whether among the keys
@@ -77,7 +77,7 @@ class _Keeper:
             if number == len(self.places):
                 self.places.append(place)
             return At(number)
-        if not kind.__weakrefoffset__ and _is_number(value, kind):
+        if _is_number(value, kind) or is_opaque(value, kind):
             return value
         return Ref(value)
 
@@ -88,10 +88,12 @@ class _Keeper:
 
 
 def _is_number(value: Any, kind: type) -> bool:
-    """Say whether a value without weak references can be held itself."""
+    """Say whether a value is a number or a word, or holds only such."""
     if issubclass(kind, (tuple, frozenset)):
         return kind in (tuple, frozenset) and INERT.issuperset(map(type, value))
-    return not (kind.__dictoffset__ or kind.__flags__ & _HAS_GC)
+    if issubclass(kind, (str, bytes, int, float, complex)):
+        return not dict_of(value)
+    return not (kind.__weakrefoffset__ or kind.__dictoffset__ or kind.__flags__ & _HAS_GC)
 
 
 # What a class has made of itself leads to it.
@@ -117,7 +119,7 @@ class Contents:
         kept: for each level, the values, with `At` and `Ref` among them.
         keys: for each level, the keys.
         places: of the tensors, each once, in order.
-        classes: of the objects.
+        classes: of the objects, and of the objects with slots.
     """
 
     __slots__ = (
@@ -139,7 +141,8 @@ class Contents:
             for k, keys in enumerate(taken.keys)
         ]
         self.places = keeper.places
-        self.classes = [weakref.ref(type(ref())) for ref in layout.objects]
+        owners = (*layout.objects, *layout.slotted)
+        self.classes = [weakref.ref(type(ref())) for ref in owners]
 
     # --- Compared with another moment ---
 
@@ -199,8 +202,11 @@ class Contents:
                 for span in self.spans(k + 1):
                     p = groups[span.group][1][span.number]
                     kept = self.kept[k][p]
-                    if type(kept) is Ref:
-                        found.setdefault(kept.id, (k, p, span))
+                    if type(kept) is not Ref:
+                        continue
+                    known = found.get(kept.id)
+                    if known is None or (known[2].kind.adds and not span.kind.adds):
+                        found[kept.id] = k, p, span
         return self._containers
 
     def spans(self, k: int) -> Iterator[Span]:

@@ -18,9 +18,8 @@ from typing import Any
 
 from remat._base.code import class_without_us
 from remat._base.errors import RecomputeError
-from remat._capture.objects import replica_of
 from remat._live.contents import At, Contents, Holder, Ref, Span
-from remat._live.holders import SCOPES, Kind, container_kind
+from remat._live.holders import GONE, SCOPES, Kind, container_kind, without_contents
 from remat._live.layout import Layout, Owners
 
 
@@ -171,17 +170,18 @@ class Exchange:
         """Find the owners; those that are gone are made again."""
         layout, made, owners = self._layout, self._made, Owners(self._layout)
         objects, functions, classes, slotted = layout.births
-        for i, kind in enumerate(self._contents.classes):
-            if owners.objects[i] is not None:
-                _check_class(kind(), type(owners.objects[i]))
-            elif objects[i] not in made and not _is_container(kind()):
-                made[objects[i]] = _replica(kind())
+        present, keys = (*owners.objects, *owners.slotted), (*objects, *slotted)
+        for owner, key, kind in zip(present, keys, self._contents.classes, strict=True):
+            if owner is not None:
+                _check_class(kind(), type(owner))
+            elif key not in made and not _is_container(kind()):
+                made[key] = _replica(kind())
         for i, key in enumerate(slotted):
             if owners.slotted[i] is None:
                 owners.slotted[i] = made[key]
         if None in owners.classes:
             name = "A class"
-            raise RecomputeError(_GONE.format(name=name))
+            raise RecomputeError(GONE.format(name=name))
         for i, key in enumerate(functions):
             if owners.functions[i] is None:
                 owners.functions[i] = made.setdefault(key, self._function(i, owners))
@@ -228,7 +228,7 @@ class Exchange:
         if kind in _EMPTY:
             return kind()  # of a module, and always empty
         name = "An object" if kind is None else f"A value of {kind.__qualname__}"
-        raise RecomputeError(_GONE.format(name=name))
+        raise RecomputeError(GONE.format(name=name))
 
 
 def _is_container(kind: Any) -> bool:
@@ -250,8 +250,8 @@ def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 def _replica(kind: Any) -> Any:
     if kind is None or hasattr(kind, "__del__"):
         name = "An object" if kind is None else f"A {kind.__qualname__}, which has `__del__`,"
-        raise RecomputeError(_GONE.format(name=name))
-    return replica_of(kind, None)
+        raise RecomputeError(GONE.format(name=name))
+    return without_contents(kind)
 
 
 def _check_class(then: Any, now: type) -> None:
@@ -263,11 +263,6 @@ def _check_class(then: Any, now: type) -> None:
         raise RecomputeError(_CLASS.format(**names))
 
 
-_GONE = (
-    "remat: {name} that the function reached at the call is gone, and cannot be made "
-    "again for the recompute. Keep it alive until the backward, or pass what is needed "
-    "of it as an argument."
-)
 _CLASS = (
     "remat: an object that was a {then} at the call is a {now} now: a recompute "
     "would run other code. Change its class after the backward."

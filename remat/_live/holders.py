@@ -21,7 +21,7 @@ from typing import Any
 from typing_extensions import override
 
 from remat._base.errors import RecomputeError
-from remat._capture.objects import by_class, replica_of, slots_of
+from remat._capture.objects import by_class, slots_of
 from remat._capture.registered import mapping_of
 
 
@@ -36,9 +36,10 @@ class Kind:
     Attributes:
         keyed: whether a holder has a key for each value.
         frozen: whether a holder can never be changed, only what it holds.
+        adds: whether what it reads may be only a part of what a value holds.
     """
 
-    keyed = frozen = False
+    keyed = frozen = adds = False
 
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         """Return what all of these holders hold, one after the other."""
@@ -124,6 +125,32 @@ class Attributes(Dicts):
                 holder[key] = value
         for key in now[len(keys) :]:
             del holder[key]
+
+
+class Owned(Attributes):
+    """The dicts of values that have no weak references, as instances of a tuple's."""
+
+    adds = True
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return super().values([*map(dict_of, holders)])
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return super().lengths([*map(dict_of, holders)])
+
+    @override
+    def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return super().keys([*map(dict_of, holders)])
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        super().write(dict_of(holder), keys, values)
+
+    @override
+    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
+        return without_contents(kind)
 
 
 class Items(Kind):
@@ -277,6 +304,8 @@ class Classes(Kind):
 class Slots(Kind):
     """Objects with slots."""
 
+    adds = True
+
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         return [_slot_of(value, n) for value in holders for n in names_of(type(value))]
@@ -295,7 +324,28 @@ class Slots(Kind):
 
     @override
     def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
-        return replica_of(kind, None)
+        return without_contents(kind)
+
+
+def without_contents(kind: Any) -> Any:
+    """Return an instance of a class, without attributes.
+
+    Raises:
+        RecomputeError: its instances hold more than attributes.
+    """
+    if issubclass(kind, types.SimpleNamespace):
+        return types.SimpleNamespace.__new__(kind)
+    try:
+        return object.__new__(kind)
+    except TypeError:
+        raise RecomputeError(GONE.format(name=f"A {kind.__qualname__}")) from None
+
+
+GONE = (
+    "remat: {name} that the function reached at the call is gone, and cannot be made "
+    "again for the recompute. Keep it alive until the backward, or pass what is needed "
+    "of it as an argument."
+)
 
 
 @by_class
@@ -313,6 +363,8 @@ def _slot_of(value: Any, name: str) -> Any:
 
 class Factories(Kind):
     """What makes the missing values of a defaultdict."""
+
+    adds = True
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
@@ -410,7 +462,7 @@ def _made_of(kind: Any, values: Sequence[Any]) -> Any:
 
 ATTRIBUTES, CELLS, SCOPES, FUNCTIONS = Attributes(), Cells(), Scopes(), Functions()
 CLASSES, SLOTS, VARIABLES = Classes(), Slots(), Variables()
-FACTORIES, PART = Factories(), Parts()
+FACTORIES, OWNED, PART = Factories(), Owned(), Parts()
 # By the base class, the more special one first.
 CONTAINERS: dict[type, Kind] = {
     OrderedDict: Dicts(OrderedDict),

@@ -20,6 +20,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from remat._live.holders import (
     FACTORIES,
     FUNCTIONS,
     MISSING,
+    OWNED,
     PART,
     PARTS,
     SCOPES,
@@ -96,6 +98,10 @@ class Owners:
         self.functions = [ref() for ref in layout.functions]
         self.classes = [ref() for ref in layout.classes]
         self.slotted = [ref() for ref in layout.slotted]
+
+    def kinds(self) -> Iterable[type]:
+        """Return the classes of objects, and those of objects with slots."""
+        return map(type, (*self.objects, *self.slotted))
 
 
 class Layout:
@@ -224,7 +230,7 @@ class Taken:
 
     def __init__(self, owners: Owners | None = None) -> None:
         self.owners = owners
-        self.kinds = b"" if owners is None else identities(map(type, owners.objects))
+        self.kinds = b"" if owners is None else identities(owners.kinds())
         self.groups: list[list[Group]] = []
         self.values: list[list[Any]] = []
         self.keys: list[list[Any]] = []
@@ -397,7 +403,7 @@ class _Walk:
             self._reach_container(value, how)
         elif issubclass(kind, PARTS):
             if not is_of_library(value):
-                self.kinds[id(value)] = (PART,)
+                self._hold(value, PART)
                 self._todo += parts_of(value)
         elif is_spent_by_use(kind) or kind in COPIED_ITERATORS:
             self._reach_iterator(value)
@@ -405,7 +411,7 @@ class _Walk:
             if size_of(value) <= _LARGE:
                 self.special.add(id(value))
         elif kind is types.CellType:
-            self.kinds[id(value)] = (CELLS,)
+            self._hold(value, CELLS)
             self._todo += CELLS.values([value])
         elif is_used_as_it_is(value, kind):
             self.streams.walk(value)
@@ -413,23 +419,24 @@ class _Walk:
             self._reach_object(value, kind)
 
     def _reach_iterator(self, value: Any) -> None:
-        before = len(self.streams.streams)
+        search = StreamSearch()
+        search.walk(value)
         self.streams.walk(value)
-        if len(self.streams.streams) == before:  # else its stream is put back
+        # What gives streams gives the same one again, most often, and that is put back.
+        if not search.streams or type(value) is itertools.cycle:
             self.special.add(id(value))
 
     def _reach_container(self, value: Any, how: Kind) -> None:
         if len(value) > _LARGE and _is_plain(how.values([value])):
             self.special.add(id(value))
             return
-        kinds = [how]
+        self._hold(value, how)
         if issubclass(type(value), defaultdict):
-            kinds.append(FACTORIES)
+            self._hold(value, FACTORIES)
             self._todo.append(value.default_factory)
-        self.kinds[id(value)] = tuple(kinds)
         self._todo += how.values([value])
         self._todo += how.keys([value])
-        if type(value).__weakrefoffset__ and dict_of(value) is not None:
+        if dict_of(value) is not None or slots_of(type(value)):
             self._reach_object(value, type(value))
 
     def _reach_function(self, fn: types.FunctionType) -> None:
@@ -443,12 +450,13 @@ class _Walk:
         self._todo += CELLS.values(fn.__closure__ or ())
         if is_compiled(fn.__dict__):
             return
-        names = dict.fromkeys((*known.open, *known.names.stored))
+        scope, own = fn.__globals__, (*known.open, *known.names.stored)
+        # What is settled leads nowhere, but its name may be given to something else.
+        names = dict.fromkeys((*own, *(n for n in known.settled if n in scope)))
         if names:
-            scope = fn.__globals__
             first = len(self.functions) - 1
             self.names.setdefault(id(scope), (first, {}))[1].update(names)
-            self._todo += (scope.get(name, MISSING) for name in names)
+            self._todo += (scope.get(name, MISSING) for name in own)
 
     def _reach_class(self, cls: type) -> None:
         for i in user_bases(cls):
@@ -464,16 +472,19 @@ class _Walk:
         self._reach_class(kind)
         if is_scripted(kind):
             raise UnsupportedError("TorchScript")
-        held = dict_of(value)
+        held, is_owner = dict_of(value), bool(kind.__weakrefoffset__)
         if held is not None:
-            self.objects.append(value)
             self._todo += held.values()
+            if is_owner:
+                self.objects.append(value)
+            else:
+                self._hold(value, OWNED)
         if slots_of(kind):
             self._todo += SLOTS.values([value])
-            if kind.__weakrefoffset__:
+            if is_owner:
                 self.slotted.append(value)
             else:
-                self.kinds[id(value)] = (*self.kinds.get(id(value), ()), SLOTS)
+                self._hold(value, SLOTS)
 
     def _reach_module(self, root: nn.Module) -> None:
         """Walk a module and those that are registered in it."""
@@ -501,22 +512,25 @@ class _Walk:
         self._todo += (v for name, v in held.items() if name not in TEMPLATE)
         for name in REGISTRIES:
             if not (name == "_parameters" and sharded):
-                self._hold(held[name])
+                self._hold_registry(held[name])
         tensors = (*held["_parameters"].values(), *held["_buffers"].values())
         self.is_lazy = self.is_lazy or any(
             t is not None and type(t) is not nn.Parameter and is_lazy(t) for t in tensors
         )
         for name in HOOKS:
             if held.get(name):
-                self._hold(held[name])
+                self._hold_registry(held[name])
         vacant = tuple(name for name in HOOKS if name in held and not held[name])
         self.vacant.append((len(self.objects) - 1, vacant))
 
-    def _hold(self, registry: Any) -> None:
-        """List a dict of a module as a holder."""
-        self.seen[id(registry)] = registry
+    def _hold(self, value: Any, *kinds: Kind) -> None:
+        """List a value that is no owner as a holder."""
+        self.seen[id(value)] = value
+        self.kinds[id(value)] = (*self.kinds.get(id(value), ()), *kinds)
+
+    def _hold_registry(self, registry: Any) -> None:
         base = OrderedDict if isinstance(registry, OrderedDict) else dict
-        self.kinds[id(registry)] = (CONTAINERS[base],)
+        self._hold(registry, CONTAINERS[base])
 
 
 def _is_plain(items: Iterable[Any]) -> bool:
@@ -545,7 +559,22 @@ def is_of_library(value: Any) -> bool:
     if type(value) not in (types.BuiltinFunctionType, types.MethodWrapperType):
         return False
     owner = value.__self__
-    return owner is None or isinstance(owner, (types.ModuleType, type))
+    if owner is None or isinstance(owner, (types.ModuleType, type)):
+        return True
+    return not hasattr(type(owner), value.__name__)  # a function that pybind11 made
+
+
+def is_opaque(value: Any, kind: type) -> bool:
+    """Say whether a value is held as it is: a stream, an array, what is not walked."""
+    if is_stream(kind) or is_buffer(kind):
+        return True
+    if issubclass(kind, (*_WALKED, *PARTS)) or container_kind(kind) is not None:
+        return issubclass(kind, PARTS) and is_of_library(value)
+    is_iterator = is_spent_by_use(kind) or kind in COPIED_ITERATORS
+    return not is_iterator and is_used_as_it_is(value, kind)
+
+
+_WALKED = types.FunctionType, types.CellType, nn.Module, type, ContextVar
 
 
 def is_used_as_it_is(value: Any, kind: type) -> bool:

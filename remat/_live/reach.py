@@ -12,7 +12,7 @@ does not reach, such as a hook, holds the originals.
 import contextlib
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class Reach:
 
     __slots__ = (
         *("_buffers", "_cache", "_count", "_fn", "_hooks", "_modes", "_names", "_parts"),
-        *("_refs", "_target", "_values", "buffers", "compiled", "handles_states"),
+        *("_refs", "_running", "_target", "_values", "buffers", "compiled", "handles_states"),
         *("is_lazy", "label", "streams", "tensors"),
     )
 
@@ -83,6 +83,7 @@ class Reach:
         buffers = [*given.buffers, *(b for part in self._parts for b in part.buffers)]
         self._buffers = [(buffer, bytes_of(buffer)) for buffer in buffers]
         self._refs = [*map(weakref.ref, self.tensors)]
+        self._running: Running | None = None
 
     def _add(self, root: Any, part: Part, given: Given) -> None:
         """Add what a root reaches."""
@@ -134,31 +135,40 @@ class Reach:
     def call(self, running: Running, tensors: Sequence[Any]) -> Any:
         """Call the function again, under the modes of the call and no others."""
         value = Building(tensors, running.found, running.container).value
+        cache = None if self._cache is None else value(self._cache)
+        fn = self._bound(value)
+        self._running = running  # for names in errors
+        try:
+            return call_under(fn, [*map(value, self._modes)], cache)
+        finally:
+            self._running = None
+
+    def _bound(self, value: Callable[[Any], Any]) -> Bound:
         values, count = [*map(value, self._values)], self._count
         kwargs = dict(zip(self._names, values[count:], strict=True))
-        fn = Bound(value(self._fn), values[:count], kwargs)
-        cache = None if self._cache is None else value(self._cache)
-        return call_under(fn, [*map(value, self._modes)], cache)
+        return Bound(value(self._fn), values[:count], kwargs)
 
     # --- Names ---
 
     def name_of(self, index: int) -> str:
         """Write where an input comes from, as the function's author would."""
-        tensor = self._refs[index]()
         with contextlib.suppress(Exception):  # what held it is gone
-            return self._name_of(tensor)
+            return self._name_of(index)
+        tensor = self._refs[index]()
         return "an input" if tensor is None else describe(tensor)
 
-    def _name_of(self, tensor: Tensor | None) -> str:
+    def _name_of(self, index: int) -> str:
         """Search for a tensor; only an error needs its name."""
-        tensors = [ref() for ref in self._refs]
-        value = Building(tensors, _alive, _alive).value
-        values, count = [*map(value, self._values)], self._count
-        kwargs = dict(zip(self._names, values[count:], strict=True))
+        running = self._running
+        if running is None:
+            tensors = [ref() for ref in self._refs]
+            fn = self._bound(Building(tensors, _alive, _alive).value)
+        else:
+            tensors = running.tensors
+            fn = self._bound(Building(tensors, running.found, running.container).value)
         search = Search()
-        args = tuple(values[:count])
-        snapshot = Snapshot(value(self._fn), self.label, args, kwargs, search)
-        same = [t is tensor for t in search.found.tensors]
+        snapshot = Snapshot(fn.fn, self.label, fn.args, fn.kwargs, search)
+        same = [t is tensors[index] for t in search.found.tensors]
         return snapshot.name_of(same.index(True))
 
     def _argument(self, k: int) -> str:

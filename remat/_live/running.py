@@ -27,11 +27,14 @@ class Running:
         hooks: how many hooks had been set anywhere at the call.
         tensors: to run on.
         exchanges: whether some of these are others than at the call.
+
+    Attributes:
+        tensors: see above.
     """
 
     __slots__ = (
         *("_buffers", "_exchanges", "_first", "_hooks", "_made", "_now", "_parts"),
-        *("_tensors", "_undo"),
+        *("_undo", "tensors"),
     )
 
     def __init__(
@@ -44,7 +47,7 @@ class Running:
         exchanges: bool,
     ) -> None:
         self._parts, self._buffers, self._hooks = parts, buffers, hooks
-        self._tensors, self._exchanges = tensors, exchanges
+        self.tensors, self._exchanges = tensors, exchanges
         self._made: dict[int, Any] = {}
         self._now: list[tuple[Part, Taken | Exchange]] = []
         self._undo: list[Callable[[], object]] = []
@@ -97,9 +100,9 @@ class Running:
     def _exchange(self) -> None:
         started: list[Exchange] = []
         for part in self._parts:
-            now: Any = part.as_it_was(self._tensors)
+            now: Any = part.as_it_was(self.tensors)
             if now is None:
-                now = part.exchange(self._tensors, self._made, exchanges=self._exchanges)
+                now = part.exchange(self.tensors, self._made, exchanges=self._exchanges)
                 now.revive_owners()
                 started.append(now)
             self._now.append((part, now))

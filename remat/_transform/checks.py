@@ -8,6 +8,7 @@ Rejected: methods of the call. What a check depends on would be hidden in its st
 """
 
 import contextlib
+import functools
 import gc
 import operator
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -245,11 +246,15 @@ def reading_refused(
     """
     refused = RefuseReads()
     for i in changed:
-        refused.refuse(inputs[i], f"`{snapshot.name_of(i)}`")
+        refused.refuse(inputs[i], functools.partial(_quoted_name_of, snapshot, i))
     both = contextlib.ExitStack()
     both.enter_context(state)
     both.enter_context(refused)
     return both
+
+
+def _quoted_name_of(snapshot: Snapshot, i: int) -> str:
+    return f"`{snapshot.name_of(i)}`"
 
 
 class RefuseReads(TorchDispatchMode):
@@ -257,16 +262,17 @@ class RefuseReads(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._names: dict[int, str] = {}  # by the number of a storage
+        self._names: dict[int, Callable[[], str]] = {}  # by the number of a storage
         self._held: dict[int, Tensor] = {}  # so that no other has their numbers
-        self._new: list[tuple[Tensor, str]] = []  # whose storages are not in `_names`
+        # Whose storages are not in `_names`.
+        self._new: list[tuple[Tensor, Callable[[], str]]] = []
 
-    def refuse(self, tensor: Tensor, name: str) -> None:
+    def refuse(self, tensor: Tensor, name: Callable[[], str]) -> None:
         """Refuse to read a tensor from now on, and what shares its memory.
 
         Args:
             tensor: the tensor.
-            name: what messages call it.
+            name: returns what messages call it.
         """
         if id(tensor) not in self._held:
             self._held[id(tensor)] = tensor
@@ -295,7 +301,7 @@ class RefuseReads(TorchDispatchMode):
     def _check(self, tensor: Tensor, func: Any) -> None:
         for storage in _storages_of(tensor):
             if storage in self._names:
-                name = self._names[storage]
+                name = self._names[storage]()
                 raise MutationError(_READ.format(name=name, func=func))
 
 

@@ -197,7 +197,7 @@ class SavedInputs:
     def _itself(self, i: int) -> Tensor | None:
         """Return an input, if it is still there and a recompute may run on it."""
         t = self._refs[i]()
-        if t is None or type(self.values[i]) is Absent or t.is_leaf == self.nodes[i]:
+        if t is None or type(self.values[i]) in _NOT_OURS or t.is_leaf == self.nodes[i]:
             return None
         return t if i not in self.copied or _can_be_put_back(t) else None
 
@@ -231,6 +231,10 @@ class SavedInputs:
         if self.attributes and self.attributes[i]:
             new.__dict__.update(self.attributes[i])
         return new
+
+
+# What was let go of, and what the user's hooks may give back as another tensor.
+_NOT_OURS = Absent, PackedOutside
 
 
 def _computed(tensor: Tensor) -> Any:

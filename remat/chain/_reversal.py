@@ -201,7 +201,7 @@ class _Reversing:
             self._refused = self.surroundings.enter_context(RefuseReads())
         name = f"the carry of step {step} of {self._call.steps.label}"
         for t in changed:
-            self._refused.refuse(t, name)
+            self._refused.refuse(t, lambda name=name: name)
 
     def _advanced(self, start: int, stop: int) -> Live:
         live, self._live = self._live, None

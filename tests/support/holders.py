@@ -424,7 +424,7 @@ HOLDERS_OF_STREAMS: dict[str, Hold] = {
     "map": reading(lambda v: map(lambda _: v, itertools.count()), next),  # noqa: C417
     "generator": reading(endless, next),
     "closure and iterator": reading(
-        lambda v: (v, itertools.cycle([v])), lambda t: (next(t[1]), t[0])[0]
+        lambda v: (v, itertools.repeat(v)), lambda t: (next(t[1]), t[0])[0]
     ),
     "weak reference": reading(weak, lambda r: r[0] if type(r) is list else r()),
     "weak dictionary": reading(
