@@ -19,7 +19,8 @@ from torch import Tensor
 
 from remat._base.types import INERT, TENSORS
 from remat._live.holders import FUNCTIONS, MISSING, Kind, dict_of
-from remat._live.layout import Layout, Taken, is_opaque
+from remat._live.kinds import is_opaque
+from remat._live.layout import Layout, Taken
 
 
 Place = tuple[int, int, bool]  # level, position, whether among the keys
@@ -70,7 +71,9 @@ class _Keeper:
     def keep(self, value: Any, place: Place) -> Any:
         """Return what is held of a value that was found at a place."""
         kind = type(value)
-        if (kind in INERT and kind not in _OF_CLASSES) or value is MISSING:
+        if kind in _OF_CLASSES:
+            return Ref(value)
+        if kind in INERT or value is MISSING:
             return value
         if kind in TENSORS or issubclass(kind, Tensor):
             number = self.numbers.setdefault(id(value), len(self.places))
@@ -93,7 +96,9 @@ def _is_number(value: Any, kind: type) -> bool:
         return kind in (tuple, frozenset) and INERT.issuperset(map(type, value))
     if issubclass(kind, (str, bytes, int, float, complex)):
         return not dict_of(value)
-    return not (kind.__weakrefoffset__ or kind.__dictoffset__ or kind.__flags__ & _HAS_GC)
+    return not (
+        kind.__weakrefoffset__ or kind.__dictoffset__ or kind.__flags__ & _HAS_GC
+    )
 
 
 # What a class has made of itself leads to it.
@@ -197,7 +202,8 @@ class Contents:
             Its level, its position there, and its span in the level below.
         """
         if self._containers is None:
-            found = self._containers = {}
+            found: dict[int, tuple[int, int, Span]] = {}
+            self._containers = found
             for k, groups in enumerate(layout.levels):
                 for span in self.spans(k + 1):
                     p = groups[span.group][1][span.number]

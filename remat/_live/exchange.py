@@ -18,8 +18,9 @@ from typing import Any
 
 from remat._base.code import class_without_us
 from remat._base.errors import RecomputeError
+from remat._live.containers import container_kind
 from remat._live.contents import At, Contents, Holder, Ref, Span
-from remat._live.holders import GONE, SCOPES, Kind, container_kind, without_contents
+from remat._live.holders import GONE, SCOPES, Kind, without_contents
 from remat._live.layout import Layout, Owners
 
 
@@ -168,20 +169,14 @@ class Exchange:
 
     def revive_owners(self) -> None:
         """Find the owners; those that are gone are made again."""
-        layout, made, owners = self._layout, self._made, Owners(self._layout)
-        objects, functions, classes, slotted = layout.births
-        present, keys = (*owners.objects, *owners.slotted), (*objects, *slotted)
-        for owner, key, kind in zip(present, keys, self._contents.classes, strict=True):
-            if owner is not None:
-                _check_class(kind(), type(owner))
-            elif key not in made and not _is_container(kind()):
-                made[key] = _replica(kind())
+        owners, made = Owners(self._layout), self._made
+        if None in owners.classes:
+            raise RecomputeError(GONE.format(name="A class"))
+        self._check_objects(owners)
+        objects, functions, slotted = self._layout.births
         for i, key in enumerate(slotted):
             if owners.slotted[i] is None:
                 owners.slotted[i] = made[key]
-        if None in owners.classes:
-            name = "A class"
-            raise RecomputeError(GONE.format(name=name))
         for i, key in enumerate(functions):
             if owners.functions[i] is None:
                 owners.functions[i] = made.setdefault(key, self._function(i, owners))
@@ -192,6 +187,16 @@ class Exchange:
                 owners.objects[i] = made[key]
         self._owners = owners
 
+    def _check_objects(self, owners: Owners) -> None:
+        """Check the classes of objects; make those again that are gone."""
+        objects, _, slotted = self._layout.births
+        present, keys = (*owners.objects, *owners.slotted), (*objects, *slotted)
+        for owner, key, kind in zip(present, keys, self._contents.classes, strict=True):
+            if owner is not None:
+                _check_class(kind(), type(owner))
+            elif key not in self._made and not _is_container(kind()):
+                self._made[key] = _replica(kind())
+
     def _function(self, i: int, owners: Owners) -> types.FunctionType:
         cells = self._cells(owners)
         for key in self._layout.cells[i]:
@@ -199,7 +204,9 @@ class Exchange:
                 cells[key] = self._made.setdefault(key, types.CellType())
         closure = tuple(cells[key] for key in self._layout.cells[i])
         code = self._contents.code_of(i)
-        return types.FunctionType(code, self._namespaces[i], code.co_name, None, closure or None)
+        return types.FunctionType(
+            code, self._namespaces[i], code.co_name, None, closure or None
+        )
 
     def _cells(self, owners: Owners) -> dict[int, Any]:
         """Return the variables of functions that are still there."""
@@ -249,7 +256,11 @@ def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 def _replica(kind: Any) -> Any:
     if kind is None or hasattr(kind, "__del__"):
-        name = "An object" if kind is None else f"A {kind.__qualname__}, which has `__del__`,"
+        name = (
+            "An object"
+            if kind is None
+            else f"A {kind.__qualname__}, which has `__del__`,"
+        )
         raise RecomputeError(GONE.format(name=name))
     return without_contents(kind)
 

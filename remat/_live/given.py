@@ -27,18 +27,11 @@ from remat._capture.stream_search import (
     has_user_code,
     is_stream,
 )
+from remat._live.containers import FACTORIES, container_kind
 from remat._live.contents import At, Ref
-from remat._live.holders import (
-    FACTORIES,
-    PART,
-    PARTS,
-    SLOTS,
-    Kind,
-    container_kind,
-    dict_of,
-    names_of,
-)
-from remat._live.layout import UnsupportedError, is_of_library, is_used_as_it_is
+from remat._live.holders import PART, PARTS, SLOTS, Kind, dict_of, names_of
+from remat._live.kinds import is_of_library, is_used_as_it_is
+from remat._live.walk import UnsupportedError
 
 
 class Copied:

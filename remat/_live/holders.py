@@ -1,4 +1,4 @@
-"""Holders: what holds other values and can be changed. How each kind is read and written.
+"""Holders: what holds other values and can be changed; how each kind is read.
 
 A `Kind` reads many holders at once, at the speed of C: a call reads all that it reaches
 before and after its forward. It writes one holder at a time, in place.
@@ -13,7 +13,6 @@ import functools
 import itertools
 import operator
 import types
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -67,125 +66,6 @@ class Kind:
             limit: how long it may get, where that is limited.
         """
         raise NotImplementedError
-
-
-class Dicts(Kind):
-    """Dicts, and the dicts of objects."""
-
-    keyed = True
-
-    def __init__(self, base: Any) -> None:
-        self._base = base
-        # An OrderedDict has an order of its own.
-        self._values = dict.values if base is dict else base.values
-
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(map(self._values, holders))
-
-    @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return map(dict.__len__, holders)
-
-    @override
-    def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(map(self._base.__iter__, holders))
-
-    @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        base = self._base
-        now = [*base.__iter__(holder)]
-        if len(now) != len(keys) or not all(map(operator.is_, now, keys)):
-            base.clear(holder)
-        for key, value in zip(keys, values, strict=True):
-            base.__setitem__(holder, key, value)
-
-    @override
-    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
-        return self._base.__new__(kind)
-
-
-class Attributes(Dicts):
-    """The dicts of objects and functions, which threads read meanwhile.
-
-    They are never empty for a moment.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(dict)
-
-    @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        now = [*holder]
-        if now[: len(keys)] != [*keys]:  # the order differs, or some are gone
-            super().write(holder, keys, values)
-            return
-        for key, value in zip(keys, values, strict=True):
-            if holder[key] is not value:
-                holder[key] = value
-        for key in now[len(keys) :]:
-            del holder[key]
-
-
-class Owned(Attributes):
-    """The dicts of values that have no weak references, as instances of a tuple's."""
-
-    adds = True
-
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return super().values([*map(dict_of, holders)])
-
-    @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return super().lengths([*map(dict_of, holders)])
-
-    @override
-    def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return super().keys([*map(dict_of, holders)])
-
-    @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        super().write(dict_of(holder), keys, values)
-
-    @override
-    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
-        return without_contents(kind)
-
-
-class Items(Kind):
-    """Lists, deques and sets; tuples and frozensets, which are never written."""
-
-    def __init__(self, base: Any) -> None:
-        self._base, self.frozen = base, base in (tuple, frozenset)
-
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(map(self._base.__iter__, holders))
-
-    @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return map(self._base.__len__, holders)
-
-    @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        base = self._base
-        if base is list:
-            list.__setitem__(holder, slice(None), values)
-        else:
-            base.clear(holder)
-            (base.update if base is set else base.extend)(holder, values)
-
-    @override
-    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
-        if hasattr(kind, "n_sequence_fields"):
-            return kind(values)
-        if self.frozen:
-            return self._base.__new__(kind, values)
-        new = self._base.__new__(kind)
-        if limit is not None:
-            deque.__init__(new, (), limit)
-        return new
 
 
 class Cells(Kind):
@@ -361,27 +241,6 @@ def _slot_of(value: Any, name: str) -> Any:
         return MISSING
 
 
-class Factories(Kind):
-    """What makes the missing values of a defaultdict."""
-
-    adds = True
-
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return map(_factory_of, holders)
-
-    @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return itertools.repeat(1, len(holders))
-
-    @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        (holder.default_factory,) = values
-
-
-_factory_of = operator.attrgetter("default_factory")
-
-
 class Variables(Kind):
     """Context variables."""
 
@@ -460,21 +319,9 @@ def _made_of(kind: Any, values: Sequence[Any]) -> Any:
     return kind(*values)
 
 
-ATTRIBUTES, CELLS, SCOPES, FUNCTIONS = Attributes(), Cells(), Scopes(), Functions()
+CELLS, SCOPES, FUNCTIONS = Cells(), Scopes(), Functions()
 CLASSES, SLOTS, VARIABLES = Classes(), Slots(), Variables()
-FACTORIES, OWNED, PART = Factories(), Owned(), Parts()
-# By the base class, the more special one first.
-CONTAINERS: dict[type, Kind] = {
-    OrderedDict: Dicts(OrderedDict),
-    dict: Dicts(dict),
-    **{base: Items(base) for base in (list, tuple, set, frozenset, deque)},
-}
-
-
-@by_class
-def container_kind(kind: type) -> Kind | None:
-    """Return how instances of a class are read; None if it is no container's."""
-    return next((how for base, how in CONTAINERS.items() if issubclass(kind, base)), None)
+PART = Parts()
 
 
 def is_variable(value: Any) -> bool:

@@ -17,14 +17,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from remat._base.code import static_of
 from remat._base.tensors import describe
 from remat._capture.paths import code_of_arguments, parameter_at
 from remat._capture.search import Search
 from remat._capture.snapshot import Bound, Snapshot, call_under
 from remat._live.given import Building, Given, refuse_spent
 from remat._live.layout import hooks_so_far
-from remat._live.parts import Part, parts_of_roots
+from remat._live.roots import Root, roots_of
 from remat._live.running import Running, bytes_of
 from remat._torch import function_mode_count, function_modes, parametrization_cache
 
@@ -57,8 +56,25 @@ class Reach:
     """
 
     __slots__ = (
-        *("_buffers", "_cache", "_count", "_fn", "_hooks", "_modes", "_names", "_parts"),
-        *("_refs", "_running", "_target", "_values", "buffers", "compiled", "handles_states"),
+        *(
+            "_buffers",
+            "_cache",
+            "_count",
+            "_fn",
+            "_hooks",
+            "_modes",
+            "_names",
+            "_parts",
+        ),
+        *(
+            "_refs",
+            "_running",
+            "_target",
+            "_values",
+            "buffers",
+            "compiled",
+            "handles_states",
+        ),
         *("is_lazy", "label", "streams", "tensors"),
     )
 
@@ -76,8 +92,8 @@ class Reach:
         cache = parametrization_cache()
         self._cache = None if cache is None else given.put_aside(cache)
         self.tensors, self.buffers = given.tensors, dict[int, bool]()
-        self._parts: list[Part] = []
-        for root, part in parts_of_roots(given.roots.values()):
+        self._parts: list[Root] = []
+        for root, part in roots_of(given.roots.values()):
             self._add(root, part, given)
         self._note_streams(given)
         buffers = [*given.buffers, *(b for part in self._parts for b in part.buffers)]
@@ -85,7 +101,7 @@ class Reach:
         self._refs = [*map(weakref.ref, self.tensors)]
         self._running: Running | None = None
 
-    def _add(self, root: Any, part: Part, given: Given) -> None:
+    def _add(self, root: Any, part: Root, given: Given) -> None:
         """Add what a root reaches."""
         tensors, passed = part.tensors(), len(self.tensors)
         part.numbers = given.numbers_of(tensors)
@@ -167,7 +183,7 @@ class Reach:
             tensors = running.tensors
             fn = self._bound(Building(tensors, running.found, running.container).value)
         search = Search()
-        snapshot = Snapshot(fn.fn, self.label, fn.args, fn.kwargs, search)
+        snapshot = Snapshot(fn.fn, self.label, (*fn.args,), fn.kwargs, search)
         same = [t is tensors[index] for t in search.found.tensors]
         return snapshot.name_of(same.index(True))
 

@@ -11,11 +11,11 @@ from typing import Any, Self
 
 from remat._base.errors import RecomputeError
 from remat._capture.modules import HOOKS
+from remat._live.containers import CONTAINERS
 from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
-from remat._live.holders import CONTAINERS
 from remat._live.layout import Taken, hooks_so_far
-from remat._live.parts import Part
+from remat._live.roots import Root
 
 
 class Running:
@@ -39,7 +39,7 @@ class Running:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[Root],
         buffers: Sequence[tuple[Any, bytes]],
         hooks: int,
         tensors: Sequence[Any],
@@ -49,7 +49,7 @@ class Running:
         self._parts, self._buffers, self._hooks = parts, buffers, hooks
         self.tensors, self._exchanges = tensors, exchanges
         self._made: dict[int, Any] = {}
-        self._now: list[tuple[Part, Taken | Exchange]] = []
+        self._now: list[tuple[Root, Taken | Exchange]] = []
         self._undo: list[Callable[[], object]] = []
 
     def __enter__(self) -> Self:
@@ -116,7 +116,7 @@ class Running:
         if now != then:
             set_bytes(buffer, then)
 
-    def _shorten(self, part: Part) -> None:
+    def _shorten(self, part: Root) -> None:
         for large in part.large:
             if large.has_grown():
                 self._write(large.kind, large.value, large.keys, large.values)

@@ -18,7 +18,8 @@ from remat._base.errors import RecomputeError
 from remat._base.tensors import versions_of
 from remat._base.types import INERT
 from remat._capture.kinds import COPIED_ITERATORS
-from remat._live.holders import MISSING, Kind, container_kind
+from remat._live.containers import container_kind
+from remat._live.holders import MISSING
 
 
 class Iterated:

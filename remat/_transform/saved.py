@@ -29,11 +29,11 @@ from remat._base.types import Fn
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
 from remat._graph.handles import Handle, unpack
+from remat._live.reach import Reach
+from remat._live.walk import UnsupportedError
 from remat._partial.decide import ACCUMULATES, warn_if_asked, why_no_record
 from remat._partial.following import Following
 from remat._partial.forward_plan import ForwardPlan
-from remat._live.layout import UnsupportedError
-from remat._live.reach import Reach
 from remat._partial.options import Options
 from remat._torch import current_layer, eager_only, top_hooks, unbatched, unwrap_dead
 from remat._transform import refill
@@ -45,8 +45,6 @@ from remat._transform.packing import Packing
 from remat._transform.saved_call import NONE, Effects, SavedCall, Setting
 
 
-import os
-LIVE = os.environ.get("REMAT_LIVE", "1") == "1"
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -73,8 +71,8 @@ def call_saved(
 def _reached(
     fn: Fn, label: str, args: Any, kwargs: dict[str, Any], options: Options
 ) -> tuple[Any, list[Tensor], bool]:
-    """Return what a call reaches, its tensors, and whether some are still to be made."""
-    if LIVE and options.joined() is None and options.prune is not True:
+    """Return what a call reaches, its tensors, and whether some are lazy."""
+    if options.joined() is None and options.prune is not True:
         try:
             reach = Reach(fn, label, args, kwargs)
         except UnsupportedError:

@@ -207,9 +207,10 @@ class SavedInputs:
         Args:
             tensors: that the run is on.
         """
-        pairs = [(tensors[i], self.values[i]) for i in self.copied]
-        pairs = [(t, v) for (t, v), i in zip(pairs, self.copied) if t is self._refs[i]()]
-        return PutBack(pairs) if pairs else contextlib.nullcontext()
+        written = [i for i in self.copied if tensors[i] is self._refs[i]()]
+        if not written:
+            return contextlib.nullcontext()
+        return PutBack([tensors[i] for i in written], [self.values[i] for i in written])
 
     def has_leaves_in(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether a run on these tensors is on all of the user's own leaves."""
@@ -248,7 +249,7 @@ class Computed(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, t: Tensor) -> Tensor:
+    def forward(ctx: Any, t: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         return t.data
 
     @staticmethod
@@ -261,27 +262,30 @@ class PutBack:
     """A context in which tensors hold other values, in place.
 
     Args:
-        pairs: a tensor, and what it is to hold.
+        tensors: that are written.
+        values: what they are to hold.
     """
 
-    __slots__ = ("_before", "_pairs", "_versions")
+    __slots__ = ("_before", "_tensors", "_values", "_versions")
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._pairs = pairs
+    def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self._tensors, self._values = tensors, values
 
     def __enter__(self) -> None:
-        self._versions = preserved_version(tuple(t for t, _ in self._pairs))
+        self._versions = preserved_version((*self._tensors,))
         self._versions.__enter__()
         with unseen():
-            self._before = [t.detach().clone() for t, _ in self._pairs]
-            for t, value in self._pairs:
-                t.data.copy_(value)
+            self._before = [t.detach().clone() for t in self._tensors]
+        self._write(self._values)
 
     def __exit__(self, *_: object) -> None:
-        with unseen():
-            for (t, _), before in zip(self._pairs, self._before, strict=True):
-                t.data.copy_(before)
+        self._write(self._before)
         self._versions.__exit__(None, None, None)
+
+    def _write(self, values: Sequence[Tensor]) -> None:
+        with unseen():
+            for tensor, value in zip(self._tensors, values, strict=True):
+                tensor.data.copy_(value)
 
 
 def _can_be_put_back(tensor: Tensor) -> bool:

@@ -146,9 +146,7 @@ class Segment(Program):
         def run(inputs: Sequence[Tensor]) -> Any:
             with Run(inputs, "live") as run:
                 fn, *around = snapshot.built(run)
-                found = call_under(
-                    functools.partial(call, fn.fn, fn.args), *around
-                )
+                found = call_under(functools.partial(call, fn.fn, fn.args), *around)
                 if state.ambient.moved:
                     self._ambient = noted(snapshot.streams, self._live.ambient)
                 return found

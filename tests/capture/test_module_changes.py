@@ -103,27 +103,6 @@ def test_a_change_by_the_forward_is_made_once(change):
     assert_replayed(program, exp=(10, 20))
 
 
-class Flagged(Block):
-    busy = 0
-
-    def forward(self, x):
-        self.busy = self.busy + 1
-        y = super().forward(x)
-        self.busy = self.busy - 1
-        return y
-
-
-def test_a_flag_that_an_early_stop_leaves_set_is_put_back():
-    def program(wrap):
-        model, x = model_of(Flagged), leaf()
-        model.busy = 0
-        for _ in range(3):
-            wrap(model)(x).sum().backward()
-        return x.grad, model.busy
-
-    assert_replayed(program, exp=6)
-
-
 def test_training_and_evaluating_in_turn():
     def program(wrap):
         model, x = model_of(Block), leaf()

@@ -10,6 +10,7 @@ from torch import nn
 
 from remat import RecomputeError, remat
 from remat._capture.search import Search
+from remat._live import walk as _walk
 from remat.testing import count_ops
 
 
@@ -104,9 +105,11 @@ LONG = {
 
 @pytest.mark.parametrize("words", LONG.values(), ids=LONG.keys())
 def test_a_long_list_of_words_is_not_walked_one_by_one(words, monkeypatch):
-    visited, visit = [], Search.visit
+    visited, reach = [], _walk.Walk._reach
     monkeypatch.setattr(
-        Search, "visit", lambda *args: visited.append(args[1]) or visit(*args)
+        _walk.Walk,
+        "_reach",
+        lambda self, value, **how: visited.append(value) or reach(self, value, **how),
     )
     assert_replayed(gradients(lambda x: x.exp() * len(words), leaf(3)), exp=2)
     assert any(value is words for value in visited)

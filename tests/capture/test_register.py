@@ -256,7 +256,7 @@ def test_a_cell_of_a_notebook_runs_twice():
 def test_a_function_that_returns_no_pair_is_named():
     cls = package.register(fresh(), lambda o: 3, whole)
     with pytest.raises(CaptureError, match="Fresh is registered with returned a i"):
-        remat(lambda x, o: x.sin())(leaf(3), cls())
+        torch.func.grad(lambda x: remat(lambda x, o: x.sin())(x, cls()).sum())(leaf(3))
 
 
 # --- What is refused under torch.func if it is not registered ---

@@ -18,11 +18,8 @@ from torch import nn
 from torch.func import functional_call
 
 from remat import remat
-from remat._capture import trees as _trees
+from remat._live import roots as _roots
 from remat.testing import assert_same, count_ops
-
-
-remembers = pytest.mark.skipif(not _trees.IS_ON, reason="REMAT_NO_CACHE=1")
 
 
 def leaf():
@@ -39,28 +36,40 @@ def call_and_backward(model, times=1):
     return y
 
 
-# --- What is not remembered --------------------------------------------------------
+# --- What is remembered ------------------------------------------------------------
 
 
 class Slotted:
     __slots__ = ("scale",)
 
 
-NOT_REMEMBERED = {
+REMEMBERED = {
     "slots": lambda m: setattr(m, "slotted", Slotted()),
     "hook": lambda m: m.inner[0].register_forward_hook(lambda *_: None),
     "large": lambda m: setattr(m, "many", [*range(2000)]),
 }
 
 
-@remembers
-@pytest.mark.parametrize("change", NOT_REMEMBERED.values(), ids=NOT_REMEMBERED.keys())
-def test_what_a_fingerprint_would_not_tell_of_is_not_remembered(change):
-    model, other = Block().double(), Block().double()
+@pytest.fixture
+def walks(monkeypatch):
+    """The roots that were walked so far."""
+    found, walk = [], _roots.lay_out
+    monkeypatch.setattr(
+        _roots, "lay_out", lambda root: found.append(root) or walk(root)
+    )
+    return found
+
+
+@pytest.mark.parametrize("change", REMEMBERED.values(), ids=REMEMBERED.keys())
+def test_a_module_is_walked_once(change, walks):
+    model = Block().double()
     change(model)
     call_and_backward(model)
-    call_and_backward(other)
-    assert (is_remembered(model), is_remembered(other)) == (False, True)
+    assert any(root is model for root in walks)
+    walks.clear()
+    call_and_backward(model, times=3)
+    assert not walks
+    assert is_remembered(model)
 
 
 class Counting(Block):
@@ -79,11 +88,12 @@ class Counting(Block):
         return self.last * 2
 
 
-@remembers
-def test_a_module_that_changes_in_each_call_is_not_remembered_for_long():
+def test_a_module_whose_numbers_change_in_each_call_is_not_walked_again(walks):
     model = Counting().double()
-    call_and_backward(model, times=6)
-    assert not is_remembered(model)
+    call_and_backward(model, times=2)
+    walks.clear()
+    call_and_backward(model, times=4)
+    assert not walks
 
 
 def test_what_is_assigned_in_a_tree_is_assigned_once():
@@ -107,7 +117,7 @@ from remat._capture import trees as _trees
 from remat.testing import count_ops
 model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 with count_ops() as ops:
-    remat(model)(torch.ones(4, requires_grad=True)).sum().backward()
+    remat(model, prune=True)(torch.ones(4, requires_grad=True)).sum().backward()
 print(_trees.IS_ON, len(_trees._KNOWN), ops["tanh"])
 """
 
@@ -142,7 +152,7 @@ def _no_collector():
 def test_a_module_is_freed(is_used):
     model = Block().double()
     y = call_and_backward(model, times=3)
-    assert is_remembered(model) or not _trees.IS_ON
+    assert is_remembered(model)
     refs = [weakref.ref(v) for v in (*model.modules(), model.part)]
     if not is_used:
         del y  # whose graph leads to the parameters, as in plain code
@@ -150,7 +160,7 @@ def test_a_module_is_freed(is_used):
     key = id(model)
     del model
     assert [ref() for ref in refs] == [None] * len(refs)
-    assert key not in _trees._KNOWN
+    assert key not in _roots._LAYOUTS
 
 
 @pytest.mark.usefixtures("_no_collector")

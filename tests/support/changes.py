@@ -6,12 +6,12 @@ from operator import setitem
 import torch
 from torch import nn
 
-from remat._live import parts as _parts
+from remat._live import roots as _roots
 
 
 def is_remembered(model: nn.Module) -> bool:
     """Whether what a walk found in the model is used by the next call."""
-    return id(model) in _parts._LAYOUTS
+    return id(model) in _roots._LAYOUTS
 
 
 class Wrapped(nn.Module):

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from remat._capture.kinds import is_buffer
+from remat._live.containers import container_kind
 from remat._live.contents import Contents, Holder
 from remat._live.exchange import Exchange
-from remat._live.holders import container_kind
 from remat._live.layout import (
     Layout,
     MovedError,
@@ -31,7 +31,7 @@ from remat._live.layout import (
 from remat._live.special import Iterated, Large
 
 
-class Part:
+class Root:
     """What one root reached at a call.
 
     Attributes:
@@ -139,21 +139,21 @@ _globals_of = operator.attrgetter("__globals__")
 _LAYOUTS: dict[int, tuple[Any, Layout]] = {}
 
 
-def parts_of_roots(roots: Iterable[Any]) -> list[tuple[Any, Part]]:
+def roots_of(roots: Iterable[Any]) -> list[tuple[Any, Root]]:
     """Return a part for each root, and for each that these lead to."""
-    found: list[tuple[Any, Part]] = []
+    found: list[tuple[Any, Root]] = []
     todo = [*roots]
     known: set[int] = set()
     for root in todo:  # which grow
         if root is not None and id(root) not in known:
             known.add(id(root))
-            part = _part_of(root)
+            part = _root_of(root)
             found.append((root, part))
             todo += [ref() for ref in part.layout.linked]
     return found
 
 
-def _part_of(root: Any) -> Part:
+def _root_of(root: Any) -> Root:
     ref, layout = _LAYOUTS.get(id(root), _NO_LAYOUT)
     if layout is not None and ref() is root:
         try:
@@ -162,17 +162,17 @@ def _part_of(root: Any) -> Part:
             pass
         else:
             if layout.last.are_in(taken):
-                return Part(layout, layout.last, taken)
+                return Root(layout, layout.last, taken)
             if layout.last.has_form_of(taken):
                 layout.last = Contents(layout, taken)
-                return Part(layout, layout.last, taken)
+                return Root(layout, layout.last, taken)
     layout, taken = lay_out(root)
     layout.last = Contents(layout, taken)
     if not layout.is_lazy:
         key = id(root)
         forget = weakref.ref(root, lambda _: _LAYOUTS.pop(key, None))
         _LAYOUTS[key] = forget, layout
-    return Part(layout, layout.last, taken)
+    return Root(layout, layout.last, taken)
 
 
 _NO_LAYOUT: Any = None, None

@@ -1,0 +1,20 @@
+"""What a call reaches, and how it runs again on the user's own objects.
+
+In: a function and its arguments. Out: a context in which all that they reach holds what
+it held at the call.
+
+    reach       all of this for one call
+    running     the context of one run
+    roots       one root of a call, and the layouts that are remembered
+    given       the function and the arguments, put aside and made again
+    exchange    has holders hold what they held, in place, and puts them back
+    special     iterators and large containers, which are not put back like others
+    contents    what holders held at a call, and what a forward changed of it
+    layout      which holders a root reaches, and where each one is
+    walk        the walk over what a root reaches
+    kinds       how a value is treated, by its class
+    containers  how lists, dicts and sets are read and written
+    holders     how cells, globals, classes, slots are read and written
+
+Called by `_transform`, for calls under base autograd.
+"""

@@ -1,0 +1,172 @@
+"""How containers and the dicts of objects are read and written.
+
+Invariant: as of `holders`. An instance of a subclass is read by its base class.
+"""
+
+import itertools
+import operator
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from remat._capture.objects import by_class
+from remat._live.holders import Kind, dict_of, flatten, without_contents
+
+
+class Dicts(Kind):
+    """Dicts, and the dicts of objects."""
+
+    keyed = True
+
+    def __init__(self, base: Any) -> None:
+        self._base = base
+        # An OrderedDict has an order of its own.
+        self._values = dict.values if base is dict else base.values
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return flatten(map(self._values, holders))
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return map(dict.__len__, holders)
+
+    @override
+    def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return flatten(map(self._base.__iter__, holders))
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        base = self._base
+        now = [*base.__iter__(holder)]
+        if len(now) != len(keys) or not all(map(operator.is_, now, keys)):
+            base.clear(holder)
+        for key, value in zip(keys, values, strict=True):
+            base.__setitem__(holder, key, value)
+
+    @override
+    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
+        return self._base.__new__(kind)
+
+
+class Attributes(Dicts):
+    """The dicts of objects and functions, which threads read meanwhile.
+
+    They are never empty for a moment.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        now = [*holder]
+        if now[: len(keys)] != [*keys]:  # the order differs, or some are gone
+            super().write(holder, keys, values)
+            return
+        for key, value in zip(keys, values, strict=True):
+            if holder[key] is not value:
+                holder[key] = value
+        for key in now[len(keys) :]:
+            del holder[key]
+
+
+class Owned(Attributes):
+    """The dicts of values that have no weak references, as instances of a tuple's."""
+
+    adds = True
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return super().values([*map(dict_of, holders)])
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return super().lengths([*map(dict_of, holders)])
+
+    @override
+    def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return super().keys([*map(dict_of, holders)])
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        super().write(dict_of(holder), keys, values)
+
+    @override
+    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
+        return without_contents(kind)
+
+
+class Items(Kind):
+    """Lists, deques and sets; tuples and frozensets, which are never written."""
+
+    def __init__(self, base: Any) -> None:
+        self._base, self.frozen = base, base in (tuple, frozenset)
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return flatten(map(self._base.__iter__, holders))
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return map(self._base.__len__, holders)
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        base = self._base
+        if base is list:
+            list.__setitem__(holder, slice(None), values)
+        else:
+            base.clear(holder)
+            (base.update if base is set else base.extend)(holder, values)
+
+    @override
+    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
+        if hasattr(kind, "n_sequence_fields"):
+            return kind(values)
+        if self.frozen:
+            return self._base.__new__(kind, values)
+        new = self._base.__new__(kind)
+        if limit is not None:
+            deque.__init__(new, (), limit)
+        return new
+
+
+class Factories(Kind):
+    """What makes the missing values of a defaultdict."""
+
+    adds = True
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return map(_factory_of, holders)
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return itertools.repeat(1, len(holders))
+
+    @override
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        (holder.default_factory,) = values
+
+
+_factory_of = operator.attrgetter("default_factory")
+
+
+ATTRIBUTES, OWNED, FACTORIES = Attributes(), Owned(), Factories()
+# By the base class, the more special one first.
+CONTAINERS: dict[type, Kind] = {
+    OrderedDict: Dicts(OrderedDict),
+    dict: Dicts(dict),
+    **{base: Items(base) for base in (list, tuple, set, frozenset, deque)},
+}
+
+
+@by_class
+def container_kind(kind: type) -> Kind | None:
+    """Return how instances of a class are read; None if it is no container's."""
+    return next(
+        (how for base, how in CONTAINERS.items() if issubclass(kind, base)), None
+    )

@@ -1,0 +1,270 @@
+"""A walk over what one root of a call reaches.
+
+Invariant: each value is visited once, and all that is visited is held until the walk
+ends: no other value gets the identity of one.
+Rejected: recursion. A linked list may be longer than Python's stack.
+"""
+
+import enum
+import itertools
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from remat._base.code import known_code
+from remat._base.types import INERT, TENSORS
+from remat._capture.kinds import (
+    COPIED_ITERATORS,
+    is_buffer,
+    is_sharded,
+    is_spent_by_use,
+    is_view,
+)
+from remat._capture.modules import HOOKS, REGISTRIES, TEMPLATE
+from remat._capture.objects import slots_of
+from remat._capture.stream_search import (
+    StreamSearch,
+    is_scripted,
+    is_stream,
+    user_bases,
+)
+from remat._live.containers import CONTAINERS, FACTORIES, OWNED, container_kind
+from remat._live.holders import (
+    CELLS,
+    MISSING,
+    PART,
+    PARTS,
+    SLOTS,
+    Kind,
+    dict_of,
+    is_variable,
+    parts_of,
+)
+from remat._live.kinds import (
+    is_of_library,
+    is_used_as_it_is,
+    size_of,
+)
+from remat._torch import is_compiled
+
+
+_LARGE = 1000  # entries or bytes, above which numbers are not copied in each call
+# Attributes of classes that say how these were made.
+_MAKING = {
+    *("__abstractmethods__", "__annotations__", "__dataclass_fields__"),
+    *("__dataclass_params__", "__dict__", "__doc__", "__match_args__", "__module__"),
+    *("__slots__", "__weakref__", "_abc_impl"),
+}
+
+
+class UnsupportedError(Exception):
+    """A root reaches what can only be rebuilt."""
+
+
+class Walk:
+    """A walk over what a root reaches, each value once."""
+
+    def __init__(self, root: Any) -> None:
+        self.objects: list[Any] = []
+        self.functions: list[Any] = []
+        self.classes: list[type] = []
+        self.slotted: list[Any] = []
+        self.linked: list[Any] = []
+        self.variables: list[Any] = []
+        self.vacant: list[tuple[int, tuple[str, ...]]] = []
+        self.names: dict[int, tuple[int, dict[str, None]]] = {}
+        # Held, so that no other value gets the identity of one.
+        self.seen: dict[int, Any] = {}
+        self.kinds: dict[int, tuple[Kind, ...]] = {}  # of holders that no owner is
+        self.special: set[int] = set()
+        self.is_lazy = False
+        self.streams = StreamSearch()
+        self._todo: deque[Any] = deque()
+        self._is_module = isinstance(root, nn.Module)
+        self._reach(root, is_own=True)
+        while self._todo:
+            self._reach(self._todo.popleft())
+
+    @property
+    def scopes(self) -> list[tuple[int, tuple[str, ...]]]:
+        """For each namespace a function, by its index, and the names of variables."""
+        return [(i, tuple(names)) for i, names in self.names.values()]
+
+    def _reach(self, value: Any, *, is_own: bool = False) -> None:
+        kind = type(value)
+        if (
+            kind in INERT
+            or kind in TENSORS
+            or value is MISSING
+            or id(value) in self.seen
+        ):
+            return
+        self.seen[id(value)] = value
+        if issubclass(kind, Tensor):
+            return
+        if kind is types.FunctionType:
+            self._reach_function(value)
+        elif issubclass(kind, nn.Module):
+            if is_own:
+                self._reach_module(value)
+            else:
+                self.linked.append(value)
+        elif issubclass(kind, type):
+            self._reach_class(value)
+        elif is_stream(kind):
+            self.streams.add(value)
+        elif is_variable(value):
+            self.variables.append(value)
+            self._todo.append(value.get(MISSING))
+        else:
+            self._reach_other(value, kind)
+
+    def _reach_other(self, value: Any, kind: type) -> None:
+        how = container_kind(kind)
+        if how is not None:
+            self._reach_container(value, how)
+        elif issubclass(kind, PARTS):
+            if not is_of_library(value):
+                self._hold(value, PART)
+                self._todo += parts_of(value)
+        elif is_spent_by_use(kind) or kind in COPIED_ITERATORS:
+            self._reach_iterator(value)
+        elif is_buffer(kind):
+            if size_of(value) <= _LARGE:
+                self.special.add(id(value))
+        elif kind is types.CellType:
+            self._hold(value, CELLS)
+            self._todo += CELLS.values([value])
+        elif is_used_as_it_is(value, kind):
+            self.streams.walk(value)
+        else:
+            self._reach_object(value, kind)
+
+    def _reach_iterator(self, value: Any) -> None:
+        search = StreamSearch()
+        search.walk(value)
+        self.streams.walk(value)
+        # What gives streams gives the same one again, most often, and that is put back.
+        if not search.streams or type(value) is itertools.cycle:
+            self.special.add(id(value))
+
+    def _reach_container(self, value: Any, how: Kind) -> None:
+        if len(value) > _LARGE and _is_plain(how.values([value])):
+            self.special.add(id(value))
+            return
+        self._hold(value, how)
+        if issubclass(type(value), defaultdict):
+            self._hold(value, FACTORIES)
+            self._todo.append(value.default_factory)
+        self._todo += how.values([value])
+        self._todo += how.keys([value])
+        if dict_of(value) is not None or slots_of(type(value)):
+            self._reach_object(value, type(value))
+
+    def _reach_function(self, fn: types.FunctionType) -> None:
+        known = known_code(fn)
+        self.streams.look_at_function(fn, known)
+        self.functions.append(fn)
+        self._todo += fn.__dict__.values()
+        self._todo += fn.__defaults__ or ()
+        self._todo.append(fn.__defaults__)
+        self._todo.append(fn.__kwdefaults__)
+        self._todo += CELLS.values(fn.__closure__ or ())
+        if is_compiled(fn.__dict__):
+            return
+        scope, own = fn.__globals__, (*known.open, *known.names.stored)
+        # What is settled leads nowhere, but its name may be given to something else.
+        names = dict.fromkeys((*own, *(n for n in known.settled if n in scope)))
+        if names:
+            first = len(self.functions) - 1
+            self.names.setdefault(id(scope), (first, {}))[1].update(names)
+            self._todo += (scope.get(name, MISSING) for name in own)
+
+    def _reach_class(self, cls: type) -> None:
+        for i in user_bases(cls):
+            base = cls.__mro__[i]
+            if issubclass(base, enum.Enum) or base in self.classes:
+                continue
+            self.seen[id(base)] = base
+            self.classes.append(base)
+            held = base.__dict__
+            self._todo += (held[name] for name in held if name not in _MAKING)
+
+    def _reach_object(self, value: Any, kind: type) -> None:
+        self._reach_class(kind)
+        if is_scripted(kind):
+            raise UnsupportedError("TorchScript")
+        held, is_owner = dict_of(value), bool(kind.__weakrefoffset__)
+        if held is not None:
+            self._todo += held.values()
+            if is_owner:
+                self.objects.append(value)
+            else:
+                self._hold(value, OWNED)
+        if slots_of(kind):
+            self._todo += SLOTS.values([value])
+            if is_owner:
+                self.slotted.append(value)
+            else:
+                self._hold(value, SLOTS)
+
+    def _reach_module(self, root: nn.Module) -> None:
+        """Walk a module and those that are registered in it."""
+        todo: deque[tuple[Any, bool]] = deque([(root, False)])
+        while todo:
+            module, sharded = todo.popleft()
+            self.seen[id(module)] = module
+            kind = type(module)
+            sharded = sharded or is_sharded(kind)
+            if issubclass(kind, torch.jit.ScriptModule):
+                raise UnsupportedError("TorchScript")
+            self._reach_class(kind)
+            if slots_of(kind):
+                self.slotted.append(module)
+            if is_view(kind):
+                todo.append((module._remat_module, sharded))
+                continue
+            self._reach_registered(module, sharded)
+            below = (m for m in module._modules.values() if m is not None)
+            todo += ((m, sharded) for m in below if id(m) not in self.seen)
+
+    def _reach_registered(self, module: Any, sharded: bool) -> None:
+        held = vars(module)
+        self.objects.append(module)
+        self._todo += (v for name, v in held.items() if name not in TEMPLATE)
+        for name in REGISTRIES:
+            if not (name == "_parameters" and sharded):
+                self._hold_registry(held[name])
+        tensors = (*held["_parameters"].values(), *held["_buffers"].values())
+        self.is_lazy = self.is_lazy or any(
+            t is not None and type(t) is not nn.Parameter and is_lazy(t)
+            for t in tensors
+        )
+        for name in HOOKS:
+            if held.get(name):
+                self._hold_registry(held[name])
+        vacant = tuple(name for name in HOOKS if name in held and not held[name])
+        self.vacant.append((len(self.objects) - 1, vacant))
+
+    def _hold(self, value: Any, *kinds: Kind) -> None:
+        """List a value that is no owner as a holder."""
+        self.seen[id(value)] = value
+        self.kinds[id(value)] = (*self.kinds.get(id(value), ()), *kinds)
+
+    def _hold_registry(self, registry: Any) -> None:
+        base = OrderedDict if isinstance(registry, OrderedDict) else dict
+        self._hold(registry, CONTAINERS[base])
+
+
+def _is_plain(items: Iterable[Any]) -> bool:
+    """Say whether all items are numbers, words, and tensors without gradients."""
+    items = [*items]
+    kinds = {*map(type, items)} - INERT
+    return kinds <= TENSORS and not any(
+        type(v) in TENSORS and v.requires_grad for v in items
+    )
