@@ -3,6 +3,7 @@
 Invariant: as of `holders`. An instance of a subclass is read by its base class.
 """
 
+import contextlib
 import itertools
 import operator
 from collections import OrderedDict, deque
@@ -11,6 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from remat._base.errors import RecomputeError
 from remat._capture.objects import by_class
 from remat._live.holders import Kind, dict_of, flatten, without_contents
 
@@ -115,12 +117,18 @@ class Items(Kind):
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        base = self._base
-        if base is list:
+        if self._base is list:
             list.__setitem__(holder, slice(None), values)
+        elif self._base is set:
+            _write_set(holder, values)
         else:
-            base.clear(holder)
-            (base.update if base is set else base.extend)(holder, values)
+            deque.clear(holder)
+            deque.extend(holder, values)
+
+    @override
+    def put_back(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        with contextlib.suppress(RecomputeError):  # no recompute reads it
+            self.write(holder, keys, values)
 
     @override
     def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
@@ -132,6 +140,40 @@ class Items(Kind):
         if limit is not None:
             deque.__init__(new, (), limit)
         return new
+
+
+def _write_set(holder: Any, values: Sequence[Any]) -> None:
+    """Have a set hold these, in this order if that can be.
+
+    Only what differs is written first, which keeps the order of the rest. Otherwise the
+    set is filled anew in some orders, as its own order depends on collisions.
+
+    Raises:
+        RecomputeError: it was empty, and no order that was tried gives that one.
+    """
+    was_empty = not set.__len__(holder)
+    for value in set.difference(holder, values):
+        set.discard(holder, value)
+    set.update(holder, values)
+    order = [*values]
+    for _ in range(_ATTEMPTS):
+        now = set.__iter__(holder)
+        late = next((a for a, b in zip(now, values, strict=True) if a is not b), None)
+        if late is None:
+            return
+        k = next(k for k, value in enumerate(order) if value is late)
+        order.append(order.pop(k))
+        set.intersection_update(holder, order)  # fills it anew
+    if was_empty:
+        raise RecomputeError(_ORDER.format(count=len(values)))
+
+
+_ATTEMPTS = 32
+_ORDER = (
+    "remat: a set of {count} values, which the function reached at the call, is gone "
+    "or was emptied, and a recompute would read it in another order. Use a dict or a "
+    "list, or keep the set until the backward."
+)
 
 
 class Factories(Kind):

@@ -312,7 +312,7 @@ class Written:
                 del _RUNNING[self.key]
             _, keys, values = _read(self.kind, self.holder)
             if not (_are_same(keys, self.keys) and _are_same(values, self.values)):
-                self.kind.write(self.holder, self.keys, self.values)
+                self.kind.put_back(self.holder, self.keys, self.values)
 
 
 # A value that is let go of may run the user's code, which may recompute.

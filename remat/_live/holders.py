@@ -57,6 +57,10 @@ class Kind:
         """Have a holder hold this and nothing else, in place."""
         raise NotImplementedError
 
+    def put_back(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        """Have a holder hold what it held just before a run."""
+        self.write(holder, keys, values)
+
     def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
         """Return a holder like one that is gone; what can be written is written later.
 

@@ -1,0 +1,216 @@
+"""What is written for a run, and when: nothing where nothing differs; threads."""
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from support.runs import leaf
+from torch import nn
+
+from remat import remat
+from remat._live import exchange as _exchange
+from remat.testing import assert_same, count_ops
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The holders that runs wrote so far."""
+    found, start = [], _exchange.Written.start
+    noting = lambda self: found.append(self.holder) or start(self)
+    monkeypatch.setattr(_exchange.Written, "start", noting)
+    return found
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls, self.table = 1, {"scale": [2.0]}
+
+    def forward(self, x):
+        return (self.linear(x) * self.table["scale"][0] * self.calls).sin().exp()
+
+
+class Called(Counting):
+    def forward(self, x):
+        y = super().forward(x)
+        self.calls += 1
+        return y
+
+
+def gradient(module, wrap, *, between=lambda: None):
+    x = torch.ones(2, 4, requires_grad=True)
+    y = wrap(module)(x).sum()
+    between()
+    return torch.autograd.grad(y, x)[0]
+
+
+def test_nothing_is_written_where_nothing_differs(written):
+    module = Counting()
+    expected = gradient(module, lambda m: m)
+    with count_ops() as ops:
+        for _ in range(3):
+            assert_same(gradient(module, remat), expected)
+    assert ops["sin"] == 6
+    assert not written
+    assert not _exchange._RUNNING
+
+
+def test_only_what_differs_is_written(written):
+    module = Counting()
+    expected = gradient(module, lambda m: m)
+    change = lambda: module.table["scale"].__setitem__(0, 9.0)
+    with count_ops() as ops:
+        assert_same(gradient(module, remat, between=change), expected)
+    assert ops["sin"] == 2
+    assert written == [module.table["scale"]]
+    assert module.table == {"scale": [9.0]}
+    assert not _exchange._RUNNING
+
+
+def test_an_effect_of_the_forward_is_put_back_where_it_was(written):
+    module = Called()
+    with count_ops() as ops:
+        gradient(module, remat)
+    assert ops["sin"] == 2
+    assert written == [vars(module)]
+    assert module.calls == 2
+
+
+def test_an_error_in_a_recompute_puts_everything_back():
+    state = {"scale": 2.0}
+
+    def fn(x):
+        y = (x * state["scale"]).sin()
+        state["scale"] += 1
+        if _exchange._RUNNING:
+            raise ValueError("in the recompute")
+        return y.exp()
+
+    x = leaf()
+    with count_ops() as ops:
+        y = remat(fn)(x).sum()
+    assert ops["sin"] == 1
+    with pytest.raises(ValueError, match="in the recompute"):
+        y.backward()
+    assert state == {"scale": 3.0}
+    assert not _exchange._RUNNING
+
+
+# --- Threads ---
+
+
+def test_a_recompute_that_waits_for_one_of_another_thread():
+    """Both exchange the same holder: a lock held meanwhile would be waited for."""
+    state = {"scale": 2.0}
+    inner = remat(lambda x: (x * state["scale"]).sin().exp())
+
+    def fn(x):
+        z = (x * state["scale"]).cos()
+        if _exchange._RUNNING:
+            with ThreadPoolExecutor(1) as pool:
+                found.append(pool.submit(torch.autograd.grad, other, w).result(60)[0])
+        state["scale"] += 1
+        return z.exp()
+
+    found = []
+    w, x = torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)
+    other = inner(w).sum()
+    y = remat(fn)(x).sum()
+    with count_ops() as ops:
+        (got,) = torch.autograd.grad(y, x)
+    assert ops["cos"] >= 1
+    v = torch.ones(8, requires_grad=True)
+    (plain,) = torch.autograd.grad((v * 2.0).sin().exp().sum(), v)
+    assert_same(found[0], plain)
+    (plain,) = torch.autograd.grad((v * 2.0).cos().exp().sum(), v)
+    assert_same(got, plain)
+    assert state == {"scale": 3.0}
+    assert not _exchange._RUNNING
+
+
+def test_backwards_of_many_threads_on_one_module():
+    module = Counting()
+    expected = gradient(module, lambda m: m)
+    barrier = threading.Barrier(4)
+
+    def work():
+        barrier.wait(60)
+        return [gradient(module, remat) for _ in range(10)]
+
+    with count_ops() as ops, ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(work) for _ in range(4)]
+        for result in results:
+            for got in result.result(60):
+                assert_same(got, expected)
+    del ops  # those of other threads are not counted
+    assert not _exchange._RUNNING
+
+
+def test_the_run_that_ends_first_hands_on_what_was_before():
+    """Two runs overlap and end in the order in which they began."""
+    kind, holder = _exchange.container_kind(dict), {"a": 1}
+
+    def start(value):
+        now = _exchange._read(kind, holder)
+        (one,) = _exchange.written_to(kind, holder, *now[1:])
+        one.start()
+        kind.write(holder, ["a"], [value])
+        return one
+
+    first, second = start(2), start(3)
+    first.end()
+    assert holder == {"a": 3}
+    second.end()
+    assert holder == {"a": 1}
+    assert not _exchange._RUNNING
+
+
+# --- Lifetimes ---
+
+
+class Keeping(nn.Module):
+    """Keeps what it computed, and with it the graph that leads to its call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.last = self.linear(x).sin().exp()
+        return self.last * 2
+
+
+@pytest.fixture
+def _no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_modules_that_keep_their_outputs_are_freed_without_a_backward():
+    refs = []
+    with count_ops() as ops:
+        for _ in range(50):
+            module = Keeping()
+            remat(module)(torch.ones(2, 4)).sum()
+            refs.append(weakref.ref(module))
+    del module
+    assert ops["sin"] == 50
+    assert [ref() for ref in refs] == [None] * 50
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_of_the_outputs_of_thirty_steps_one_is_alive():
+    module, refs = Keeping(), []
+    with count_ops() as ops:
+        for _ in range(30):
+            remat(module)(torch.ones(2, 4)).sum().backward()
+            refs.append(weakref.ref(module.last))
+    assert ops["sin"] == 60
+    assert sum(ref() is not None for ref in refs) == 1
