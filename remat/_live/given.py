@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from remat._base.code import known_code
+from remat._base.code import known_code, static_of
 from remat._base.errors import CaptureError
 from remat._base.types import INERT
 from remat._capture.kinds import COPIED_ITERATORS, is_buffer, is_spent_by_use
@@ -192,6 +192,28 @@ def _is_settled(fn: types.FunctionType) -> bool:
     if fn.__closure__ or fn.__dict__ or has_defaults(fn):
         return False
     return known_code(fn).is_settled
+
+
+def structure_of(values: Sequence[Any]) -> list[Any]:
+    """Return what stands for values that were put aside in a signature."""
+    found: list[Any] = []
+    todo, known = deque(values), dict[int, int]()
+    while todo:
+        kept = todo.popleft()
+        kind = type(kept)
+        if kind is At:
+            found.append(kept.number)
+        elif kind is Ref:
+            found.append(kept.kind)
+        elif kind is not Box:
+            found.append(static_of(kept))
+        elif id(kept) in known:
+            found.append(("again", known[id(kept)]))
+        else:
+            known[id(kept)] = len(known)
+            found += (kept.ref.kind, len(kept.items), *kept.attributes)
+            todo += (*kept.keys, *kept.items, *kept.attributes.values())
+    return found
 
 
 class Building:

@@ -87,22 +87,15 @@ class Layout:
         is_lazy: whether a module has no parameters yet.
         births: the identities of objects, of functions and of objects with slots.
         cells: the identities of the variables of each function.
+        signature: the code of functions, and the classes of objects.
         last: what the holders held at the last call.
     """
 
     __slots__ = (
-        *(
-            "_cells",
-            "births",
-            "cells",
-            "_hooks",
-            "_vacant",
-            "classes",
-            "compiled",
-            "functions",
-        ),
-        *("handles_states", "is_lazy", "last", "levels", "linked", "objects", "odd"),
-        *("scopes", "slotted", "special", "streams", "variables"),
+        *("_cells", "_hooks", "_vacant", "births", "cells", "classes", "compiled"),
+        *("functions", "handles_states", "is_lazy", "last", "levels", "linked"),
+        *("objects", "odd", "scopes", "signature", "slotted", "special", "streams"),
+        "variables",
     )
 
     def __init__(self, walk: Walk) -> None:
@@ -126,6 +119,9 @@ class Layout:
         self.special: dict[tuple[int, int], str] = {}
         kinds = enumerate(map(type, walk.objects))
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
+        code = [fn.__code__ for fn in walk.functions]
+        types_of = map(type, (*walk.objects, *walk.slotted))
+        self.signature = (*map(weakref.ref, code), *map(weakref.ref, types_of))
         self.levels: list[list[tuple[Kind, list[int]]]] = []
         self.last: Any = None
 

@@ -21,7 +21,7 @@ from remat._base.tensors import describe
 from remat._capture.paths import code_of_arguments, parameter_at
 from remat._capture.search import Search
 from remat._capture.snapshot import Bound, Snapshot, call_under
-from remat._live.given import Building, Given, refuse_spent
+from remat._live.given import Building, Given, refuse_spent, structure_of
 from remat._live.layout import hooks_so_far
 from remat._live.roots import Root, roots_of
 from remat._live.running import Running, bytes_of
@@ -122,6 +122,18 @@ class Reach:
         self.handles_states = self.handles_states or given.streams.handles_states
         self.compiled = any(layout.compiled for layout in layouts)
         self.is_lazy = any(layout.is_lazy for layout in layouts)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What is the same in each call of the same code.
+
+        That is the code of functions, the classes of objects, the modes of modules, the
+        structure of the arguments and those that are constants. It holds no tensor and
+        no user's object.
+        """
+        values = structure_of(self._values)
+        roots = [root.signature for root in self._parts]
+        return self._count, *self._names, *values, *roots
 
     def take_tensors(self) -> list[Tensor]:
         """Return what was found, which does not stay here."""

@@ -78,6 +78,12 @@ class Root:
         assert self._taken is not None
         return self.contents.tensors_in(self._taken)
 
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What is the same in each call of the same code, before the forward."""
+        modes = [held.get("training") for held in self.module_dicts()]
+        return (*self.numbers, *modes, *self.layout.signature)
+
     def forward_done(self) -> None:
         """Note what the forward changed."""
         if self._taken is not None:

@@ -72,13 +72,12 @@ def _reached(
     fn: Fn, label: str, args: Any, kwargs: dict[str, Any], options: Options
 ) -> tuple[Any, list[Tensor], bool]:
     """Return what a call reaches, its tensors, and whether some are lazy."""
-    if options.joined() is None and options.prune is not True:
-        try:
-            reach = Reach(fn, label, args, kwargs)
-        except UnsupportedError:
-            pass
-        else:
-            return reach, reach.take_tensors(), reach.is_lazy
+    try:
+        reach = Reach(fn, label, args, kwargs)
+    except UnsupportedError:
+        pass
+    else:
+        return reach, reach.take_tensors(), reach.is_lazy
     search = Search(shallow=True)
     snapshot = Snapshot(fn, label, args, kwargs, search)
     return snapshot, search.found.tensors, search.found.is_lazy
