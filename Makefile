@@ -26,13 +26,31 @@ TORCHES := 2.14.1
 # The tests that CI runs with those: the transform, what it keeps and counts, keys.
 CORE := $(addprefix tests/,transform capture policies random parity compat nn scope)
 
+# The tests for the loop of changing and trying: files of every room, but for those that
+# compile, start programs, or run thousands of combinations. A new file is among them.
+SLOW := transform/test_traced_% transform/test_every_transform.py transform/test_api.py \
+	transform/test_compile.py transform/test_tracebacks.py transform/test_type_checkers.py \
+	policies/test_policies_transforms.py policies/test_within.py random/%_compiled.py \
+	random/test_random_euler.py random/test_random_keys_transforms.py \
+	random/test_random_samplers.py random/test_random_sharded.py random/test_random_stream.py \
+	random/test_random_training.py parity/test_compat.py parity/test_opinfo.py \
+	compat/%_compiled.py compat/test_compat_patch.py chain/test_compiled.py \
+	chain/test_counts.py chain/test_long_loops.py chain/test_programs.py \
+	chain/test_transforms.py fit/test_fake_replays.py fit/test_fit.py fit/test_simulated.py \
+	offload/test_offload_files.py offload/test_offload_ranks.py partial/test_pruning_zoo.py \
+	partial/test_pruning_draws.py partial/test_pruning_properties.py report/test_compare.py report/test_sources.py \
+	whole/%
+QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py)) \
+	tests/whole/test_docs_state.py tests/whole/test_rooms.py
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test core uncached faults full cov check format docs dist notebooks bench model fit gpu clean
+.PHONY: help demo test quick core uncached faults full cov check format docs dist notebooks bench model fit gpu clean
 
 help:
 	@echo "make demo       train a small language model plain and with remat, and compare"
 	@echo "make test       run the tests, doctests, docs examples and notebooks; with"
 	@echo "                TORCH=2.14.1 in an environment that has that version of torch"
+	@echo "make quick      run fast tests of every room, in less than two minutes"
 	@echo "make core       run the core tests with every other version of torch"
 	@echo "make uncached   run the core tests without what is remembered of modules"
 	@echo "make faults     plant 30 faults, one at a time, and show that a test catches each"
@@ -84,6 +102,9 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	@$(TEST) $(ARGS)
+
+quick: $(VENV)/.dev
+	@$(TEST) $(QUICK) $(ARGS)
 
 # Each torch in a make of its own, which chooses the environment.
 core:

@@ -8,7 +8,8 @@ reference, which every Python carries in ``pydoc_data.topics``. Reproduce with
 
 Both runs start from the same seed and see the same batches, so their parameters end
 identical to the last bit; what differs is memory. A plot of it goes to ``out/``.
-The runs take turns, step by step, so that other load on the machine slows both.
+The runs take turns, step by step, so that other load on the machine slows both. They
+use one thread: with more of them, the bits of plain code may differ from run to run.
 """
 
 import argparse
@@ -375,6 +376,10 @@ def mistake(options: argparse.Namespace, characters: int) -> str | None:
 
 def main() -> None:
     """Train twice, print the comparison, write the plot; exit with 1 if they differ."""
+    # With two threads on a busy machine the bits differed in a few of many runs. There
+    # plain code is not always equal to itself: the gradient of `w[index]`, for one, is
+    # added up in the order in which its threads arrive.
+    torch.set_num_threads(1)
     console = Console()
     tokens, alphabet = load_text()
     options = parse_options(tokens)

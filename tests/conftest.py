@@ -20,8 +20,10 @@ from remat._partial.cache import CACHES
 # MKL reads it at the first product.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
-# Two workers share two cores; and sums do not depend on the number of threads.
+# Two workers share two cores; and with more threads plain code is not always equal to
+# itself bit for bit. The variable is for the programs that tests start.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Tensors made while test modules are imported, the same in each worker.
 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a function's code refers to, and which files are the user's.
+"""What a function's code refers to, and whether that is the user's.
 
 Invariant: what is remembered is bounded, and holds nothing of the user's globals.
 Rejected: walking the globals of installed packages, which may be thousands of functions
@@ -8,15 +8,13 @@ on every call.
 import builtins
 import dis
 import enum
-import functools
 import operator
-import os
 import sys
-import sysconfig
 import types
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from remat._base.installed import is_installed
 from remat._base.types import CONSTANTS
 
 
@@ -151,22 +149,12 @@ VIEWED = "_remat_module"  # the slot of a view of a module, which holds the modu
 HEAP_TYPE = 1 << 9  # CPython: made by a class statement
 
 
-_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
-OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-_LIBRARIES = (*(sysconfig.get_paths()[k] for k in _PATHS), OURS)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_library_file(file: str) -> bool:
-    return file.startswith(_LIBRARIES)
-
-
 def is_library(scope: dict[str, Any]) -> bool:
     """Say whether a module's globals are those of the standard library or a package."""
     file = scope.get("__file__")
     if file is None:
         return scope.get("__name__") in sys.builtin_module_names
-    return _is_library_file(file)
+    return is_installed(file)
 
 
 def is_static(value: Any) -> bool:

@@ -9,19 +9,17 @@ records, reports and errors ask.
 """
 
 import functools
-import os
 import sys
-import sysconfig
 import threading
 import types
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules import module
 
-from remat._base.code import OURS, is_library
+from remat._base.code import is_library
+from remat._base.installed import OURS, TORCH, is_standard
 
 
 def user_line() -> str:
@@ -67,15 +65,11 @@ def shown(file: str) -> str:
 
 # Not that of a notebook or a prompt.
 _GENERATED = ("<string>", "<frozen", "<eval_with_key>")
-_STANDARD = tuple(sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib"))
-_TORCH = os.path.dirname(torch.__file__)
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_trusted_file(file: str) -> bool:
-    if file.startswith((_TORCH, OURS)):
-        return True
-    return file.startswith(_STANDARD) and "site-packages" not in file
+    return file.startswith((TORCH, OURS)) or is_standard(file)
 
 
 # --- The module that runs a line ---

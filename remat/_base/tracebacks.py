@@ -12,7 +12,7 @@ import contextlib
 import os
 from types import TracebackType
 
-from remat._base.code import OURS
+from remat._base.installed import OURS
 
 
 IS_ON = not os.environ.get("REMAT_FULL_TRACEBACK")

@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 
 ROOT = Path(__file__).parents[2]
+SIZES = {"layers": 3, "width": 32, "context": 16, "batch": 2, "steps": 2}
+SMALL = [text for name, n in SIZES.items() for text in (f"--{name}", f"{n}")]
 
 
 def test_each_run_goes_first_in_every_second_step(scripts):
@@ -28,11 +31,42 @@ def test_each_run_goes_first_in_every_second_step(scripts):
     assert ended == ("plain ended", "remat ended")
 
 
+@pytest.fixture
+def _two_threads():
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_the_steps_run_in_one_thread_and_are_equal(scripts, tmp_path, monkeypatch):
+    """Also where torch would use two; and no step is more than one gradient."""
+    demo = scripts("demo")
+    threads, losses = [], ([], [])
+    loss, in_turns = demo.loss_function, demo.in_turns
+
+    def noting(*args, **kwargs):
+        threads.append(torch.get_num_threads())
+        return loss(*args, **kwargs)
+
+    def compared(first, second, advance):
+        ended = in_turns(first, second, lambda run, loss: losses[run].append(loss))
+        assert sum(ended[1].ops.values()) > sum(ended[0].ops.values())  # recomputed
+        assert demo.identical(*(run.params for run in ended))
+        return ended
+
+    monkeypatch.setattr(demo, "loss_function", noting)
+    monkeypatch.setattr(demo, "in_turns", compared)
+    monkeypatch.setattr(sys, "argv", ["demo", *SMALL, "--out", f"{tmp_path}"])
+    with pytest.raises(SystemExit, match="False"):  # no difference
+        demo.main()
+    assert threads == [1] * 9  # of each: two steps and two to look at; and a forward
+    assert losses[0] == losses[1]
+
+
 def test_a_small_demo_shows_a_lower_peak_and_the_same_parameters(tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `viz`")
-    sizes = {"layers": 3, "width": 32, "context": 16, "batch": 2, "steps": 2}
-    options = [text for name, n in sizes.items() for text in (f"--{name}", f"{n}")]
-    command = [sys.executable, "benchmarks/demo.py", *options, "--out", tmp_path]
+    command = [sys.executable, "benchmarks/demo.py", *SMALL, "--out", tmp_path]
     env = os.environ | {"COLUMNS": "100"}
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, check=True

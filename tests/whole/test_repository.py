@@ -1,6 +1,8 @@
 """Files of the repository: versions, the changelog, templates, what is built."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import check_dist
@@ -105,6 +107,40 @@ def test_a_pull_request_has_a_list_to_check():
     assert text.count("- [ ] ") == 4
     for target in re.findall(r"`make (\w+)`", text):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def quick():
+    """Return what `make quick` leaves out and what it runs, as make itself says it."""
+    ask = "ask:\n\t@echo $(words $(SLOW)) $(SLOW) $(QUICK)\n"
+    command = ["make", "-s", "-f", "Makefile", "-f", "-", "ask"]
+    # As from a shell, also where make runs the tests.
+    env = {name: text for name, text in os.environ.items() if "MAKE" not in name}
+    done = subprocess.run(
+        command,
+        input=ask,
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    count, *names = done.stdout.split()
+    return names[: int(count)], names[int(count) :]
+
+
+def test_make_quick_runs_files_of_every_room():
+    slow, files = quick()
+    rooms = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert {Path(file).parent.name for file in files} == rooms
+    assert len(files) > 100
+    assert all((ROOT / file).is_file() for file in files)
+    assert not {f"tests/{name}" for name in slow} & {*files}
+
+
+def test_what_make_quick_leaves_out_exists():
+    slow, _ = quick()
+    found = {name: [*(ROOT / "tests").glob(name.replace("%", "*"))] for name in slow}
+    assert [name for name, files in found.items() if not files] == []
 
 
 # --- What `make dist` checks ----------------------------------------------------------
