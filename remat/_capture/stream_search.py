@@ -85,7 +85,10 @@ class StreamSearch:
             made.
     """
 
-    __slots__ = ("_left", "_seen", "compiled", "handles_states", "streams")
+    __slots__ = (
+        *("_is_walking", "_left", "_seen", "_todo"),
+        *("compiled", "handles_states", "streams"),
+    )
 
     def __init__(self) -> None:
         self.compiled = False
@@ -94,6 +97,8 @@ class StreamSearch:
         # What was walked is held, so that its identity is not used again.
         self._seen: dict[int, Any] = {}
         self._left = _LIMIT
+        self._todo: list[Any] = []
+        self._is_walking = False
 
     def add(self, value: Any) -> None:
         """Add one stream."""
@@ -121,11 +126,10 @@ class StreamSearch:
 
     def look_at_class(self, cls: type) -> None:
         """Walk what a class holds and what the code of its methods refers to."""
-        bases = user_bases(cls)
-        if not bases or id(cls) in self._seen:
+        if id(cls) in self._seen:
             return
         self._seen[id(cls)] = cls
-        for i in bases:
+        for i in user_bases(cls):
             for value in cls.__mro__[i].__dict__.values():
                 kind = type(value)
                 if kind is types.FunctionType:
@@ -140,28 +144,36 @@ class StreamSearch:
         self.walk_all((value,))
 
     def walk_all(self, values: Iterable[Any]) -> None:
-        """Walk values and what they hold."""
-        todo = [*values]
-        while todo:
-            value = todo.pop()
-            kind = type(value)
-            if kind in _NOT_WALKED:
-                continue
-            if is_stream(kind):
-                self.add(value)
-            elif id(value) not in self._seen and self._left:
-                self._left -= 1
-                self._seen[id(value)] = value
-                todo += islice(self._parts(kind, value), _LIMIT)
+        """Walk values and what they hold, by a list: a chain of them may be long."""
+        self._todo += values
+        if self._is_walking:
+            return
+        self._is_walking = True
+        try:
+            while self._todo:
+                self._walk_one(self._todo.pop())
+        finally:
+            self._is_walking = False
+
+    def _walk_one(self, value: Any) -> None:
+        kind = type(value)
+        if kind in _NOT_WALKED:
+            return
+        if is_stream(kind):
+            self.add(value)
+        elif id(value) not in self._seen and self._left:
+            self._left -= 1
+            if issubclass(kind, type):
+                self.look_at_class(value)  # which leaves alone what is marked as seen
+                return
+            self._seen[id(value)] = value
+            self._todo += islice(self._parts(kind, value), _LIMIT)
 
     def _parts(self, kind: type, value: Any) -> Iterable[Any]:
         if kind is types.ModuleType:
             scope = value.__dict__
             streams = () if is_library(scope) else scope.values()
             return [v for v in streams if is_stream(type(v))]
-        if issubclass(kind, type):
-            self.look_at_class(value)
-            return ()
         if kind is types.FunctionType:
             self.look_deeply(value)
             return ()

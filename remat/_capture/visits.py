@@ -30,7 +30,12 @@ from remat._capture.containers import (
     LargeNode,
     SequenceNode,
 )
-from remat._capture.kinds import SEQUENCES, can_be_made_anew, is_left_alone
+from remat._capture.kinds import (
+    SEQUENCES,
+    can_be_made_anew,
+    is_left_alone,
+    is_stateless,
+)
 from remat._capture.nodes import Node, ObjectNode, TensorNode
 from remat._capture.paths import Path, written
 from remat._capture.registered import ProxyNode, RegisteredNode, mapping_of
@@ -153,7 +158,8 @@ def visit_copied(walk: Walk, value: Any, path: Path) -> Node:
 
 def visit_buffer(walk: Walk, value: Any, path: Path) -> Node | None:
     """Copy a buffer of numbers, if it is small."""
-    return visit_copied(walk, value, path) if len(value) <= _LARGE else None
+    rows = len(value) if getattr(value, "shape", True) else 1  # without dimensions
+    return visit_copied(walk, value, path) if rows <= _LARGE else None
 
 
 # --- What can be called ---
@@ -227,6 +233,9 @@ def visit_object(walk: Walk, value: Any, path: Path) -> Node | None:
     look_at_class(walk, kind)
     if is_scripted(kind):
         walk.found.stream_search.compiled = True
+    if is_stateless(kind):
+        walk.found.code.append(kind)
+        return visit_as_it_is(walk, value, path)
     node = ObjectNode(value)
     if not (node.entries or can_be_made_anew(kind)):
         return visit_as_it_is(walk, value, path)  # of an extension module

@@ -1,4 +1,4 @@
-"""Notices that Python takes the memory of a tensor, to read or to write.
+"""Notices that Python takes the memory of a tensor, or assigns to its `.data`.
 
 Called by `recorder`, and by the blocks of `remat.scope`.
 
@@ -19,13 +19,18 @@ class Exposures(TorchFunctionMode):
 
     Args:
         expose: is told of each.
+        assign: is told of each tensor to whose `.data` another is assigned, and which.
     """
 
     is_remats_check = True
 
-    def __init__(self, expose: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self,
+        expose: Callable[[Tensor], None],
+        assign: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._expose = expose
+        self._expose, self._assign = expose, assign
 
     @override
     def __torch_function__(
@@ -34,9 +39,13 @@ class Exposures(TorchFunctionMode):
         del types
         if func in _TAKES_MEMORY and args and isinstance(args[0], Tensor):
             self._expose(args[0])
+        elif func == _ASSIGNS and self._assign is not None:
+            self._assign(*args)
         return func(*args, **(kwargs or {}))
 
 
+_TENSOR: Any = Tensor
+_ASSIGNS = _TENSOR.data.__set__
 _TAKES_MEMORY = {
     *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr),
     *(Tensor.storage, Tensor.untyped_storage, Tensor.tolist),

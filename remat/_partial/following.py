@@ -27,7 +27,7 @@ from remat._graph.residual import Offloaded, Residual, store
 from remat._partial.cache import CallCache
 from remat._partial.check import Check
 from remat._partial.collect import Verify
-from remat._partial.decide import ACCUMULATES
+from remat._partial.decide import ACCUMULATES, ASSIGNS
 from remat._partial.forward_plan import ForwardPlan, is_droppable, is_of_memory
 from remat._partial.plans import Plans
 from remat._partial.recorder import Recorder
@@ -104,18 +104,23 @@ class Following:
         elif place in plans.residual_of_handle and tensor is not None:
             self._taken[place] = tensor.detach()
 
-    def gives_up(self, *, accumulates: bool) -> bool:
-        """Say whether this call, and those after it, follow nothing.
+    def gives_up(self, *, accumulates: bool) -> str:
+        """Return why this call, and those after it, follow nothing; "" if they do.
 
         Args:
             accumulates: whether the forward changed gradients. What a backward inside
                 runs for that depends on who else holds them.
         """
         mode = self.mode
-        copies = isinstance(mode, Recorder) and mode.copies_gradients
-        if accumulates or copies:
-            self._cache.refuse(ACCUMULATES)
-        return accumulates or copies
+        is_recorded = isinstance(mode, Recorder)
+        why = ""
+        if accumulates or (is_recorded and mode.copies_gradients):
+            why = ACCUMULATES
+        elif is_recorded and mode.assigns:
+            why = ASSIGNS
+        if why:
+            self._cache.refuse(why)
+        return why
 
     def finish(self, handles: Sequence[Handle | None]) -> None:
         """Plan the call, if it was recorded, and give handles their residuals.

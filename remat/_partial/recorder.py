@@ -66,6 +66,8 @@ class Recorder(LeanDispatchMode):
             operations.
         roots: what the graph saved.
         candidates: what may be saved for the policy.
+        assigns: whether an input was given memory of the record, by `.data`. A replay
+            may leave that value out, and the user's tensor would have no memory.
         copies_gradients: whether a backward inside copied a gradient for a leaf, which
             it does only while something else holds it, as candidates do.
     """
@@ -89,6 +91,7 @@ class Recorder(LeanDispatchMode):
         self.roots = Roots(storages, self.steps, self._made)
         self.candidates = Candidates(policy)
         self.copies_gradients, self._task = False, current_task()
+        self.assigns = False
 
     @override
     @eager_only
@@ -139,7 +142,7 @@ class Recorder(LeanDispatchMode):
     @override
     def __enter__(self) -> Any:
         tell_of_names(self)
-        self._exposures = Exposures(self.expose)
+        self._exposures = Exposures(self.expose, self.assign)
         self._exposures.__enter__()
         return super().__enter__()
 
@@ -167,6 +170,12 @@ class Recorder(LeanDispatchMode):
         number = self._storages.known(tensor)
         if number is not None:
             self.exposed.add(number)
+
+    def assign(self, tensor: Tensor, value: Tensor) -> None:
+        """Note that a tensor is given the memory of another."""
+        known = self._storages.known
+        if known(tensor) in self.inputs and known(value) is not None:
+            self.assigns = True
 
     def note_saved(self, outs: Sequence[Any]) -> None:
         """Note what the graph of each output saved."""

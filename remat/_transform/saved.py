@@ -31,7 +31,7 @@ from remat._capture.snapshot import Snapshot
 from remat._graph.handles import Handle, unpack
 from remat._live.reach import Reach
 from remat._live.walk import UnsupportedError
-from remat._partial.decide import ACCUMULATES, warn_if_asked, why_no_record
+from remat._partial.decide import warn_if_asked, why_no_record
 from remat._partial.following import Following
 from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import Options
@@ -153,17 +153,19 @@ class Saved(SavedCall):
             marks = hooks_so_far() != hooks or are_marked(inputs)
             is_any = accumulates or moves or marks
             self.effects = Effects(accumulates, moves, marks) if is_any else NONE
-            if following is not None and following.gives_up(accumulates=accumulates):
-                self._follow_nothing(inputs)
+            if following is not None:
+                why = following.gives_up(accumulates=accumulates)
+                if why:
+                    self._follow_nothing(inputs, why)
             self._end(inputs, handles)
         return result
 
-    def _follow_nothing(self, inputs: Sequence[Tensor]) -> None:
+    def _follow_nothing(self, inputs: Sequence[Tensor], why: str) -> None:
         """Recompute all, and warn if that is not what was asked for."""
         self.following = None
         policy, prune = self.setting.policy, self.setting.options.prune
         situation = self.situation(inputs)
-        warn_if_asked(policy, prune, situation, self.label, ACCUMULATES)
+        warn_if_asked(policy, prune, situation, self.label, why)
 
     def _end(self, inputs: Sequence[Tensor], handles: Sequence[Handle | None]) -> None:
         """Keep what a recompute needs, now that the forward has ended.

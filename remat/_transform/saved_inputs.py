@@ -99,10 +99,17 @@ class SavedInputs:
                     # The call around has to count it. There it may be no leaf.
                     hooks[0](t)
                 self.values.append(t)
-            elif i in self.copied:
-                self.values.append(_copy_of(t))
             else:
-                self.values.append(self._value_of(t))
+                self.values.append(self._copy(i, t))
+
+    def _copy(self, i: int, t: Tensor) -> Any:
+        """Return a copy of an input where it has to be one; else its value."""
+        if i in self.copied:
+            try:
+                return _copy_of(t)
+            except RuntimeError:  # torch copies no such tensor; nothing writes to it
+                self.copied -= {i}
+        return self._value_of(t)
 
     def _value_of(self, t: Tensor) -> Any:
         return t.detach() if self._hooks is None else PackedOutside(t, self._hooks)

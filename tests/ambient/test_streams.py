@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.holders import HOLDERS_OF_STREAMS, WAYS_OF_STREAMS, use
-from support.runs import assert_replayed, leaf
+from support.runs import assert_replayed, configurations, leaf
 from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, vmap
@@ -30,9 +30,10 @@ def next_of(stream):
     return use(torch.ones(64), stream)
 
 
+@configurations
 @streams
 @ways
-def test_a_stream_is_replayed_for_each_call_wherever_it_is_held(way, make):
+def test_a_stream_is_replayed_for_each_call_wherever_it_is_held(way, make, ours):
     def program(wrap):
         stream = make()
         fn = way(wrap, stream)
@@ -45,7 +46,7 @@ def test_a_stream_is_replayed_for_each_call_wherever_it_is_held(way, make):
         return found, drawn, next_of(stream)
 
     x = leaf()
-    assert_replayed(program, sin=2 + 3 + 2)
+    assert_replayed(program, wrap=ours, sin=2 + 3 + 2)
 
 
 @ways

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.changes import Wrapped
-from support.runs import assert_replayed, leaf
+from support.runs import assert_replayed, configurations, leaf
 from torch import distributed, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, spectral_norm
@@ -226,3 +226,74 @@ def test_synchronized_batch_norm_is_refused_where_torch_refuses_it():
     with count_ops() as ops:
         remat(nn.Sequential(norm, Sines()))(x).sum().backward()
     assert ops["sin"] == 2 + 1
+
+
+# --- Of kinds that torch does not show as bytes ------------------------------------
+
+
+def quantized():
+    return torch.quantize_per_tensor(torch.arange(1.0, 4), 0.5, 0, torch.qint8)
+
+
+def quantized_by_channel():
+    scales, zeros = torch.tensor([0.25, 0.5, 1.0]), torch.zeros(3, dtype=torch.int64)
+    rows = torch.arange(1.0, 10).view(3, 3)
+    return torch.quantize_per_channel(rows, scales, zeros, 0, torch.qint8)
+
+
+def quantized_to_four_bits():
+    scales, zeros = torch.tensor([0.25, 0.5]), torch.zeros(2)
+    rows = torch.arange(1.0, 5).view(2, 2)
+    return torch.quantize_per_channel(rows, scales, zeros, 0, torch.quint4x2)
+
+
+class Quantized(nn.Module):
+    """Reads a quantized buffer, and may write to it."""
+
+    def __init__(self, make, *, writes):
+        super().__init__()
+        self.register_buffer("table", make())
+        self.writes = writes
+
+    def forward(self, x):
+        y = (x * self.table.dequantize().sum()).sin().exp()
+        if self.writes:
+            self.table.copy_(self.table.dequantize() + 1)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@configurations
+@pytest.mark.parametrize(
+    ("make", "writes"),
+    [
+        (quantized, False),
+        (quantized, True),
+        (quantized_by_channel, False),
+        (quantized_by_channel, True),
+        (quantized_to_four_bits, False),  # torch can neither copy it nor write to it
+    ],
+)
+def test_quantized_buffers_are_told_apart_and_updated_once(make, writes, ours):
+    def program(wrap):
+        module = Quantized(make, writes=writes)
+        found = []
+        for _ in range(3):
+            found += torch.autograd.grad(wrap(module)(x).sum(), x)
+            found.append(module.table.dequantize())
+        return found
+
+    x = leaf(3)
+    assert_replayed(program, wrap=ours, sin=2 * 3)
+
+
+@configurations
+def test_a_conjugate_buffer_is_compared(ours):
+    table = torch.randn(3, dtype=torch.complex64).conj()
+    x = leaf(3)
+
+    def program(wrap):
+        fn = wrap(lambda x: (x * table).abs().sin().exp())
+        return torch.autograd.grad(fn(x).sum(), x)
+
+    assert_replayed(program, wrap=ours, sin=2)

@@ -1,11 +1,13 @@
 """Odd objects that a call reaches are no obstacle, and long ones are not walked."""
 
 import collections
+import functools
 import threading
 
+import numpy as np
 import pytest
 import torch
-from support.runs import assert_replayed, gradients, leaf
+from support.runs import assert_replayed, configurations, gradients, leaf
 from torch import nn
 
 from remat import RecomputeError, remat
@@ -171,3 +173,74 @@ def test_parameters_in_a_large_container_get_their_gradients():
         return x.grad, held[1000].grad
 
     assert_replayed(program, sin=2)
+
+
+# --- Arrays without dimensions, and objects without attributes ----------------------
+
+
+class WithArray(nn.Module):
+    """Adds to an array of one number, in place."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x):
+        y = (x * float(self.number)).sin().exp()
+        self.number[...] = self.number + 1
+        return y
+
+
+def added_to(x, number):
+    y = (x * float(number)).sin().exp()
+    np.add(number, 1, out=number)
+    return y
+
+
+@configurations
+def test_an_array_without_dimensions_is_what_it_was_at_the_call(ours):
+    def program(wrap):
+        passed, held = np.array(2.0), np.array(2.0)
+        module, found = WithArray(held), []
+        for _ in range(3):
+            y = wrap(added_to)(x, passed) + wrap(module)(x)
+            found += torch.autograd.grad(y.sum(), x)
+        return found, float(passed), float(held)
+
+    x = leaf(3)
+    assert_replayed(program, wrap=ours, sin=2 * 3 * 2)
+
+
+class Marker:
+    __slots__ = ()
+
+    def factor(self):
+        return 2.0
+
+    def __call__(self, x):
+        return (x * self.factor()).sin().exp()
+
+
+MISSING = Marker()
+OF_MARKERS = {
+    "closure": lambda wrap, m: wrap(lambda x: m(x)),
+    "method": lambda wrap, m: wrap(m.__call__),
+    "itself": lambda wrap, m: wrap(m),
+    "argument": lambda wrap, m: lambda x: wrap(lambda x, m: m(x))(x, m),
+    "default": lambda wrap, m: wrap(lambda x, m=m: m(x)),
+    "key": lambda wrap, m: wrap(functools.partial(lambda held, x: held[m](x), {m: m})),
+    "told by identity": lambda wrap, m: wrap(
+        lambda x: m(x) * (2 if m is MISSING else 1)
+    ),
+}
+
+
+@configurations
+@pytest.mark.parametrize("way", OF_MARKERS.values(), ids=OF_MARKERS)
+def test_an_object_without_attributes_stays_itself(way, ours):
+    def program(wrap):
+        fn = way(wrap, MISSING)
+        return [torch.autograd.grad(fn(x).sum(), x) for _ in range(2)]
+
+    x = leaf(3)
+    assert_replayed(program, wrap=ours, sin=2 * 2)

@@ -455,7 +455,7 @@ def of_globals(x):
     ids=["object", "getattr", "globals"],
 )
 def test_compiled_code_is_hidden(fn, policy, told):
-    found = isinstance(fn, HoldsCompiled)
+    found = fn is not of_globals
     assert_equal(fn, policy, told=told if found else None)
 
 

@@ -403,7 +403,72 @@ def unregistered(value):
     return module.M()
 
 
+class Cell:
+    """A class that a function names, and no object of it."""
+
+    value = None
+
+
+def in_class(read: Callable[[Any], Any]) -> Hold:
+    """A way to hold: an attribute of a class, which `read` is given."""
+
+    def hold(value):
+        local = type("Local", (Cell,), {"value": value})
+        local.chain = [local]
+        return lambda x: use(x, read(local))
+
+    return hold
+
+
+def chain_of_classes(value):
+    """Make a class whose attribute is a class, and so on; the last has the value."""
+    inner = type("Last", (), {"value": value})
+    for _ in range(200):
+        inner = type("Outer", (), {"inner": inner})
+    return inner
+
+
+def last_of(cls):
+    while hasattr(cls, "inner"):
+        cls = cls.inner
+    return cls
+
+
+def by_context_manager(value):
+    class Drawing:
+        stream = value
+
+        def __enter__(self):
+            return self.stream
+
+        def __exit__(self, *_):
+            pass
+
+    def fn(x):
+        with Drawing() as stream:
+            return use(x, stream)
+
+    return fn
+
+
+def by_context_function(value):
+    @contextlib.contextmanager
+    def drawing():
+        yield value
+
+    def fn(x):
+        with drawing() as stream:
+            return use(x, stream)
+
+    return fn
+
+
 HOLDERS_OF_STREAMS: dict[str, Hold] = {
+    "attribute of a class": in_class(value_of),
+    "class in an attribute of a class": in_class(lambda c: c.chain[0].value),
+    "chain of classes": reading(chain_of_classes, lambda c: last_of(c).value),
+    "context manager": by_context_manager,
+    "context manager that is a function": by_context_function,
     "closure of a method": lambda v: method(lambda self, x: use(x, v)),
     "default of a method": lambda v: method(lambda self, x, value=v: use(x, value)),
     "keyword default of a method": lambda v: method(

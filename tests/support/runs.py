@@ -4,6 +4,7 @@ A program takes `wrap` and returns what it computed with the functions that it w
 It makes what it changes itself: both runs begin in the same state of all streams.
 """
 
+import functools
 import json
 import random
 from collections import Counter
@@ -11,15 +12,26 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from support.zoo import Evaluations, assert_not_vanishing, plainly
 from torch import Tensor
 
-from remat import remat
+from remat import policies, remat
 from remat.testing import assert_same, count_ops
 
 
 Program = Callable[[Callable[..., Any]], Any]
+
+# Calls with a policy, and those that prune, take other ways than the others.
+CONFIGURATIONS: dict[str, Callable[..., Any]] = {
+    "default": remat,
+    "prune": functools.partial(remat, prune=True),
+    "dots": functools.partial(remat, policy=policies.dots_saveable),
+}
+configurations = pytest.mark.parametrize(
+    "ours", CONFIGURATIONS.values(), ids=CONFIGURATIONS
+)
 
 
 def leaf(*shape: int) -> Tensor:

@@ -6,11 +6,12 @@ from functools import partial
 import pytest
 import torch
 from support.as_plain import assert_recomputed
+from support.runs import assert_replayed, configurations
 from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, jacrev
 
-from remat import CaptureError, MutationError, RecomputeError, remat
+from remat import CaptureError, MutationError, RecomputeError, policies, remat
 from remat.testing import assert_same, count_ops
 
 
@@ -277,6 +278,66 @@ def test_an_assignment_to_data_that_may_be_done_twice_is_done_once():
         return (module.weight, module.weight.grad, x.grad), ops["sign"]
 
     assert_recomputed(run, 0, 1)
+
+
+def overwritten(w, x):
+    """The new value is read by nobody, so a plan would leave it out."""
+    y = (x @ w).sin().exp()
+    w.data = w.data * 1.0
+    return y.sin()
+
+
+def exchanged(w, x):
+    """The weight has its own memory again when the forward ends."""
+    before = w.data
+    w.data = w.data.clone()
+    y = (x @ w).sin().exp() @ w
+    w.data = before
+    return y.cos().exp()
+
+
+def with_another(w, x):
+    before = w.data
+    w.data = x * 0.5
+    y = (x @ w).sin().exp() @ w
+    w.data = before
+    return y.cos().exp()
+
+
+@configurations
+@pytest.mark.filterwarnings("ignore:.*not followed.* assigns to the .data of an input")
+@pytest.mark.parametrize(
+    ("fn", "exps"), [(overwritten, 1), (exchanged, 2), (with_another, 2)]
+)
+def test_an_assignment_to_the_data_of_an_input_leaves_it_its_memory(fn, exps, ours):
+    def program(wrap):
+        w, found = torch.eye(3).requires_grad_(), []
+        for _ in range(3):
+            y = wrap(fn)(w, x)
+            place = w.data_ptr()
+            found += torch.autograd.grad(y.sum(), w)
+            assert w.data_ptr() == place
+        return found, w.detach()
+
+    x = torch.arange(9.0).view(3, 3) / 9
+    assert_replayed(program, wrap=ours, exp=(3 * exps, 2 * 3 * exps))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"prune": True}, {"policy": policies.dots_saveable}],
+    ids=["prune", "dots"],
+)
+def test_with_an_assignment_to_data_a_policy_is_given_up_with_a_warning(option):
+    w, x = torch.eye(3).requires_grad_(), torch.ones(3, 3)
+    with (
+        count_ops() as ops,
+        pytest.warns(
+            UserWarning, match="not followed.* assigns to the .data of an input"
+        ),
+    ):
+        remat(overwritten, **option)(w, x).sum().backward()
+    assert ops["mm"] == 2 + 1
 
 
 def test_another_assignment_to_data_is_refused_and_undone():
