@@ -616,3 +616,12 @@ MODULES = {
 }
 
 HOLDERS = {**CONTAINERS, **VARIABLES, **OBJECTS, **MODULES}
+
+# Those that hold a tensor or a list as well as a number.
+_NUMBERS = {
+    *("Counter", "set", "order of an OrderedDict", "length of a list", "bytearray"),
+    *("list that overrides iteration", "array", "NumPy array", "environment"),
+    *("NumPy array without axes", "field of a record array", "buffer", "tensor"),
+    *("buffer that is replaced", "array of a tensor", "local of a generator"),
+}
+ANYTHING = {name: hold for name, hold in HOLDERS.items() if name not in _NUMBERS}

@@ -43,4 +43,5 @@ def _tensor(value: torch.Tensor) -> Any:
         numbers = numbers.float()
     shape = tuple(value.shape)
     flags = value.requires_grad, value.is_leaf
-    return "tensor", str(value.dtype), shape, flags, numbers.numpy().tobytes()
+    # The text of a number is exact, and says the same of each NaN.
+    return "tensor", str(value.dtype), shape, flags, repr(numbers.tolist())

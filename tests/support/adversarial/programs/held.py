@@ -1,6 +1,7 @@
 """Each way to hold a number, changed in each way between a forward and its recompute."""
 
-from support.adversarial.holders import HOLDERS
+import torch
+from support.adversarial.holders import ANYTHING, HOLDERS
 from support.adversarial.program import (
     back,
     family,
@@ -138,3 +139,52 @@ def counted_by_a_hook_of_the_backward(hold):
         return (y * 2).exp()
 
     return loop(fn, state=dump)
+
+
+def numbers(k):
+    return torch.full((16,), float(k), dtype=torch.double)
+
+
+@family(**ANYTHING)
+def a_tensor_replaced_by_the_user(hold):
+    read, write, dump = hold()
+    write(numbers(2))
+    new = iter(range(3, 9))
+    change = lambda: write(numbers(next(new)))
+    return loop(lambda x: work(x, read()), between=change, state=dump)
+
+
+@family(**ANYTHING)
+def a_tensor_replaced_by_the_function(hold):
+    read, write, dump = hold()
+    write(numbers(2))
+
+    def fn(x):
+        y = work(x, read())
+        write(read() + 1)
+        return y.tanh()
+
+    return reversed_loop(fn, state=dump)
+
+
+@family(**ANYTHING)
+def an_intermediate_written_and_read(hold):
+    read, write, dump = hold()
+
+    def fn(x):
+        write(work(x))
+        return work(read().tanh())
+
+    return reversed_loop(fn, state=dump)
+
+
+@family(**ANYTHING)
+def a_list_made_again_by_the_function(hold):
+    read, write, dump = hold()
+    write([1])
+
+    def fn(x):
+        write([*read(), len(read())])
+        return work(x, sum(read()))
+
+    return reversed_loop(fn, state=dump)
