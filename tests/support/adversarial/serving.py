@@ -4,6 +4,7 @@ Invariant: a program that crashes or hangs is one outcome, and no other is lost.
 Rejected: a process for each program. To import torch takes longer than all programs.
 """
 
+import gc
 import json
 import os
 import select
@@ -77,6 +78,7 @@ class Server:
 def serve() -> None:
     """Run what is asked for, line by line."""
     load()
+    gc.freeze()  # what is there is no garbage: it need not be looked at again
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # for programs that print
     for line in sys.stdin:

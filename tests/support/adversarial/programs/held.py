@@ -89,21 +89,6 @@ def counted_by_a_submodule_and_replaced_by_the_user(hold):
 
 
 @family(**HOLDERS)
-def counted_by_an_inner_call(hold):
-    read, write, dump = hold()
-
-    def inner(x):
-        write(read() + 1)
-        return work(x, read())
-
-    def step(wrap):
-        run = wrap(lambda x: wrap(inner)(x).sin() * read())
-        return loop(run, state=dump)(lambda fn: fn)
-
-    return step
-
-
-@family(**HOLDERS)
 def counted_by_a_call_that_raises_at_first(hold):
     read, write, dump = hold()
 
@@ -178,13 +163,83 @@ def an_intermediate_written_and_read(hold):
     return reversed_loop(fn, state=dump)
 
 
-@family(**ANYTHING)
-def a_list_made_again_by_the_function(hold):
-    read, write, dump = hold()
-    write([1])
+# --- Set anew in each forward: what torch's checkpoint gets right ---
+
+
+def resetting(write, body):
+    """A function that sets the number to 1 and then runs `body`."""
 
     def fn(x):
-        write([*read(), len(read())])
-        return work(x, sum(read()))
+        write(1)
+        return body(x)
 
-    return reversed_loop(fn, state=dump)
+    return fn
+
+
+@family(**HOLDERS)
+def only_read(hold):
+    read, _, dump = hold()
+    return reversed_loop(lambda x: work(work(x, read()), read()).tanh(), state=dump)
+
+
+@family(**HOLDERS)
+def reset_and_counted_by_the_function(hold):
+    read, write, dump = hold()
+
+    def body(x):
+        for _ in range(2):
+            x = work(x, read() / 2)
+            write(read() + 1)
+        return x * read()
+
+    return loop(resetting(write, body), state=dump, count=2)
+
+
+@family(**HOLDERS)
+def reset_and_counted_by_a_hook(hold):
+    read, write, dump = hold()
+    layer = nn.Tanh()
+    layer.register_forward_hook(lambda *_: nothing(write(read() + 1)))
+    return reversed_loop(
+        resetting(write, lambda x: work(layer(work(layer(x), read())), read() / 4)),
+        state=dump,
+    )
+
+
+@family(**HOLDERS)
+def reset_and_counted_by_a_submodule(hold):
+    read, write, dump = hold()
+    model = nn.Sequential(Writing(read, write), nn.Sequential(Writing(read, write)))
+    fn = resetting(write, lambda x: work(model(x), read() / 2))
+    return loop(fn, between=lambda: write(6), state=dump, count=2)
+
+
+@family(**HOLDERS)
+def reset_and_counted_by_an_inner_call(hold):
+    read, write, dump = hold()
+
+    def inner(x):
+        y = work(x, read())
+        write(read() + 1)
+        return y.tanh()
+
+    def step(wrap):
+        first, second = wrap(resetting(write, inner)), wrap(resetting(write, inner))
+        run = wrap(lambda x: second(first(x)) * read())
+        return loop(run, state=dump, count=2)(lambda fn: fn)
+
+    return step
+
+
+@family(**HOLDERS)
+def kept_for_the_user_only(hold):
+    read, write, dump = hold()
+    new = iter(range(2, 9))
+
+    def fn(x):
+        y = work(x).tanh()
+        write(7)
+        return y * 2
+
+    # The user sees what was written last, by whoever it was.
+    return loop(fn, between=lambda: write(next(new)), state=lambda: (read(), dump()))

@@ -7,7 +7,6 @@ import weakref
 import torch
 from support.adversarial.program import (
     back,
-    family,
     leaf,
     loop,
     nothing,
@@ -471,30 +470,34 @@ def a_gradient_of_an_intermediate_that_a_hook_appends():
     return reversed_loop(fn, state=lambda: held)
 
 
-@family(before=True, after=False)
-def hooks_on_saved_tensors(outside):
-    packed = []
-
+def hooks_that_note(packed):
     def pack(x):
         packed.append(tuple(x.shape))
         return x
 
-    def hooked():
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
 
-    def fn(x):
-        if outside:
-            return work(x)
-        with hooked():
-            return work(x)
+
+@program
+def hooks_on_saved_tensors_around():
+    packed = []
 
     def step(wrap):
-        if not outside:
-            return loop(fn)(wrap)
-        with hooked():
-            return loop(fn)(wrap)
+        with hooks_that_note(packed):
+            return loop(work)(wrap)
 
     return step
+
+
+@program(recomputes=False)
+def hooks_on_saved_tensors_inside():
+    packed = []
+
+    def fn(x):
+        with hooks_that_note(packed):
+            return work(x)
+
+    return loop(fn, state=lambda: packed)
 
 
 @program

@@ -270,7 +270,7 @@ def a_thread_inside():
     return loop(fn)
 
 
-@program
+@program(recomputes=False)
 def a_pool_inside():
     # One thread: with two, the order of what plain adds up is by chance.
     pool = ThreadPoolExecutor(1)
