@@ -190,7 +190,7 @@ def reset_and_counted_by_the_function(hold):
         for _ in range(2):
             x = work(x, read() / 2)
             write(read() + 1)
-        return x * read()
+        return work(x * read(), 1)  # after the last write: no early stop
 
     return loop(resetting(write, body), state=dump, count=2)
 

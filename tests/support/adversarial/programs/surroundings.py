@@ -207,6 +207,19 @@ def a_finally_that_writes():
 
 
 @program
+def a_flag_that_an_early_stop_leaves_set():
+    busy = [0]
+
+    def fn(x):
+        busy[0] += 1
+        y = work(x, 2)
+        busy[0] -= 1
+        return y
+
+    return loop(fn, state=lambda: busy)
+
+
+@program
 def a_lock_of_the_user():
     lock, state = threading.Lock(), types.SimpleNamespace(n=0)
 
