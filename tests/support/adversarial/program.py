@@ -1,0 +1,157 @@
+"""What programs are made of: a table of them, a count of evaluations, a training loop.
+
+Invariant: the count is where no recompute puts it back.
+Rejected: a number in a closure. A recompute would undo what it counts.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from support.adversarial.observed import observed
+
+
+Wrap = Callable[[Any], Callable[..., Any]]
+Step = Callable[[Wrap], Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program.
+
+    Attributes:
+        name: its theme and what is hard about it.
+        build: makes fresh state, and returns what runs the program.
+        recomputes: whether there is something to recompute.
+    """
+
+    name: str
+    build: Callable[[], Step]
+    recomputes: bool = True
+
+
+PROGRAMS: dict[str, Program] = {}
+EVALUATIONS: "SimpleQueue[None]" = SimpleQueue()
+
+
+def program(build=None, *, recomputes=True):
+    """Add a program, under the name of the function that builds it."""
+    if build is None:
+        return functools.partial(program, recomputes=recomputes)
+    theme = build.__module__.rpartition(".")[2]
+    add(f"{theme}/{build.__name__.replace('_', ' ')}", build, recomputes=recomputes)
+    return build
+
+
+def add(name, build, *, recomputes=True):
+    assert name not in PROGRAMS, f"two programs are named {name}"
+    PROGRAMS[name] = Program(name, build, recomputes)
+
+
+def family(**cases):
+    """Add a program for each case: what builds it is given the case."""
+
+    def adding(build):
+        theme = build.__module__.rpartition(".")[2]
+        for name, case in cases.items():
+            words = f"{theme}/{build.__name__}: {name}".replace("_", " ")
+            add(words, functools.partial(build, case))
+        return build
+
+    return adding
+
+
+# --- What programs do ---
+
+
+def leaf(*shape, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape or (16,), dtype=torch.double, generator=generator)
+    return x.requires_grad_()
+
+
+def ran():
+    """Count an evaluation."""
+    EVALUATIONS.put(None)
+
+
+def work(x, k=2.0):
+    """A curved function of `x`, and an evaluation: its derivative depends on `k`."""
+    ran()
+    return (x * k).sin().exp()
+
+
+def nothing(*_):
+    return None
+
+
+def back(out):
+    """Run a backward from all tensors of `out`, with cotangents that differ."""
+    outs = out if isinstance(out, (tuple, list)) else [out]
+    sum((t.sin() * (i + 1)).sum() for i, t in enumerate(outs)).backward()
+
+
+def loop(fn, *, between=nothing, after=nothing, state=nothing, count=3, args=()):
+    """A step that wraps `fn` once, and runs it forward and backward a few times.
+
+    Args:
+        fn: takes a leaf, and `args`.
+        between: is called between forward and backward.
+        after: is called after each backward.
+        state: returns what to observe besides the output and the gradient.
+        count: how often to run it.
+        args: more arguments.
+    """
+
+    def step(wrap):
+        run, seen = wrap(fn), []
+        for i in range(count):
+            x = leaf(seed=i + 1)
+            out = run(x, *args)
+            between()
+            back(out)
+            after()
+            seen.append(observed((out, x.grad, state())))
+        return seen
+
+    return step
+
+
+def reversed_loop(fn, *, between=nothing, state=nothing, count=3):
+    """A step with all forwards first, and then the backwards, the last one first."""
+
+    def step(wrap):
+        run, xs = wrap(fn), [leaf(seed=i + 1) for i in range(count)]
+        outs = []
+        for x in xs:
+            outs.append(run(x))
+            between()
+        forward = observed(state())
+        for out in reversed(outs):
+            back(out)
+        return forward, observed((outs, [x.grad for x in xs], state()))
+
+    return step
+
+
+def trained(module, *, between=nothing, state=nothing, count=3, call=None):
+    """A step that trains a module by SGD, wrapped once, and observes all its state."""
+
+    def step(wrap):
+        run, seen = wrap(call or module), []
+        optimizer = torch.optim.SGD([*module.parameters()], lr=0.1)
+        for i in range(count):
+            x = leaf(4, 4, seed=i + 1)
+            out = run(x)
+            between()
+            back(out)
+            grads = {n: p.grad for n, p in module.named_parameters()}
+            seen.append(observed((out, x.grad, grads, module.state_dict(), state())))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    return step

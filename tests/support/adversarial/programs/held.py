@@ -1,0 +1,245 @@
+"""Each way to hold a number, changed in each way between a forward and its recompute."""
+
+import torch
+from support.adversarial.holders import ANYTHING, HOLDERS
+from support.adversarial.program import (
+    back,
+    family,
+    leaf,
+    loop,
+    nothing,
+    observed,
+    ran,
+    reversed_loop,
+    work,
+)
+from torch import nn
+
+
+@family(**HOLDERS)
+def replaced_by_the_user(hold):
+    read, write, dump = hold()
+    new = iter(range(2, 9))
+    return loop(lambda x: work(x, read()), between=lambda: write(next(new)), state=dump)
+
+
+@family(**HOLDERS)
+def counted_by_the_function(hold):
+    read, write, dump = hold()
+
+    def fn(x):
+        write(read() + 1)
+        return work(x, read())
+
+    return loop(fn, state=dump)
+
+
+@family(**HOLDERS)
+def read_then_counted_and_recomputed_later(hold):
+    read, write, dump = hold()
+
+    def fn(x):
+        y = work(x, read())
+        write(read() + 1)
+        return y.tanh()
+
+    return reversed_loop(fn, state=dump)
+
+
+@family(**HOLDERS)
+def set_once_by_the_function(hold):
+    read, write, dump = hold()
+
+    def fn(x):
+        if read() == 1:
+            write(3)
+            x = x * 2
+        return work(x, read())
+
+    return loop(fn, state=dump)
+
+
+@family(**HOLDERS)
+def counted_by_a_hook(hold):
+    read, write, dump = hold()
+    layer = nn.Tanh()
+    layer.register_forward_hook(lambda *_: nothing(write(read() + 1)))
+    return loop(lambda x: work(layer(x), read()), state=dump)
+
+
+class Writing(nn.Module):
+    def __init__(self, read, write):
+        super().__init__()
+        self.read, self.write = read, write
+
+    def forward(self, x):
+        self.write(self.read() + 1)
+        return x.sigmoid()
+
+
+@family(**HOLDERS)
+def counted_by_a_submodule_and_replaced_by_the_user(hold):
+    read, write, dump = hold()
+    model = nn.ModuleList([Writing(read, write)])
+
+    def fn(x):
+        return work(model[0](x), read())
+
+    return loop(fn, between=lambda: write(7), state=dump)
+
+
+@family(**HOLDERS)
+def counted_by_a_call_that_raises_at_first(hold):
+    read, write, dump = hold()
+
+    def fn(x):
+        write(read() + 1)
+        y = work(x, read())
+        if read() == 2:
+            raise ValueError
+        return y
+
+    def step(wrap):
+        run = wrap(fn)
+        try:
+            run(leaf())
+        except ValueError:
+            nothing()
+        x = leaf()
+        out = run(x)
+        back(out)
+        return observed((out, x.grad, dump()))
+
+    return step
+
+
+@family(**HOLDERS)
+def counted_by_a_hook_of_the_backward(hold):
+    read, write, dump = hold()
+
+    def fn(x):
+        ran()
+        y = (x * read()).sin()
+        y.register_hook(lambda _: nothing(write(read() + 1)))
+        return (y * 2).exp()
+
+    return loop(fn, state=dump)
+
+
+def numbers(k):
+    return torch.full((16,), float(k), dtype=torch.double)
+
+
+@family(**ANYTHING)
+def a_tensor_replaced_by_the_user(hold):
+    read, write, dump = hold()
+    write(numbers(2))
+    new = iter(range(3, 9))
+    change = lambda: write(numbers(next(new)))
+    return loop(lambda x: work(x, read()), between=change, state=dump)
+
+
+@family(**ANYTHING)
+def a_tensor_replaced_by_the_function(hold):
+    read, write, dump = hold()
+    write(numbers(2))
+
+    def fn(x):
+        y = work(x, read())
+        write(read() + 1)
+        return y.tanh()
+
+    return reversed_loop(fn, state=dump)
+
+
+@family(**ANYTHING)
+def an_intermediate_written_and_read(hold):
+    read, write, dump = hold()
+
+    def fn(x):
+        write(work(x))
+        return work(read().tanh())
+
+    return reversed_loop(fn, state=dump)
+
+
+# --- Set anew in each forward: what torch's checkpoint gets right ---
+
+
+def resetting(write, body):
+    """A function that sets the number to 1 and then runs `body`."""
+
+    def fn(x):
+        write(1)
+        return body(x)
+
+    return fn
+
+
+@family(**HOLDERS)
+def only_read(hold):
+    read, _, dump = hold()
+    return reversed_loop(lambda x: work(work(x, read()), read()).tanh(), state=dump)
+
+
+@family(**HOLDERS)
+def reset_and_counted_by_the_function(hold):
+    read, write, dump = hold()
+
+    def body(x):
+        for _ in range(2):
+            x = work(x, read() / 2)
+            write(read() + 1)
+        return work(x * read(), 1)  # after the last write: no early stop
+
+    return loop(resetting(write, body), state=dump, count=2)
+
+
+@family(**HOLDERS)
+def reset_and_counted_by_a_hook(hold):
+    read, write, dump = hold()
+    layer = nn.Tanh()
+    layer.register_forward_hook(lambda *_: nothing(write(read() + 1)))
+    return reversed_loop(
+        resetting(write, lambda x: work(layer(work(layer(x), read())), read() / 4)),
+        state=dump,
+    )
+
+
+@family(**HOLDERS)
+def reset_and_counted_by_a_submodule(hold):
+    read, write, dump = hold()
+    model = nn.Sequential(Writing(read, write), nn.Sequential(Writing(read, write)))
+    fn = resetting(write, lambda x: work(model(x), read() / 2))
+    return loop(fn, between=lambda: write(6), state=dump, count=2)
+
+
+@family(**HOLDERS)
+def reset_and_counted_by_an_inner_call(hold):
+    read, write, dump = hold()
+
+    def inner(x):
+        y = work(x, read())
+        write(read() + 1)
+        return y.tanh()
+
+    def step(wrap):
+        first, second = wrap(resetting(write, inner)), wrap(resetting(write, inner))
+        run = wrap(lambda x: second(first(x)) * read())
+        return loop(run, state=dump, count=2)(lambda fn: fn)
+
+    return step
+
+
+@family(**HOLDERS)
+def kept_for_the_user_only(hold):
+    read, write, dump = hold()
+    new = iter(range(2, 9))
+
+    def fn(x):
+        y = work(x).tanh()
+        write(7)
+        return y * 2
+
+    # The user sees what was written last, by whoever it was.
+    return loop(fn, between=lambda: write(next(new)), state=lambda: (read(), dump()))

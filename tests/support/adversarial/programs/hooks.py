@@ -1,0 +1,514 @@
+"""Hooks, handlers and callbacks that change what the function reads."""
+
+import signal
+import types
+import weakref
+
+import torch
+from support.adversarial.program import (
+    back,
+    leaf,
+    loop,
+    nothing,
+    observed,
+    program,
+    ran,
+    reversed_loop,
+    work,
+)
+from torch import nn
+
+
+# How a hook of a layer puts the output of the layer where the function reads it.
+
+
+@program
+def an_output_in_a_dict_of_a_closure():
+    layer, held = nn.Tanh(), {}
+    layer.register_forward_hook(lambda _m, _x, y: nothing(held.update(y=y)))
+
+    def fn(x):
+        work(layer(x))
+        return held["y"].exp() * 2
+
+    return loop(fn, state=lambda: [*held])
+
+
+@program
+def an_output_in_a_nonlocal():
+    layer, last = nn.Tanh(), None
+
+    def hook(_m, _x, y):
+        nonlocal last
+        last = y
+
+    layer.register_forward_hook(hook)
+
+    def fn(x):
+        return work(layer(x)).sin() * last
+
+    return loop(fn)
+
+
+@program
+def an_output_in_an_attribute_of_the_layer():
+    layer = nn.Tanh()
+    layer.register_forward_hook(lambda m, _x, y: nothing(setattr(m, "last", y)))
+
+    def fn(x):
+        return work(layer(x)) * layer.last.sin()
+
+    return loop(fn, state=lambda: layer.last)
+
+
+@program
+def outputs_appended_to_a_list_that_is_cleared():
+    layer, held = nn.Tanh(), []
+    layer.register_forward_hook(lambda _m, _x, y: held.append(y))
+
+    def fn(x):
+        work(layer(x))
+        return sum(held[-1:]).exp().sin()
+
+    return loop(fn, between=held.clear, state=lambda: held)
+
+
+@program
+def outputs_collected_from_three_layers():
+    model, held = nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.SiLU()), {}
+    for i, layer in enumerate(model):
+        layer.register_forward_hook(lambda _m, _x, y, i=i: nothing(held.update({i: y})))
+
+    def fn(x):
+        y = work(model(x))
+        return sum(held[i] * i for i in sorted(held)) * y
+
+    return loop(fn, state=lambda: [*held])
+
+
+@program
+def a_hook_that_fills_a_dict_reset_by_the_function():
+    layer, held = nn.Tanh(), {"n": 0, "ys": []}
+    layer.register_forward_hook(lambda _m, _x, y: held["ys"].append(y))
+
+    def fn(x):
+        held["ys"] = []
+        layer(layer(x))
+        return work(held["ys"][0] * held["ys"][1])
+
+    return loop(fn, state=lambda: len(held["ys"]))
+
+
+@program
+def a_hook_that_changes_the_output():
+    layer = nn.Tanh()
+    layer.register_forward_hook(lambda _m, _x, y: y * 3)
+    return loop(lambda x: work(layer(x)))
+
+
+@program
+def a_pre_hook_that_changes_the_input():
+    layer, count = nn.Tanh(), [0]
+
+    def hook(_m, xs):
+        count[0] += 1
+        return (xs[0] * 2,)
+
+    layer.register_forward_pre_hook(hook)
+    return loop(lambda x: work(layer(x)), state=lambda: count)
+
+
+@program
+def a_hook_removed_between():
+    layer = nn.Tanh()
+    handles = []
+
+    def fn(x):
+        return work(layer(x))
+
+    def step(wrap):
+        handles.append(layer.register_forward_hook(lambda _m, _x, y: y * 3))
+        return loop(fn, between=handles.pop().remove, count=1)(wrap)
+
+    return step
+
+
+@program
+def a_hook_added_between():
+    layer, count = nn.Tanh(), [0]
+
+    def hook(_m, _x, y):
+        count[0] += 1
+        return y * 3
+
+    def between():
+        layer.register_forward_hook(hook)
+
+    return loop(lambda x: work(layer(x)), between=between, state=lambda: count)
+
+
+@program
+def a_hook_added_by_the_function():
+    layer, count = nn.Tanh(), [0]
+
+    def hook(*_):
+        count[0] += 1
+
+    def fn(x):
+        handle = layer.register_forward_hook(hook)
+        y = work(layer(x))
+        handle.remove()
+        return y
+
+    return loop(fn, state=lambda: (count, len(layer._forward_hooks)))
+
+
+@program
+def a_hook_added_once_by_the_function():
+    layer = nn.Tanh()
+
+    def fn(x):
+        if not layer._forward_hooks:
+            layer.register_forward_hook(lambda _m, _x, y: y * 3)
+        return work(layer(x))
+
+    return loop(fn, state=lambda: len(layer._forward_hooks))
+
+
+@program
+def a_hook_that_is_a_method_of_the_model():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.seen = nn.Tanh(), []
+            self.layer.register_forward_hook(self.note)
+
+        def note(self, _m, _x, y):
+            self.seen = [y]
+
+        def forward(self, x):
+            y = work(self.layer(x))
+            return y * self.seen[-1]
+
+    return loop(Model())
+
+
+@program
+def a_hook_for_all_modules():
+    layer, held = nn.Tanh(), {}
+
+    def step(wrap):
+        def hook(_m, _x, y):
+            held["y"] = y
+
+        handle = nn.modules.module.register_module_forward_hook(hook)
+        try:
+            return loop(lambda x: work(layer(x)) * held["y"])(wrap)
+        finally:
+            handle.remove()
+
+    return step
+
+
+@program
+def a_full_backward_hook_that_counts():
+    layer, count = nn.Tanh(), [0]
+
+    def hook(*_):
+        count[0] += 1
+
+    layer.register_full_backward_hook(hook)
+    return loop(lambda x: work(layer(x)), state=lambda: count)
+
+
+@program
+def a_full_backward_hook_that_scales():
+    layer = nn.Linear(16, 16).double()
+    layer.register_full_backward_hook(lambda _m, gs, _: (gs[0] * 2,))
+    return loop(lambda x: work(layer(x)), state=lambda: layer.weight.grad)
+
+
+@program
+def a_forward_hook_with_keywords():
+    class Layer(nn.Module):
+        def forward(self, x, *, scale):
+            return x.tanh() * scale
+
+    layer, scales = Layer(), []
+
+    def hook(_m, _xs, kwargs, _y):
+        scales.append(kwargs["scale"])
+
+    layer.register_forward_hook(hook, with_kwargs=True)
+    return loop(lambda x: work(layer(x, scale=2)) * len(scales), state=lambda: scales)
+
+
+@program
+def a_hook_whose_closure_nobody_else_holds():
+    layer = nn.Tanh()
+
+    def install():
+        count = 0
+
+        def hook(m, _x, _y):
+            nonlocal count
+            count += 1
+            m.count = count
+
+        layer.register_forward_hook(hook)
+
+    install()
+    return loop(lambda x: work(layer(x)) * layer.count, state=lambda: layer.count)
+
+
+@program
+def a_weak_hook():
+    class Collector:
+        ys = ()
+
+    layer, collector = nn.Tanh(), Collector()
+    ref = weakref.ref(collector)
+    layer.register_forward_hook(lambda _m, _x, y: setattr(ref(), "ys", (y,)))
+    return loop(lambda x: work(layer(x)) * collector.ys[0])
+
+
+# --- Signals ---
+
+
+def signalled(handler):
+    """A step in which a signal comes in the function."""
+
+    def signalling(step):
+        def run(wrap):
+            before = signal.signal(signal.SIGUSR1, handler)
+            try:
+                return step(wrap)
+            finally:
+                signal.signal(signal.SIGUSR1, before)
+
+        return run
+
+    return signalling
+
+
+@program
+def a_counter_in_a_handler_of_signals():
+    holder = types.SimpleNamespace(count=0)
+
+    def handler(*_):
+        holder.count += 1
+
+    def between():
+        signal.raise_signal(signal.SIGUSR1)
+
+    def fn(x):
+        return work(x, 2 + (holder.count > 99))
+
+    return signalled(handler)(loop(fn, between=between, state=lambda: holder.count))
+
+
+@program
+def a_flag_set_by_a_signal_between():
+    stop = False
+
+    def handler(*_):
+        nonlocal stop
+        stop = True
+
+    def fn(x):
+        return work(x, 3 if stop else 2)
+
+    def between():
+        signal.raise_signal(signal.SIGUSR1)
+
+    return signalled(handler)(loop(fn, between=between, state=lambda: stop))
+
+
+@program
+def a_signal_in_the_backward():
+    count = [0]
+
+    def handler(*_):
+        count[0] += 1
+
+    def fn(x):
+        y = work(x, 2)
+        y.register_hook(lambda _: signal.raise_signal(signal.SIGUSR1))
+        return y.tanh()
+
+    return signalled(handler)(loop(fn, state=lambda: count))
+
+
+@program
+def a_signal_in_the_function_counts_for_the_user():
+    count = [0]
+
+    def handler(*_):
+        count[0] += 1
+
+    def fn(x):
+        return work(x, 2 + (len(count) > 5))
+
+    def step(wrap):
+        run, x = wrap(fn), leaf()
+        out = run(x)
+        out.register_hook(lambda _: signal.raise_signal(signal.SIGUSR1))
+        back(out)
+        return observed((out, x.grad, count))
+
+    return signalled(handler)(step)
+
+
+# --- Hooks of tensors ---
+
+
+@program
+def a_hook_of_an_intermediate():
+    norms = []
+
+    def fn(x):
+        y = work(x)
+        y.register_hook(lambda g: norms.append(g.norm().item()))
+        return y.tanh()
+
+    return loop(fn, state=lambda: norms)
+
+
+@program
+def a_hook_of_an_intermediate_that_scales():
+    def fn(x):
+        y = work(x)
+        y.register_hook(lambda g: g * 2)
+        return y.tanh()
+
+    return loop(fn)
+
+
+@program
+def a_hook_of_the_input_set_inside():
+    norms = []
+
+    def fn(x):
+        x.register_hook(lambda g: norms.append(g.sum().item()))
+        return work(x)
+
+    return loop(fn, state=lambda: norms)
+
+
+@program
+def a_hook_of_an_input_that_is_no_leaf():
+    norms = []
+
+    def fn(x):
+        x.register_hook(lambda g: norms.append(g.sum().item()))
+        return work(x)
+
+    def step(wrap):
+        return loop(lambda x: wrap(fn)(x * 2).tanh(), state=lambda: norms)(lambda f: f)
+
+    return step
+
+
+@program
+def a_hook_that_closes_over_an_intermediate():
+    def fn(x):
+        y = work(x)
+        z = y.tanh()
+        z.register_hook(lambda g: g * y.detach())
+        return z.sin()
+
+    return loop(fn)
+
+
+@program
+def a_hook_after_accumulation():
+    count = [0]
+    weight = leaf(seed=9)
+
+    def hook(_):
+        count[0] += 1
+
+    weight.register_post_accumulate_grad_hook(hook)
+    return loop(lambda x: work(x * weight), state=lambda: (count, weight.grad))
+
+
+@program
+def a_hook_of_a_node():
+    count = [0]
+
+    def fn(x):
+        y = work(x)
+        y.grad_fn.register_hook(lambda *_: count.append(1))
+        return y.tanh()
+
+    return loop(fn, state=lambda: count)
+
+
+@program
+def a_retained_gradient_of_an_intermediate():
+    held = []
+
+    def fn(x):
+        y = work(x)
+        y.retain_grad()
+        held.append(y)
+        return y.tanh()
+
+    return loop(fn, state=lambda: [y.grad for y in held])
+
+
+@program
+def a_gradient_of_an_intermediate_that_a_hook_appends():
+    held = []
+
+    def fn(x):
+        for _ in range(3):
+            x = work(x).tanh()
+            x.register_hook(held.append)
+        return x
+
+    return reversed_loop(fn, state=lambda: held)
+
+
+def hooks_that_note(packed):
+    def pack(x):
+        packed.append(tuple(x.shape))
+        return x
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+
+
+@program
+def hooks_on_saved_tensors_around():
+    packed = []
+
+    def step(wrap):
+        with hooks_that_note(packed):
+            return loop(work)(wrap)
+
+    return step
+
+
+@program(recomputes=False)
+def hooks_on_saved_tensors_inside():
+    packed = []
+
+    def fn(x):
+        with hooks_that_note(packed):
+            return work(x)
+
+    return loop(fn, state=lambda: packed)
+
+
+@program
+def a_backward_hook_that_reads_a_counter():
+    state = types.SimpleNamespace(n=0)
+
+    def fn(x):
+        state.n += 1
+        ran()
+        y = x.sin()
+        y.register_hook(lambda g: g * state.n)
+        return (y * y).exp()
+
+    return reversed_loop(fn, state=lambda: state.n)

@@ -1,0 +1,397 @@
+"""What a value is, and not what it holds: `is`, `id`, keys, leaves, nodes of a graph."""
+
+import weakref
+
+import torch
+from support.adversarial.program import (
+    family,
+    leaf,
+    loop,
+    program,
+    reversed_loop,
+    work,
+)
+from torch import nn
+
+
+def of_an_input(fn, **cases):
+    """Add a program for each question about an input: of a leaf and of another."""
+    for name, ask in cases.items():
+        words = name.replace("_", " ")
+        family(**{f"{words} of a leaf": (ask, False), words: (ask, True)})(fn)
+
+
+@lambda fn: of_an_input(
+    fn,
+    is_leaf=lambda x: x.is_leaf,
+    no_grad_fn=lambda x: x.grad_fn is None,
+    requires_grad=lambda x: x.requires_grad,
+    name_of_its_node=lambda x: x.grad_fn is not None and "Mul" in x.grad_fn.name(),
+    no_base=lambda x: x._base is None,
+    no_gradient=lambda x: x.is_leaf and x.grad is None,
+    is_contiguous=lambda x: x.is_contiguous(),
+    version=lambda x: x._version == 0,
+    has_hooks=lambda x: not x._backward_hooks,
+    kind=lambda x: type(x) is torch.Tensor,
+    has_attribute=lambda x: hasattr(x, "tag"),
+    output_number=lambda x: x.output_nr == 0,
+)
+def asked(case):
+    ask, is_made = case
+
+    def fn(x):
+        return work(x, 2 if ask(x) else 3)
+
+    def step(wrap):
+        run = wrap(fn)
+        return loop((lambda x: run(x * 2)) if is_made else run)(lambda f: f)
+
+    return step
+
+
+@program
+def a_memo_by_the_identity_of_an_input():
+    memo = {}
+
+    def scaled(x):
+        if id(x) not in memo:
+            memo[id(x)] = len(memo) + 1
+        return memo[id(x)]
+
+    def step(wrap):
+        run, xs = wrap(lambda x: work(x, scaled(x))), [leaf(seed=i) for i in range(3)]
+        outs = [run(x) for x in xs]
+        sum(out.sum() for out in outs).backward()
+        return [x.grad.tolist() for x in xs], [*memo.values()]
+
+    return step
+
+
+@program
+def a_memo_by_tensors():
+    memo = {}
+
+    def fn(x):
+        return work(x, memo.setdefault(x, len(memo) + 1))
+
+    return reversed_loop(fn, state=lambda: [*memo.values()])
+
+
+@program
+def a_memo_by_a_function():
+    def first(x):
+        return work(x, 1)
+
+    def second(x):
+        return work(x, 2)
+
+    names = {first: 3, second: 4}
+    return loop(lambda x: first(x) * names[first] + second(x) * names[second])
+
+
+@program
+def a_function_compared_by_is():
+    def active(x):
+        return x.tanh()
+
+    chosen = [active]
+
+    def fn(x):
+        y = chosen[0](work(x))
+        return y.exp() if chosen[0] is active else y.sin()
+
+    return loop(fn)
+
+
+@program
+def a_list_compared_by_is():
+    default = []
+
+    def fn(x, held=default):
+        return work(x, 2 if held is default else 3)
+
+    return loop(fn, between=lambda: default.append(1), state=lambda: default)
+
+
+@program
+def a_sentinel():
+    missing = object()
+    settings = {"k": missing}
+
+    def fn(x):
+        return work(x, 2 if settings["k"] is missing else settings["k"])
+
+    def between():
+        settings["k"] = 3 if settings["k"] is missing else missing
+
+    return loop(fn, between=between)
+
+
+@program
+def an_argument_compared_with_an_attribute():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(leaf(seed=5).detach())
+
+        def forward(self, x, w):
+            return work(x * w, 2 if w is self.weight else 3)
+
+    model = Model()
+    return loop(model, args=(model.weight,), state=lambda: model.weight.grad)
+
+
+@program
+def two_arguments_that_are_one():
+    def fn(x, y):
+        return work(x + y, 2 if x is y else 3)
+
+    def step(wrap):
+        run = wrap(fn)
+        return loop(lambda x: run(x, x))(lambda f: f)
+
+    return step
+
+
+@program
+def two_arguments_that_share_memory():
+    def fn(x, y):
+        return work(x[:8] * y, 2 if x.data_ptr() == y.data_ptr() else 3)
+
+    def step(wrap):
+        run = wrap(fn)
+        return loop(lambda x: run(x, x[:8]))(lambda f: f)
+
+    return step
+
+
+@program
+def a_passed_list_in_a_closure():
+    shared = [2]
+
+    def fn(x, given):
+        given.append(3)
+        return work(x, shared[-1] if shared is given else 5)
+
+    return loop(fn, args=(shared,), state=lambda: shared)
+
+
+@program
+def a_passed_dict_that_is_an_attribute():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cache = {"k": 1}
+
+        def forward(self, x, cache):
+            cache["k"] += 1
+            return work(x, self.cache["k"])
+
+    model = Model()
+    return loop(model, args=(model.cache,), state=lambda: model.cache)
+
+
+@program
+def a_passed_module_that_is_reached():
+    model = nn.Linear(16, 16).double()
+
+    def fn(x, layer):
+        return work(layer(x), 2 if layer is model else 3)
+
+    return loop(fn, args=(model,), state=lambda: model.weight.grad)
+
+
+@program
+def a_set_of_tensors():
+    weights = {leaf(seed=i).detach() * i for i in range(1, 9)}
+
+    def fn(x):
+        for w in sorted(weights, key=lambda w: w.sum().item()):
+            x = work(x * w, 0.5)
+        return x
+
+    return loop(fn)
+
+
+@program
+def the_order_of_a_set_of_tensors():
+    weights = {leaf(seed=i).detach() * i for i in range(1, 30)}
+    first = min(range(29), key=lambda i: [*weights][i].sum().item())
+
+    def fn(x):
+        return work(x * [*weights][first])
+
+    return loop(fn)
+
+
+@program
+def the_order_of_a_set_of_modules():
+    class Scale(nn.Module):
+        def __init__(self, k):
+            super().__init__()
+            self.k = k
+
+        def forward(self, x):
+            return work(x, self.k)
+
+    layers = [Scale(k / 10) for k in range(1, 20)]
+    held = {*layers}
+    at = [*held].index(layers[3])
+    return loop(lambda x: [*held][at](x))
+
+
+@program
+def a_module_as_key():
+    layers = [nn.Tanh(), nn.Sigmoid()]
+    scales = {layers[0]: 2, layers[1]: 3}
+
+    def fn(x):
+        for layer in layers:
+            x = work(layer(x), scales[layer])
+        return x
+
+    return loop(fn)
+
+
+@program
+def a_class_as_key():
+    class A:
+        pass
+
+    class B:
+        pass
+
+    held = {A: 2, B: 3}
+    return loop(lambda x: work(x, held[A]) * held[B], between=lambda: held.pop(A, None) and
+                held.update({A: 2}))
+
+
+@program
+def a_hash_by_the_identity():
+    class Key:
+        pass
+
+    key = Key()
+    table = {hash(key): 3}
+    return loop(lambda x: work(x, table.get(hash(key), 2)))
+
+
+@program
+def an_object_that_is_its_own_key():
+    class Node:
+        def __init__(self):
+            self.links = {self: 3}
+
+    node = Node()
+    return loop(lambda x: work(x, node.links.get(node, 2)))
+
+
+@program
+def two_names_of_a_list():
+    a = [1]
+    b = a
+
+    def fn(x):
+        a.append(len(b))
+        return work(x, b[-1])
+
+    return loop(fn, state=lambda: (a, b, a is b))
+
+
+@program
+def a_list_of_a_class_and_of_a_closure():
+    class Owner:
+        log = []
+
+    log = Owner.log
+
+    def fn(x):
+        Owner.log.append(len(log) + 1)
+        return work(x, log[-1])
+
+    return loop(fn, state=lambda: (log, Owner.log is log))
+
+
+@program
+def a_list_of_a_class_that_is_replaced():
+    class Owner:
+        log = []
+
+    log = Owner.log
+
+    def fn(x):
+        Owner.log = [*Owner.log, len(log)]
+        return work(x, len(Owner.log) + (Owner.log is log))
+
+    return loop(fn, state=lambda: (log, Owner.log))
+
+
+@program
+def a_graph_of_an_input_that_is_asked_for_a_gradient():
+    def fn(x):
+        y = x.sin()
+        (g,) = torch.autograd.grad(y.sum(), x)
+        return work(x) * g
+
+    return loop(fn)
+
+
+@program
+def a_gradient_inside_that_builds_a_graph():
+    def fn(x):
+        y = (x.sin() * x).sum()
+        (g,) = torch.autograd.grad(y, x, create_graph=True)
+        return work(x * g)
+
+    return loop(fn)
+
+
+@program
+def a_weak_reference_to_an_input():
+    def fn(x):
+        ref = weakref.ref(x)
+        return work(x, 2 if ref() is x else 3)
+
+    return loop(fn)
+
+
+@program
+def a_global_singleton():
+    held = []
+
+    def instance():
+        if not held:
+            held.append(nn.Tanh())
+        return held[0]
+
+    def fn(x):
+        layer = instance()
+        return work(layer(x), 2 if layer is held[0] else 3)
+
+    return loop(fn, state=lambda: len(held))
+
+
+@program
+def an_attribute_of_an_input():
+    def fn(x):
+        x.tag = getattr(x, "tag", 0) + 1
+        return work(x, x.tag)
+
+    return loop(fn)
+
+
+@program
+def a_registry_of_ids():
+    seen = set()
+
+    def fn(x):
+        new = id(x) not in seen
+        seen.add(id(x))
+        return work(x, 2 if new else 3)
+
+    def step(wrap):
+        run, x = wrap(fn), leaf()
+        (run(x) * run(x)).sum().backward()
+        return x.grad.tolist(), len(seen)
+
+    return step

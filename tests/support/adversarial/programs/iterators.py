@@ -1,0 +1,204 @@
+"""Iterators, generators and counters that the function reads."""
+
+import itertools
+import random
+import types
+
+import torch
+from support.adversarial.program import family, loop, program, reversed_loop, work
+
+
+MADE = {
+    "count": lambda: itertools.count(1),
+    "count with a step": lambda: itertools.count(1, 2),
+    "cycle": lambda: itertools.cycle([1, 2, 3]),
+    "repeat": lambda: itertools.repeat(2, 50),
+    "repeat for ever": lambda: itertools.repeat(2),
+    "chain": lambda: itertools.chain([1, 2, 3], [4, 5, 6], range(7, 30)),
+    "islice": lambda: itertools.islice(itertools.count(1), 50),
+    "accumulate": lambda: itertools.accumulate(range(1, 50)),
+    "takewhile": lambda: itertools.takewhile(lambda n: n < 99, itertools.count(1)),
+    "starmap": lambda: itertools.starmap(pow, [(n, 2) for n in range(1, 30)]),
+    "tee": lambda: itertools.tee(range(1, 50))[0],
+    "list iterator": lambda: iter([*range(1, 50)]),
+    "range iterator": lambda: iter(range(1, 50)),
+    "reversed list": lambda: reversed([*range(1, 50)]),
+    "dict iterator": lambda: iter(dict.fromkeys(range(1, 50))),
+    "dict items": lambda: (v for _, v in {n: n for n in range(1, 30)}.items()),
+    "zip": lambda: map(sum, zip(range(1, 30), range(1, 30), strict=True)),
+    "enumerate": lambda: (i + 1 for i, _ in enumerate("abcdefghijklmnop")),
+    "map": lambda: map(abs, range(1, 50)),
+    "filter": lambda: filter(None, range(50)),
+    "generator expression": lambda: (n for n in range(1, 50)),
+    "callable iterator": lambda: iter(itertools.count(1).__next__, 99),
+    "string iterator": lambda: map(ord, "\1\2\3\4\5\6\7\10\11\12\13\14"),
+}
+
+
+@family(**MADE)
+def read_by_the_function(make):
+    it = make()
+    return loop(lambda x: work(x, next(it)), state=lambda: next(it))
+
+
+@family(**MADE)
+def read_by_the_user_between(make):
+    it, holder = make(), types.SimpleNamespace(k=1)
+
+    def between():
+        holder.k = next(it)
+
+    # Reached, and not read.
+    return loop(lambda x: work(x, 2 if it else 3), between=between, state=lambda: holder)
+
+
+@family(**MADE)
+def of_an_object_and_read_later(make):
+    class Numbered:
+        def __init__(self):
+            self.ids = make()
+
+        def __call__(self, x):
+            return work(x, next(self.ids)).tanh()
+
+    return reversed_loop(Numbered())
+
+
+# --- Layers that number themselves ---
+
+
+class Numbers:
+    count = 0
+
+
+@program
+def an_index_given_at_the_first_call():
+    Numbers.count = 0
+
+    class Layer(torch.nn.Module):
+        idx = None
+
+        def forward(self, x):
+            if self.idx is None:
+                self.idx = Numbers.count
+                Numbers.count += 1
+            return work(x, self.idx + 1)
+
+    model = torch.nn.Sequential(Layer(), Layer(), Layer())
+    state = lambda: (Numbers.count, [layer.idx for layer in model])
+    return loop(model, state=state)
+
+
+@program
+def an_index_given_by_the_class_of_the_layer():
+    class Layer(torch.nn.Module):
+        count, idx = 0, None
+
+        def forward(self, x):
+            if self.idx is None:
+                self.idx = Layer.count
+                Layer.count += 1
+            return work(x, self.idx + 1)
+
+    layers = [Layer() for _ in range(3)]
+
+    def step(wrap):
+        wrapped = [wrap(layer) for layer in layers]
+
+        def model(x):
+            for layer in wrapped:
+                x = layer(x)
+            return x
+
+        state = lambda: (Layer.count, [layer.idx for layer in layers])
+        return loop(model, state=state)(lambda fn: fn)
+
+    return step
+
+
+@program
+def an_index_from_a_shared_counter():
+    ids = itertools.count(1)
+
+    class Layer(torch.nn.Module):
+        idx = None
+
+        def forward(self, x):
+            if self.idx is None:
+                self.idx = next(ids)
+            return work(x, self.idx)
+
+    model = torch.nn.Sequential(Layer(), Layer())
+    return loop(model, state=lambda: [layer.idx for layer in model])
+
+
+@program
+def an_iterator_of_a_class():
+    class Ids:
+        ids = itertools.count(1)
+
+    return loop(lambda x: work(x, next(Ids.ids)), state=lambda: next(Ids.ids))
+
+
+@program
+def an_iterator_made_inside():
+    def fn(x):
+        for k in itertools.islice(itertools.cycle([1, 2]), 5):
+            x = work(x, k).tanh()
+        return x
+
+    return loop(fn)
+
+
+@program
+def an_object_that_iterates_itself():
+    class Counting:
+        n = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.n += 1
+            return self.n
+
+    counting = Counting()
+    return loop(lambda x: work(x, next(counting)), state=lambda: counting.n)
+
+
+@program
+def a_generator_inside():
+    def outputs(x):
+        for k in range(1, 4):
+            x = work(x, k).tanh()
+            yield x
+
+    return loop(lambda x: sum(outputs(x)))
+
+
+@program
+def a_generator_that_is_sent_tensors():
+    def accumulating():
+        total = 0
+        while True:
+            total = total + (yield total)
+
+    def fn(x):
+        sums = accumulating()
+        next(sums)
+        for k in range(3):
+            y = sums.send(work(x, k + 1))
+        return y
+
+    return loop(fn)
+
+
+@program
+def shuffled_in_place():
+    order = [1, 2, 3, 4, 5]
+
+    def fn(x):
+        random.shuffle(order)
+        return work(x, order[0]).tanh() * order[-1]
+
+    return reversed_loop(fn, state=lambda: order)

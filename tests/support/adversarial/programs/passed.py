@@ -1,0 +1,330 @@
+"""Containers and objects that are passed, and changed by the user or by the function."""
+
+import types
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from support.adversarial.program import (
+    back,
+    family,
+    leaf,
+    loop,
+    observed,
+    program,
+    work,
+)
+from torch import nn
+
+
+class Log(list):
+    def __iter__(self):
+        return reversed([self[i] for i in range(len(self))])
+
+
+class Table(dict):
+    def values(self):
+        return ()
+
+
+@dataclass
+class Data:
+    items: list = field(default_factory=lambda: [1])
+
+
+@dataclass(slots=True)
+class SlottedData:
+    items: list = field(default_factory=lambda: [1])
+
+
+class Named(NamedTuple):
+    items: Any
+
+
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.items = [1]
+
+
+# What is passed, and the list in it.
+PASSED = {
+    "list": (lambda: [1], lambda v: v),
+    "list in a list": (lambda: [[1]], lambda v: v[0]),
+    "list in a tuple": (lambda: ([1],), lambda v: v[0]),
+    "list in a dict": (lambda: {"a": [1]}, lambda v: v["a"]),
+    "list in a namedtuple": (lambda: Named([1]), lambda v: v.items),
+    "list in a dataclass": (Data, lambda v: v.items),
+    "list in slots": (SlottedData, lambda v: v.items),
+    "list in a namespace": (
+        lambda: types.SimpleNamespace(items=[1]),
+        lambda v: v.items,
+    ),
+    "list in a module": (Holding, lambda v: v.items),
+    "list in an OrderedDict": (lambda: OrderedDict(a=[1]), lambda v: v["a"]),
+    "list in a defaultdict": (lambda: defaultdict(list, a=[1]), lambda v: v["a"]),
+    "list in a UserDict": (lambda: UserDict(a=[1]), lambda v: v["a"]),
+    "list in a deque": (lambda: deque([[1]]), lambda v: v[0]),
+    "UserList": (lambda: UserList([1]), lambda v: v),
+    "deque": (lambda: deque([1]), lambda v: v),
+    "list that overrides iteration": (lambda: Log([1]), lambda v: v),
+    "list in a dict that hides values": (lambda: Table(a=[1]), lambda v: v["a"]),
+    "method of a list": (lambda: [1].append, lambda v: v.__self__),
+    "closure": (lambda: (lambda held: lambda: held)([1]), lambda v: v()),
+}
+
+
+@family(**PASSED)
+def appended_by_the_function(case):
+    make, get = case
+    value = make()
+
+    def fn(x, value):
+        get(value).append(len(get(value)) + 1)
+        return work(x, get(value)[-1] / 2)
+
+    return loop(fn, args=(value,), state=lambda: [*get(value)])
+
+
+@family(**PASSED)
+def appended_by_the_user(case):
+    make, get = case
+    value = make()
+
+    def fn(x, value):
+        return work(x, get(value)[-1])
+
+    change = lambda: get(value).append(5)
+    return loop(fn, args=(value,), between=change, state=lambda: [*get(value)])
+
+
+@family(**PASSED)
+def kept_by_the_function(case):
+    make, get = case
+    value, kept = make(), []
+
+    def fn(x, value):
+        if not any(v is value for v in kept):
+            kept.append(value)
+        get(value).append(len(kept))
+        return work(x, sum(get(kept[-1])))
+
+    return loop(fn, args=(value,), state=lambda: ([*get(value)], kept[0] is value))
+
+
+@family(**PASSED)
+def passed_twice(case):
+    make, get = case
+    value = make()
+
+    def fn(x, a, b):
+        get(a).append(2)
+        return work(x, len(get(b)) + (a is b))
+
+    return loop(fn, args=(value, value), state=lambda: [*get(value)])
+
+
+@family(**PASSED)
+def filled_with_outputs(case):
+    make, get = case
+
+    def fn(x, value):
+        get(value).append(work(x))
+        return work(get(value)[-1].tanh())
+
+    def step(wrap):
+        run, seen = wrap(fn), []
+        for i in range(3):
+            x, value = leaf(seed=i), make()
+            out = run(x, value)
+            (out.sum() + get(value)[-1].sum()).backward()
+            seen.append(observed((out, x.grad, [*get(value)])))
+        return seen
+
+    return step
+
+
+@family(**PASSED)
+def gone_after_the_call(case):
+    make, get = case
+
+    def step(wrap):
+        run, xs = wrap(lambda x, v: work(x, get(v)[0])), [leaf(seed=i) for i in range(3)]
+        outs = [run(x, make()) for x in xs]
+        back(outs)
+        return observed((outs, [x.grad for x in xs]))
+
+    return step
+
+
+@program
+def keywords_that_are_collected():
+    def fn(x, *rest, **options):
+        options["n"] = options.get("n", 0) + len(rest)
+        return work(x, options["n"])
+
+    def step(wrap):
+        run = wrap(fn)
+        return loop(lambda x: run(x, 1, 2, n=1))(lambda f: f)
+
+    return step
+
+
+@program
+def tensors_in_nested_containers():
+    def fn(tree):
+        tree["list"].append(work(tree["list"][0]))
+        return sum(t.sin() for t in tree["list"]) * tree["pair"][1]
+
+    def step(wrap):
+        x = leaf()
+        tree = {"list": [x, x * 2], "pair": (x, x.exp())}
+        out = wrap(fn)(tree)
+        tree.clear()
+        back(out)
+        return observed((out, x.grad))
+
+    return step
+
+
+@program
+def a_passed_list_emptied_by_the_function():
+    def fn(values):
+        total = work(values.pop())
+        while values:
+            total = total * work(values.pop())
+        return total
+
+    def step(wrap):
+        x = leaf()
+        values = [x, x * 2, x.tanh()]
+        out = wrap(fn)(values)
+        back(out)
+        return observed((out, x.grad, values))
+
+    return step
+
+
+@program
+def a_passed_list_reused_for_each_call():
+    def fn(values):
+        return work(values[0]) * values[1]
+
+    def step(wrap):
+        run, xs, values = wrap(fn), [leaf(seed=i) for i in range(4)], [None, None]
+        outs = []
+        for i in range(3):
+            values[:] = xs[i : i + 2]
+            outs.append(run(values))
+        back(outs)
+        return observed((outs, [x.grad for x in xs]))
+
+    return step
+
+
+@program
+def a_passed_dict_updated_in_place_by_each_layer():
+    def layer(state):
+        state["x"] = work(state["x"]).tanh()
+        state["n"] += 1
+        return state
+
+    def step(wrap):
+        run, x = wrap(layer), leaf()
+        state = {"x": x, "n": 0}
+        for _ in range(3):
+            state = run(state)
+        back(state["x"])
+        return observed((state["x"], state["n"], x.grad))
+
+    return step
+
+
+@program
+def a_returned_container_that_was_passed():
+    def fn(x, held):
+        held.append(work(x))
+        return held
+
+    def step(wrap):
+        run, x, held = wrap(fn), leaf(), []
+        found = run(x, held)
+        back(found)
+        return observed((found, x.grad, found is held))
+
+    return step
+
+
+@program
+def a_returned_object_that_is_made():
+    def fn(x):
+        return types.SimpleNamespace(y=work(x), more=[x.sin()])
+
+    def step(wrap):
+        x = leaf()
+        found = wrap(fn)(x)
+        back([found.y, *found.more])
+        return observed((found, x.grad))
+
+    return step
+
+
+@program
+def a_passed_function_that_is_a_closure():
+    def fn(x, act):
+        return act(work(x))
+
+    def step(wrap):
+        run, seen = wrap(fn), []
+        for k in range(1, 4):
+            x = leaf(seed=k)
+            out = run(x, lambda y: y.tanh() * k)  # noqa: B023: that is what is tested
+            back(out)
+            seen.append(observed((out, x.grad)))
+        return seen
+
+    return step
+
+
+@program
+def a_passed_iterator_of_a_list():
+    def fn(x, it):
+        return work(x, sum(it))
+
+    def step(wrap):
+        x = leaf()
+        out = wrap(fn)(x, iter([1, 2]))
+        back(out)
+        return observed((out, x.grad))
+
+    return step
+
+
+@program
+def a_passed_slice_and_a_range():
+    def fn(x, part, ks):
+        return sum(work(x[part], k) for k in ks)
+
+    return loop(fn, args=(slice(2, 9), range(1, 4)))
+
+
+@program
+def a_passed_set_of_names():
+    names = {"a", "b"}
+
+    def fn(x, names):
+        names.add(str(len(names)))
+        return work(x, len(names))
+
+    return loop(fn, args=(names,), state=lambda: names)
+
+
+@program
+def a_passed_tensor_in_a_set():
+    k = torch.ones(16, dtype=torch.double) * 2
+
+    def fn(x, held):
+        return work(x * next(iter(held)), 2 if k in held else 3)
+
+    return loop(fn, args=({k},))

@@ -1,0 +1,708 @@
+"""Tensors: in place, views, what shares memory, `.data`, gradients, modes, graphs."""
+
+import types
+
+import numpy as np
+import torch
+from support.adversarial.program import (
+    back,
+    family,
+    leaf,
+    loop,
+    observed,
+    program,
+    ran,
+    reversed_loop,
+    work,
+)
+from torch import nn
+
+
+# --- In place ---
+
+
+def row(x):
+    return x.mul_(2)
+
+
+@family(
+    add=lambda y: y.add_(1),
+    mul=lambda y: y.mul_(2),
+    tanh=torch.tanh_,
+    entry=lambda y: y.__setitem__(0, 3),
+    masked=lambda y: y.masked_fill_(y > 0, 0.5),
+    view=lambda y: y[2:6].mul_(3),
+    reshaped=lambda y: y.view(4, 4).t_().exp_(),
+    zero=lambda y: y[:4].zero_(),
+    copy=lambda y: y[4:].copy_(y[:-4].clone()),
+)
+def an_intermediate_changed_in_place(change):
+    def fn(x):
+        y = x * 2
+        change(y)
+        return work(y)
+
+    return loop(fn)
+
+
+@family(before=True, after=False)
+def an_input_that_is_no_leaf_changed_in_place(first):
+    def fn(y):
+        if first:
+            y.mul_(2)
+            return work(y)
+        z = work(y)
+        y.add_(1)
+        return z * 2
+
+    def step(wrap):
+        run = wrap(fn)
+
+        def outer(x):
+            y = x * 3
+            return run(y) + y
+
+        return loop(outer)(lambda f: f)
+
+    return step
+
+
+@program
+def an_input_without_gradient_changed_in_place():
+    scale = torch.ones(16, dtype=torch.double)
+
+    def fn(x, k):
+        k.add_(1)
+        return work(x * k)
+
+    return loop(fn, args=(scale,), state=lambda: scale)
+
+
+@program
+def a_captured_tensor_counted_in_place():
+    k = torch.ones((), dtype=torch.double)
+
+    def fn(x):
+        k.add_(1)
+        return work(x * k.item())
+
+    return reversed_loop(fn, state=lambda: k)
+
+
+@program
+def a_captured_tensor_changed_between():
+    k = torch.ones(16, dtype=torch.double)
+    return loop(lambda x: work(x + k), between=lambda: k.mul_(2), state=lambda: k)
+
+
+@program
+def a_captured_view_changed_by_its_base():
+    base = torch.ones(4, 16, dtype=torch.double)
+    row = base[1]
+
+    def fn(x):
+        base[1, 0] += 1
+        return work(x + row)
+
+    return loop(fn, state=lambda: base)
+
+
+@program
+def a_captured_base_changed_by_its_view():
+    base = torch.ones(16, dtype=torch.double)
+    part = base[:4]
+
+    def fn(x):
+        part.add_(1)
+        return work(x + base)
+
+    return reversed_loop(fn, state=lambda: (base, part))
+
+
+@program
+def an_array_and_its_tensor():
+    held = np.ones(16)
+    k = torch.from_numpy(held)
+
+    def fn(x):
+        held[0] += 1
+        return work(x + k)
+
+    return loop(fn, state=lambda: (held, k))
+
+
+@program
+def an_array_and_its_tensor_changed_between():
+    held = np.ones(16)
+    k = torch.from_numpy(held)
+
+    def between():
+        held[:] = held * 2
+
+    return loop(lambda x: work(x + k), between=between, state=lambda: k)
+
+
+@program
+def a_tensor_and_its_array_in_a_closure():
+    k = torch.ones(16, dtype=torch.double)
+    held = k.numpy()
+
+    def fn(x):
+        held[1] += 1
+        return work(x + torch.from_numpy(held) + k)
+
+    return loop(fn, state=lambda: k)
+
+
+@program
+def a_tensor_of_detached_memory():
+    k = torch.ones(16, dtype=torch.double)
+    shared = k.detach()
+
+    def fn(x):
+        shared.add_(1)
+        return work(x * k)
+
+    return loop(fn, state=lambda: (k, shared))
+
+
+@program
+def a_result_written_into_an_outer_tensor():
+    out = torch.zeros(3, 16, dtype=torch.double)
+    at = [0]
+
+    def fn(x):
+        y = work(x)
+        out[at[0] % 3] = y.detach()
+        at[0] += 1
+        return y.tanh()
+
+    return loop(fn, state=lambda: (out, at))
+
+
+# --- Data, gradients and flags ---
+
+
+@program
+def data_replaced_between():
+    k = torch.ones(16, dtype=torch.double)
+
+    def between():
+        k.data = k.data * 2
+
+    return loop(lambda x: work(x + k), between=between, state=lambda: k)
+
+
+@program
+def data_replaced_by_the_function():
+    k = torch.ones(16, dtype=torch.double)
+
+    def fn(x):
+        k.data = k.data + 1
+        return work(x + k)
+
+    return reversed_loop(fn, state=lambda: k)
+
+
+@program
+def data_of_a_parameter_replaced_and_put_back():
+    w = nn.Parameter(torch.ones(16, dtype=torch.double))
+
+    def fn(x):
+        held = w.data
+        w.data = held * 2
+        y = work(x * w.detach().clone())
+        w.data = held
+        return y
+
+    return loop(fn, state=lambda: w)
+
+
+@program
+def a_parameter_frozen_between():
+    w = leaf(seed=4)
+
+    def between():
+        w.requires_grad_(requires_grad=False)
+
+    return loop(lambda x: work(x * w), between=between, state=lambda: w.grad, count=1)
+
+
+@program
+def a_parameter_frozen_by_the_function():
+    w = leaf(seed=4)
+
+    def fn(x):
+        y = work(x * w)
+        w.requires_grad_(requires_grad=False)
+        return y
+
+    state = lambda: (w.grad, w.requires_grad)
+    return loop(fn, state=state, count=1)
+
+
+@program
+def a_parameter_unfrozen_by_the_function():
+    w = leaf(seed=4).detach()
+
+    def fn(x):
+        w.requires_grad_()
+        return work(x * w)
+
+    return loop(fn, state=lambda: (w.grad, w.requires_grad))
+
+
+@program
+def a_gradient_read_by_the_function():
+    w = leaf(seed=4)
+    w.grad = torch.ones_like(w)
+
+    def fn(x):
+        return work(x * w * w.grad.detach().mean())
+
+    return loop(fn, state=lambda: w.grad, count=1)
+
+
+@program
+def a_gradient_set_to_none_between():
+    w = leaf(seed=4)
+
+    def between():
+        w.grad = None
+
+    return loop(lambda x: work(x * w), between=between, state=lambda: w.grad)
+
+
+@program
+def a_backward_inside():
+    w = leaf(seed=4)
+
+    def fn(x):
+        (w * 2).sin().sum().backward()
+        return work(x * w)
+
+    return loop(fn, state=lambda: w.grad)
+
+
+@program
+def a_backward_of_the_input_inside():
+    def fn(x):
+        x.sin().sum().backward()
+        return work(x)
+
+    return loop(fn)
+
+
+@program
+def an_inner_step_of_sgd():
+    w = torch.ones(16, dtype=torch.double)
+
+    def fn(x):
+        fast = w.clone().requires_grad_()
+        for _ in range(2):
+            (g,) = torch.autograd.grad((work(x.detach() * fast)).sum(), fast)
+            fast = (fast - 0.1 * g).detach().requires_grad_()
+        return work(x * fast.detach())
+
+    return loop(fn)
+
+
+@program
+def an_inner_step_of_sgd_with_its_graph():
+    w = leaf(seed=4)
+
+    def fn(x):
+        fast = w
+        for _ in range(2):
+            loss = work(x * fast, 0.5).sum()
+            (g,) = torch.autograd.grad(loss, fast, create_graph=True)
+            fast = fast - 0.1 * g
+        return work(x * fast, 0.5)
+
+    return loop(fn, state=lambda: w.grad)
+
+
+# --- Modes ---
+
+
+@family(
+    no_grad=torch.no_grad,
+    inference=torch.inference_mode,
+    autocast=lambda: torch.autocast("cpu", torch.bfloat16),
+    anomaly=lambda: torch.autograd.set_detect_anomaly(True),
+    enabled=torch.enable_grad,
+)
+def a_mode_inside(mode):
+    def fn(x):
+        with mode():
+            k = (x.detach().float().reshape(4, 4) @ torch.ones(4, 4)).flatten()
+        return work(x * k.double())
+
+    def step(wrap):
+        return loop(fn)(wrap)
+
+    return step
+
+
+@family(
+    autocast=lambda: torch.autocast("cpu", torch.bfloat16),
+    default_dtype=lambda: DefaultDtype(),
+    enabled=torch.enable_grad,
+)
+def a_mode_around_the_forward(mode):
+    def fn(x):
+        k = torch.ones(4, 4) * 0.5
+        return work((x.float().reshape(4, 4) @ k.float()).flatten() + 0.1)
+
+    def step(wrap):
+        run = wrap(fn)
+
+        def entered(x):
+            with mode():
+                return run(x)
+
+        return loop(entered)(lambda f: f)
+
+    return step
+
+
+class DefaultDtype:
+    def __enter__(self):
+        torch.set_default_dtype(torch.float64)
+
+    def __exit__(self, *_):
+        torch.set_default_dtype(torch.float32)
+
+
+@program
+def the_grad_mode_is_read():
+    def fn(x):
+        return work(x, 2 if torch.is_grad_enabled() else 3)
+
+    return loop(fn)
+
+
+@program
+def a_forward_without_grad_first():
+    state = types.SimpleNamespace(n=0)
+
+    def fn(x):
+        state.n += 1
+        return work(x, state.n)
+
+    def step(wrap):
+        run = wrap(fn)
+        with torch.no_grad():
+            run(leaf())
+        return loop(run, state=lambda: state)(lambda f: f)
+
+    return step
+
+
+@program
+def an_inference_tensor_captured():
+    with torch.inference_mode():
+        k = torch.ones(16, dtype=torch.double) * 3
+
+    return loop(lambda x: work(x + k))
+
+
+@program
+def an_inference_tensor_passed():
+    with torch.inference_mode():
+        k = torch.ones(16, dtype=torch.double) * 3
+
+    return loop(lambda x, k: work(x + k), args=(k,))
+
+
+# --- Graphs ---
+
+
+class Scaled(torch.autograd.Function):
+    """Keeps what it needs as attributes of its context."""
+
+    @staticmethod
+    def forward(ctx, x, k):
+        ran()
+        ctx.k = k
+        ctx.x = x.detach().clone()
+        return (x * k).sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (ctx.x * ctx.k).cos() * ctx.k, None
+
+
+class Saving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ran()
+        y = x.exp()
+        ctx.save_for_backward(x, y)
+        return y * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        again, _ = ctx.saved_tensors
+        return grad * y * (1 + again) + 0 * x
+
+
+@program
+def attributes_of_a_context():
+    k = types.SimpleNamespace(value=1)
+
+    def fn(x):
+        k.value += 1
+        return Scaled.apply(work(x), k.value).tanh()
+
+    return reversed_loop(fn, state=lambda: k)
+
+
+@program
+def saved_tensors_read_twice():
+    return loop(lambda x: Saving.apply(work(x)).tanh())
+
+
+@program
+def a_count_in_a_function_of_autograd():
+    class Counting(torch.autograd.Function):
+        count = 0
+
+        @staticmethod
+        def forward(ctx, x):
+            ran()
+            Counting.count += 1
+            ctx.k = Counting.count
+            ctx.save_for_backward(x)
+            return x * Counting.count
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return grad * ctx.k + 0 * x
+
+    return loop(lambda x: work(Counting.apply(x)), state=lambda: Counting.count)
+
+
+@program
+def a_count_in_a_backward():
+    class Counting(torch.autograd.Function):
+        count = 0
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            Counting.count += 1
+            (x,) = ctx.saved_tensors
+            return grad * x.cos() * Counting.count
+
+    return loop(lambda x: Counting.apply(work(x)), state=lambda: Counting.count)
+
+
+@program
+def a_view_that_is_returned():
+    return loop(lambda x: work(x).view(4, 4).t()[1:])
+
+
+@program
+def the_input_that_is_returned():
+    def fn(x):
+        return x, work(x)
+
+    return loop(fn)
+
+
+@program
+def a_view_of_the_input_that_is_returned():
+    return loop(lambda x: (x[:4], work(x), x.view(4, 4)))
+
+
+@program
+def a_returned_view_changed_in_place():
+    def step(wrap):
+        run = wrap(lambda x: (work(x) * 2).view(4, 4))
+
+        def outer(x):
+            y = run(x)
+            y[0].mul_(3)
+            return y.sin()
+
+        return loop(outer)(lambda f: f)
+
+    return step
+
+
+@program
+def an_output_that_is_not_used():
+    return loop(lambda x: (work(x).sin(), x.cos().exp(), work(x, 3))[0])
+
+
+@program
+def an_output_without_a_gradient():
+    def fn(x):
+        y = work(x)
+        return y, y.detach().argmax()
+
+    def step(wrap):
+        x = leaf()
+        out, i = wrap(fn)(x)
+        back(out)
+        return observed((out, i, x.grad))
+
+    return step
+
+
+@program
+def a_tensor_without_elements():
+    return loop(lambda x: torch.cat([x[:0], work(x)]))
+
+
+@program
+def a_scalar_tensor_and_its_item():
+    def fn(x):
+        k = x.detach().abs().max()
+        return work(x, k.item()) if k > 0 else x
+
+    return loop(fn)
+
+
+@program
+def a_branch_by_a_captured_flag():
+    flags = {"deep": True}
+
+    def fn(x):
+        return work(work(x).tanh()) if flags["deep"] else work(x)
+
+    return loop(fn, between=lambda: flags.update(deep=not flags["deep"]))
+
+
+@program
+def a_complex_tensor():
+    return loop(lambda x: torch.view_as_real(torch.complex(work(x), x).exp()))
+
+
+@program
+def a_sparse_tensor():
+    m = torch.eye(16, dtype=torch.double).to_sparse()
+    return loop(lambda x: work(torch.sparse.mm(m, x[:, None]).flatten()))
+
+
+@program
+def a_quantized_tensor():
+    q = torch.quantize_per_tensor(torch.ones(16), 0.1, 0, torch.qint8)
+    return loop(lambda x: work(x * q.dequantize().double()))
+
+
+@program
+def a_subclass_of_tensor():
+    class Tagged(torch.Tensor):
+        pass
+
+    k = torch.ones(16, dtype=torch.double).as_subclass(Tagged)
+
+    def fn(x):
+        y = k * 2
+        assert isinstance(y, Tagged)
+        return work(x + y.as_subclass(torch.Tensor))
+
+    return loop(fn)
+
+
+@family(once=False, kept=True)
+def a_gradient_by_grad(kept):
+    def fn(x):
+        return work(x).tanh()
+
+    def step(wrap):
+        x = leaf()
+        out = wrap(fn)(x)
+        grads = torch.autograd.grad(out.sum(), x, retain_graph=kept)
+        more = torch.autograd.grad(out.sin().sum(), x) if kept else ()
+        return observed((out, grads, more))
+
+    return step
+
+
+@program
+def a_second_derivative():
+    def step(wrap):
+        x = leaf()
+        out = wrap(work)(x)
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        g.sin().sum().backward()
+        return observed((out, g, x.grad))
+
+    return step
+
+
+@program
+def a_second_derivative_of_state():
+    state = types.SimpleNamespace(n=1)
+
+    def fn(x):
+        state.n += 1
+        return work(x, state.n)
+
+    def step(wrap):
+        x = leaf()
+        out = wrap(fn)(x)
+        state.n = 7
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        state.n = 9
+        g.sin().sum().backward()
+        return observed((out, g, x.grad, state))
+
+    return step
+
+
+@program
+def inputs_of_a_backward():
+    w = leaf(seed=4)
+
+    def step(wrap):
+        x = leaf()
+        out = wrap(lambda x: work(x * w))(x)
+        out.sum().backward(inputs=[w])
+        return observed((out, x.grad, w.grad))
+
+    return step
+
+
+@program
+def batched_gradients():
+    def step(wrap):
+        x = leaf()
+        out = wrap(work)(x)
+        eye = torch.eye(16, dtype=torch.double)
+        (rows,) = torch.autograd.grad(out, x, eye, is_grads_batched=True)
+        return observed((out, rows))
+
+    return step
+
+
+@program
+def a_vmapped_call():
+    k = types.SimpleNamespace(value=2)
+
+    def step(wrap):
+        run = wrap(lambda x: work(x, k.value))
+        return loop(
+            lambda x: torch.vmap(run)(x.view(4, 4)),
+            between=lambda: setattr(k, "value", 3),
+            count=1,
+        )(lambda f: f)
+
+    return step
+
+
+@program
+def a_gradient_checked_numerically():
+    def step(wrap):
+        return torch.autograd.gradcheck(wrap(work), (leaf(4),))
+
+    return step

@@ -1,0 +1,55 @@
+"""What torch's checkpoint gets right, `remat` gets right; else it is right or says no.
+
+The programs and the configurations are those of `support.adversarial`.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+from support.adversarial.configurations import CONFIGURATIONS, OURS
+from support.adversarial.known import read
+from support.adversarial.serving import Server
+from support.adversarial.themes import load
+
+
+PROGRAMS, KNOWN = load(), read()
+
+
+def cases():
+    for name in PROGRAMS:
+        for configuration in OURS:
+            reason = KNOWN.get((name, configuration))
+            marks = () if reason is None else pytest.mark.xfail(reason=reason)
+            case = f"{configuration} {name}"
+            yield pytest.param(name, configuration, marks=marks, id=case)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server() as serving:
+        yield serving
+
+
+@pytest.mark.parametrize(("name", "configuration"), cases())
+def test_no_worse_than_torchs_checkpoint(server, name, configuration):
+    outcome = server.outcome_of(name, configuration)
+    if outcome.kind == "right":
+        # Where all that is saved is small, nothing is left to recompute.
+        is_run_again = outcome.evaluations > 0 or configuration == "small"
+        assert is_run_again == PROGRAMS[name].recomputes or configuration == "small"
+        return
+    assert outcome.kind == "refused", outcome.message
+    assert "remat" in outcome.message
+    torchs = server.outcome_of(name, "torch")
+    assert torchs.kind != "right", f"only remat refuses this: {outcome.message}"
+
+
+def test_what_is_known_is_there():
+    assert {name for name, _ in KNOWN} <= PROGRAMS.keys()
+
+
+@pytest.mark.parametrize("configuration", [*CONFIGURATIONS])
+def test_a_crash_is_one_outcome(server, configuration):
+    assert server.outcome_of("no such program", configuration).kind == "crashed"
+    name = next(iter(PROGRAMS))
+    assert server.outcome_of(name, "plain") == ("right", "", 0)
