@@ -38,8 +38,9 @@ SLOW := transform/test_traced_% transform/test_every_transform.py transform/test
 	chain/test_counts.py chain/test_long_loops.py chain/test_programs.py \
 	chain/test_transforms.py fit/test_fake_replays.py fit/test_fit.py fit/test_simulated.py \
 	offload/test_offload_files.py offload/test_offload_ranks.py partial/test_pruning_zoo.py \
-	partial/test_pruning_draws.py partial/test_pruning_properties.py report/test_compare.py report/test_sources.py \
-	whole/%
+	partial/test_pruning_draws.py partial/test_pruning_properties.py \
+	partial/test_pruning_safety.py partial/test_pruning_state.py \
+	report/test_compare.py report/test_sources.py whole/%
 QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py)) \
 	tests/whole/test_docs_state.py tests/whole/test_rooms.py
 
