@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from remat._base.types import INERT, TENSORS
+from remat._capture.kinds import COPIED_ITERATORS
 from remat._live.holders import FUNCTIONS, MISSING, Kind, dict_of
 from remat._live.kinds import is_opaque
 from remat._live.layout import Layout, Taken
@@ -71,7 +72,7 @@ class _Keeper:
     def keep(self, value: Any, place: Place) -> Any:
         """Return what is held of a value that was found at a place."""
         kind = type(value)
-        if kind in _OF_CLASSES:
+        if kind in _OF_CLASSES or kind in COPIED_ITERATORS:
             return Ref(value)
         if kind in INERT or value is MISSING:
             return value

@@ -245,13 +245,13 @@ class Building:
         if key in self._made:
             return self._made[key]
         kind: Any = box.ref.kind()
+        found = self._container(box.ref)
+        if found is not None:
+            return found
         if box.how.frozen:
             items = [self.value(item) for item in box.items]
             made = self._made[key] = box.how.new(kind, items, None)
             return made
-        found = self._container(box.ref)
-        if found is not None:
-            return found
         made = self._made[key] = box.how.new(kind, (), box.ref.limit)
         keys = [self.value(item) for item in box.keys]
         box.how.write(made, keys, [self.value(item) for item in box.items])

@@ -12,7 +12,9 @@ import contextlib
 import functools
 import itertools
 import operator
+import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -308,6 +310,8 @@ _READERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     staticmethod: lambda value: (value.__func__,),
     classmethod: lambda value: (value.__func__,),
     types.MappingProxyType: lambda value: (mapping_of(value),),
+    weakref.KeyedRef: lambda ref: (ref(), ref.__callback__, ref.key),
+    weakref.ref: lambda ref: (ref(), ref.__callback__),
 }
 PARTS = (*_READERS,)
 
@@ -320,6 +324,8 @@ def _made_of(kind: Any, values: Sequence[Any]) -> Any:
     if kind in (types.BuiltinFunctionType, types.MethodWrapperType):
         name, owner = values
         return getattr(owner, name)
+    if issubclass(kind, weakref.ref) and values[0] is None:  # it was dead then, too
+        return weakref.ref(type("Gone", (), {})())
     return kind(*values)
 
 
@@ -335,6 +341,8 @@ def is_variable(value: Any) -> bool:
 
 def dict_of(value: Any) -> dict[str, Any] | None:
     """Return the dict of an object; None if it has none, or pretends not to."""
+    if issubclass(type(value), threading.local):
+        return value.__dict__  # of this thread
     with contextlib.suppress(Exception):
         return object.__getattribute__(value, "__dict__")
     return None

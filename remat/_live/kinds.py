@@ -3,7 +3,7 @@
 Invariant: each answer but those about one value depends on the class alone.
 """
 
-import enum
+import threading
 import types
 import weakref
 from contextvars import ContextVar
@@ -66,11 +66,15 @@ def is_used_as_it_is(value: Any, kind: type) -> bool:
     """Say whether a value is neither read nor put back."""
     if is_rematerialized(kind):
         return False
-    if issubclass(kind, (types.ModuleType, weakref.ref, enum.Enum)):
+    if issubclass(kind, (types.ModuleType, weakref.ref)):
         return True
-    if is_left_alone(kind) and not issubclass(kind, _WEAK):
+    if is_left_alone(kind) and not issubclass(kind, _SEARCHED):
         return True
     return dict_of(value) is None and not slots_of(kind)
 
 
-_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+# Classes of the standard library whose instances hold what users put there.
+_SEARCHED = (
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+    threading.local,
+)

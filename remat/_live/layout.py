@@ -53,13 +53,14 @@ class MovedError(Exception):
 class Owners:
     """The owners of a layout, at one moment; None for one that is gone."""
 
-    __slots__ = ("classes", "functions", "objects", "slotted")
+    __slots__ = ("classes", "functions", "objects", "slotted", "spaces")
 
     def __init__(self, layout: "Layout") -> None:
         self.objects: list[Any] = [ref() for ref in layout.objects]
         self.functions: list[Any] = [ref() for ref in layout.functions]
         self.classes: list[Any] = [ref() for ref in layout.classes]
         self.slotted: list[Any] = [ref() for ref in layout.slotted]
+        self.spaces: list[Any] = [ref() for ref, _ in layout.spaces]
 
     def kinds(self) -> Iterable[type]:
         """Return the classes of objects, and those of objects with slots."""
@@ -76,6 +77,7 @@ class Layout:
         slotted: those to objects with slots.
         variables: context variables.
         scopes: functions, by index, and names of globals that code refers to.
+        spaces: weak references to the user's Python modules, and names of theirs.
         levels: for each level but the first, kinds of holders and the places of these.
         linked: weak references to modules reached, which have layouts of their own.
         special: the places, by level and position, of iterators, of buffers of numbers
@@ -92,10 +94,19 @@ class Layout:
     """
 
     __slots__ = (
-        *("_cells", "_hooks", "_vacant", "births", "cells", "classes", "compiled"),
+        *(
+            "_cells",
+            "_hooks",
+            "_names",
+            "_vacant",
+            "births",
+            "cells",
+            "classes",
+            "compiled",
+        ),
         *("functions", "handles_states", "is_lazy", "last", "levels", "linked"),
-        *("objects", "odd", "scopes", "signature", "slotted", "special", "streams"),
-        "variables",
+        *("objects", "odd", "scopes", "signature", "slotted", "spaces", "special"),
+        *("streams", "variables"),
     )
 
     def __init__(self, walk: Walk) -> None:
@@ -111,6 +122,8 @@ class Layout:
         self.births = [[*map(id, values)] for values in owners]
         self.cells = [[*map(id, fn.__closure__ or ())] for fn in walk.functions]
         self.variables, self.scopes = walk.variables, walk.scopes
+        self.spaces = [(weakref.ref(m), tuple(names)) for m, names in walk.spaces]
+        self._names = [names for _, names in self.spaces]
         self._cells = [i for i, fn in enumerate(walk.functions) if fn.__closure__]
         self._vacant, self._hooks = walk.vacant, hooks_so_far()
         self.streams = [*walk.streams.streams.values()]
@@ -139,7 +152,13 @@ class Layout:
                 (CELLS, [*itertools.chain.from_iterable(closures)]),
                 (
                     SCOPES,
-                    [(functions[i].__globals__, names) for i, names in self.scopes],
+                    [
+                        *(
+                            (functions[i].__globals__, names)
+                            for i, names in self.scopes
+                        ),
+                        *zip(map(_dict_of, owners.spaces), self._names, strict=True),
+                    ],
                 ),
                 (FUNCTIONS, functions),
                 (CLASSES, owners.classes),

@@ -57,8 +57,15 @@ def _copy_of(value: Any) -> Any:
 
 
 def _spent(name: str) -> Iterator[None]:
+    """Return what raises an error when it is read, or when a value is sent to it."""
+    spent = _raising(name)
+    next(spent)
+    return spent
+
+
+def _raising(name: str) -> Iterator[None]:
+    yield
     raise RecomputeError(_SPENT.format(name=name))
-    yield  # a generator, then
 
 
 class Large:

@@ -5,7 +5,6 @@ ends: no other value gets the identity of one.
 Rejected: recursion. A linked list may be longer than Python's stack.
 """
 
-import enum
 import itertools
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from remat._base.code import known_code
+from remat._base.code import is_library, known_code
 from remat._base.types import INERT, TENSORS
 from remat._capture.kinds import (
     COPIED_ITERATORS,
@@ -82,13 +81,19 @@ class Walk:
         self.seen: dict[int, Any] = {}
         self.kinds: dict[int, tuple[Kind, ...]] = {}  # of holders that no owner is
         self.special: set[int] = set()
+        # For each of the user's Python modules, the names that code refers to.
+        self.spaces: list[tuple[types.ModuleType, dict[str, None]]] = []
         self.is_lazy = False
         self.streams = StreamSearch()
+        self._class_ids: set[int] = set()
+        self._attributes: set[str] = set()
         self._todo: deque[Any] = deque()
         self._is_module = isinstance(root, nn.Module)
         self._reach(root, is_own=True)
         while self._todo:
             self._reach(self._todo.popleft())
+            if not self._todo:
+                self._reach_attributes_of_spaces()
 
     @property
     def scopes(self) -> list[tuple[int, tuple[str, ...]]]:
@@ -142,8 +147,18 @@ class Walk:
             self._todo += CELLS.values([value])
         elif is_used_as_it_is(value, kind):
             self.streams.walk(value)
+            if kind is types.ModuleType and not is_library(vars(value)):
+                self.spaces.append((value, {}))
         else:
             self._reach_object(value, kind)
+
+    def _reach_attributes_of_spaces(self) -> None:
+        """Walk what code may read of the user's modules, as `settings.scale`."""
+        for module, names in self.spaces:
+            held = vars(module)
+            new = [n for n in held if n in self._attributes and n not in names]
+            names.update(dict.fromkeys(new))
+            self._todo += map(held.__getitem__, new)
 
     def _reach_iterator(self, value: Any) -> None:
         search = StreamSearch()
@@ -180,6 +195,8 @@ class Walk:
         scope, own = fn.__globals__, (*known.open, *known.names.stored)
         # What is settled leads nowhere, but its name may be given to something else.
         names = dict.fromkeys((*own, *(n for n in known.settled if n in scope)))
+        if not is_library(scope):
+            self._attributes |= names_in(fn.__code__)
         if names:
             first = len(self.functions) - 1
             self.names.setdefault(id(scope), (first, {}))[1].update(names)
@@ -188,8 +205,10 @@ class Walk:
     def _reach_class(self, cls: type) -> None:
         for i in user_bases(cls):
             base = cls.__mro__[i]
-            if issubclass(base, enum.Enum) or base in self.classes:
+            if id(base) in self._class_ids:
                 continue
+            self._class_ids.add(id(base))
+            self._reach_class(type(base))
             self.seen[id(base)] = base
             self.classes.append(base)
             held = base.__dict__
@@ -259,6 +278,12 @@ class Walk:
     def _hold_registry(self, registry: Any) -> None:
         base = OrderedDict if isinstance(registry, OrderedDict) else dict
         self._hold(registry, CONTAINERS[base])
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Return the names of variables and attributes in code, and in what is nested."""
+    nested = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return {*code.co_names}.union(*map(names_in, nested))
 
 
 def _is_plain(items: Iterable[Any]) -> bool:

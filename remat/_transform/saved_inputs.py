@@ -206,7 +206,9 @@ class SavedInputs:
         t = self._refs[i]()
         if t is None or type(self.values[i]) in _NOT_OURS or t.is_leaf == self.nodes[i]:
             return None
-        return t if i not in self.copied or _can_be_put_back(t) else None
+        if i in self.copied:
+            return t if _can_be_put_back(t) else None
+        return t if _is_where_it_was(t, self.values[i]) else None
 
     def put_back(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Return a context in which copied inputs hold what they held at the call.
@@ -293,6 +295,16 @@ class PutBack:
         with unseen():
             for tensor, value in zip(self._tensors, values, strict=True):
                 tensor.data.copy_(value)
+
+
+def _is_where_it_was(tensor: Tensor, value: Tensor) -> bool:
+    """Say whether a tensor was given no other memory, as by assigning to `.data`."""
+    if type(tensor) is not Tensor:
+        return True
+    try:
+        return tensor.data_ptr() == value.data_ptr()
+    except RuntimeError:  # it has no memory, or none that can be asked for
+        return True
 
 
 def _can_be_put_back(tensor: Tensor) -> bool:

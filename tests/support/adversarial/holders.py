@@ -500,6 +500,12 @@ def of_an_enum():
     return by_attribute(Kind.ONE)
 
 
+def of_a_python_module():
+    settings = types.ModuleType("settings")
+    settings.n = 1
+    return lambda: settings.n, lambda v: setattr(settings, "n", v), lambda: settings.n
+
+
 def of_a_thread():
     local = threading.local()
     local.n = 1
@@ -557,7 +563,7 @@ OBJECTS = {
     "weak reference": behind_a_weak_reference,
     "enum": of_an_enum,
     "thread local": of_a_thread,
-    "Python module": of(lambda: types.ModuleType("settings"), n=1),
+    "Python module": of_a_python_module,
     "object that is replaced": in_an_object_that_is_replaced,
     "linked objects": in_the_last_of_linked_objects,
     "method bound late": in_a_method_bound_late,
