@@ -10,7 +10,6 @@ user's objects, and a `Run`, which makes them again around other tensors.
     nodes, containers, callables, modules, objects
                             each kind of value, and how it is made again
     stream_search           random streams in what is not made again
-    trees, fingerprint      what a search found in a module, remembered until it changes
     snapshot, restore       a call as it was, and the run that puts it back
     registered              values that only their class can take apart
     structure               where the tensors of a result are

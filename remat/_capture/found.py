@@ -5,7 +5,7 @@ Rejected: one list for the arguments and one for the function. A tensor may be i
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -68,27 +68,6 @@ class Found:
         elif registered and not value.requires_grad:
             self.buffers[index] = True
         return index
-
-    def indices_of(
-        self,
-        values: Sequence[Tensor],
-        origins: Sequence[Path],
-        registered: Sequence[bool],
-    ) -> Sequence[int]:
-        """Return the indices of many tensors, no two of them the same."""
-        first, ids = len(self.tensors), [*map(id, values)]
-        if not self._index.keys().isdisjoint(ids):
-            each = zip(values, origins, registered, strict=True)
-            return [self.index_of(t, o, registered=buffer) for t, o, buffer in each]
-        indices = range(first, first + len(ids))
-        self._index.update(zip(ids, indices, strict=True))
-        self.tensors += values
-        self.origins += origins
-        if not all(map(_requires_grad, values)):
-            for i, t, buffer in zip(indices, values, registered, strict=True):
-                if not t.requires_grad and (buffer or not self.in_arguments):
-                    self.buffers[i] = buffer
-        return indices
 
     # --- What tells calls apart ---
 

@@ -67,7 +67,7 @@ class Forward(Run):
         found: Sequence[Tensor],
         originals: dict[int, Any],
     ) -> None:
-        super().__init__(tensors, "live")
+        super().__init__(tensors)
         self._found, self._originals = found, originals
         self._made: list[tuple[Composite, Any]] = []
         self._noted: list[_Noted] = []

@@ -1,4 +1,4 @@
-"""What a walk does at a module: what is registered in it, and what is remembered of it.
+"""What a walk does at a module, and at what is registered in it.
 
 Invariant: as of `visits`. Hooks are not walked: they may lead to the whole model.
 Rejected: a module as an object like others. Its dictionaries are copied in one piece.
@@ -15,21 +15,16 @@ from remat._capture.kinds import is_sharded, is_view
 from remat._capture.modules import ModuleNode, ViewNode
 from remat._capture.nodes import Node
 from remat._capture.paths import Path
-from remat._capture.trees import IS_ON, Tree, TreeNode, tree_of
 from remat._capture.visits import look_at_class
 from remat._capture.walk import Walk
 
 
 def visit_module(walk: Walk, module: nn.Module, path: Path) -> Node | None:
-    """Take what is remembered of a module, or walk it."""
+    """Walk a module."""
     if issubclass(type(module), torch.jit.ScriptModule):
         return _visit_script_module(walk, module, path)
     if is_view(type(module)):
         return _visit_view(walk, module, path)
-    if IS_ON and walk.shallow and not (walk.is_compiled or walk.is_sharded):
-        tree = tree_of(module, type(walk))
-        if tree is not None and not any(_refers(walk, ref) for ref in tree.functions):
-            return _take_over(walk, module, tree, path)
     return _walk_module(walk, module, path)
 
 
@@ -81,25 +76,6 @@ def _indices(
         where = path, f".{name}"
         indices[name] = found.index_of(value, where, registered=is_buffer)
     return indices
-
-
-def _refers(walk: Walk, ref: Any) -> bool:
-    """Say whether a function refers to something by now."""
-    return walk.visit(ref(), None) is not None
-
-
-def _take_over(walk: Walk, module: nn.Module, tree: Tree, path: Path) -> Node:
-    """Take what was found in a module before."""
-    found = walk.found
-    found.is_contained = False
-    found.code += tree.code
-    for kind in tree.kinds:
-        found.stream_search.look_at_class(kind)
-    tensors: list[Any] = [ref() for ref in tree.tensors]
-    origins = [(path, text) for text in tree.texts]
-    node = TreeNode(tree, found.indices_of(tensors, origins, tree.registered))
-    walk.remember(module, node)
-    return node
 
 
 def _visit_script_module(walk: Walk, module: Any, path: Path) -> None:

@@ -38,9 +38,6 @@ class Building(Protocol):
     def make_object(self, node: "ObjectNode") -> Any:
         """Return an object that holds what it held."""
 
-    def make_tree(self, node: Any) -> Any:
-        """Return a module that is remembered."""
-
     def make_view(self, node: Any) -> Any:
         """Return a view of a module."""
 

@@ -13,13 +13,11 @@ If two did it at once, objects would be left as a recompute had set them.
 Rejected: making all objects anew always. A table with weak keys does not know a copy.
 """
 
-import operator
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
-from typing_extensions import override
 
 from remat._base.code import VIEWED, class_without_us
 from remat._base.context import empty, here
@@ -28,14 +26,12 @@ from remat._capture.callables import CellNode
 from remat._capture.modules import ViewNode
 from remat._capture.nodes import Composite, ObjectNode
 from remat._capture.objects import (
-    assign_attributes,
     exchange_attributes,
     exchange_dict,
     replica_of,
     set_attributes,
     slots_in,
 )
-from remat._capture.trees import Tree, TreeNode
 
 
 _EXCHANGING = threading.RLock()
@@ -55,8 +51,6 @@ class Run:
 
     Args:
         tensors: what stands for the tensors found.
-        anew: which objects are made anew: those that lead to a tensor, all, or none but
-            those that are gone.
 
     Attributes:
         is_recompute: whether it is a recompute.
@@ -65,37 +59,29 @@ class Run:
     is_recompute = True
 
     __slots__ = (
-        *("_anew", "_cells", "_holds_lock", "_trees", "_undo", "_views", "built"),
+        *("_all_anew", "_cells", "_holds_lock", "_undo", "_views", "built"),
         "tensors",
     )
 
-    def __init__(
-        self, tensors: Sequence[Tensor], anew: Literal["live", "all", "none"]
-    ) -> None:
-        self.tensors, self._anew = tensors, anew
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors, self._all_anew = tensors, False
         self.built: dict[int, Any] = {}
         self._undo: _Undo = []
         self._cells: list[Any] = []
         self._holds_lock = False
-        self._trees: list[tuple[Tree, _Undo]] = []
         self._views: list[_View] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Before the others: a tree may hold what was exchanged, as the run left it.
-        for tree, undo in self._trees:
-            _undo(undo)
-            if not tree.fingerprint.holds():
-                tree.node.build(_ForGood(self, tree))
         _undo(self._undo)
         for was in reversed(self._views):
             exchange_dict(was.view, was.attributes)
             set_attributes(was.view, was.slots)
         if self._holds_lock:
             _EXCHANGING.release()
-        later = here().cells if self._anew == "live" and self.is_recompute else None
+        later = here().cells if self.is_recompute else None
         if later is None:
             empty(self._cells)
         else:
@@ -144,103 +130,14 @@ class Run:
         self.built[node.identity] = view
         return view
 
-    def make_tree(self, node: TreeNode) -> Any:
-        """Return a module: the user's, if it is as it was."""
-        tree, tensors = node.tree, [*map(self.tensors.__getitem__, node.indices)]
-        module = tree.module()
-        if module is None or self._makes_anew(node.live):
-            return tree.node.build(_Part(self, tensors))
-        owners = _owners_of_others(tree, tensors)
-        can_stay = all(isinstance(owner, ObjectNode) for owner in owners)
-        if not can_stay or not self._is_as_it_was(tree):
-            return tree.node.build(_Part(self, tensors))
-        undo: _Undo = []
-        self._trees.append((tree, undo))
-        if owners:
-            part = _Part(self, tensors, [*map(id, owners)], undo)
-            for owner in owners:
-                owner.build(part)
-        return module
-
-    def _is_as_it_was(self, tree: Tree) -> bool:
-        """Say whether what a tree leads to is as it was, and stands for itself."""
-        containers, built = tree.fingerprint.containers(), self.built
-        if containers is None:
-            return False
-        ids = [*map(id, containers)]
-        if not all(map(operator.is_, map(built.get, ids, containers), containers)):
-            return False
-        built.update(zip(ids, containers, strict=True))
-        return True
-
     def _makes_anew(self, is_live: bool) -> bool:
-        if self._anew == "all" or (self._anew == "live" and is_live):
+        if self._all_anew or is_live:
             return True
         if not self._holds_lock:
             self._holds_lock = _EXCHANGING.acquire(blocking=False)
             if not self._holds_lock:
-                self._anew = "all"
+                self._all_anew = True
         return not self._holds_lock
-
-
-class _Part(Run):
-    """A part of a run, for one tree. The nodes of a tree count its tensors alone.
-
-    Args:
-        run: the whole.
-        tensors: the run's, in the order of the tree.
-        only: the identities of the nodes whose objects are exchanged; None for all.
-        undo: takes on what objects held before; None for that of the run.
-    """
-
-    __slots__ = ("_only", "_run")
-
-    def __init__(
-        self,
-        run: Run,
-        tensors: Sequence[Any],
-        only: Sequence[int] | None = None,
-        undo: _Undo | None = None,
-    ) -> None:
-        self.tensors, self._only, self._run = tensors, only, run
-        self.built, self._cells, self._views = run.built, run._cells, run._views
-        self._undo = run._undo if undo is None else undo
-
-    @override
-    def _makes_anew(self, is_live: bool) -> bool:
-        return self._run._makes_anew(is_live)  # which releases the lock
-
-    @override
-    def make_object(self, node: ObjectNode) -> Any:
-        if self._only is not None and id(node) not in self._only:
-            return node.ref()
-        return super().make_object(node)
-
-
-class _ForGood(_Part):
-    """Puts a tree back to what it was at the call.
-
-    The tree was the same when the run began, so this is not undone.
-    """
-
-    __slots__ = ()
-
-    def __init__(self, run: Run, tree: Tree) -> None:
-        super().__init__(run, [ref() for ref in tree.tensors])
-        self.built = {}
-
-    @override
-    def _set_back(self, value: Any, contents: dict[str, Any]) -> None:
-        assign_attributes(value, contents)
-
-
-def _owners_of_others(tree: Tree, tensors: Sequence[Any]) -> list[Any]:
-    """Return the nodes of a tree that are to hold other tensors than were found."""
-    same = [*map(operator.is_, tensors, map(operator.call, tree.tensors))]
-    if False not in same:
-        return []
-    others = [i for i, is_same in enumerate(same) if not is_same]
-    return [owner for i in others for owner in tree.owners[i]]
 
 
 def _check_class(then: type, now: type) -> None:

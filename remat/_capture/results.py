@@ -141,10 +141,6 @@ class _Filling:
         """Not asked: objects are not made again."""
         raise NotImplementedError
 
-    def make_tree(self, node: Any) -> Any:
-        """Not asked: a walk over a result remembers no module."""
-        raise NotImplementedError
-
     def make_view(self, node: Any) -> Any:
         """Not asked: a view in a result stays as it is."""
         raise NotImplementedError

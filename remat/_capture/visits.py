@@ -14,7 +14,7 @@ from torch import Tensor
 
 from remat._base.code import known_code
 from remat._base.pytree import REGISTERED, Registered
-from remat._base.types import INERT, TENSORS
+from remat._base.types import INERT
 from remat._capture.callables import (
     CellNode,
     FunctionNode,
@@ -68,7 +68,7 @@ def visit_as_it_is(walk: Walk, value: Any, path: Path) -> None:
 
 def visit_sequence(walk: Walk, value: Any, path: Path) -> Node | None:
     """Walk the items of a list, tuple, set, frozenset or deque."""
-    if _is_compared(value, shallow=walk.shallow):
+    if _is_compared(value):
         return _visit_large(walk, value, path)
     found = walk.found
     is_fixed = isinstance(value, (tuple, frozenset))
@@ -88,7 +88,7 @@ def visit_sequence(walk: Walk, value: Any, path: Path) -> Node | None:
 
 def visit_dict(walk: Walk, value: Any, path: Path) -> Node:
     """Walk the keys and the items of a dict."""
-    if _is_compared(value, shallow=walk.shallow):
+    if _is_compared(value):
         return _visit_large(walk, value, path)
     node = DictNode(value)
     walk.remember(value, node)
@@ -113,17 +113,12 @@ def _walk_items(
                 node.hold_item(i, child)
 
 
-def _is_compared(value: Any, *, shallow: bool) -> bool:
+def _is_compared(value: Any) -> bool:
     """Say whether a container is compared, and not copied."""
     if len(value) <= _LARGE:
         return False
     items = value.values() if isinstance(value, dict) else value
-    kinds = {*map(type, value), *map(type, items)} - INERT
-    if not kinds or not shallow:
-        return not kinds
-    return kinds <= TENSORS and not any(
-        isinstance(v, Tensor) and v.requires_grad for v in items
-    )
+    return INERT.issuperset({*map(type, value), *map(type, items)})
 
 
 def _visit_large(walk: Walk, value: Any, path: Path) -> Node:

@@ -18,21 +18,16 @@ from remat._capture.paths import Path
 class Walk:
     """One walk.
 
-    Args:
-        shallow: whether tensors that require no grad are used as they are where a
-            container has very many of them, and modules are taken from what is known.
-
     Attributes:
         found: what was found, besides nodes.
-        shallow: see above.
         is_compiled: whether the walk is inside of compiled code.
         is_sharded: whether it is inside of a module whose parameters FSDP exchanges.
     """
 
-    __slots__ = ("_nodes", "found", "is_compiled", "is_sharded", "shallow")
+    __slots__ = ("_nodes", "found", "is_compiled", "is_sharded")
 
-    def __init__(self, *, shallow: bool = False) -> None:
-        self.found, self.shallow = Found(), shallow
+    def __init__(self) -> None:
+        self.found = Found()
         self.is_compiled = self.is_sharded = False
         self._nodes: dict[int, tuple[Any, Node | None]] = {}
 

@@ -24,8 +24,8 @@ from remat._base.context import here
 from remat._base.errors import MutationError
 from remat._base.tensors import describe
 from remat._base.tracebacks import hide_frames
-from remat._capture.snapshot import Snapshot
 from remat._graph.residual import Offloaded, ReadOnce, Residual
+from remat._live.reach import Origin
 from remat._torch import keeps_graph, leave_hooks_on, top_hooks, viewed
 
 
@@ -80,7 +80,7 @@ class VersionedTensor:
     __slots__ = ("index", "snapshot", "tensor", "version")
 
     def __init__(
-        self, tensor: Tensor, version: int | None, snapshot: Snapshot, index: int | None
+        self, tensor: Tensor, version: int | None, snapshot: Origin, index: int | None
     ) -> None:
         self.tensor, self.version = tensor, version
         self.snapshot, self.index = snapshot, index

@@ -83,6 +83,8 @@ class _Keeper:
             return At(number)
         if _is_number(value, kind) or is_opaque(value, kind):
             return value
+        if place[2] and issubclass(kind, weakref.ref):
+            return value  # a key of a weak dictionary, which its entry goes with
         return Ref(value)
 
     def keep_all(self, k: int, values: Sequence[Any], *, as_keys: bool) -> list[Any]:

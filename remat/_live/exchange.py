@@ -70,8 +70,9 @@ class Exchange:
         """Write the holders of a level; return what they hold then."""
         spans = [*self._contents.spans(k)]
         found = [_read(span.kind, groups[span.group][span.number]) for span in spans]
-        for _, _, now in found:
+        for _, now_keys, now in found:
             self._alive.update(zip(map(id, now), now, strict=True))
+            self._alive.update(zip(map(id, now_keys), now_keys, strict=True))
         values: list[Any] = []
         for span, (holder, now_keys, now) in zip(spans, found, strict=True):
             then, keys = self._then(k, span, now), self._keys(k, span)

@@ -27,11 +27,10 @@ from remat._capture.stream_search import (
     has_user_code,
     is_stream,
 )
-from remat._live.containers import FACTORIES, container_kind
+from remat._live.containers import FACTORIES, OWNED, container_kind
 from remat._live.contents import At, Ref
 from remat._live.holders import PART, PARTS, SLOTS, Kind, dict_of, names_of
 from remat._live.kinds import is_of_library, is_used_as_it_is
-from remat._live.walk import UnsupportedError
 
 
 class Copied:
@@ -66,7 +65,7 @@ class Box:
 def _attributes_of(value: Any, how: Kind) -> dict[str, Any]:
     if how is PART or how is SLOTS:
         return {}
-    held = {**(dict_of(value) or {})}
+    held = {} if how is OWNED else {**(dict_of(value) or {})}
     held |= zip(names_of(type(value)), SLOTS.values([value]), strict=True)
     if issubclass(type(value), defaultdict):
         held["default_factory"] = value.default_factory
@@ -141,7 +140,7 @@ class Given:
             return value
         if dict_of(value) is None and slots_of(kind):
             return self._box(value, SLOTS)
-        raise UnsupportedError(kind.__qualname__)
+        return self._box(value, OWNED)
 
     def _box(self, value: Any, how: Kind) -> Box:
         kind = type(value)

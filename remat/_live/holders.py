@@ -273,6 +273,20 @@ _VARIABLE = (
 )
 
 
+class Scripted(Kind):
+    """Modules of TorchScript, of which only the parameters are known."""
+
+    frozen = True
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return flatten(module.parameters() for module in holders)
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return [len([*module.parameters()]) for module in holders]
+
+
 class Parts(Kind):
     """What can be called or read through, and never changes: partials, methods."""
 
@@ -331,7 +345,7 @@ def _made_of(kind: Any, values: Sequence[Any]) -> Any:
 
 CELLS, SCOPES, FUNCTIONS = Cells(), Scopes(), Functions()
 CLASSES, SLOTS, VARIABLES = Classes(), Slots(), Variables()
-PART = Parts()
+PART, SCRIPTED = Parts(), Scripted()
 
 
 def is_variable(value: Any) -> bool:

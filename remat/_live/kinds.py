@@ -21,6 +21,7 @@ from remat._capture.kinds import (
 )
 from remat._capture.objects import slots_of
 from remat._capture.stream_search import (
+    is_scripted,
     is_stream,
 )
 from remat._live.containers import container_kind
@@ -66,7 +67,7 @@ def is_used_as_it_is(value: Any, kind: type) -> bool:
     """Say whether a value is neither read nor put back."""
     if is_rematerialized(kind):
         return False
-    if issubclass(kind, (types.ModuleType, weakref.ref)):
+    if issubclass(kind, (types.ModuleType, weakref.ref)) or is_scripted(kind):
         return True
     if is_left_alone(kind) and not issubclass(kind, _SEARCHED):
         return True

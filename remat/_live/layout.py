@@ -29,6 +29,7 @@ from remat._live.holders import (
     CLASSES,
     FUNCTIONS,
     SCOPES,
+    SCRIPTED,
     SLOTS,
     VARIABLES,
     Kind,
@@ -37,7 +38,7 @@ from remat._live.holders import (
 from remat._live.kinds import (
     can_be_revived,
 )
-from remat._live.walk import UnsupportedError, Walk
+from remat._live.walk import Walk
 
 
 Group = tuple[Kind, list[Any]]
@@ -53,14 +54,15 @@ class MovedError(Exception):
 class Owners:
     """The owners of a layout, at one moment; None for one that is gone."""
 
-    __slots__ = ("classes", "functions", "objects", "slotted", "spaces")
+    __slots__ = ("classes", "functions", "objects", "scripted", "slotted", "spaces")
 
     def __init__(self, layout: "Layout") -> None:
         self.objects: list[Any] = [ref() for ref in layout.objects]
         self.functions: list[Any] = [ref() for ref in layout.functions]
         self.classes: list[Any] = [ref() for ref in layout.classes]
         self.slotted: list[Any] = [ref() for ref in layout.slotted]
-        self.spaces: list[Any] = [ref() for ref, _ in layout.spaces]
+        self.spaces: list[Any] = [ref() for ref in layout.spaces]
+        self.scripted: list[Any] = [ref() for ref in layout.scripted]
 
     def kinds(self) -> Iterable[type]:
         """Return the classes of objects, and those of objects with slots."""
@@ -76,8 +78,9 @@ class Layout:
         classes: those to classes of the user's.
         slotted: those to objects with slots.
         variables: context variables.
-        scopes: functions, by index, and names of globals that code refers to.
-        spaces: weak references to the user's Python modules, and names of theirs.
+        scopes: functions, by index, one for each namespace of globals.
+        spaces: those to the user's Python modules.
+        scripted: those to modules of TorchScript.
         levels: for each level but the first, kinds of holders and the places of these.
         linked: weak references to modules reached, which have layouts of their own.
         special: the places, by level and position, of iterators, of buffers of numbers
@@ -105,25 +108,25 @@ class Layout:
             "compiled",
         ),
         *("functions", "handles_states", "is_lazy", "last", "levels", "linked"),
-        *("objects", "odd", "scopes", "signature", "slotted", "spaces", "special"),
-        *("streams", "variables"),
+        *("objects", "odd", "scopes", "scripted", "signature", "slotted"),
+        *("spaces", "special", "streams", "variables"),
     )
 
     def __init__(self, walk: Walk) -> None:
-        try:
-            self.objects = [*map(weakref.ref, walk.objects)]
-            self.functions = [*map(weakref.ref, walk.functions)]
-            self.classes = [*map(weakref.ref, walk.classes)]
-            self.slotted = [*map(weakref.ref, walk.slotted)]
-            self.linked = [*map(weakref.ref, walk.linked)]
-        except TypeError as error:
-            raise UnsupportedError(str(error)) from error
+        self.objects = [*map(weakref.ref, walk.objects)]
+        self.functions = [*map(weakref.ref, walk.functions)]
+        self.classes = [*map(weakref.ref, walk.classes)]
+        self.slotted = [*map(weakref.ref, walk.slotted)]
+        self.scripted = [*map(weakref.ref, walk.scripted)]
+        self.linked = [*map(weakref.ref, walk.linked)]
         owners = walk.objects, walk.functions, walk.slotted
         self.births = [[*map(id, values)] for values in owners]
         self.cells = [[*map(id, fn.__closure__ or ())] for fn in walk.functions]
-        self.variables, self.scopes = walk.variables, walk.scopes
-        self.spaces = [(weakref.ref(m), tuple(names)) for m, names in walk.spaces]
-        self._names = [names for _, names in self.spaces]
+        self.variables = walk.variables
+        self.scopes = [i for i, _ in walk.names.values()]
+        self.spaces = [weakref.ref(module) for module, _ in walk.spaces]
+        names = (*walk.names.values(), *walk.spaces)
+        self._names = [tuple(each) for _, each in names]
         self._cells = [i for i, fn in enumerate(walk.functions) if fn.__closure__]
         self._vacant, self._hooks = walk.vacant, hooks_so_far()
         self.streams = [*walk.streams.streams.values()]
@@ -147,23 +150,17 @@ class Layout:
         functions = owners.functions
         try:
             closures = map(_closure_of, map(functions.__getitem__, self._cells))
+            readers = map(functions.__getitem__, self.scopes)
+            globals_of, spaces = map(_globals_of, readers), map(_dict_of, owners.spaces)
             found: list[Group] = [
                 (ATTRIBUTES, [*map(_dict_of, (*owners.objects, *functions))]),
                 (CELLS, [*itertools.chain.from_iterable(closures)]),
-                (
-                    SCOPES,
-                    [
-                        *(
-                            (functions[i].__globals__, names)
-                            for i, names in self.scopes
-                        ),
-                        *zip(map(_dict_of, owners.spaces), self._names, strict=True),
-                    ],
-                ),
+                (SCOPES, [*zip((*globals_of, *spaces), self._names, strict=True)]),
                 (FUNCTIONS, functions),
                 (CLASSES, owners.classes),
                 (SLOTS, owners.slotted),
                 (VARIABLES, self.variables),
+                (SCRIPTED, owners.scripted),
             ]
         except (AttributeError, TypeError):
             raise MovedError from None
@@ -269,11 +266,7 @@ def take_again(then: Taken) -> Taken:
 
 
 def lay_out(root: Any) -> tuple[Layout, Taken]:
-    """Walk what a root reaches; return its layout, and what is held there now.
-
-    Raises:
-        UnsupportedError: it reaches what can only be rebuilt.
-    """
+    """Walk what a root reaches; return its layout, and what is held there now."""
     walk = Walk(root)
     layout = Layout(walk)
     taken = take(layout)

@@ -51,7 +51,6 @@ class Reach:
         tensors: what was found. The call takes it: it is not to stay here.
 
     Raises:
-        UnsupportedError: the function has to be run on rebuilt objects.
         CaptureError: an argument can be read only once.
     """
 
@@ -204,6 +203,10 @@ class Reach:
             return self._names[k - self._count]
         code, skip = self._target
         return parameter_at(code, skip + k) or f"args[{k}]"
+
+
+# What knows the inputs of a call by name: at the base, or under torch.func.
+Origin = Reach | Snapshot
 
 
 def _alive(kept: Any) -> Any:

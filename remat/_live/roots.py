@@ -62,7 +62,8 @@ class Root:
         for (k, p), name in layout.special.items():
             self._note_special((k, p), taken.values[k][p], name)
         objects = () if owners is None else owners.objects
-        self._held = [objects[i] for i in layout.odd]
+        scripted = () if owners is None else owners.scripted
+        self._held = [*map(objects.__getitem__, layout.odd), *scripted]
 
     def _note_special(self, place: tuple[int, int], value: Any, name: str) -> None:
         kind = type(value)

@@ -28,7 +28,6 @@ from remat._capture.modules import HOOKS, REGISTRIES, TEMPLATE
 from remat._capture.objects import slots_of
 from remat._capture.stream_search import (
     StreamSearch,
-    is_scripted,
     is_stream,
     user_bases,
 )
@@ -61,10 +60,6 @@ _MAKING = {
 }
 
 
-class UnsupportedError(Exception):
-    """A root reaches what can only be rebuilt."""
-
-
 class Walk:
     """A walk over what a root reaches, each value once."""
 
@@ -73,6 +68,7 @@ class Walk:
         self.functions: list[Any] = []
         self.classes: list[type] = []
         self.slotted: list[Any] = []
+        self.scripted: list[Any] = []
         self.linked: list[Any] = []
         self.variables: list[Any] = []
         self.vacant: list[tuple[int, tuple[str, ...]]] = []
@@ -88,17 +84,11 @@ class Walk:
         self._class_ids: set[int] = set()
         self._attributes: set[str] = set()
         self._todo: deque[Any] = deque()
-        self._is_module = isinstance(root, nn.Module)
         self._reach(root, is_own=True)
         while self._todo:
             self._reach(self._todo.popleft())
             if not self._todo:
                 self._reach_attributes_of_spaces()
-
-    @property
-    def scopes(self) -> list[tuple[int, tuple[str, ...]]]:
-        """For each namespace a function, by its index, and the names of variables."""
-        return [(i, tuple(names)) for i, names in self.names.values()]
 
     def _reach(self, value: Any, *, is_own: bool = False) -> None:
         kind = type(value)
@@ -216,8 +206,6 @@ class Walk:
 
     def _reach_object(self, value: Any, kind: type) -> None:
         self._reach_class(kind)
-        if is_scripted(kind):
-            raise UnsupportedError("TorchScript")
         held, is_owner = dict_of(value), bool(kind.__weakrefoffset__)
         if held is not None:
             self._todo += held.values()
@@ -241,7 +229,9 @@ class Walk:
             kind = type(module)
             sharded = sharded or is_sharded(kind)
             if issubclass(kind, torch.jit.ScriptModule):
-                raise UnsupportedError("TorchScript")
+                self.scripted.append(module)
+                self.streams.compiled = True
+                continue
             self._reach_class(kind)
             if slots_of(kind):
                 self.slotted.append(module)

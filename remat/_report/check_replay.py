@@ -13,7 +13,7 @@ would need a third run, which may differ again.
 
 import operator
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +23,10 @@ from typing_extensions import override
 from remat._ambient.draws import without_draws
 from remat._base.errors import RecomputeError
 from remat._base.types import Fn
-from remat._capture.restore import Run
 from remat._capture.results import Result
-from remat._capture.search import Search
-from remat._capture.snapshot import Snapshot
 from remat._capture.structure import Out
+from remat._live.reach import Reach
+from remat._live.running import Running
 from remat._partial.cache import CACHES
 from remat._partial.options import DEFAULT
 from remat._report.bitwise import CompareValues, KeepValues, has_values
@@ -113,14 +112,14 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
         options, label = call._options, call.__remat_label__
     if options.rng == "error":
         fn = without_draws(fn, label)
-    inputs, search = Inputs(fn, args, kwargs), Search(shallow=True)
+    inputs = Inputs(fn, args, kwargs)
     args, kwargs = inputs.args, inputs.kwargs
-    snapshot = Snapshot(fn, label, args, kwargs, search)
-    leaves = [*map(unwrap_dead, search.found.tensors)]
+    reach = Reach(fn, label, args, kwargs)
+    leaves = [*map(unwrap_dead, reach.take_tensors())]
     if not all(map(has_values, leaves)):
         raise RuntimeError(_NO_VALUES)
     needs = [t.requires_grad for t in leaves]
-    setting = setting_of(snapshot, (), replace(options, prune=False))
+    setting = setting_of(reach, (), replace(options, prune=False))
     call = _Twice(setting, leaves, needs)
     forward = KeepValues()
     CACHES.clear()  # nested calls are first calls in both runs
@@ -184,9 +183,9 @@ class _Twice(Saved):
             raise filling.differs()
 
     @override
-    def run_again(self, run: Run) -> None:
-        result = Result(self.setting.snapshot.call(run))
-        outs = self._out.split_again(result, run.tensors)
+    def run_again(self, running: Running, tensors: Sequence[Tensor]) -> None:
+        result = Result(self.setting.reach.call(running, tensors))
+        outs = self._out.split_again(result, tensors)
         now, then = [*map(_requires_grad, outs)], self._needs_grad
         if now != then:
             raise RecomputeError(_GRADLESS.format(label=self.label, now=now, then=then))

@@ -21,8 +21,7 @@ from typing_extensions import override
 from remat._base import pytree
 from remat._base.context import here
 from remat._base.types import Fn
-from remat._capture.search import Search
-from remat._capture.snapshot import Snapshot
+from remat._live.reach import Reach
 from remat._partial.cache import Kind
 from remat._partial.decide import ACCUMULATES, Situation
 from remat._partial.forward_plan import is_droppable
@@ -116,13 +115,12 @@ def examine(
         ask: what calls within are asked to do; None to leave them as they are.
     """
     with undone(fn, args, kwargs) as (inputs, _):
-        search = Search(shallow=True)
-        snapshot = Snapshot(fn, label, inputs.args, inputs.kwargs, search)
-        leaves = search.found.tensors
+        reach = Reach(fn, label, inputs.args, inputs.kwargs)
+        leaves = reach.take_tensors()
         needs = [t.requires_grad for t in leaves]
         if True not in needs:
             return None
-        call = _Examining(setting_of(snapshot, (), options), leaves, needs, ask)
+        call = _Examining(setting_of(reach, (), options), leaves, needs, ask)
         result = call.forward(fn, inputs.args, inputs.kwargs, leaves)
         return call.found(leaves, result)
 

@@ -158,7 +158,7 @@ class Call:
 
     def run_again(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects is dropped."""
-        with Run(inputs, "live") as run:
+        with Run(inputs) as run:
             return Result(self.snapshot.call(run))
 
 

@@ -20,7 +20,7 @@ from remat._ambient.ambient import Ambient
 from remat._base.source import user_line
 from remat._base.types import TENSORS
 from remat._base.wrappers import taken_apart
-from remat._capture.snapshot import Snapshot
+from remat._live.reach import Origin
 from remat._partial.effects import written_by
 from remat._torch import (
     LeanDispatchMode,
@@ -35,7 +35,7 @@ from remat._torch import (
 
 
 def changes_of(
-    snapshot: Snapshot,
+    snapshot: Origin,
     inputs: Sequence[Tensor],
     run: Callable[[Sequence[Tensor]], object],
 ) -> dict[int, str]:

@@ -29,6 +29,7 @@ from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._capture.result_walk import Hidden
 from remat._capture.snapshot import Snapshot
+from remat._live.reach import Origin
 from remat._torch import (
     base_tensor,
     call_kernel,
@@ -50,7 +51,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 def refuse_changed_inputs(
-    snapshot: Snapshot,
+    snapshot: Origin,
     inputs: Sequence[Tensor],
     inner: Sequence[Tensor],
     versions: Sequence[int | None],
@@ -86,7 +87,7 @@ def refuse_changed_inputs(
 
 
 def changed_inside(
-    snapshot: Snapshot, index: int | None, changes: Mapping[int, str] | None = None
+    snapshot: Origin, index: int | None, changes: Mapping[int, str] | None = None
 ) -> MutationError:
     """Return the error that a function changed an input in place.
 
@@ -103,7 +104,7 @@ def changed_inside(
     return MutationError(message)
 
 
-def refuse_backward(snapshot: Snapshot, inner: Sequence[Tensor]) -> None:
+def refuse_backward(snapshot: Origin, inner: Sequence[Tensor]) -> None:
     """Refuse a function that called backward(), which left gradients on its inputs.
 
     Raises:
@@ -115,7 +116,7 @@ def refuse_backward(snapshot: Snapshot, inner: Sequence[Tensor]) -> None:
 
 
 def refuse_assigned_data(
-    snapshot: Snapshot,
+    snapshot: Origin,
     inputs: Sequence[Tensor],
     inner: Sequence[Tensor],
     needs: Sequence[bool],
@@ -185,7 +186,7 @@ def refuse_leaks(
 
 
 def check_differentiable(
-    snapshot: Snapshot, outs: Sequence[Any], then: Sequence[bool]
+    snapshot: Origin, outs: Sequence[Any], then: Sequence[bool]
 ) -> None:
     """Check that outputs require grad where those of the forward did.
 
@@ -199,7 +200,7 @@ def check_differentiable(
 
 
 def check_reached(
-    snapshot: Snapshot,
+    snapshot: Origin,
     outs: Sequence[Any],
     inputs: Sequence[Tensor],
     missing: Sequence[int],
@@ -217,7 +218,7 @@ def check_reached(
 
 
 def refuse_needed(
-    snapshot: Snapshot, needed: Collection[int], changed: Sequence[int]
+    snapshot: Origin, needed: Collection[int], changed: Sequence[int]
 ) -> None:
     """Refuse to recompute on inputs that were changed and are needed for it.
 
@@ -231,7 +232,7 @@ def refuse_needed(
 
 
 def reading_refused(
-    snapshot: Snapshot,
+    snapshot: Origin,
     inputs: Sequence[Tensor],
     changed: Sequence[int],
     state: AbstractContextManager[Any],
@@ -253,7 +254,7 @@ def reading_refused(
     return both
 
 
-def _quoted_name_of(snapshot: Snapshot, i: int) -> str:
+def _quoted_name_of(snapshot: Origin, i: int) -> str:
     return f"`{snapshot.name_of(i)}`"
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from remat._base.context import here
 from remat._base.tensors import version_of
-from remat._capture.snapshot import Snapshot
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, meta_of
+from remat._live.reach import Origin
 from remat._torch import is_of_torch_func, unwrap_dead, without_node
 from remat._transform.saved_inputs import SavedInputs
 
@@ -46,7 +46,7 @@ class Packing:
     def __init__(
         self,
         call: Any,
-        snapshot: Snapshot,
+        snapshot: Origin,
         inputs: Sequence[Tensor],
         saved: SavedInputs,
         observe: Callable[[int, Tensor | None], None] | None,

@@ -24,9 +24,7 @@ from remat._base.context import within
 from remat._base.errors import MutationError, RecomputeError
 from remat._base.tensors import outside_inference_mode
 from remat._base.tracebacks import note
-from remat._capture.restore import Run
 from remat._graph.handles import Handle
-from remat._live.reach import Reach
 from remat._partial.following import Replaying
 from remat._torch import (
     batched_again,
@@ -137,7 +135,7 @@ def _fill_fully(call: SavedCall, handles: Sequence[Handle], check: Any) -> None:
     filling = Filling(
         handles,
         call.metas,
-        setting.snapshot.label,
+        setting.reach.label,
         # Of a forward that still runs, nobody knows yet where it ends.
         stops=_stops_early(call) or not is_whole,
         compares=options.compares,
@@ -173,10 +171,9 @@ def _fill_along_plan(
 
 def _tensors(call: SavedCall) -> list[Tensor]:
     """Return what the function runs on."""
-    effects, is_live = call.effects, isinstance(call.setting.snapshot, Reach)
+    effects = call.effects
     return call.inputs.to_run_on(
-        leaves_themselves=not effects.accumulates,
-        inputs_themselves=is_live and not any(effects),
+        leaves_themselves=not effects.accumulates, inputs_themselves=not any(effects)
     )
 
 
@@ -217,34 +214,17 @@ def recompute(
 
 def run_again(call: SavedCall, tensors: Sequence[Tensor]) -> None:
     """Call the function of a call on other tensors, with its objects as they were."""
-    if call.setting.vmaps:
-        _run_under_vmaps(call, tensors)
-        return
-    reach = call.setting.snapshot
-    if isinstance(reach, Reach):
-        with call.inputs.put_back(tensors), reach.restored(tensors) as running:
-            reach.call(running, tensors)
-        return
-    # On other tensors, modules are made anew: who uses the user's own modules meanwhile
-    # must not see other tensors in them.
-    in_place = call.inputs.has_leaves_in(tensors)
-    with Run(tensors, "none" if in_place else "all") as run:
-        call.run_again(run)
+    with call.inputs.put_back(tensors):
+        if call.setting.vmaps:
+            batched_again(functools.partial(_run, call), call.setting.vmaps)(*tensors)
+        else:
+            _run(call, *tensors)
 
 
-def _run_under_vmaps(call: SavedCall, tensors: Sequence[Tensor]) -> None:
-    reach = call.setting.snapshot
-
-    def run_batched(*batched: Tensor) -> tuple[()]:
-        if isinstance(reach, Reach):
-            with reach.restored(batched) as running:
-                reach.call(running, batched)
-            return ()
-        with Run(batched, "all") as run:
-            call.run_again(run)
-        return ()
-
-    batched_again(run_batched, call.setting.vmaps)(*tensors)
+def _run(call: SavedCall, *tensors: Tensor) -> tuple[()]:
+    with call.setting.reach.restored(tensors) as running:
+        call.run_again(running, tensors)
+    return ()
 
 
 def _state_restored(
@@ -256,7 +236,7 @@ def _state_restored(
     changed = call.inputs.changed()
     if not changed:
         return state
-    return reading_refused(call.setting.snapshot, tensors, changed, state)
+    return reading_refused(call.setting.reach, tensors, changed, state)
 
 
 def _leaves_preserved(call: SavedCall) -> AbstractContextManager[Any]:
@@ -272,7 +252,7 @@ def _leaves_preserved(call: SavedCall) -> AbstractContextManager[Any]:
     if effects.moves:
 
         def moved(k: int) -> MutationError:
-            return changed_inside(call.setting.snapshot, saved.leaves_at[k])
+            return changed_inside(call.setting.reach, saved.leaves_at[k])
 
         everything.enter_context(PreserveMemory(leaves, moved))
     return everything

@@ -26,11 +26,8 @@ from torch import Tensor
 from remat._ambient.draws import without_draws
 from remat._base.context import here, within
 from remat._base.types import Fn
-from remat._capture.search import Search
-from remat._capture.snapshot import Snapshot
 from remat._graph.handles import Handle, unpack
 from remat._live.reach import Reach
-from remat._live.walk import UnsupportedError
 from remat._partial.decide import warn_if_asked, why_no_record
 from remat._partial.following import Following
 from remat._partial.forward_plan import ForwardPlan
@@ -55,40 +52,25 @@ def call_saved(
     """Call a function so that a backward recomputes what its graph saves."""
     if options.rng == "error":
         fn = without_draws(fn, label)
-    snapshot, found, is_lazy = _reached(fn, label, args, kwargs, options)
-    inputs = [*map(unwrap_dead, found)]
+    reach = Reach(fn, label, args, kwargs)
+    inputs = [*map(unwrap_dead, reach.take_tensors())]
     vmaps: Sequence[Any] = ()
     if current_layer() is not None:
         inputs, vmaps = unbatched(inputs)
     needs = [*map(_requires_grad, inputs)]
-    if is_lazy or True not in needs:
+    if reach.is_lazy or True not in needs:
         return fn(*args, **kwargs)
-    call = Saved(setting_of(snapshot, vmaps, options), inputs, needs)
+    call = Saved(setting_of(reach, vmaps, options), inputs, needs)
     call.follow(getattr(fn, "__self__", fn), inputs)
     return call.forward(fn, args, kwargs, inputs)
 
 
-def _reached(
-    fn: Fn, label: str, args: Any, kwargs: dict[str, Any], options: Options
-) -> tuple[Any, list[Tensor], bool]:
-    """Return what a call reaches, its tensors, and whether some are lazy."""
-    try:
-        reach = Reach(fn, label, args, kwargs)
-    except UnsupportedError:
-        pass
-    else:
-        return reach, reach.take_tensors(), reach.is_lazy
-    search = Search(shallow=True)
-    snapshot = Snapshot(fn, label, args, kwargs, search)
-    return snapshot, search.found.tensors, search.found.is_lazy
-
-
-def setting_of(snapshot: Snapshot, vmaps: Sequence[Any], options: Options) -> Setting:
+def setting_of(reach: Reach, vmaps: Sequence[Any], options: Options) -> Setting:
     """Return what a call is made in, here and now."""
     hooks = top_hooks(True)
     is_nested = hooks is not None and hooks[1] is unpack
     is_nested = is_nested and hooks[0] is not here().scope_pack
-    return Setting(snapshot, vmaps, options.joined(), options, hooks, is_nested)
+    return Setting(reach, vmaps, options.joined(), options, hooks, is_nested)
 
 
 class Saved(SavedCall):
@@ -128,11 +110,10 @@ class Saved(SavedCall):
     ) -> Any:
         """Run the function as it is."""
         leaves, following = self.inputs.leaves(), self.following
-        reach = self.setting.snapshot
         gradients, hooks = gradients_of(leaves), hooks_so_far()
         addresses = addresses_of(leaves)
         observe = None if following is None else following.pack
-        packing = Packing(self, self.setting.snapshot, inputs, self.inputs, observe)
+        packing = Packing(self, self.setting.reach, inputs, self.inputs, observe)
         self.handles, self.metas = packing.handles, packing.metas
         try:
             with InCall(self, packing.pack, self.setting, self.inner):
@@ -144,8 +125,7 @@ class Saved(SavedCall):
                     following.mode.end()
         finally:
             packing.done()
-            if isinstance(reach, Reach):
-                reach.forward_done()
+            self.setting.reach.forward_done()
         handles = [None if ref is None else ref() for ref in self.handles]
         if handles.count(None) < len(handles):
             accumulates = gradients_of(leaves) != gradients
@@ -181,10 +161,10 @@ class Saved(SavedCall):
             following.finish(handles)
         changed = self.inputs.note_changes(inputs)
         if changed is not None:
-            snapshot = self.setting.snapshot
+            reach = self.setting.reach
             run = functools.partial(refill.run_again, self)
-            changes = changes_of(snapshot, inputs, run)
-            raise changed_inside(snapshot, changed, changes)
+            changes = changes_of(reach, inputs, run)
+            raise changed_inside(reach, changed, changes)
         if following is not None:
             self.inputs.let_go(following.dropped)
             around = here().decisions

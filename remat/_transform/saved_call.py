@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from remat._ambient.ambient import Ambient
-from remat._capture.restore import Run
-from remat._capture.snapshot import Snapshot
 from remat._graph.handles import Handle
+from remat._live.reach import Reach
+from remat._live.running import Running
 from remat._partial.cache import Kind, metas_of
 from remat._partial.decide import Situation
 from remat._partial.options import Options
@@ -37,7 +37,7 @@ class Setting(NamedTuple):
     """What a call was made in.
 
     Attributes:
-        snapshot: what the call refers to, without its tensors.
+        reach: what the call reaches, without its tensors.
         vmaps: how each level of vmap around the call batches its inputs.
         policy: of the call, joined with those of the calls around.
         options: of the call.
@@ -45,7 +45,7 @@ class Setting(NamedTuple):
         is_nested: whether those are of a call of remat.
     """
 
-    snapshot: Snapshot
+    reach: Reach
     vmaps: Sequence[Any]
     policy: Policy | None
     options: Options
@@ -102,12 +102,12 @@ class SavedCall:
     def __init__(
         self, setting: Setting, inputs: Sequence[Tensor], needs: list[bool]
     ) -> None:
-        snapshot, hooks = setting.snapshot, setting.hooks
+        reach, hooks = setting.reach, setting.hooks
         self.setting = setting
         self.inputs = SavedInputs(
-            inputs, needs, snapshot.buffers, hooks, nested=setting.is_nested
+            inputs, needs, reach.buffers, hooks, nested=setting.is_nested
         )
-        self.ambient = Ambient(snapshot.streams, snapshot.handles_states)
+        self.ambient = Ambient(reach.streams, reach.handles_states)
         self.handles: Sequence[weakref.ref[Handle] | None] = ()
         self.metas: Sequence[Any] = ()
         self.effects, self.is_done = UNKNOWN, False
@@ -134,7 +134,7 @@ class SavedCall:
         """Return what decides whether the call is recorded."""
         return Situation(
             is_saved=True,
-            is_compiled=self.setting.snapshot.compiled,
+            is_compiled=self.setting.reach.compiled,
             elements=sum(map(Tensor.numel, inputs)),
             given_up=_NESTED if any(t.is_nested for t in inputs) else "",
         )
@@ -142,18 +142,18 @@ class SavedCall:
     def kind(self, inputs: Sequence[Tensor]) -> Kind:
         """Return what the call has in common with those that share its record."""
         setting = self.setting
-        signature = setting.snapshot.signature, str(setting.vmaps), self.ambient.key
+        signature = setting.reach.signature, str(setting.vmaps), self.ambient.key
         return Kind((*signature, *self.inputs.needs), metas_of(inputs))
 
-    def run_again(self, run: Run) -> None:
+    def run_again(self, running: Running, tensors: Sequence[Tensor]) -> None:
         """Call the function as it was called."""
-        self.setting.snapshot.call(run)
+        self.setting.reach.call(running, tensors)
 
     @property
     def label(self) -> str:
         """What messages call it."""
-        return self.setting.snapshot.label
+        return self.setting.reach.label
 
     def name_of(self, index: int) -> str:
         """Write where an input comes from, as the function's author would."""
-        return self.setting.snapshot.name_of(index)
+        return self.setting.reach.name_of(index)

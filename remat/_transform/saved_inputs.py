@@ -221,11 +221,6 @@ class SavedInputs:
             return contextlib.nullcontext()
         return PutBack([tensors[i] for i in written], [self.values[i] for i in written])
 
-    def has_leaves_in(self, tensors: Sequence[Tensor]) -> bool:
-        """Say whether a run on these tensors is on all of the user's own leaves."""
-        leaves = map(tensors.__getitem__, self.leaves_at)
-        return all(map(operator.is_, leaves, self.leaves()))
-
     def _stand_in(self, i: int, value: Any, need: bool) -> Tensor:
         """Return a tensor like an input, without its graph and its hooks."""
         t: Tensor = value.unpacked() if type(value) is PackedOutside else value

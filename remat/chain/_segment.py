@@ -144,7 +144,7 @@ class Segment(Program):
             state = state._replace(ambient=self._live.ambient)
 
         def run(inputs: Sequence[Tensor]) -> Any:
-            with Run(inputs, "live") as run:
+            with Run(inputs) as run:
                 fn, *around = snapshot.built(run)
                 found = call_under(functools.partial(call, fn.fn, fn.args), *around)
                 if state.ambient.moved:

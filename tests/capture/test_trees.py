@@ -2,10 +2,7 @@
 
 import copy
 import gc
-import os
 import pickle
-import subprocess
-import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -107,33 +104,6 @@ def test_what_is_assigned_in_a_tree_is_assigned_once():
         return states, [p.grad for p in model.parameters()]
 
     assert_replayed(program, exp=2 * 4)
-
-
-SCRIPT = """
-import torch
-from torch import nn
-from remat import remat
-from remat._capture import trees as _trees
-from remat.testing import count_ops
-model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-with count_ops() as ops:
-    torch.func.grad(lambda x: remat(model)(x).sum())(torch.ones(4))
-print(_trees.IS_ON, len(_trees._KNOWN), ops["tanh"])
-"""
-
-
-@pytest.mark.parametrize(
-    ("value", "printed"), [("", "True 1 2"), ("1", "False 0 2")], ids=["on", "off"]
-)
-def test_one_switch_turns_it_off(value, printed):
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "REMAT_NO_CACHE": value},
-    )
-    assert result.stdout.strip() == printed
 
 
 # --- Nothing is kept alive ---------------------------------------------------------

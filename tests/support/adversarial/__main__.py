@@ -16,14 +16,18 @@ Outcomes = dict[tuple[str, str], Outcome]
 def main() -> None:
     """Run the programs whose names contain a word, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("word", nargs="?", default="", help="run programs with this word")
+    parser.add_argument(
+        "word", nargs="?", default="", help="run programs with this word"
+    )
     parser.add_argument("--only", choices=["plain", *CONFIGURATIONS], action="append")
     parser.add_argument("--all", action="store_true", help="list what torch fails, too")
     options = parser.parse_args()
     names = [name for name in load() if options.word in name]
     configurations = options.only or ["plain", *CONFIGURATIONS]
     with Server() as server:
-        outcomes = {(n, c): server.outcome_of(n, c) for n in names for c in configurations}
+        outcomes = {
+            (n, c): server.outcome_of(n, c) for n in names for c in configurations
+        }
     _print_failures(outcomes, all_=options.all)
     _print_counts(outcomes, configurations)
 
@@ -52,7 +56,10 @@ def _print_counts(outcomes: Outcomes, configurations: list[str]) -> None:
         found = [n for n, c in outcomes if c == configuration]
         counts = Counter(outcomes[n, configuration].kind for n in found)
         worse = sum(is_worse(outcomes, n, configuration) for n in found)
-        row = [*(counts[kind] for kind in KINDS), worse if configuration != "torch" else 0]
+        row = [
+            *(counts[kind] for kind in KINDS),
+            worse if configuration != "torch" else 0,
+        ]
         print(f"{configuration:10}", *(f"{count:9}" for count in row))
 
 

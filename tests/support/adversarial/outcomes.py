@@ -93,7 +93,9 @@ def _difference(actual: Any, expected: Any, path: str = "") -> str | None:
             if difference is not None:
                 return difference
         return None
-    return None if actual == expected else f"{path}: {actual!r:.80} for {expected!r:.80}"
+    return (
+        None if actual == expected else f"{path}: {actual!r:.80} for {expected!r:.80}"
+    )
 
 
 def is_clean() -> bool:

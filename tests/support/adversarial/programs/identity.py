@@ -262,8 +262,10 @@ def a_class_as_key():
         pass
 
     held = {A: 2, B: 3}
-    return loop(lambda x: work(x, held[A]) * held[B], between=lambda: held.pop(A, None) and
-                held.update({A: 2}))
+    return loop(
+        lambda x: work(x, held[A]) * held[B],
+        between=lambda: held.pop(A, None) and held.update({A: 2}),
+    )
 
 
 @program

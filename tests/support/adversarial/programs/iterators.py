@@ -49,7 +49,9 @@ def read_by_the_user_between(make):
         holder.k = next(it)
 
     # Reached, and not read.
-    return loop(lambda x: work(x, 2 if it else 3), between=between, state=lambda: holder)
+    return loop(
+        lambda x: work(x, 2 if it else 3), between=between, state=lambda: holder
+    )
 
 
 @family(**MADE)

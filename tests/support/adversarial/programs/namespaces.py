@@ -171,13 +171,17 @@ def of_remembered(fn):
 
 @family(
     written=lambda: lambda x: work(x * remember(x.detach())),
-    written_before_it_is_read=lambda: lambda x: (remember(x.detach()), work(x * TENSOR))[1],
-    read_before_it_is_written=lambda: lambda x: (
-        work(x) if TENSOR is None else work(x * TENSOR),
-        remember(x.detach()),
-    )[0].tanh(),
-    written_in_a_table=lambda: lambda x: work(
-        x * TABLE.setdefault(len(TABLE), x.detach()) * TABLE[0]
+    written_before_it_is_read=lambda: (
+        lambda x: (remember(x.detach()), work(x * TENSOR))[1]
+    ),
+    read_before_it_is_written=lambda: (
+        lambda x: (
+            work(x) if TENSOR is None else work(x * TENSOR),
+            remember(x.detach()),
+        )[0].tanh()
+    ),
+    written_in_a_table=lambda: (
+        lambda x: work(x * TABLE.setdefault(len(TABLE), x.detach()) * TABLE[0])
     ),
     appended_to_a_log=lambda: lambda x: (LOG.append(x.detach()), work(x * sum(LOG)))[1],
 )

@@ -150,7 +150,10 @@ def gone_after_the_call(case):
     make, get = case
 
     def step(wrap):
-        run, xs = wrap(lambda x, v: work(x, get(v)[0])), [leaf(seed=i) for i in range(3)]
+        run, xs = (
+            wrap(lambda x, v: work(x, get(v)[0])),
+            [leaf(seed=i) for i in range(3)],
+        )
         outs = [run(x, make()) for x in xs]
         back(outs)
         return observed((outs, [x.grad for x in xs]))
