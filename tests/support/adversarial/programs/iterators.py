@@ -24,7 +24,7 @@ MADE = {
     "range iterator": lambda: iter(range(1, 50)),
     "reversed list": lambda: reversed([*range(1, 50)]),
     "dict iterator": lambda: iter(dict.fromkeys(range(1, 50))),
-    "dict items": lambda: (v for _, v in {n: n for n in range(1, 30)}.items()),
+    "dict items": lambda: (k + v for k, v in {n: n for n in range(1, 30)}.items()),
     "zip": lambda: map(sum, zip(range(1, 30), range(1, 30), strict=True)),
     "enumerate": lambda: (i + 1 for i, _ in enumerate("abcdefghijklmnop")),
     "map": lambda: map(abs, range(1, 50)),
@@ -49,7 +49,9 @@ def read_by_the_user_between(make):
         holder.k = next(it)
 
     # Reached, and not read.
-    return loop(lambda x: work(x, 2 if it else 3), between=between, state=lambda: holder)
+    return loop(
+        lambda x: work(x, 2 if it else 3), between=between, state=lambda: holder
+    )
 
 
 @family(**MADE)

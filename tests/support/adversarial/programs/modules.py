@@ -383,8 +383,9 @@ def weights_swapped_for_an_average():
     def fn(x):
         return work(torch.func.functional_call(layer, average, (x,)))
 
-    return loop(lambda x: fn(x.reshape(4, 4)), between=lambda: average.clear() or None,
-                count=1)
+    return loop(
+        lambda x: fn(x.reshape(4, 4)), between=lambda: average.clear() or None, count=1
+    )
 
 
 @program
@@ -499,7 +500,9 @@ def modules_in_a_plain_list():
             x = work(layer(x.reshape(4, 4)), 0.5)
         return x
 
-    return loop(fn, between=layers.reverse, state=lambda: [p.weight.grad for p in layers])
+    return loop(
+        fn, between=layers.reverse, state=lambda: [p.weight.grad for p in layers]
+    )
 
 
 @program

@@ -15,7 +15,11 @@ def read():
 
 
 def read_deep():
-    return (lambda: [read() for _ in range(1)][0])()
+    return (lambda: max(read() for _ in range(2)))()
+
+
+def by_word(_):
+    return N
 
 
 class Reading:
@@ -108,8 +112,8 @@ READERS = {
     "comprehension": lambda: sum(N for _ in range(1)),
     "layer": lambda: Layer()(leaf().detach())[0].item(),
     "format": lambda: int(f"{N}"),
-    "map": lambda: sum(map(lambda _: N, [1])),
-    "sorted": lambda: sorted([1, 2], key=lambda k: -k * N)[0] * N,
+    "map": lambda: next(map(by_word, "a")),
+    "key of min": lambda: min([1, 2], key=lambda k: -k * N) * N,
     "made class": lambda: type("Made", (), {"n": N}).n,
 }
 
@@ -171,13 +175,17 @@ def of_remembered(fn):
 
 @family(
     written=lambda: lambda x: work(x * remember(x.detach())),
-    written_before_it_is_read=lambda: lambda x: (remember(x.detach()), work(x * TENSOR))[1],
-    read_before_it_is_written=lambda: lambda x: (
-        work(x) if TENSOR is None else work(x * TENSOR),
-        remember(x.detach()),
-    )[0].tanh(),
-    written_in_a_table=lambda: lambda x: work(
-        x * TABLE.setdefault(len(TABLE), x.detach()) * TABLE[0]
+    written_before_it_is_read=lambda: (
+        lambda x: (remember(x.detach()), work(x * TENSOR))[1]
+    ),
+    read_before_it_is_written=lambda: (
+        lambda x: (
+            work(x) if TENSOR is None else work(x * TENSOR),
+            remember(x.detach()),
+        )[0].tanh()
+    ),
+    written_in_a_table=lambda: (
+        lambda x: work(x * TABLE.setdefault(len(TABLE), x.detach()) * TABLE[0])
     ),
     appended_to_a_log=lambda: lambda x: (LOG.append(x.detach()), work(x * sum(LOG)))[1],
 )

@@ -1,4 +1,4 @@
-"""Containers and objects that are passed, and changed by the user or by the function."""
+"""Containers and objects that are passed, and changed by the user or the function."""
 
 import types
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
@@ -150,7 +150,10 @@ def gone_after_the_call(case):
     make, get = case
 
     def step(wrap):
-        run, xs = wrap(lambda x, v: work(x, get(v)[0])), [leaf(seed=i) for i in range(3)]
+        run, xs = (
+            wrap(lambda x, v: work(x, get(v)[0])),
+            [leaf(seed=i) for i in range(3)],
+        )
         outs = [run(x, make()) for x in xs]
         back(outs)
         return observed((outs, [x.grad for x in xs]))
@@ -279,7 +282,7 @@ def a_passed_function_that_is_a_closure():
         run, seen = wrap(fn), []
         for k in range(1, 4):
             x = leaf(seed=k)
-            out = run(x, lambda y: y.tanh() * k)  # noqa: B023: that is what is tested
+            out = run(x, lambda y: y.tanh() * k)  # noqa: B023
             back(out)
             seen.append(observed((out, x.grad)))
         return seen

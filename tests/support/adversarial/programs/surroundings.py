@@ -26,7 +26,6 @@ from support.adversarial.program import (
     work,
 )
 from torch import nn
-from torch.nn import functional as F
 
 
 # --- Random numbers ---
@@ -94,7 +93,9 @@ def forked():
 
 STREAMS = {
     "torch": lambda: lambda: torch.rand(16, dtype=torch.double),
-    "dropout": lambda: lambda: F.dropout(torch.ones(16, dtype=torch.double), 0.5),
+    "dropout": lambda: (
+        lambda: nn.functional.dropout(torch.ones(16, dtype=torch.double), 0.5)
+    ),
     "bernoulli": lambda: lambda: torch.ones(16, dtype=torch.double).bernoulli_(0.5),
     "random": lambda: random.random,
     "gauss": lambda: lambda: random.gauss(0, 1),
@@ -396,8 +397,10 @@ def calls_in_calls(depth):
 @program
 def a_call_in_a_call_with_dropout():
     def step(wrap):
-        inner = wrap(lambda x: F.dropout(work(x), 0.5))
-        return loop(wrap(lambda x: F.dropout(inner(inner(x)).sin(), 0.5)))(lambda f: f)
+        inner = wrap(lambda x: nn.functional.dropout(work(x), 0.5))
+        return loop(wrap(lambda x: nn.functional.dropout(inner(inner(x)).sin(), 0.5)))(
+            lambda f: f
+        )
 
     return step
 
