@@ -22,17 +22,6 @@ def replaced_by_the_user(hold):
 
 
 @family(**HOLDERS)
-def counted_by_the_function(hold):
-    read, write, dump = hold()
-
-    def fn(x):
-        write(read() + 1)
-        return work(x, read())
-
-    return loop(fn, state=dump, count=2)
-
-
-@family(**HOLDERS)
 def read_then_counted_and_recomputed_later(hold):
     read, write, dump = hold()
 
@@ -60,17 +49,6 @@ class Writing(nn.Module):
     def forward(self, x):
         self.write(self.read() + 1)
         return x.sigmoid()
-
-
-@family(**HOLDERS)
-def counted_by_a_submodule_and_replaced_by_the_user(hold):
-    read, write, dump = hold()
-    model = nn.ModuleList([Writing(read, write)])
-
-    def fn(x):
-        return work(model[0](x), read())
-
-    return loop(fn, between=lambda: write(7), state=dump, count=2)
 
 
 def numbers(k):
