@@ -2,10 +2,16 @@
 
 import itertools
 import random
-import types
 
 import torch
-from support.adversarial.program import family, loop, program, reversed_loop, work
+from support.adversarial.program import (
+    State,
+    family,
+    loop,
+    program,
+    reversed_loop,
+    work,
+)
 
 
 MADE = {
@@ -43,7 +49,7 @@ def read_by_the_function(make):
 
 @family(**MADE)
 def read_by_the_user_between(make):
-    it, holder = make(), types.SimpleNamespace(k=1)
+    it, holder = make(), State(k=1)
 
     def between():
         holder.k = next(it)
