@@ -1,9 +1,10 @@
 """Runs all programs in all configurations, and prints what became of them."""
 
 import argparse
+import sys
 from collections import Counter
 
-from support.adversarial.configurations import CONFIGURATIONS
+from support.adversarial.configurations import CONFIGURATIONS, OURS
 from support.adversarial.outcomes import Outcome
 from support.adversarial.serving import Server
 from support.adversarial.themes import load
@@ -20,6 +21,9 @@ def main() -> None:
         "word", nargs="?", default="", help="run programs with this word"
     )
     parser.add_argument("--only", choices=["plain", *CONFIGURATIONS], action="append")
+    parser.add_argument(
+        "--known", action="store_true", help="print lines for known.txt"
+    )
     parser.add_argument("--all", action="store_true", help="list what torch fails, too")
     options = parser.parse_args()
     names = [name for name in load() if options.word in name]
@@ -28,6 +32,9 @@ def main() -> None:
         outcomes = {
             (n, c): server.outcome_of(n, c) for n in names for c in configurations
         }
+    if options.known:
+        _print_known(outcomes)
+        return
     _print_failures(outcomes, all_=options.all)
     _print_counts(outcomes, configurations)
 
@@ -46,12 +53,23 @@ def _print_failures(outcomes: Outcomes, *, all_: bool) -> None:
     for (name, configuration), outcome in outcomes.items():
         worse = configuration != "torch" and is_worse(outcomes, name, configuration)
         if worse or (all_ and outcome.kind != "right"):
-            print(f"{configuration:8} {outcome.kind:8} {name}")
-            print(f"         {outcome.message:.300}")
+            _write(f"{configuration:8} {outcome.kind:8} {name}")
+            _write(f"         {outcome.message:.300}")
+
+
+def _print_known(outcomes: Outcomes) -> None:
+    """Write what fails, by the configurations in which it does."""
+    found: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for name, _ in outcomes):
+        worse = [c for c in OURS if is_worse(outcomes, name, c)]
+        if worse:
+            found.setdefault(" ".join(worse), []).append(name)
+    for configurations, names in found.items():
+        _write(f"[{configurations}]", *names, "", sep="\n")
 
 
 def _print_counts(outcomes: Outcomes, configurations: list[str]) -> None:
-    print(f"{'':10}", *(f"{kind:>9}" for kind in KINDS), f"{'worse':>9}")
+    _write(f"{'':10}", *(f"{kind:>9}" for kind in KINDS), f"{'worse':>9}")
     for configuration in configurations:
         found = [n for n, c in outcomes if c == configuration]
         counts = Counter(outcomes[n, configuration].kind for n in found)
@@ -60,7 +78,12 @@ def _print_counts(outcomes: Outcomes, configurations: list[str]) -> None:
             *(counts[kind] for kind in KINDS),
             worse if configuration != "torch" else 0,
         ]
-        print(f"{configuration:10}", *(f"{count:9}" for count in row))
+        _write(f"{configuration:10}", *(f"{count:9}" for count in row))
+
+
+def _write(*words: object, sep: str = " ") -> None:
+    """Write words, and end the line."""
+    sys.stdout.write(sep.join(map(str, words)) + "\n")
 
 
 if __name__ == "__main__":

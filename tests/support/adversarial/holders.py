@@ -214,7 +214,7 @@ def in_a_global():
 
 def by_globals():
     globals()["DYNAMIC"] = 1
-    return by_key(globals(), "DYNAMIC")[:2] + (lambda: globals()["DYNAMIC"],)
+    return *by_key(globals(), "DYNAMIC")[:2], lambda: globals()["DYNAMIC"]
 
 
 def in_a_closure():
@@ -242,7 +242,7 @@ def in_a_closure_of_a_closure():
 
 
 def in_a_default():
-    def read(held=[1]):  # noqa: B006: that is what is tested
+    def read(held=[1]):  # noqa: B006
         return held[0]
 
     def write(v):

@@ -42,7 +42,7 @@ def outcome_of(name: str, configuration: str) -> Outcome:
         actual, count = _run(program, wrap)
     except RematError as error:
         return Outcome("refused", _text(error))
-    except Exception as error:  # noqa: BLE001: whatever it is, it is reported
+    except Exception as error:  # noqa: BLE001
         return Outcome("raised", _text(error))
     difference = _difference(actual, expected)
     if difference is not None:

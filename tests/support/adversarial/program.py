@@ -67,6 +67,13 @@ def family(**cases):
 # --- What programs do ---
 
 
+class State:
+    """An object of the user's with attributes: to that a weak reference can be made."""
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
 def leaf(*shape, seed=1):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape or (16,), dtype=torch.double, generator=generator)

@@ -54,15 +54,15 @@ class Server:
 
     def _start(self) -> None:
         path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-        # As in conftest.py: sums do not depend on threads.
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        # As in conftest.py: sums do not depend on threads. The order of sets is fixed.
+        fixed = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": path}
         self._process = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=environment,
+            env=os.environ | fixed,
             start_new_session=True,
         )
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import operator
 import types
 from collections import defaultdict, deque
@@ -20,14 +21,15 @@ from support.adversarial.program import (
 from torch import nn
 
 
-def per_call(make, *, state=lambda: None, count=3):
+def per_call(make, count=3):
     """A step that makes and wraps a function for each call, and lets go of it."""
 
     def step(wrap):
         xs = [leaf(seed=i + 1) for i in range(count)]
         outs = [wrap(make(i + 1))(x) for i, x in enumerate(xs)]
+        gc.collect()
         back(outs)
-        return observed((outs, [x.grad for x in xs], state()))
+        return observed((outs, [x.grad for x in xs]))
 
     return step
 
@@ -185,9 +187,7 @@ def a_module_that_is_gone_after_the_call():
 
 @program
 def closures_made_in_a_loop():
-    fns = []
-    for k in range(1, 4):
-        fns.append(lambda x: work(x, k))  # noqa: B023: that is what is tested
+    fns = [lambda x: work(x, k) for k in range(1, 4)]  # noqa: B023
 
     def step(wrap):
         seen = []
@@ -246,7 +246,7 @@ def a_name_deleted_between():
         k = 3
 
         def fn(x):
-            return work(x, k)
+            return work(x, k)  # noqa: F821
 
         x = leaf()
         out = wrap(fn)(x)
@@ -311,7 +311,7 @@ def two_closures_that_share_a_variable():
 
 @program
 def an_accumulated_default():
-    def fn(x, log=[]):  # noqa: B006: that is what is tested
+    def fn(x, log=[]):  # noqa: B006
         log.append(len(log) + 1)
         return work(x, sum(log))
 

@@ -1,15 +1,11 @@
-"""Each way to hold a number, changed in each way between a forward and its recompute."""
+"""Each way to hold a value, changed in each way between forward and recompute."""
 
 import torch
 from support.adversarial.holders import ANYTHING, HOLDERS
 from support.adversarial.program import (
-    back,
     family,
-    leaf,
     loop,
     nothing,
-    observed,
-    ran,
     reversed_loop,
     work,
 )
@@ -20,18 +16,9 @@ from torch import nn
 def replaced_by_the_user(hold):
     read, write, dump = hold()
     new = iter(range(2, 9))
-    return loop(lambda x: work(x, read()), between=lambda: write(next(new)), state=dump)
-
-
-@family(**HOLDERS)
-def counted_by_the_function(hold):
-    read, write, dump = hold()
-
-    def fn(x):
-        write(read() + 1)
-        return work(x, read())
-
-    return loop(fn, state=dump)
+    return loop(
+        lambda x: work(x, read()), between=lambda: write(next(new)), state=dump, count=2
+    )
 
 
 @family(**HOLDERS)
@@ -47,24 +34,11 @@ def read_then_counted_and_recomputed_later(hold):
 
 
 @family(**HOLDERS)
-def set_once_by_the_function(hold):
-    read, write, dump = hold()
-
-    def fn(x):
-        if read() == 1:
-            write(3)
-            x = x * 2
-        return work(x, read())
-
-    return loop(fn, state=dump)
-
-
-@family(**HOLDERS)
 def counted_by_a_hook(hold):
     read, write, dump = hold()
     layer = nn.Tanh()
     layer.register_forward_hook(lambda *_: nothing(write(read() + 1)))
-    return loop(lambda x: work(layer(x), read()), state=dump)
+    return loop(lambda x: work(layer(x), read()), state=dump, count=2)
 
 
 class Writing(nn.Module):
@@ -77,55 +51,6 @@ class Writing(nn.Module):
         return x.sigmoid()
 
 
-@family(**HOLDERS)
-def counted_by_a_submodule_and_replaced_by_the_user(hold):
-    read, write, dump = hold()
-    model = nn.ModuleList([Writing(read, write)])
-
-    def fn(x):
-        return work(model[0](x), read())
-
-    return loop(fn, between=lambda: write(7), state=dump)
-
-
-@family(**HOLDERS)
-def counted_by_a_call_that_raises_at_first(hold):
-    read, write, dump = hold()
-
-    def fn(x):
-        write(read() + 1)
-        y = work(x, read())
-        if read() == 2:
-            raise ValueError
-        return y
-
-    def step(wrap):
-        run = wrap(fn)
-        try:
-            run(leaf())
-        except ValueError:
-            nothing()
-        x = leaf()
-        out = run(x)
-        back(out)
-        return observed((out, x.grad, dump()))
-
-    return step
-
-
-@family(**HOLDERS)
-def counted_by_a_hook_of_the_backward(hold):
-    read, write, dump = hold()
-
-    def fn(x):
-        ran()
-        y = (x * read()).sin()
-        y.register_hook(lambda _: nothing(write(read() + 1)))
-        return (y * 2).exp()
-
-    return loop(fn, state=dump)
-
-
 def numbers(k):
     return torch.full((16,), float(k), dtype=torch.double)
 
@@ -136,7 +61,7 @@ def a_tensor_replaced_by_the_user(hold):
     write(numbers(2))
     new = iter(range(3, 9))
     change = lambda: write(numbers(next(new)))
-    return loop(lambda x: work(x, read()), between=change, state=dump)
+    return loop(lambda x: work(x, read()), between=change, state=dump, count=2)
 
 
 @family(**ANYTHING)
@@ -242,4 +167,6 @@ def kept_for_the_user_only(hold):
         return y * 2
 
     # The user sees what was written last, by whoever it was.
-    return loop(fn, between=lambda: write(next(new)), state=lambda: (read(), dump()))
+    return loop(
+        fn, between=lambda: write(next(new)), state=lambda: (read(), dump()), count=2
+    )

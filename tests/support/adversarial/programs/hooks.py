@@ -1,11 +1,11 @@
 """Hooks, handlers and callbacks that change what the function reads."""
 
 import signal
-import types
 import weakref
 
 import torch
 from support.adversarial.program import (
+    State,
     back,
     leaf,
     loop,
@@ -293,7 +293,7 @@ def signalled(handler):
 
 @program
 def a_counter_in_a_handler_of_signals():
-    holder = types.SimpleNamespace(count=0)
+    holder = State(count=0)
 
     def handler(*_):
         holder.count += 1
@@ -502,7 +502,7 @@ def hooks_on_saved_tensors_inside():
 
 @program
 def a_backward_hook_that_reads_a_counter():
-    state = types.SimpleNamespace(n=0)
+    state = State(n=0)
 
     def fn(x):
         state.n += 1

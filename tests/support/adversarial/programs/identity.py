@@ -1,5 +1,6 @@
-"""What a value is, and not what it holds: `is`, `id`, keys, leaves, nodes of a graph."""
+"""What a value is, and not what it holds: `is`, `id`, keys, leaves, nodes."""
 
+import functools
 import weakref
 
 import torch
@@ -215,11 +216,11 @@ def a_set_of_tensors():
 
 @program
 def the_order_of_a_set_of_tensors():
-    weights = {leaf(seed=i).detach() * i for i in range(1, 30)}
-    first = min(range(29), key=lambda i: [*weights][i].sum().item())
+    held = {torch.full((), k / 10, dtype=torch.double) for k in range(1, 200)}
+    in_order = [t.item() for t in held]
 
     def fn(x):
-        return work(x * [*weights][first])
+        return work(x, 2 if [t.item() for t in held] == in_order else 3)
 
     return loop(fn)
 
@@ -231,13 +232,25 @@ def the_order_of_a_set_of_modules():
             super().__init__()
             self.k = k
 
-        def forward(self, x):
-            return work(x, self.k)
-
-    layers = [Scale(k / 10) for k in range(1, 20)]
+    layers = [Scale(k / 10) for k in range(1, 200)]
     held = {*layers}
-    at = [*held].index(layers[3])
-    return loop(lambda x: [*held][at](x))
+    in_order = [layer.k for layer in held]
+
+    def fn(x):
+        return work(x, 2 if [layer.k for layer in held] == in_order else 3)
+
+    return loop(fn)
+
+
+@program
+def the_order_of_a_set_of_functions():
+    held = {functools.partial(float, k / 10) for k in range(1, 200)}
+    in_order = [fn() for fn in held]
+
+    def fn(x):
+        return work(x, 2 if [fn() for fn in held] == in_order else 3)
+
+    return loop(fn)
 
 
 @program
@@ -303,7 +316,7 @@ def two_names_of_a_list():
 @program
 def a_list_of_a_class_and_of_a_closure():
     class Owner:
-        log = []
+        log = []  # noqa: RUF012
 
     log = Owner.log
 
@@ -317,7 +330,7 @@ def a_list_of_a_class_and_of_a_closure():
 @program
 def a_list_of_a_class_that_is_replaced():
     class Owner:
-        log = []
+        log = []  # noqa: RUF012
 
     log = Owner.log
 

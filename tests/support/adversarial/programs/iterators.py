@@ -2,10 +2,16 @@
 
 import itertools
 import random
-import types
 
 import torch
-from support.adversarial.program import family, loop, program, reversed_loop, work
+from support.adversarial.program import (
+    State,
+    family,
+    loop,
+    program,
+    reversed_loop,
+    work,
+)
 
 
 MADE = {
@@ -24,7 +30,7 @@ MADE = {
     "range iterator": lambda: iter(range(1, 50)),
     "reversed list": lambda: reversed([*range(1, 50)]),
     "dict iterator": lambda: iter(dict.fromkeys(range(1, 50))),
-    "dict items": lambda: (v for _, v in {n: n for n in range(1, 30)}.items()),
+    "dict items": lambda: (k + v for k, v in {n: n for n in range(1, 30)}.items()),
     "zip": lambda: map(sum, zip(range(1, 30), range(1, 30), strict=True)),
     "enumerate": lambda: (i + 1 for i, _ in enumerate("abcdefghijklmnop")),
     "map": lambda: map(abs, range(1, 50)),
@@ -43,7 +49,7 @@ def read_by_the_function(make):
 
 @family(**MADE)
 def read_by_the_user_between(make):
-    it, holder = make(), types.SimpleNamespace(k=1)
+    it, holder = make(), State(k=1)
 
     def between():
         holder.k = next(it)

@@ -1,10 +1,10 @@
 """Modules: buffers, caches, shared layers, what they keep and what is replaced."""
 
 import copy
-import types
 
 import torch
 from support.adversarial.program import (
+    State,
     back,
     family,
     leaf,
@@ -284,7 +284,7 @@ def a_cache_of_keys_that_is_passed():
 @program
 def a_cache_written_into_a_buffer():
     cache = torch.zeros(4, 16, dtype=torch.double)
-    at = types.SimpleNamespace(i=0)
+    at = State(i=0)
 
     def fn(x):
         cache[at.i] = work(x).detach()
@@ -297,7 +297,7 @@ def a_cache_written_into_a_buffer():
 @program
 def a_large_cache_written_in_place():
     cache = torch.zeros(300, 64, dtype=torch.double)
-    at = types.SimpleNamespace(i=0)
+    at = State(i=0)
 
     def fn(x):
         cache[at.i, :16] = work(x).detach()

@@ -15,7 +15,11 @@ def read():
 
 
 def read_deep():
-    return (lambda: [read() for _ in range(1)][0])()
+    return (lambda: max(read() for _ in range(2)))()
+
+
+def by_word(_):
+    return N
 
 
 class Reading:
@@ -108,8 +112,8 @@ READERS = {
     "comprehension": lambda: sum(N for _ in range(1)),
     "layer": lambda: Layer()(leaf().detach())[0].item(),
     "format": lambda: int(f"{N}"),
-    "map": lambda: sum(map(lambda _: N, [1])),
-    "sorted": lambda: sorted([1, 2], key=lambda k: -k * N)[0] * N,
+    "map": lambda: next(map(by_word, "a")),
+    "key of min": lambda: min([1, 2], key=lambda k: -k * N) * N,
     "made class": lambda: type("Made", (), {"n": N}).n,
 }
 

@@ -1,4 +1,4 @@
-"""Containers and objects that are passed, and changed by the user or by the function."""
+"""Containers and objects that are passed, and changed by the user or the function."""
 
 import types
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
@@ -282,7 +282,7 @@ def a_passed_function_that_is_a_closure():
         run, seen = wrap(fn), []
         for k in range(1, 4):
             x = leaf(seed=k)
-            out = run(x, lambda y: y.tanh() * k)  # noqa: B023: that is what is tested
+            out = run(x, lambda y: y.tanh() * k)  # noqa: B023
             back(out)
             seen.append(observed((out, x.grad)))
         return seen

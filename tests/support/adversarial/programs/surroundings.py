@@ -6,7 +6,6 @@ import pickle
 import queue
 import random
 import threading
-import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -14,6 +13,7 @@ from contextvars import ContextVar
 import numpy as np
 import torch
 from support.adversarial.program import (
+    State,
     back,
     family,
     leaf,
@@ -26,7 +26,6 @@ from support.adversarial.program import (
     work,
 )
 from torch import nn
-from torch.nn import functional as F
 
 
 # --- Random numbers ---
@@ -94,7 +93,9 @@ def forked():
 
 STREAMS = {
     "torch": lambda: lambda: torch.rand(16, dtype=torch.double),
-    "dropout": lambda: lambda: F.dropout(torch.ones(16, dtype=torch.double), 0.5),
+    "dropout": lambda: (
+        lambda: nn.functional.dropout(torch.ones(16, dtype=torch.double), 0.5)
+    ),
     "bernoulli": lambda: lambda: torch.ones(16, dtype=torch.double).bernoulli_(0.5),
     "random": lambda: random.random,
     "gauss": lambda: lambda: random.gauss(0, 1),
@@ -133,7 +134,7 @@ def drawn_between(make):
 
 @program
 def an_exception_in_the_first_forward():
-    state = types.SimpleNamespace(n=0)
+    state = State(n=0)
 
     def fn(x):
         state.n += 1
@@ -221,7 +222,7 @@ def a_flag_that_an_early_stop_leaves_set():
 
 @program
 def a_lock_of_the_user():
-    lock, state = threading.Lock(), types.SimpleNamespace(n=0)
+    lock, state = threading.Lock(), State(n=0)
 
     def fn(x):
         with lock:
@@ -236,7 +237,7 @@ def a_lock_of_the_user():
 
 @program
 def a_forward_in_another_thread():
-    state = types.SimpleNamespace(n=0)
+    state = State(n=0)
 
     def fn(x):
         state.n += 1
@@ -254,7 +255,7 @@ def a_forward_in_another_thread():
 
 @program
 def a_backward_in_another_thread():
-    state = types.SimpleNamespace(n=0)
+    state = State(n=0)
 
     def fn(x):
         state.n += 1
@@ -378,7 +379,7 @@ def in_turn(layers):
 
 @family(**{str(n): n for n in (2, 3, 5)})
 def calls_in_calls(depth):
-    state = types.SimpleNamespace(n=0)
+    state = State(n=0)
 
     def step(wrap):
         def counted(x):
@@ -396,8 +397,10 @@ def calls_in_calls(depth):
 @program
 def a_call_in_a_call_with_dropout():
     def step(wrap):
-        inner = wrap(lambda x: F.dropout(work(x), 0.5))
-        return loop(wrap(lambda x: F.dropout(inner(inner(x)).sin(), 0.5)))(lambda f: f)
+        inner = wrap(lambda x: nn.functional.dropout(work(x), 0.5))
+        return loop(wrap(lambda x: nn.functional.dropout(inner(inner(x)).sin(), 0.5)))(
+            lambda f: f
+        )
 
     return step
 
@@ -417,7 +420,7 @@ def a_wrapped_module_in_a_wrapped_function():
 @program
 def a_call_that_wraps_in_the_body():
     def step(wrap):
-        state = types.SimpleNamespace(n=0)
+        state = State(n=0)
 
         def fn(x):
             state.n += 1
@@ -445,7 +448,7 @@ def layers_in_a_row_that_share_a_list():
 
 @program
 def a_call_whose_output_is_dropped():
-    state = types.SimpleNamespace(n=0)
+    state = State(n=0)
 
     def fn(x):
         state.n += 1
@@ -465,7 +468,7 @@ def a_call_whose_output_is_dropped():
 
 @program
 def a_backward_in_the_middle_of_forwards():
-    state = types.SimpleNamespace(n=0)
+    state = State(n=0)
 
     def fn(x):
         state.n += 1
@@ -486,7 +489,7 @@ def a_backward_in_the_middle_of_forwards():
 
 @program
 def a_graph_that_is_kept():
-    state = types.SimpleNamespace(n=0)
+    state = State(n=0)
 
     def fn(x):
         state.n += 1
@@ -575,14 +578,14 @@ def an_input_that_is_gone():
 
 @program
 def an_object_replaced_between():
-    holder = types.SimpleNamespace(data=types.SimpleNamespace(k=1, items=[1, 2]))
+    holder = State(data=State(k=1, items=[1, 2]))
 
     def fn(x):
         holder.data.items.append(3)
         return work(x, len(holder.data.items))
 
     def between():
-        holder.data = types.SimpleNamespace(k=2, items=[])
+        holder.data = State(k=2, items=[])
 
     return loop(fn, between=between, state=lambda: holder.data)
 
@@ -628,7 +631,7 @@ def an_owner_with_a_finalizer():
         def __del__(self):
             self.k = None
 
-    holder = types.SimpleNamespace(owner=Owner())
+    holder = State(owner=Owner())
     return loop(lambda x: work(x, holder.owner.k))
 
 
@@ -702,7 +705,7 @@ def a_hundred_small_tensors():
 
 @program
 def three_hundred_objects():
-    held = [types.SimpleNamespace(k=i % 3) for i in range(300)]
+    held = [State(k=i % 3) for i in range(300)]
 
     def fn(x):
         held[3].k += 1
@@ -736,7 +739,7 @@ def a_text_that_is_written_to():
 
 @program(recomputes=False)
 def nothing_that_requires_grad():
-    state = types.SimpleNamespace(n=0)
+    state = State(n=0)
 
     def fn(x):
         state.n += 1
@@ -750,7 +753,7 @@ def nothing_that_requires_grad():
 
 @program(recomputes=False)
 def no_backward_at_all():
-    state = types.SimpleNamespace(n=0)
+    state = State(n=0)
 
     def fn(x):
         ran()

@@ -1,10 +1,9 @@
 """Tensors: in place, views, what shares memory, `.data`, gradients, modes, graphs."""
 
-import types
-
 import numpy as np
 import torch
 from support.adversarial.program import (
+    State,
     back,
     family,
     leaf,
@@ -384,7 +383,7 @@ def the_grad_mode_is_read():
 
 @program
 def a_forward_without_grad_first():
-    state = types.SimpleNamespace(n=0)
+    state = State(n=0)
 
     def fn(x):
         state.n += 1
@@ -450,7 +449,7 @@ class Saving(torch.autograd.Function):
 
 @program
 def attributes_of_a_context():
-    k = types.SimpleNamespace(value=1)
+    k = State(value=1)
 
     def fn(x):
         k.value += 1
@@ -642,7 +641,7 @@ def a_second_derivative():
 
 @program
 def a_second_derivative_of_state():
-    state = types.SimpleNamespace(n=1)
+    state = State(n=1)
 
     def fn(x):
         state.n += 1
@@ -687,7 +686,7 @@ def batched_gradients():
 
 @program
 def a_vmapped_call():
-    k = types.SimpleNamespace(value=2)
+    k = State(value=2)
 
     def step(wrap):
         run = wrap(lambda x: work(x, k.value))
