@@ -145,6 +145,11 @@ class Saved(SavedCall):
                     with within(self.setting.policy, followed=True), following.mode:
                         result = fn(*args, **kwargs)
                     following.mode.end()
+        except BaseException:
+            # Its mode holds what the policy may save, with the graph, which holds the
+            # call: the garbage collector would not see that.
+            self.following = None
+            raise
         finally:
             packing.done()
             if isinstance(reach, Reach):
