@@ -32,6 +32,7 @@ from remat._graph.handles import PackedOutside
 from remat._torch import preserved_version, unseen
 from remat._transform.buffers import is_same as has_same_bytes
 from remat._transform.leaves import attributes_of
+from remat._transform.still import Still
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -63,7 +64,7 @@ class SavedInputs:
 
     __slots__ = (
         *("_classes", "_hooks", "_refs", "attributes", "copied", "leaves_at", "needs"),
-        *("nodes", "values", "versions"),
+        *("_still", "nodes", "values", "versions"),
     )
 
     def __init__(
@@ -85,13 +86,16 @@ class SavedInputs:
         if False not in needs and hooks is None and all(map(_is_leaf, inputs)):
             self.leaves_at: Sequence[int] = range(len(inputs))
             self.values: list[Any] = [*inputs]
+            self._still: Still | None = None
             return
         if not TENSORS.issuperset(map(type, inputs)):
             self._classes = [*map(type, inputs)]
         self.leaves_at = [i for i, t in enumerate(inputs) if _is_saved_itself(t)]
         leaves_at = {*self.leaves_at}
-        if False in needs:
-            self.copied = _to_copy(inputs, needs, buffers)
+        candidates = _may_be_written(inputs, needs, buffers) if False in needs else ()
+        self._still = Still(inputs, candidates) if candidates else None
+        if self._still is not None:
+            self.copied = self._still.copied
         self.values = []
         for i, t in enumerate(inputs):
             if i in leaves_at:
@@ -122,7 +126,7 @@ class SavedInputs:
         Returns:
             An input that changed and has no copy; None if there is none.
         """
-        now = versions_of(inputs)
+        now, still = versions_of(inputs), self._still
         for i in self.copied:
             # On a device, to compare is to wait for it; a fake tensor has no values.
             has_bytes = inputs[i].is_cpu and type(inputs[i]) is Tensor
@@ -132,11 +136,17 @@ class SavedInputs:
                 if is_same:
                     self.values[i] = self._value_of(inputs[i])
                     self.copied -= {i}
-        if now == self.versions:
+                    if still is not None:
+                        still.note(i, inputs[i])
+        changed = [] if still is None else still.written(inputs)
+        if now != self.versions:
+            pairs = enumerate(zip(self.versions, now, strict=True))
+            changed += [i for i, (a, b) in pairs if a != b and i not in self.copied]
+        if not changed:
             return None
-        pairs = enumerate(zip(self.versions, now, strict=True))
-        changed = [i for i, (a, b) in pairs if a != b and i not in self.copied]
-        return changed[0] if changed else None
+        if still is not None:
+            still.forget(inputs, changed)
+        return min(changed)
 
     def let_go(self, dropped: Mapping[int, Absent]) -> None:
         """Put absent tensors in place of inputs that no recompute reads."""
@@ -304,15 +314,15 @@ def _copy_of(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-def _to_copy(
+def _may_be_written(
     inputs: Sequence[Tensor], needs: Sequence[bool], buffers: Mapping[int, bool]
-) -> frozenset[int]:
-    """Return which inputs are copied, since a write to them may not be counted.
+) -> Sequence[int]:
+    """Return the inputs that are copied, since a write to them may not be counted.
 
     Batch norm's update of its running statistics is not. These are vectors, and buffers
     of a module if they are large.
     """
-    return frozenset(
+    return [
         i
         for i, t in enumerate(inputs)
         if not needs[i]
@@ -322,4 +332,4 @@ def _to_copy(
         and t.numel() <= (_STATISTICS if t.dim() == 1 and buffers.get(i) else _SMALL)
         # FSDP frees the memory of what it gathers.
         and t.untyped_storage().nbytes() >= t.nbytes
-    )
+    ]
