@@ -104,7 +104,8 @@ class Run:
     def make(self, node: Composite) -> Any:
         """Return the value of a node that was not built yet."""
         new = node.new(self)
-        if type(node) is CellNode:
+        if type(node) is CellNode and node.may_hold_itself:
+            # Emptied at the end. Others stay: a function made in the run may outlive it.
             self._cells.append(new)
         return new
 

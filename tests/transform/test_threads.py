@@ -1,10 +1,12 @@
 """Threads share functions and modules, and see nothing of each other's calls."""
 
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.runs import assert_replayed, configurations
 from support.zoo import Evaluations
 from torch import nn
 from torch.func import functional_call, grad, vmap
@@ -190,3 +192,27 @@ def test_an_outer_backward_is_not_blocked_by_an_inner_one_in_a_thread():
     ((got, sines),) = inner
     assert sines == 2
     assert_same(got, [gradient(lambda x: (x * w).sin().exp())(x)] * ROUNDS)
+
+
+# --- Functions that outlive the run that made them ---------------------------------
+
+
+@configurations
+def test_a_closure_that_a_recompute_made_may_run_later(ours):
+    later = queue.SimpleQueue()
+
+    def program(wrap):
+        scale, shift = torch.tensor(2.0), [3.0]
+
+        def value():
+            return float(scale) + shift[0]
+
+        def fn(x):
+            later.put(lambda: value() + shift[0])
+            return (x * scale).sin().exp().sin()
+
+        grads = torch.autograd.grad(wrap(fn)(x).sum(), x)
+        return grads, sorted({later.get()() for _ in range(later.qsize())})
+
+    x = torch.ones(3, requires_grad=True)
+    assert_replayed(program, wrap=ours, exp=2)
