@@ -105,7 +105,7 @@ class Run:
         """Return the value of a node that was not built yet."""
         new = node.new(self)
         if type(node) is CellNode and node.may_hold_itself:
-            # Emptied at the end. Others stay: a function made in the run may outlive it.
+            # Emptied at the end. Others stay: a function may outlive the run.
             self._cells.append(new)
         return new
 

@@ -49,6 +49,7 @@ class Situation:
 
 # A reason that is known after a forward only.
 ACCUMULATES = "it changes gradients inside, as by .backward()"
+TOO_DEEP = "it reaches a chain of too many objects"
 ASSIGNS = "it assigns to the .data of an input"
 
 SMALL = 2**15  # elements, below which "auto" has too little to leave out

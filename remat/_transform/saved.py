@@ -16,6 +16,7 @@ the function other than by being returned would have no graph, hooks would fire 
 times, and gradients of all inputs would arrive together, whichever were asked for.
 """
 
+import contextlib
 import functools
 import operator
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from remat._base.types import Fn
 from remat._capture.search import Search
 from remat._capture.snapshot import Snapshot
 from remat._graph.handles import Handle, unpack
-from remat._partial.decide import warn_if_asked, why_no_record
+from remat._partial.decide import TOO_DEEP, warn_if_asked, why_no_record
 from remat._partial.following import Following
 from remat._partial.forward_plan import ForwardPlan
 from remat._live.layout import UnsupportedError
@@ -75,15 +76,22 @@ def _reached(
 ) -> tuple[Any, list[Tensor], bool]:
     """Return what a call reaches, its tensors, and whether some are still to be made."""
     if LIVE and options.joined() is None and options.prune is not True:
-        try:
-            reach = Reach(fn, label, args, kwargs)
-        except UnsupportedError:
-            pass
-        else:
-            return reach, reach.take_tensors(), reach.is_lazy
-    search = Search(shallow=True)
-    snapshot = Snapshot(fn, label, args, kwargs, search)
+        with contextlib.suppress(UnsupportedError):
+            return _reached_alive(fn, label, args, kwargs)
+    try:
+        search = Search(shallow=True)
+        snapshot = Snapshot(fn, label, args, kwargs, search)
+    except RecursionError:
+        # A search by nodes calls itself for each part: a linked list may be too long.
+        return _reached_alive(fn, label, args, kwargs)
     return snapshot, search.found.tensors, search.found.is_lazy
+
+
+def _reached_alive(
+    fn: Fn, label: str, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, list[Tensor], bool]:
+    reach = Reach(fn, label, args, kwargs)
+    return reach, reach.take_tensors(), reach.is_lazy
 
 
 def setting_of(snapshot: Snapshot, vmaps: Sequence[Any], options: Options) -> Setting:
@@ -120,6 +128,8 @@ class Saved(SavedCall):
         self.index = None if around is None else around.reserve()
         situation = self.situation(inputs)
         why = why_no_record(policy, prune, situation)
+        if isinstance(setting.snapshot, Reach):
+            why = why or TOO_DEEP
         warn_if_asked(policy, prune, situation, label, why)
         if not why:
             cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
