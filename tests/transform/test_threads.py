@@ -216,3 +216,31 @@ def test_a_closure_that_a_recompute_made_may_run_later(ours):
 
     x = torch.ones(3, requires_grad=True)
     assert_replayed(program, wrap=ours, exp=2)
+
+
+# --- Threads inside of a call --------------------------------------------------------
+
+
+def in_a_new_pool(w, x):
+    with ThreadPoolExecutor(1) as pool:
+        a, b = pool.map(lambda k: (x @ w * k).sin() @ w, (1.0, 2.0))
+    return (a * b).exp()
+
+
+def in_the_middle(w, x):
+    y = (x @ w).sin()
+    with ThreadPoolExecutor(1) as pool:
+        z = pool.submit(lambda: (y.detach() * x).cos()).result()
+    return (y * z @ w).exp()
+
+
+@configurations
+@pytest.mark.parametrize("fn", [in_a_new_pool, in_the_middle])
+def test_a_pool_of_threads_inside_computes_what_it_does_in_plain(fn, ours):
+    x = torch.randn(8, 8)
+
+    def program(wrap):
+        w = torch.eye(8).requires_grad_()
+        return [torch.autograd.grad(wrap(fn)(w, x).sum(), w) for _ in range(4)]
+
+    assert_replayed(program, wrap=ours, exp=(4, 8))
