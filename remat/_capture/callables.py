@@ -118,12 +118,17 @@ class WrapperNode(Composite):
 
 
 class CellNode(Composite):
-    """A variable of an outer function, which several functions may share."""
+    """A variable of an outer function, which several functions may share.
 
-    __slots__ = ("_content",)
+    Attributes:
+        may_hold_itself: whether it may hold a function that it belongs to.
+    """
+
+    __slots__ = ("_content", "may_hold_itself")
 
     def __init__(self, cell: types.CellType) -> None:
         super().__init__()
+        self.may_hold_itself = False
         self._content = content_of(cell)
 
     @override

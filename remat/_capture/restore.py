@@ -90,7 +90,8 @@ class Run:
     def make(self, node: Composite) -> Any:
         """Return the value of a node that was not built yet."""
         new = node.new(self)
-        if type(node) is CellNode:
+        if type(node) is CellNode and node.may_hold_itself:
+            # Emptied at the end. Others stay: a function may outlive the run.
             self._cells.append(new)
         return new
 

@@ -185,7 +185,11 @@ def visit_function(walk: Walk, fn: types.FunctionType, path: Path) -> Node | Non
 
 def visit_cell(walk: Walk, cell: types.CellType, path: Path) -> Node:
     """Walk what a variable of an outer function holds."""
-    return walk.walk_parts(cell, CellNode(cell), path)
+    node = CellNode(cell)
+    walk.cells.append(node)
+    walk.walk_parts(cell, node, path)
+    walk.cells.pop()
+    return node
 
 
 def visit_builtin(walk: Walk, value: Any, path: Path) -> Node | None:

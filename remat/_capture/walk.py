@@ -9,7 +9,7 @@ from collections.abc import Callable, Container
 from typing import Any, TypeAlias
 
 from remat._base.types import INERT, TENSORS
-from remat._capture.callables import FunctionNode
+from remat._capture.callables import CellNode, FunctionNode
 from remat._capture.found import Found
 from remat._capture.nodes import Composite, Node, TensorNode
 from remat._capture.paths import Path
@@ -19,17 +19,20 @@ class Walk:
     """One walk.
 
     Attributes:
+        cells: the variables of functions that are being walked, outermost first.
         found: what was found, besides nodes.
         is_compiled: whether the walk is inside of compiled code.
         is_sharded: whether it is inside of a module whose parameters FSDP exchanges.
     """
 
-    __slots__ = ("_nodes", "found", "is_compiled", "is_sharded")
+    __slots__ = ("_nodes", "_open", "cells", "found", "is_compiled", "is_sharded")
 
     def __init__(self) -> None:
         self.found = Found()
         self.is_compiled = self.is_sharded = False
+        self.cells: list[CellNode] = []
         self._nodes: dict[int, tuple[Any, Node | None]] = {}
+        self._open: set[int] = set()  # what is being walked
 
     @staticmethod
     def visit_of(kind: type, /) -> "Visit":
@@ -43,12 +46,18 @@ class Walk:
             return None
         if kind in TENSORS:
             return TensorNode.of(self.found.index_of(value, path))
-        known = self._nodes.get(id(value))
+        key = id(value)
+        known = self._nodes.get(key)
         if known is not None:
+            if key in self._open:
+                for cell in self.cells:
+                    cell.may_hold_itself = True
             return known[1]
+        self._open.add(key)
         node = self.visit_of(kind)(self, value, path)
+        self._open.discard(key)
         if isinstance(node, Composite):
-            node.identity = id(value)
+            node.identity = key
         return node
 
     def remember(self, value: Any, node: Node | None) -> None:

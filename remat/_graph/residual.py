@@ -74,6 +74,14 @@ class Residual(ReadOnce):
             pack, self._unpack = hooks
             self._tensor, self._version = pack(tensor), None
 
+    def let_go_of_graph(self) -> None:
+        """Keep the value alone, of a tensor that got its node after it was kept.
+
+        The graph may lead back to who keeps it: a cycle that Python does not see.
+        """
+        if isinstance(self._tensor, Tensor) and self._tensor.grad_fn is not None:
+            self._tensor = self._tensor.detach()
+
     def value(self) -> Tensor:
         """Return the tensor.
 

@@ -132,6 +132,8 @@ class Following:
         tensors = self._residuals(handles)
         self._forward_plan = self.mode = None
         self._taken.clear()
+        for residual in self._early:
+            residual.let_go_of_graph()
         plans = self._plans
         if plans is None:
             return

@@ -9,6 +9,7 @@
     operators       what `torch.ops` holds; torch's keyed draws
     tensors         tensors without data, lazy bits, fake tensors
     fakes           a mode of fake tensors, and copies for it
+    renorms         which rows `max_norm=` scales
     storages        numbers of storages, references to them, copies that share one
     pytrees         torch's registry of pytree classes
     process         settings, and the global generators
@@ -167,6 +168,10 @@ from remat._torch.pytrees import (
     TORCH_NODES as TORCH_NODES,
     register_torch_class as register_torch_class,
     register_torch_node as register_torch_node,
+)
+from remat._torch.renorms import (
+    Renorm as Renorm,
+    exchange_renorms as exchange_renorms,
 )
 from remat._torch.storages import (
     StorageRef as StorageRef,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils import _pytree, checkpoint
 
-from remat._torch import process, pytrees, surroundings
+from remat._torch import process, pytrees, renorms, surroundings
 from remat._torch.selftest import expects, leaf, replaced
 
 
@@ -142,3 +142,16 @@ def _classes_of_pytrees_are_listed() -> None:
     assert len(given) == 2
     keyed, _ = given[0].arguments["flatten_with_keys_fn"](None)
     assert keyed == [(_pytree.GetAttrKey("a"), 3)]
+
+
+@expects("Renorm", "exchange_renorms")
+def _scaled_rows_are_noted() -> None:
+    weight, notes = torch.tensor([[3.0], [0.5]]), list[renorms.Renorm]()
+    before = renorms.exchange_renorms(notes)
+    try:
+        torch.nn.functional.embedding(torch.tensor([0, 1]), weight, max_norm=1.0)
+    finally:
+        assert renorms.exchange_renorms(before) is notes
+    (note,) = notes
+    assert (note.rows.tolist(), note.before.tolist()) == ([0], [[3.0]])
+    assert weight[0] < 3.0

@@ -244,10 +244,11 @@ def _leaves_preserved(call: SavedCall) -> AbstractContextManager[Any]:
     saved, effects = call.inputs, call.effects
     leaves = saved.leaves()
     gradients = PreserveGradients(leaves)
-    if not (effects.moves or effects.marks):
+    if not (effects.moves or effects.marks or saved.renorms):
         return gradients
     everything = contextlib.ExitStack()
     everything.enter_context(gradients)
+    everything.enter_context(saved.rows_put_back())
     everything.enter_context(PreserveMarks(leaves, saved.attributes_of_leaves()))
     if effects.moves:
 

@@ -32,7 +32,15 @@ from remat._partial.decide import warn_if_asked, why_no_record
 from remat._partial.following import Following
 from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import Options
-from remat._torch import current_layer, eager_only, top_hooks, unbatched, unwrap_dead
+from remat._torch import (
+    Renorm,
+    current_layer,
+    eager_only,
+    exchange_renorms,
+    top_hooks,
+    unbatched,
+    unwrap_dead,
+)
 from remat._transform import refill
 from remat._transform.changes import changes_of
 from remat._transform.checks import addresses_of, changed_inside
@@ -115,6 +123,8 @@ class Saved(SavedCall):
         observe = None if following is None else following.pack
         packing = Packing(self, self.setting.reach, inputs, self.inputs, observe)
         self.handles, self.metas = packing.handles, packing.metas
+        renorms: list[Renorm] = []
+        around = exchange_renorms(renorms)
         try:
             with InCall(self, packing.pack, self.setting, self.inner):
                 if following is None or following.mode is None:
@@ -123,7 +133,15 @@ class Saved(SavedCall):
                     with within(self.setting.policy, followed=True), following.mode:
                         result = fn(*args, **kwargs)
                     following.mode.end()
+        except BaseException:
+            # Its mode holds what the policy may save, with the graph, which holds the
+            # call: the garbage collector would not see that.
+            self.following = None
+            raise
         finally:
+            exchange_renorms(around)
+            if around is not None:
+                around += renorms
             packing.done()
             self.setting.reach.forward_done()
         handles = [None if ref is None else ref() for ref in self.handles]
@@ -137,7 +155,7 @@ class Saved(SavedCall):
                 why = following.gives_up(accumulates=accumulates)
                 if why:
                     self._follow_nothing(inputs, why)
-            self._end(inputs, handles)
+            self._end(inputs, handles, renorms)
         return result
 
     def _follow_nothing(self, inputs: Sequence[Tensor], why: str) -> None:
@@ -147,7 +165,12 @@ class Saved(SavedCall):
         situation = self.situation(inputs)
         warn_if_asked(policy, prune, situation, self.label, why)
 
-    def _end(self, inputs: Sequence[Tensor], handles: Sequence[Handle | None]) -> None:
+    def _end(
+        self,
+        inputs: Sequence[Tensor],
+        handles: Sequence[Handle | None],
+        renorms: Sequence[Renorm],
+    ) -> None:
         """Keep what a recompute needs, now that the forward has ended.
 
         Raises:
@@ -159,7 +182,7 @@ class Saved(SavedCall):
             # Before the inputs: a recompute of the call around has residuals packed
             # while this call runs, and has to pack in the same order.
             following.finish(handles)
-        changed = self.inputs.note_changes(inputs)
+        changed = self.inputs.note_changes(inputs, renorms)
         if changed is not None:
             reach = self.setting.reach
             run = functools.partial(refill.run_again, self)

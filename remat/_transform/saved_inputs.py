@@ -29,9 +29,10 @@ from remat._base.absent import Absent
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside
-from remat._torch import preserved_version, unseen
+from remat._torch import Renorm, preserved_version, storage_id, unseen
 from remat._transform.buffers import is_same as has_same_bytes
 from remat._transform.leaves import attributes_of
+from remat._transform.still import Still
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -59,11 +60,12 @@ class SavedInputs:
         leaves_at: the indices of those that are saved themselves.
         attributes: what was set on them; None where nothing was.
         nodes: which of them had been computed, by a node.
+        renorms: for those that embeddings scaled rows of, these rows, in order.
     """
 
     __slots__ = (
         *("_classes", "_hooks", "_refs", "attributes", "copied", "leaves_at", "needs"),
-        *("nodes", "values", "versions"),
+        *("_still", "nodes", "renorms", "values", "versions"),
     )
 
     def __init__(
@@ -76,6 +78,7 @@ class SavedInputs:
         nested: bool,
     ) -> None:
         self.needs, self._hooks = needs, hooks
+        self.renorms: dict[int, Sequence[Renorm]] = {}
         self.versions = versions_of(inputs)
         self.attributes = attributes_of(inputs)
         self._refs = [*map(weakref.ref, inputs)]
@@ -85,13 +88,16 @@ class SavedInputs:
         if False not in needs and hooks is None and all(map(_is_leaf, inputs)):
             self.leaves_at: Sequence[int] = range(len(inputs))
             self.values: list[Any] = [*inputs]
+            self._still: Still | None = None
             return
         if not TENSORS.issuperset(map(type, inputs)):
             self._classes = [*map(type, inputs)]
         self.leaves_at = [i for i, t in enumerate(inputs) if _is_saved_itself(t)]
         leaves_at = {*self.leaves_at}
-        if False in needs:
-            self.copied = _to_copy(inputs, needs, buffers)
+        candidates = _may_be_written(inputs, needs, buffers) if False in needs else ()
+        self._still = Still(inputs, candidates) if candidates else None
+        if self._still is not None:
+            self.copied = self._still.copied
         self.values = []
         for i, t in enumerate(inputs):
             if i in leaves_at:
@@ -116,13 +122,19 @@ class SavedInputs:
 
     # --- After the forward ---
 
-    def note_changes(self, inputs: Sequence[Tensor]) -> int | None:
+    def note_changes(
+        self, inputs: Sequence[Tensor], renorms: Sequence[Renorm] = ()
+    ) -> int | None:
         """Drop the copies of inputs that did not change.
+
+        Args:
+            inputs: of the call.
+            renorms: what embeddings did to weights in the forward.
 
         Returns:
             An input that changed and has no copy; None if there is none.
         """
-        now = versions_of(inputs)
+        now, still = versions_of(inputs), self._still
         for i in self.copied:
             # On a device, to compare is to wait for it; a fake tensor has no values.
             has_bytes = inputs[i].is_cpu and type(inputs[i]) is Tensor
@@ -132,11 +144,38 @@ class SavedInputs:
                 if is_same:
                     self.values[i] = self._value_of(inputs[i])
                     self.copied -= {i}
-        if now == self.versions:
+                    if still is not None:
+                        still.note(i, inputs[i])
+        changed = [] if still is None else still.written(inputs)
+        if now != self.versions:
+            pairs = enumerate(zip(self.versions, now, strict=True))
+            changed += [i for i, (a, b) in pairs if a != b and i not in self.copied]
+        if renorms:
+            changed = [i for i in changed if not self._is_renormed(i, now, renorms)]
+        if not changed:
             return None
-        pairs = enumerate(zip(self.versions, now, strict=True))
-        changed = [i for i, (a, b) in pairs if a != b and i not in self.copied]
-        return changed[0] if changed else None
+        if still is not None:
+            still.forget(inputs, changed)
+        return min(changed)
+
+    def _is_renormed(
+        self, i: int, now: Sequence[int | None], renorms: Sequence[Renorm]
+    ) -> bool:
+        """Say whether all that changed an input is known, and note it."""
+        then, ours = self.versions[i], now[i]
+        if then is None or ours is None or i not in self.leaves_at:
+            return False
+        number = storage_id(self.values[i])
+        found = [renorm for renorm in renorms if renorm.storage == number]
+        if len(found) != ours - then:
+            return False
+        self.renorms[i], self.versions[i] = found, ours
+        return True
+
+    def rows_put_back(self) -> AbstractContextManager[Any]:
+        """Return a context in which rows that embeddings scaled are as at the call."""
+        pairs = [(self.values[i], found) for i, found in self.renorms.items()]
+        return RowsPutBack(pairs) if pairs else contextlib.nullcontext()
 
     def let_go(self, dropped: Mapping[int, Absent]) -> None:
         """Put absent tensors in place of inputs that no recompute reads."""
@@ -302,6 +341,38 @@ def _is_where_it_was(tensor: Tensor, value: Tensor) -> bool:
         return True
 
 
+class RowsPutBack:
+    """A context in which weights of embeddings hold the rows of before a forward.
+
+    Args:
+        pairs: a weight, and what embeddings did to it, in order.
+    """
+
+    __slots__ = ("_now", "_pairs", "_versions")
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Sequence[Renorm]]]) -> None:
+        self._pairs = pairs
+
+    def __enter__(self) -> None:
+        self._versions = preserved_version(tuple(t for t, _ in self._pairs))
+        self._versions.__enter__()
+        with unseen(), torch.no_grad():
+            self._now = [
+                [t.detach()[renorm.rows] for renorm in found]
+                for t, found in self._pairs
+            ]
+            for t, found in self._pairs:
+                for renorm in reversed(found):
+                    t.data[renorm.rows] = renorm.before
+
+    def __exit__(self, *_: object) -> None:
+        with unseen(), torch.no_grad():
+            for (t, found), now in zip(self._pairs, self._now, strict=True):
+                for renorm, rows in zip(found, now, strict=True):
+                    t.data[renorm.rows] = rows
+        self._versions.__exit__(None, None, None)
+
+
 def _can_be_put_back(tensor: Tensor) -> bool:
     """Say whether a tensor may be written to: on a device, copies stand in for it."""
     return type(tensor) is Tensor and tensor.is_cpu and not tensor.is_inference()
@@ -319,15 +390,15 @@ def _copy_of(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-def _to_copy(
+def _may_be_written(
     inputs: Sequence[Tensor], needs: Sequence[bool], buffers: Mapping[int, bool]
-) -> frozenset[int]:
-    """Return which inputs are copied, since a write to them may not be counted.
+) -> Sequence[int]:
+    """Return the inputs that are copied, since a write to them may not be counted.
 
     Batch norm's update of its running statistics is not. These are vectors, and buffers
     of a module if they are large.
     """
-    return frozenset(
+    return [
         i
         for i, t in enumerate(inputs)
         if not needs[i]
@@ -337,4 +408,4 @@ def _to_copy(
         and t.numel() <= (_STATISTICS if t.dim() == 1 and buffers.get(i) else _SMALL)
         # FSDP frees the memory of what it gathers.
         and t.untyped_storage().nbytes() >= t.nbytes
-    )
+    ]

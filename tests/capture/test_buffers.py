@@ -8,8 +8,8 @@ from torch import distributed, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, spectral_norm
 
-from remat import remat
-from remat.testing import assert_same, count_ops
+from remat import MutationError, remat
+from remat.testing import assert_same, count_ops, peak_bytes
 
 
 class Sines(nn.Module):
@@ -297,3 +297,91 @@ def test_a_conjugate_buffer_is_compared(ours):
         return torch.autograd.grad(fn(x).sum(), x)
 
     assert_replayed(program, wrap=ours, sin=2)
+
+
+# --- Of what forwards leave as it is -------------------------------------------------
+
+
+class Tables(nn.Module):
+    """Reads many tables of 64 KiB each, and writes to one of them when it is told."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.weight, self.write = nn.Parameter(torch.ones(128)), None
+        for i in range(count):
+            self.register_buffer(f"table{i}", torch.full((128, 128), 1.0 + i))
+
+    def forward(self, x):
+        y = x * self.weight
+        for table in self.buffers():
+            y = y + table[0]
+        if self.write is not None:
+            self.write(self.table0)
+        return y.sin().exp().sin()
+
+
+def step(call, x):
+    call(x).sum().backward()
+
+
+@configurations
+@pytest.mark.parametrize("count", [20, 4])
+def test_tables_that_no_forward_writes_to_are_not_copied(ours, count):
+    module, x = Tables(count), torch.ones(8, 128)
+    call = ours(module)
+    for _ in range(2):
+        step(call, x)
+    assert peak_bytes(lambda: step(call, x)) <= peak_bytes(lambda: step(module, x))
+    with count_ops() as ops:
+        step(call, x)
+    assert (ops["clone"], ops["exp"]) == (0, 2)
+
+
+WRITES = {
+    "in place": lambda table: table.mul_(2),
+    "uncounted": lambda table: table.data.mul_(2),
+    "uncounted, of one element": lambda table: table.data[127].fill_(3),
+    "uncounted, in another order": lambda table: table.data.copy_(table.t().clone()),
+}
+
+
+@configurations
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_later_write_to_such_a_table_is_refused_once(write, ours):
+    module, x = Tables(4), torch.ones(8, 128)
+    module.table0[:64] = 5.0
+    call = ours(module)
+    step(call, x)
+    module.write = write
+    with pytest.raises(
+        MutationError, match=r"`self\.table0` was changed in place inside"
+    ):
+        call(x)
+
+    def program(wrap):
+        copy = Tables(4)
+        copy.write = write
+        step(wrap(copy), x)
+        return copy.weight.grad, copy.table0.clone()
+
+    # It is copied in later calls, and updated once.
+    before = module.table0.clone()
+    step(call, x)
+    once = before.clone()
+    write(once)
+    assert_same(module.table0, once)
+    assert_replayed(program, wrap=ours, exp=2)
+
+
+@configurations
+def test_one_table_may_be_written_to_now_and_then(ours):
+    def program(wrap):
+        module, found = Tables(1), []
+        for k in range(4):
+            module.write = WRITES["in place"] if k % 2 else None
+            step(wrap(module), x)
+            found.append(module.table0.clone())
+        return found, module.weight.grad
+
+    x = torch.ones(8, 128)
+    assert_replayed(program, wrap=ours, exp=2 * 4)

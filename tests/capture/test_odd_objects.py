@@ -244,3 +244,59 @@ def test_an_object_without_attributes_stays_itself(way, ours):
 
     x = leaf(3)
     assert_replayed(program, wrap=ours, sin=2 * 2)
+
+
+# --- Long chains ---------------------------------------------------------------------
+
+
+class Link:
+    def __init__(self, value, rest):
+        self.value, self.rest = value, rest
+
+
+def of_link(link):
+    return link.value, link.rest
+
+
+def chained(link, rest=None):
+    """Six hundred of these: more than Python calls of one another."""
+    for k in range(600):
+        rest = link(torch.tensor(float(k)), rest)
+    return rest
+
+
+def summed(link, parts):
+    total = torch.tensor(0.0)
+    while link is not None:
+        value, link = parts(link)
+        total = total + value
+    return total / 600
+
+
+CHAINS = {
+    "objects": (Link, of_link),
+    "lists": (lambda value, rest: [value, rest], tuple),
+    "dicts": (lambda value, rest: {"value": value, "rest": rest}, dict.values),
+    "functions": (lambda value, rest: lambda: (value, rest), lambda link: link()),
+}
+chains = pytest.mark.parametrize(("link", "parts"), CHAINS.values(), ids=CHAINS)
+
+
+@configurations
+@pytest.mark.filterwarnings("ignore:.*not followed.* a chain of too many objects")
+@chains
+def test_a_long_chain_is_no_obstacle(link, parts, ours):
+    def program(wrap):
+        chain = chained(link)
+        fn = wrap(lambda x: (x * summed(chain, parts)).sin().exp())
+        return torch.autograd.grad(fn(x).sum(), x)
+
+    x = leaf(3)
+    assert_replayed(program, wrap=ours, sin=2)
+
+
+def test_with_a_long_chain_a_policy_is_given_up_with_a_warning():
+    chain, x = chained(Link), leaf(3)
+    fn = remat(lambda x: (x * summed(chain, of_link)).sin().exp(), prune=True)
+    with pytest.warns(UserWarning, match="not followed.* a chain of too many objects"):
+        fn(x)

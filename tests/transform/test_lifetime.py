@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from support.as_plain import Router
+from support.runs import configurations
 from support.watch import Watch
 from support.zoo import Evaluations
 from torch import nn
@@ -282,6 +283,19 @@ def test_a_call_on_a_module_that_keeps_its_results_leaves_no_cycle(style):
     assert run().alive == 0
 
 
+@configurations
+def test_nested_calls_with_a_policy_are_freed_after_their_backward(ours):
+    x, watch = torch.ones(4, 4, requires_grad=True), Watch()
+    # It fails in no evaluation.
+    inner = ours(products_failing_at(0, x, watch)[0])
+    outer = ours(lambda x: inner(x.sin()).cos())
+    for _ in range(3):
+        with count_ops() as ops:
+            outer(x).backward()
+    assert ops["exp"] >= 2
+    assert watch.alive == 0
+
+
 # --- Errors ---
 
 
@@ -331,6 +345,45 @@ def test_an_exception_leaves_nothing_alive(use, evaluation):
     assert len(count) > evaluation + 2, "and the next attempt is rematerialized"
     del fn, x
     assert watch.alive == 0
+
+
+def products_failing_at(evaluation, w, watch):
+    """As `failing_at`, with a product of what the graph saves by a handle."""
+    count = Evaluations()
+
+    def fn(x):
+        count.note(1)
+        y = watch(watch(watch(x @ w).sin()) @ w)
+        if len(count) == evaluation:
+            raise PlannedError("as planned")
+        return (y.cos() @ w).exp().sum()
+
+    return fn, count
+
+
+@configurations
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "nested"])
+@pytest.mark.parametrize("evaluation", [1, 2, 3], ids=["first", "second", "third"])
+def test_an_exception_leaves_nothing_alive_that_a_policy_may_save(
+    evaluation, nested, ours
+):
+    x, watch = torch.ones(4, 4, requires_grad=True), Watch()
+    fn, count = products_failing_at(evaluation, x, watch)
+    wrapped = ours(fn)
+    if nested:
+        wrapped = ours(lambda x, inner=wrapped: inner(x.sin()).cos())
+
+    def train():
+        for _ in range(3):
+            wrapped(x).backward()
+
+    with pytest.raises(PlannedError, match="as planned"):
+        train()
+    assert len(count) == evaluation
+    assert watch.alive == 0
+    with count_ops() as ops:
+        wrapped(x).backward()
+    assert ops["sin"] >= 2, "and the next call is rematerialized"
 
 
 def test_a_forward_that_failed_does_not_hinder_the_next():

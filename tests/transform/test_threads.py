@@ -1,10 +1,12 @@
 """Threads share functions and modules, and see nothing of each other's calls."""
 
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.runs import assert_replayed, configurations
 from support.zoo import Evaluations
 from torch import nn
 from torch.func import functional_call, grad, vmap
@@ -190,3 +192,55 @@ def test_an_outer_backward_is_not_blocked_by_an_inner_one_in_a_thread():
     ((got, sines),) = inner
     assert sines == 2
     assert_same(got, [gradient(lambda x: (x * w).sin().exp())(x)] * ROUNDS)
+
+
+# --- Functions that outlive the run that made them ---------------------------------
+
+
+@configurations
+def test_a_closure_that_a_recompute_made_may_run_later(ours):
+    later = queue.SimpleQueue()
+
+    def program(wrap):
+        scale, shift = torch.tensor(2.0), [3.0]
+
+        def value():
+            return float(scale) + shift[0]
+
+        def fn(x):
+            later.put(lambda: value() + shift[0])
+            return (x * scale).sin().exp().sin()
+
+        grads = torch.autograd.grad(wrap(fn)(x).sum(), x)
+        return grads, sorted({later.get()() for _ in range(later.qsize())})
+
+    x = torch.ones(3, requires_grad=True)
+    assert_replayed(program, wrap=ours, exp=2)
+
+
+# --- Threads inside of a call --------------------------------------------------------
+
+
+def in_a_new_pool(w, x):
+    with ThreadPoolExecutor(1) as pool:
+        a, b = pool.map(lambda k: (x @ w * k).sin() @ w, (1.0, 2.0))
+    return (a * b).exp()
+
+
+def in_the_middle(w, x):
+    y = (x @ w).sin()
+    with ThreadPoolExecutor(1) as pool:
+        z = pool.submit(lambda: (y.detach() * x).cos()).result()
+    return (y * z @ w).exp()
+
+
+@configurations
+@pytest.mark.parametrize("fn", [in_a_new_pool, in_the_middle])
+def test_a_pool_of_threads_inside_computes_what_it_does_in_plain(fn, ours):
+    x = torch.randn(8, 8)
+
+    def program(wrap):
+        w = torch.eye(8).requires_grad_()
+        return [torch.autograd.grad(wrap(fn)(w, x).sum(), w) for _ in range(4)]
+
+    assert_replayed(program, wrap=ours, exp=(4, 8))
