@@ -10,6 +10,7 @@ Rejected: a list of leaves and a treedef. It would lose that two arguments share
 
 import copy
 import types
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
@@ -204,6 +205,8 @@ def structure_of(values: Sequence[Any]) -> list[Any]:
             found.append(kept.number)
         elif kind is Ref:
             found.append(kept.kind)
+        elif kind is types.FunctionType:
+            found.append(weakref.ref(kept.__code__))
         elif kind is not Box:
             found.append(static_of(kept))
         elif id(kept) in known:

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
+from remat._base.code import static_of
 from remat._base.types import INERT, TENSORS
 from remat._capture.objects import identities
 from remat._live.containers import ATTRIBUTES
@@ -92,7 +93,7 @@ class Layout:
         is_lazy: whether a module has no parameters yet.
         births: the identities of objects, of functions and of objects with slots.
         cells: the identities of the variables of each function.
-        signature: the code of functions, and the classes of objects.
+        signature: the code of functions, functions in C, and the classes of objects.
         last: what the holders held at the last call.
     """
 
@@ -137,7 +138,8 @@ class Layout:
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
         code = [fn.__code__ for fn in walk.functions]
         types_of = map(type, (*walk.objects, *walk.slotted))
-        self.signature = (*map(weakref.ref, code), *map(weakref.ref, types_of))
+        held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
+        self.signature = (*held, *map(static_of, walk.builtins))
         self.levels: list[list[tuple[Kind, list[int]]]] = []
         self.last: Any = None
 

@@ -130,7 +130,7 @@ class Reach:
         structure of the arguments and those that are constants. It holds no tensor and
         no user's object.
         """
-        values = structure_of(self._values)
+        values = structure_of([self._fn, *self._values])
         roots = [root.signature for root in self._parts]
         return self._count, *self._names, *values, *roots
 

@@ -39,7 +39,7 @@ class Root:
         contents: what the holders held.
         numbers: those of its tensors in the call.
         buffers: the buffers of numbers that it reaches.
-        large: the large containers.
+        large: the large containers, by place.
     """
 
     __slots__ = (
@@ -58,7 +58,7 @@ class Root:
         self._namespaces = [*map(_globals_of, functions)]
         self._iterators: dict[tuple[int, int], Iterated] = {}
         self.buffers: list[Any] = []
-        self.large: list[Large] = []
+        self.large: dict[tuple[int, int], Large] = {}
         for (k, p), name in layout.special.items():
             self._note_special((k, p), taken.values[k][p], name)
         objects = () if owners is None else owners.objects
@@ -70,7 +70,7 @@ class Root:
         if is_buffer(kind):
             self.buffers.append(value)
         elif container_kind(kind) is not None:
-            self.large.append(Large(value, name))
+            self.large[place] = Large(value, name)
         else:
             self._iterators[place] = Iterated(value, name)
 
@@ -127,7 +127,8 @@ class Root:
             self._effects,
             self._namespaces,
             [*map(tensors.__getitem__, self.numbers)],
-            {place: it.again() for place, it in self._iterators.items()},
+            {place: it.again() for place, it in self._iterators.items()}
+            | {place: large.value for place, large in self.large.items()},
             made,
             exchanges=exchanges,
         )

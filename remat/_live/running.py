@@ -117,7 +117,7 @@ class Running:
             set_bytes(buffer, then)
 
     def _shorten(self, part: Root) -> None:
-        for large in part.large:
+        for large in part.large.values():
             if large.has_grown():
                 self._write(large.kind, large.value, large.keys, large.values)
 

@@ -18,6 +18,7 @@ from remat._base.errors import RecomputeError
 from remat._base.tensors import versions_of
 from remat._base.types import INERT
 from remat._capture.kinds import COPIED_ITERATORS
+from remat._capture.stream_search import StreamSearch
 from remat._live.containers import container_kind
 from remat._live.holders import MISSING
 
@@ -25,15 +26,28 @@ from remat._live.holders import MISSING
 class Iterated:
     """An iterator, as far as it was read at a call."""
 
-    __slots__ = ("_copy", "_name")
+    __slots__ = ("_copy", "_name", "_stays")
 
     def __init__(self, value: Any, name: str) -> None:
         self._name = f"the {type(value).__name__} `{name}`"
-        self._copy = _copy_of(value)
+        self._stays = _gives_streams(value)
+        self._copy = value if self._stays else _copy_of(value)
 
     def again(self) -> Any:
         """Return an iterator that was read as far, or one that must not be read."""
+        if self._stays:
+            return self._copy
         return _spent(self._name) if self._copy is MISSING else _copy_of(self._copy)
+
+
+def _gives_streams(value: Any) -> bool:
+    """Say whether an iterator gives streams: the same one again, most often.
+
+    That is put back, so the iterator may stay as it is.
+    """
+    search = StreamSearch()
+    search.walk(value)
+    return bool(search.streams) and type(value) is not itertools.cycle
 
 
 def _copy_of(value: Any) -> Any:
@@ -51,8 +65,10 @@ def _copy_of(value: Any) -> Any:
     if kind is itertools.repeat:
         item = next(iter(gc.get_referents(value)), None)
         left = operator.length_hint(value, -1)
+        if left < 0:
+            return value
         if type(item) in INERT:
-            return itertools.repeat(item, left) if left >= 0 else value
+            return itertools.repeat(item, left)
     return MISSING
 
 

@@ -5,7 +5,6 @@ ends: no other value gets the identity of one.
 Rejected: recursion. A linked list may be longer than Python's stack.
 """
 
-import itertools
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
@@ -70,6 +69,7 @@ class Walk:
         self.slotted: list[Any] = []
         self.scripted: list[Any] = []
         self.linked: list[Any] = []
+        self.builtins: list[Any] = []  # functions in C
         self.variables: list[Any] = []
         self.vacant: list[tuple[int, tuple[str, ...]]] = []
         self.names: dict[int, tuple[int, dict[str, None]]] = {}
@@ -124,7 +124,9 @@ class Walk:
         if how is not None:
             self._reach_container(value, how)
         elif issubclass(kind, PARTS):
-            if not is_of_library(value):
+            if is_of_library(value):
+                self.builtins.append(value)
+            else:
                 self._hold(value, PART)
                 self._todo += parts_of(value)
         elif is_spent_by_use(kind) or kind in COPIED_ITERATORS:
@@ -151,12 +153,8 @@ class Walk:
             self._todo += map(held.__getitem__, new)
 
     def _reach_iterator(self, value: Any) -> None:
-        search = StreamSearch()
-        search.walk(value)
         self.streams.walk(value)
-        # What gives streams gives the same one again, most often, and that is put back.
-        if not search.streams or type(value) is itertools.cycle:
-            self.special.add(id(value))
+        self.special.add(id(value))
 
     def _reach_container(self, value: Any, how: Kind) -> None:
         if len(value) > _LARGE and _is_plain(how.values([value])):

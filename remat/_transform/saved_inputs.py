@@ -65,7 +65,7 @@ class SavedInputs:
 
     __slots__ = (
         *("_classes", "_hooks", "_refs", "attributes", "copied", "leaves_at", "needs"),
-        *("_still", "nodes", "renorms", "values", "versions"),
+        *("_outside", "_still", "nodes", "renorms", "values", "versions"),
     )
 
     def __init__(
@@ -85,6 +85,9 @@ class SavedInputs:
         self.nodes = [*map(operator.not_, map(_is_leaf, inputs))]
         self._classes: Sequence[type] = ()
         self.copied: frozenset[int] = frozenset()
+        # What is copied is packed by a call around in any case: a forward and its
+        # recompute have to pack alike, also where only one of them goes on.
+        self._outside: dict[int, Any] | None = {} if nested else None
         if False not in needs and hooks is None and all(map(_is_leaf, inputs)):
             self.leaves_at: Sequence[int] = range(len(inputs))
             self.values: list[Any] = [*inputs]
@@ -112,7 +115,10 @@ class SavedInputs:
         """Return a copy of an input where it has to be one; else its value."""
         if i in self.copied:
             try:
-                return _copy_of(t)
+                copy = _copy_of(t)
+                if self._outside is not None:
+                    self._outside[i] = self._value_of(t)
+                return copy
             except RuntimeError:  # torch copies no such tensor; nothing writes to it
                 self.copied -= {i}
         return self._value_of(t)
@@ -142,7 +148,8 @@ class SavedInputs:
                 with unseen():
                     is_same = has_same_bytes(self.values[i], inputs[i])
                 if is_same:
-                    self.values[i] = self._value_of(inputs[i])
+                    packed = None if self._outside is None else self._outside.pop(i)
+                    self.values[i] = packed or self._value_of(inputs[i])
                     self.copied -= {i}
                     if still is not None:
                         still.note(i, inputs[i])

@@ -283,7 +283,6 @@ chains = pytest.mark.parametrize(("link", "parts"), CHAINS.values(), ids=CHAINS)
 
 
 @configurations
-@pytest.mark.filterwarnings("ignore:.*not followed.* a chain of too many objects")
 @chains
 def test_a_long_chain_is_no_obstacle(link, parts, ours):
     def program(wrap):
@@ -293,10 +292,3 @@ def test_a_long_chain_is_no_obstacle(link, parts, ours):
 
     x = leaf(3)
     assert_replayed(program, wrap=ours, sin=2)
-
-
-def test_with_a_long_chain_a_policy_is_given_up_with_a_warning():
-    chain, x = chained(Link), leaf(3)
-    fn = remat(lambda x: (x * summed(chain, of_link)).sin().exp(), prune=True)
-    with pytest.warns(UserWarning, match="not followed.* a chain of too many objects"):
-        fn(x)
