@@ -24,7 +24,7 @@ TEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 # The versions of torch that remat is run with beside the one in constraints.txt.
 TORCHES := 2.14.1
 # The tests that CI runs with those: the transform, what it keeps and counts, keys.
-CORE := $(addprefix tests/,transform capture policies random parity compat nn scope)
+CORE := $(addprefix tests/,transform live capture policies random parity compat nn scope)
 
 # The tests for the loop of changing and trying: files of every room, but for those that
 # compile, start programs, or run thousands of combinations. A new file is among them.
@@ -45,7 +45,7 @@ QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py))
 	tests/whole/test_docs_state.py tests/whole/test_rooms.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick core uncached faults full cov check format docs dist notebooks bench model fit gpu clean
+.PHONY: help demo test quick core faults full cov check format docs dist notebooks bench model fit gpu clean
 
 help:
 	@echo "make demo       train a small language model plain and with remat, and compare"
@@ -53,7 +53,6 @@ help:
 	@echo "                TORCH=2.14.1 in an environment that has that version of torch"
 	@echo "make quick      run fast tests of every room, in less than two minutes"
 	@echo "make core       run the core tests with every other version of torch"
-	@echo "make uncached   run the core tests without what is remembered of modules"
 	@echo "make faults     plant 30 faults, one at a time, and show that a test catches each"
 	@echo "make full       run everything: slow tests, clients, torch's operator database,"
 	@echo "                with every version of torch; before a release"
@@ -117,12 +116,8 @@ core:
 faults: $(VENV)/.dev
 	@PYTHONPATH=tests $(PY) tests/plant_faults.py $(ARGS)
 
-uncached: $(VENV)/.dev
-	@REMAT_NO_CACHE=1 $(TEST) $(filter-out tests/random,$(CORE)) \
-		--ignore-glob='tests/transform/test_traced_*' $(ARGS)
-
 # `-m ""` takes back what pyproject.toml leaves out.
-full: check docs uncached
+full: check docs
 	@$(MAKE) --no-print-directory test ARGS='-m "" $(ARGS)'
 	@for torch in $(TORCHES); do echo "== torch $$torch"; \
 		$(MAKE) --no-print-directory .venv-torch-$$torch/.vision test \

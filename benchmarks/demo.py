@@ -376,9 +376,9 @@ def mistake(options: argparse.Namespace, characters: int) -> str | None:
 
 def main() -> None:
     """Train twice, print the comparison, write the plot; exit with 1 if they differ."""
-    # With two threads on a busy machine the bits differed in a few of many runs. There
-    # plain code is not always equal to itself: the gradient of `w[index]`, for one, is
-    # added up in the order in which its threads arrive.
+    # With two threads on a busy machine the bits differed in a few of many runs. Some
+    # kernels are not equal to themselves there: the gradient of `w[index]`, for one, is
+    # added up in the order in which the threads arrive.
     torch.set_num_threads(1)
     console = Console()
     tokens, alphabet = load_text()

@@ -38,6 +38,11 @@ def in_an_object_of_a_module():
     return lambda: settings.state.generator.random()
 
 
+def behind_a_computed_name():
+    settings.late, name = SimpleNamespace(generator=random.Random(5)), "late"
+    return lambda: getattr(settings, name).generator.random()
+
+
 def among(others):
     source = itertools.repeat(([random.Random(5)], [[i] for i in range(others)]))
     return lambda: next(source)[0][0].random()
@@ -59,8 +64,9 @@ def of_spawned_generators():
 
 # Each makes a function that draws a number; whether a recompute draws it again.
 STREAMS = {
-    "in a thread-local variable": (in_a_thread_local_variable, False),
-    "in an object of a module": (in_an_object_of_a_module, False),
+    "in a thread-local variable": (in_a_thread_local_variable, True),
+    "in an object of a module": (in_an_object_of_a_module, True),
+    "behind a computed name": (behind_a_computed_name, False),
     "among a hundred values": (lambda: among(100), True),
     "among five hundred values": (lambda: among(500), False),
     "of the operating system": (of_the_operating_system, False),

@@ -186,7 +186,7 @@ settings.CONSTANT = torch.ones(3)
 settings.WEIGHT = ones(3)
 
 
-def test_attributes_of_python_modules_are_not_found():
+def test_attributes_of_python_modules_are_not_found_under_torch_func():
     x = ones(3)
 
     def fn(x):
@@ -195,25 +195,43 @@ def test_attributes_of_python_modules_are_not_found():
     assert torch.equal(gradient(remat(fn)(x), settings.WEIGHT), gradient(fn(x), x))
     with pytest.raises(CaptureError, match="no input of the call"):
         torch.func.grad(lambda x: remat(fn)(x).sum())(x)
+
+
+def test_attributes_of_python_modules_are_inputs():
+    x = ones(3)
     y = remat(lambda x: (x * settings.CONSTANT).square())(x)
     settings.CONSTANT.fill_(2.0)
-    assert torch.equal(gradient(y, x), torch.full((3,), 8.0))
+    with pytest.raises(MutationError, match="was changed in place between"):
+        gradient(y, x)
+    settings.CONSTANT.fill_(1.0)
+
+
+def test_attributes_that_are_found_by_computed_names_are_read_as_they_are_by_then():
+    x, name = ones(3), "SCALE"
+    settings.SCALE = 2.0
+    y = remat(lambda x: scaled(x, getattr(settings, name)))(x)
+    settings.SCALE = 5.0
+    with count_ops() as ops:
+        got = gradient(y, x)
+    assert ops["mul"] == 1 + 2
+    # The sine's part is of the recompute; what the product saved is a number.
+    assert torch.equal(got, 2 * (5 * x).cos())
 
 
 class Config:
     scale = 2.0
 
 
-def test_attributes_of_classes_are_read_as_they_are_by_then():
+def test_attributes_of_classes_are_put_back():
     x = ones(3)
     y = remat(lambda x: scaled(x, Config.scale))(x)
     Config.scale = 5.0
     with count_ops() as ops:
         got = gradient(y, x)
+    assert Config.scale == 5.0
     Config.scale = 2.0
-    assert ops["sin"] == 0
-    # The sine's part is of the recompute; what the product saved is a number.
-    assert torch.equal(got, 2 * (5 * x).cos())
+    assert ops["mul"] == 1 + 2
+    assert torch.equal(got, 2 * (2 * x).cos())
 
 
 def test_what_hooks_close_over_is_neither_put_back_nor_are_its_changes_dropped():
