@@ -306,9 +306,16 @@ class Parts(Kind):
 
 
 def parts_of(value: Any) -> tuple[Any, ...]:
-    """Return what a value of `PARTS` refers to."""
+    """Return what a value of `PARTS` refers to.
+
+    Raises:
+        TypeError: it is no such value.
+    """
     kind = type(value)
-    return next(read for cls, read in _READERS.items() if issubclass(kind, cls))(value)
+    for cls, read in _READERS.items():
+        if issubclass(kind, cls):
+            return read(value)
+    raise TypeError(kind)
 
 
 def _parts_of_builtin(value: Any) -> tuple[Any, ...]:
