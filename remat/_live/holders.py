@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import sys
 import threading
 import types
 import weakref
@@ -319,7 +320,7 @@ def parts_of(value: Any) -> tuple[Any, ...]:
 
 
 def _parts_of_builtin(value: Any) -> tuple[Any, ...]:
-    return (value.__name__, value.__self__)
+    return (sys.intern(value.__name__), value.__self__)  # a new string each time
 
 
 _READERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
@@ -342,7 +343,7 @@ def _made_of(kind: Any, values: Sequence[Any]) -> Any:
     if issubclass(kind, functools.partial):
         fn, args, kwargs = values
         return kind(fn, *args, **kwargs)
-    if kind in (types.BuiltinFunctionType, types.MethodWrapperType):
+    if issubclass(kind, (types.BuiltinFunctionType, types.MethodWrapperType)):
         name, owner = values
         return getattr(owner, name)
     if issubclass(kind, weakref.ref) and values[0] is None:  # it was dead then, too

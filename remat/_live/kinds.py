@@ -42,7 +42,8 @@ def can_be_revived(kind: type) -> bool:
 
 def is_of_library(value: Any) -> bool:
     """Say whether a value is a function in C, and no method of a value."""
-    if type(value) not in (types.BuiltinFunctionType, types.MethodWrapperType):
+    kinds = types.BuiltinFunctionType, types.MethodWrapperType
+    if not issubclass(type(value), kinds):
         return False
     owner = value.__self__
     if owner is None or isinstance(owner, (types.ModuleType, type)):

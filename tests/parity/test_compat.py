@@ -24,6 +24,7 @@ from remat._torch import (
     operators,
     process,
     pytrees,
+    renorms,
     selftest,
     storages,
     surroundings,
@@ -35,7 +36,7 @@ from remat._torch import (
 ROOT = Path(__file__).parents[2]
 FILES = (
     *(autograd, distributed, fakes, graphs, levels, modes, nodes, operators),
-    *(process, pytrees, storages, surroundings, tensors, tracing),
+    *(process, pytrees, renorms, storages, surroundings, tensors, tracing),
 )
 SHIMS = sorted(
     name
