@@ -4,7 +4,6 @@ Invariant: as of `holders`. An instance of a subclass is read by its base class.
 """
 
 import contextlib
-import itertools
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
@@ -180,14 +179,11 @@ class Factories(Kind):
     """What makes the missing values of a defaultdict."""
 
     adds = True
+    fixed = 1
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         return map(_factory_of, holders)
-
-    @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return itertools.repeat(1, len(holders))
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:

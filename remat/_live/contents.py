@@ -228,7 +228,7 @@ def _spans(sizes: Sequence[tuple[Kind, int]], lengths: Sequence[int]) -> Iterato
     left = iter(lengths)
     for g, (kind, count) in enumerate(sizes):
         for i in range(count):
-            length = next(left)
+            length = kind.fixed or next(left)
             yield Span(kind, g, i, start, start + length, key)
             start, key = start + length, key + length * kind.keyed
 

@@ -39,16 +39,18 @@ class Kind:
         keyed: whether a holder has a key for each value.
         frozen: whether a holder can never be changed, only what it holds.
         adds: whether what it reads may be only a part of what a value holds.
+        fixed: how many values each holder holds; 0 if that differs.
     """
 
     keyed = frozen = adds = False
+    fixed = 0
 
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         """Return what all of these holders hold, one after the other."""
         raise NotImplementedError
 
     def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        """Return how many values each of them holds."""
+        """Return how many values each of them holds, where that is not fixed."""
         raise NotImplementedError
 
     def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
@@ -78,16 +80,14 @@ class Kind:
 class Cells(Kind):
     """Variables of outer functions."""
 
+    fixed = 1
+
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         try:
             return [*map(_contents_of, holders)]
         except ValueError:  # one is empty
             return [*map(_content_of, holders)]
-
-    @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return itertools.repeat(1, len(holders))
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
@@ -141,13 +141,11 @@ def _set(entries: dict[str, Any], name: str, value: Any) -> None:
 class Functions(Kind):
     """What a function has besides its variables: its code and its defaults."""
 
+    fixed = 3
+
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         return flatten(map(_DEFAULTS_OF, holders))
-
-    @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return itertools.repeat(len(_DEFAULTS), len(holders))
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
@@ -251,13 +249,11 @@ def _slot_of(value: Any, name: str) -> Any:
 class Variables(Kind):
     """Context variables."""
 
+    fixed = 1
+
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         return [var.get(MISSING) for var in holders]
-
-    @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return itertools.repeat(1, len(holders))
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:

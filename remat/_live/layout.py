@@ -48,6 +48,9 @@ _dict_of = operator.attrgetter("__dict__")
 _globals_of = operator.attrgetter("__globals__")
 
 
+_REST = FUNCTIONS, CLASSES, SLOTS, VARIABLES, SCRIPTED
+
+
 class MovedError(Exception):
     """What a layout says is not where a holder was."""
 
@@ -144,29 +147,30 @@ class Layout:
         self.last: Any = None
 
     def groups(self, owners: Owners) -> list[Group]:
-        """Return the holders of level 0.
+        """Return the holders of level 0, but for kinds of which there are none.
 
         Raises:
             MovedError: an owner is gone.
         """
-        functions = owners.functions
+        functions, found = owners.functions, list[Group]()
         try:
-            closures = map(_closure_of, map(functions.__getitem__, self._cells))
-            readers = map(functions.__getitem__, self.scopes)
-            globals_of, spaces = map(_globals_of, readers), map(_dict_of, owners.spaces)
-            found: list[Group] = [
-                (ATTRIBUTES, [*map(_dict_of, (*owners.objects, *functions))]),
-                (CELLS, [*itertools.chain.from_iterable(closures)]),
-                (SCOPES, [*zip((*globals_of, *spaces), self._names, strict=True)]),
-                (FUNCTIONS, functions),
-                (CLASSES, owners.classes),
-                (SLOTS, owners.slotted),
-                (VARIABLES, self.variables),
-                (SCRIPTED, owners.scripted),
-            ]
+            dicts = [*map(_dict_of, (*owners.objects, *functions))]
+            found.append((ATTRIBUTES, dicts))
+            if self._cells:
+                closures = map(_closure_of, map(functions.__getitem__, self._cells))
+                found.append((CELLS, [*itertools.chain.from_iterable(closures)]))
+            if self._names:
+                spaces = map(_dict_of, owners.spaces)
+                globals_of = map(_globals_of, map(functions.__getitem__, self.scopes))
+                held = (*globals_of, *spaces)
+                found.append((SCOPES, [*zip(held, self._names, strict=True)]))
         except (AttributeError, TypeError):
             raise MovedError from None
-        if None in owners.classes or None in owners.slotted:
+        rest = (owners.classes, owners.slotted, self.variables, owners.scripted)
+        for kind, holders in zip(_REST, (functions, *rest), strict=True):
+            if holders:
+                found.append((kind, holders))
+        if None in owners.classes or None in owners.slotted or None in owners.scripted:
             raise MovedError
         return found
 
@@ -207,7 +211,7 @@ class Taken:
         groups: the holders, by kind.
         values: what they hold, one after the other.
         keys: the keys of these.
-        lengths: how many values each holder has.
+        lengths: how many values each holder has, of those for which that is not fixed.
         marks: what differs if something differs: identities, and lengths.
         owners: the owners; None if it was not read through them.
         kinds: the identities of the classes of objects.
@@ -230,9 +234,10 @@ class Taken:
         keys: list[Any] = []
         lengths: list[int] = []
         for kind, holders in groups:
-            if holders:
-                values += kind.values(holders)
+            values += kind.values(holders)
+            if kind.keyed:
                 keys += kind.keys(holders)
+            if not kind.fixed:
                 lengths += kind.lengths(holders)
         self.groups.append(groups)
         self.values.append(values)
@@ -298,7 +303,7 @@ def _written(layout: Layout, taken: Taken, k: int, p: int) -> str:
     lengths = iter(taken.lengths[k])
     for g, (kind, holders) in enumerate(taken.groups[k]):
         for n, holder in enumerate(holders):
-            length = next(lengths)
+            length = kind.fixed or next(lengths)
             if p < start + length:
                 name = _entry(kind, holder, taken.keys[k], key, p - start)
                 if k == 0:
