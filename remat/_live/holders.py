@@ -122,7 +122,7 @@ class Scopes(Kind):
 
     @override
     def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return (len(names) for _, names in holders)
+        return [len(names) for _, names in holders]
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:

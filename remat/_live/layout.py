@@ -44,6 +44,7 @@ from remat._live.walk import Walk
 
 Group = tuple[Kind, list[Any]]
 _closure_of = operator.attrgetter("__closure__")
+_call = operator.call
 _dict_of = operator.attrgetter("__dict__")
 _globals_of = operator.attrgetter("__globals__")
 
@@ -61,12 +62,12 @@ class Owners:
     __slots__ = ("classes", "functions", "objects", "scripted", "slotted", "spaces")
 
     def __init__(self, layout: "Layout") -> None:
-        self.objects: list[Any] = [ref() for ref in layout.objects]
-        self.functions: list[Any] = [ref() for ref in layout.functions]
-        self.classes: list[Any] = [ref() for ref in layout.classes]
-        self.slotted: list[Any] = [ref() for ref in layout.slotted]
-        self.spaces: list[Any] = [ref() for ref in layout.spaces]
-        self.scripted: list[Any] = [ref() for ref in layout.scripted]
+        self.objects: list[Any] = [*map(_call, layout.objects)]
+        self.functions: list[Any] = [*map(_call, layout.functions)]
+        self.classes: list[Any] = [*map(_call, layout.classes)]
+        self.slotted: list[Any] = [*map(_call, layout.slotted)]
+        self.spaces: list[Any] = [*map(_call, layout.spaces)]
+        self.scripted: list[Any] = [*map(_call, layout.scripted)]
 
     def kinds(self) -> Iterable[type]:
         """Return the classes of objects, and those of objects with slots."""

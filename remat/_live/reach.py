@@ -112,15 +112,17 @@ class Reach:
                     self.buffers[i] = self.buffers.get(i, False) or is_module
 
     def _note_streams(self, given: Given) -> None:
-        found = dict(given.streams.streams)
+        found, search = dict(given.streams.streams), given.streams
+        self.handles_states, self.compiled = search.handles_states, search.compiled
+        self.is_lazy = False
         for part in self._parts:
-            found.update((id(s), s) for s in part.layout.streams)
-        layouts = [part.layout for part in self._parts]
+            layout = part.layout
+            if layout.streams:
+                found.update(zip(map(id, layout.streams), layout.streams, strict=True))
+            self.handles_states = self.handles_states or layout.handles_states
+            self.compiled = self.compiled or layout.compiled
+            self.is_lazy = self.is_lazy or layout.is_lazy
         self.streams = [*found.values()]
-        self.handles_states = any(layout.handles_states for layout in layouts)
-        self.handles_states = self.handles_states or given.streams.handles_states
-        self.compiled = any(layout.compiled for layout in layouts)
-        self.is_lazy = any(layout.is_lazy for layout in layouts)
 
     @property
     def signature(self) -> tuple[Any, ...]:
