@@ -122,7 +122,7 @@ FAULTS = [
         "remat/_live/roots.py",
         "        if not self.contents.are_in(taken):\n            return None\n        ours",
         "        ours",
-        ("tests/capture/test_trees.py", "tests/capture/test_module_changes.py"),
+        ("tests/live/test_layouts.py", "tests/capture/test_module_changes.py"),
     ),
     Fault(
         "autocast is not restored",
