@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from ctypes import string_at
 from typing import Any, TypeVar
 
+from remat._base.code import class_without_us
+from remat._base.errors import RecomputeError
+
 
 T = TypeVar("T")
 
@@ -159,3 +162,23 @@ def differing(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     if same and all(map(operator.is_, now.values(), before.values())):
         return {} if [*now] == [*before] else now
     return {k: v for k, v in now.items() if k not in before or before[k] is not v}
+
+
+def check_class(then: type | None, now: type) -> None:
+    """Refuse an object whose class was changed, other than by remat.
+
+    Args:
+        then: its class at the call; None if that is gone.
+        now: its class.
+    """
+    if then is None or now is then:
+        return
+    if class_without_us(now) is not class_without_us(then):
+        names = {"then": then.__qualname__, "now": now.__qualname__}
+        raise RecomputeError(_CLASS.format(**names))
+
+
+_CLASS = (
+    "remat: an object that was a {then} at the call is a {now} now: a recompute "
+    "would run other code. Change its class after the backward."
+)

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from remat._base.code import VIEWED, class_without_us
+from remat._base.code import VIEWED
 from remat._base.context import empty, here
-from remat._base.errors import RecomputeError
 from remat._capture.callables import CellNode
 from remat._capture.modules import ViewNode
 from remat._capture.nodes import Composite, ObjectNode
 from remat._capture.objects import (
+    check_class,
     exchange_attributes,
     exchange_dict,
     replica_of,
@@ -102,7 +102,7 @@ class Run:
             new = self.built[node.identity] = replica_of(node.kind, value)
             set_attributes(new, node.contents(self, None))
             return new
-        _check_class(node.kind, type(value))
+        check_class(node.kind, type(value))
         # Before its parts are made: one of them may refer to it.
         self.built[node.identity] = value
         self._set_back(value, node.contents(self, value))
@@ -121,7 +121,7 @@ class Run:
         slots = node.contents(self, view)
         module = slots[VIEWED]
         if view is not None and getattr(view, VIEWED) is module:
-            _check_class(node.kind, type(view))
+            check_class(node.kind, type(view))
             held = slots_in(view)
             self._views.append(_View(view, held, exchange_dict(view, vars(module))))
         else:  # the module was made anew
@@ -141,19 +141,6 @@ class Run:
         return not self._holds_lock
 
 
-def _check_class(then: type, now: type) -> None:
-    """Refuse an object whose class was changed, other than by remat."""
-    if now is not then and class_without_us(now) is not class_without_us(then):
-        names = {"then": then.__qualname__, "now": now.__qualname__}
-        raise RecomputeError(_CLASS.format(**names))
-
-
 def _undo(exchanged: _Undo) -> None:
     for value, before in reversed(exchanged):
         exchange_attributes(value, before)
-
-
-_CLASS = (
-    "remat: an object that was a {then} at the call is a {now} now: a recompute "
-    "would run other code. Change its class after the backward."
-)

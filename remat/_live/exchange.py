@@ -16,8 +16,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from remat._base.code import class_without_us
 from remat._base.errors import RecomputeError
+from remat._capture.objects import check_class
 from remat._live.containers import container_kind
 from remat._live.contents import At, Contents, Holder, Ref, Span
 from remat._live.holders import GONE, SCOPES, Kind, without_contents
@@ -194,7 +194,7 @@ class Exchange:
         present, keys = (*owners.objects, *owners.slotted), (*objects, *slotted)
         for owner, key, kind in zip(present, keys, self._contents.classes, strict=True):
             if owner is not None:
-                _check_class(kind(), type(owner))
+                check_class(kind(), type(owner))
             elif key not in self._made and not _is_container(kind()):
                 self._made[key] = _replica(kind())
 
@@ -264,21 +264,6 @@ def _replica(kind: Any) -> Any:
         )
         raise RecomputeError(GONE.format(name=name))
     return without_contents(kind)
-
-
-def _check_class(then: Any, now: type) -> None:
-    """Refuse an object whose class was changed, other than by remat."""
-    if then is None or now is then:
-        return
-    if class_without_us(now) is not class_without_us(then):
-        names = {"then": then.__qualname__, "now": now.__qualname__}
-        raise RecomputeError(_CLASS.format(**names))
-
-
-_CLASS = (
-    "remat: an object that was a {then} at the call is a {now} now: a recompute "
-    "would run other code. Change its class after the backward."
-)
 
 
 # --- What was there just before ---

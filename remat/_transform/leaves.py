@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from remat._base.tensors import version_of
+from remat._live.layout import hooks_so_far
 from remat._torch import unseen
 
 
@@ -53,11 +53,6 @@ def are_marked(leaves: Sequence[Tensor]) -> bool:
     """
     marks = [*map(_marks_of, leaves)]
     return marks.count(_UNMARKED) < len(marks)
-
-
-def hooks_so_far() -> int:
-    """Return how many hooks were set anywhere: the number of the next one."""
-    return RemovableHandle.next_id
 
 
 def _forget_hooks_of_nodes(leaves: Sequence[Tensor], first: int) -> None:

@@ -27,6 +27,7 @@ from remat._ambient.draws import without_draws
 from remat._base.context import here, within
 from remat._base.types import Fn
 from remat._graph.handles import Handle, unpack
+from remat._live.layout import hooks_so_far
 from remat._live.reach import Reach
 from remat._partial.decide import warn_if_asked, why_no_record
 from remat._partial.following import Following
@@ -45,7 +46,7 @@ from remat._transform import refill
 from remat._transform.changes import changes_of
 from remat._transform.checks import addresses_of, changed_inside
 from remat._transform.in_call import InCall
-from remat._transform.leaves import are_marked, gradients_of, hooks_so_far
+from remat._transform.leaves import are_marked, gradients_of
 from remat._transform.packing import Packing
 from remat._transform.saved_call import NONE, Effects, SavedCall, Setting
 
