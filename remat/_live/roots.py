@@ -169,18 +169,19 @@ def _root_of(root: Any) -> Root:
         except MovedError:
             pass
         else:
-            if layout.last.are_in(taken):
-                return Root(layout, layout.last, taken)
-            if layout.last.has_form_of(taken):
-                layout.last = Contents(layout, taken)
-                return Root(layout, layout.last, taken)
+            last = layout.last  # other threads may replace it
+            if last.are_in(taken):
+                return Root(layout, last, taken)
+            if last.has_form_of(taken):
+                layout.last = last = Contents(layout, taken)
+                return Root(layout, last, taken)
     layout, taken = lay_out(root)
-    layout.last = Contents(layout, taken)
+    layout.last = last = Contents(layout, taken)
     if not layout.is_lazy:
         key = id(root)
         forget = weakref.ref(root, lambda _: _LAYOUTS.pop(key, None))
         _LAYOUTS[key] = forget, layout
-    return Root(layout, layout.last, taken)
+    return Root(layout, last, taken)
 
 
 _NO_LAYOUT: Any = None, None
