@@ -55,26 +55,9 @@ class Reach:
     """
 
     __slots__ = (
-        *(
-            "_buffers",
-            "_cache",
-            "_count",
-            "_fn",
-            "_hooks",
-            "_modes",
-            "_names",
-            "_parts",
-        ),
-        *(
-            "_refs",
-            "_running",
-            "_target",
-            "_values",
-            "buffers",
-            "compiled",
-            "handles_states",
-        ),
-        *("is_lazy", "label", "streams", "tensors"),
+        *("_buffers", "_cache", "_count", "_fn", "_hooks", "_modes", "_names", "_refs"),
+        *("_roots", "_running", "_target", "_values", "buffers", "compiled"),
+        *("handles_states", "is_lazy", "label", "streams", "tensors"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -91,23 +74,23 @@ class Reach:
         cache = parametrization_cache()
         self._cache = None if cache is None else given.put_aside(cache)
         self.tensors, self.buffers = given.tensors, dict[int, bool]()
-        self._parts: list[Root] = []
-        for root, part in roots_of(given.roots.values()):
-            self._add(root, part, given)
+        self._roots: list[Root] = []
+        for value, root in roots_of(given.roots.values()):
+            self._add(value, root, given)
         self._note_streams(given)
-        buffers = [*given.buffers, *(b for part in self._parts for b in part.buffers)]
+        buffers = [*given.buffers, *(b for root in self._roots for b in root.buffers)]
         self._buffers = [(buffer, bytes_of(buffer)) for buffer in buffers]
         self._refs = [*map(weakref.ref, self.tensors)]
         self._running: Running | None = None
 
-    def _add(self, root: Any, part: Root, given: Given) -> None:
+    def _add(self, value: Any, root: Root, given: Given) -> None:
         """Add what a root reaches."""
-        tensors, passed = part.tensors(), len(self.tensors)
-        part.numbers = given.numbers_of(tensors)
-        self._parts.append(part)
+        tensors, passed = root.tensors(), len(self.tensors)
+        root.numbers = given.numbers_of(tensors)
+        self._roots.append(root)
         if not all(map(_requires_grad, tensors)):
-            is_module = isinstance(root, nn.Module)
-            for i, t in zip(part.numbers, tensors, strict=True):
+            is_module = isinstance(value, nn.Module)
+            for i, t in zip(root.numbers, tensors, strict=True):
                 if not t.requires_grad and (is_module or i >= passed):
                     self.buffers[i] = self.buffers.get(i, False) or is_module
 
@@ -115,8 +98,8 @@ class Reach:
         found, search = dict(given.streams.streams), given.streams
         self.handles_states, self.compiled = search.handles_states, search.compiled
         self.is_lazy = False
-        for part in self._parts:
-            layout = part.layout
+        for root in self._roots:
+            layout = root.layout
             if layout.streams:
                 found.update(zip(map(id, layout.streams), layout.streams, strict=True))
             self.handles_states = self.handles_states or layout.handles_states
@@ -133,7 +116,7 @@ class Reach:
         no user's object.
         """
         values = structure_of([self._fn, *self._values])
-        roots = [root.signature for root in self._parts]
+        roots = [root.signature for root in self._roots]
         return self._count, *self._names, *values, *roots
 
     def take_tensors(self) -> list[Tensor]:
@@ -144,8 +127,8 @@ class Reach:
 
     def forward_done(self) -> None:
         """Note what the forward changed."""
-        for part in self._parts:
-            part.forward_done()
+        for root in self._roots:
+            root.forward_done()
 
     # --- A recompute ---
 
@@ -158,7 +141,7 @@ class Reach:
         originals = [ref() for ref in self._refs]
         exchanges = not all(map(operator.is_, tensors, originals))
         return Running(
-            self._parts, self._buffers, self._hooks, tensors, exchanges=exchanges
+            self._roots, self._buffers, self._hooks, tensors, exchanges=exchanges
         )
 
     def call(self, running: Running, tensors: Sequence[Any]) -> Any:

@@ -3,7 +3,7 @@
 The layout of a root is remembered while the root lives. A call reads what the holders
 hold now. If that is what they held at the last call, it shares the contents of that.
 
-Invariant: as of `contents`. Only until the end of the forward a part holds the holders
+Invariant: as of `contents`. Only until the end of the forward a root holds the holders
 themselves: the forward may put others in their places.
 Rejected: to compare along the paths again. A path may lead elsewhere by then.
 """
@@ -147,23 +147,23 @@ _globals_of = operator.attrgetter("__globals__")
 _LAYOUTS: dict[int, tuple[Any, Layout]] = {}
 
 
-def roots_of(roots: Iterable[Any]) -> list[tuple[Any, Root]]:
-    """Return a part for each root, and for each that these lead to."""
+def roots_of(values: Iterable[Any]) -> list[tuple[Any, Root]]:
+    """Return each value, and what it reached; also for modules that they lead to."""
     found: list[tuple[Any, Root]] = []
-    todo = [*roots]
+    todo = [*values]
     known: set[int] = set()
-    for root in todo:  # which grow
-        if root is not None and id(root) not in known:
-            known.add(id(root))
-            part = _root_of(root)
-            found.append((root, part))
-            todo += [ref() for ref in part.layout.linked]
+    for value in todo:  # which grow
+        if value is not None and id(value) not in known:
+            known.add(id(value))
+            root = _root_of(value)
+            found.append((value, root))
+            todo += [ref() for ref in root.layout.linked]
     return found
 
 
-def _root_of(root: Any) -> Root:
-    ref, layout = _LAYOUTS.get(id(root), _NO_LAYOUT)
-    if layout is not None and ref() is root:
+def _root_of(value: Any) -> Root:
+    ref, layout = _LAYOUTS.get(id(value), _NO_LAYOUT)
+    if layout is not None and ref() is value:
         try:
             taken = take(layout)
         except MovedError:
@@ -175,11 +175,11 @@ def _root_of(root: Any) -> Root:
             if last.has_form_of(taken):
                 layout.last = last = Contents(layout, taken)
                 return Root(layout, last, taken)
-    layout, taken = lay_out(root)
+    layout, taken = lay_out(value)
     layout.last = last = Contents(layout, taken)
     if not layout.is_lazy:
-        key = id(root)
-        forget = weakref.ref(root, lambda _: _LAYOUTS.pop(key, None))
+        key = id(value)
+        forget = weakref.ref(value, lambda _: _LAYOUTS.pop(key, None))
         _LAYOUTS[key] = forget, layout
     return Root(layout, last, taken)
 

@@ -22,7 +22,7 @@ class Running:
     """A run of a call.
 
     Args:
-        parts: of the call.
+        roots: of the call.
         buffers: the buffers of numbers that it reaches, with their bytes then.
         hooks: how many hooks had been set anywhere at the call.
         tensors: to run on.
@@ -33,20 +33,20 @@ class Running:
     """
 
     __slots__ = (
-        *("_buffers", "_exchanges", "_first", "_hooks", "_made", "_now", "_parts"),
+        *("_buffers", "_exchanges", "_first", "_hooks", "_made", "_now", "_roots"),
         *("_undo", "tensors"),
     )
 
     def __init__(
         self,
-        parts: Sequence[Root],
+        roots: Sequence[Root],
         buffers: Sequence[tuple[Any, bytes]],
         hooks: int,
         tensors: Sequence[Any],
         *,
         exchanges: bool,
     ) -> None:
-        self._parts, self._buffers, self._hooks = parts, buffers, hooks
+        self._roots, self._buffers, self._hooks = roots, buffers, hooks
         self.tensors, self._exchanges = tensors, exchanges
         self._made: dict[int, Any] = {}
         self._now: list[tuple[Root, Taken | Exchange]] = []
@@ -60,8 +60,8 @@ class Running:
             self._exchange()
             for buffer, then in self._buffers:
                 self._exchange_bytes(buffer, then)
-            for part in self._parts:
-                self._shorten(part)
+            for root in self._roots:
+                self._shorten(root)
         except BaseException:
             self._put_back()
             raise
@@ -86,26 +86,26 @@ class Running:
 
     def container(self, kept: Ref) -> Any:
         """Return a container that was passed and that an owner leads to, or None."""
-        for part, now in self._now:
+        for root, now in self._now:
             if isinstance(now, Exchange):
                 value = now.container(kept.id)
                 if value is not None:
                     return value
                 continue
-            place = part.contents.containers(part.layout).get(kept.id)
+            place = root.contents.containers(root.layout).get(kept.id)
             if place is not None:
                 return now.values[place[0]][place[1]]
         return None
 
     def _exchange(self) -> None:
         started: list[Exchange] = []
-        for part in self._parts:
-            now: Any = part.as_it_was(self.tensors)
+        for root in self._roots:
+            now: Any = root.as_it_was(self.tensors)
             if now is None:
-                now = part.exchange(self.tensors, self._made, exchanges=self._exchanges)
+                now = root.exchange(self.tensors, self._made, exchanges=self._exchanges)
                 now.revive_owners()
                 started.append(now)
-            self._now.append((part, now))
+            self._now.append((root, now))
         for exchange in started:
             self._undo.append(exchange.end)
             exchange.start()
@@ -116,8 +116,8 @@ class Running:
         if now != then:
             set_bytes(buffer, then)
 
-    def _shorten(self, part: Root) -> None:
-        for large in part.large.values():
+    def _shorten(self, root: Root) -> None:
+        for large in root.large.values():
             if large.has_grown():
                 self._write(large.kind, large.value, large.keys, large.values)
 
@@ -145,7 +145,7 @@ class Running:
                 del hooks[key]
 
     def _hooks_of_modules(self) -> list[Any]:
-        dicts = [held for part in self._parts for held in part.module_dicts()]
+        dicts = [held for root in self._roots for held in root.module_dicts()]
         return [held[n] for held in dicts for n in HOOKS if held.get(n)]
 
 
