@@ -15,6 +15,10 @@ from remat._offload import offload as _offload
 from remat._partial.cache import CACHES
 
 
+# The search for doctests would import its modules a second time, under another name, and
+# each adds its programs to one table.
+collect_ignore = ["support/adversarial"]
+
 # On Intel's processors MKL adds up a transposed product in another order. What these
 # tests compare bit for bit are operations, not how a library computes one.
 # MKL reads it at the first product.
