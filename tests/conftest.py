@@ -15,8 +15,8 @@ from remat._offload import offload as _offload
 from remat._partial.cache import CACHES
 
 
-# The search for doctests would import its modules a second time, under another name, and
-# each adds its programs to one table.
+# The search for doctests would import its modules a second time, by another name, and
+# each of them adds its programs to one table.
 collect_ignore = ["support/adversarial"]
 
 # On Intel's processors MKL adds up a transposed product in another order. What these
