@@ -64,7 +64,8 @@ class Attributes(Dicts):
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
         now = [*holder]
-        if now[: len(keys)] != [*keys]:  # the order differs, or some are gone
+        same = len(now) >= len(keys) and all(map(operator.is_, now, keys))
+        if not same:  # the order differs, or some are gone
             super().write(holder, keys, values)
             return
         for key, value in zip(keys, values, strict=True):

@@ -4,11 +4,12 @@ Numbers and words are held themselves. A tensor is a place: the call holds it (`
 Anything else is watched by a weak reference, or known by its identity. So contents keep
 nothing alive, and calls between which nothing changed share them.
 
-Invariant: contents lead to no tensor and to no object of the user's. A graph holds its
-calls where Python's garbage collector does not look.
+Invariant: contents lead to no tensor and to no object of the user's that can be held
+weakly. A graph holds its calls where Python's garbage collector does not look.
 Rejected: strong references to containers. A list may hold what the graph holds.
 """
 
+import threading
 import types
 import weakref
 from collections import deque
@@ -68,23 +69,33 @@ class _Keeper:
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
         self.places: list[Place] = []
+        self.opaque: list[tuple[int, int]] = []
 
     def keep(self, value: Any, place: Place) -> Any:
         """Return what is held of a value that was found at a place."""
         kind = type(value)
         if kind in _OF_CLASSES or kind in COPIED_ITERATORS:
             return Ref(value)
-        if kind in INERT or value is MISSING:
+        if (kind in INERT and kind is not threading.Thread) or value is MISSING:
             return value
         if kind in TENSORS or issubclass(kind, Tensor):
             number = self.numbers.setdefault(id(value), len(self.places))
             if number == len(self.places):
                 self.places.append(place)
             return At(number)
-        if _is_number(value, kind) or is_opaque(value, kind):
+        if _is_number(value, kind):
             return value
+        if kind is threading.Thread or is_opaque(value, kind):
+            return self._opaque(value, place)
         if place[2] and issubclass(kind, weakref.ref):
             return value  # a key of a weak dictionary, which its entry goes with
+        return Ref(value)
+
+    def _opaque(self, value: Any, place: Place) -> Any:
+        """Return what is held of a value that a call holds: contents outlive calls."""
+        if not type(value).__weakrefoffset__ or place[2]:
+            return value
+        self.opaque.append(place[:2])
         return Ref(value)
 
     def keep_all(self, k: int, values: Sequence[Any], *, as_keys: bool) -> list[Any]:
@@ -127,12 +138,13 @@ class Contents:
         kept: for each level, the values, with `At` and `Ref` among them.
         keys: for each level, the keys.
         places: of the tensors, each once, in order.
+        opaque: those of values that are neither walked nor made again.
         classes: of the objects, and of the objects with slots.
     """
 
     __slots__ = (
         *("_containers", "_kinds", "_marks", "_sizes", "classes", "keys", "kept"),
-        "places",
+        *("opaque", "places"),
     )
 
     def __init__(self, layout: Layout, taken: Taken) -> None:
@@ -148,7 +160,7 @@ class Contents:
             else keeper.keep_all(k, keys, as_keys=True)
             for k, keys in enumerate(taken.keys)
         ]
-        self.places = keeper.places
+        self.places, self.opaque = keeper.places, keeper.opaque
         owners = (*layout.objects, *layout.slotted)
         self.classes = [weakref.ref(type(ref())) for ref in owners]
 
@@ -164,7 +176,9 @@ class Contents:
             return False
         for k, (ids, keys, lengths) in enumerate(self._marks):
             now = taken.marks[k]
-            if lengths != now[2] or (keys != now[1] and self.keys[k] != taken.keys[k]):
+            if lengths != now[2]:
+                return False
+            if keys != now[1] and not _are_alike(self.keys[k], taken.keys[k]):
                 return False
             if ids != now[0] and not all(map(_alike, self.kept[k], taken.values[k])):
                 return False
@@ -238,6 +252,17 @@ def _slices(marks: Any, span: Span) -> tuple[bytes, bytes]:
     first = span.first_key
     last = first + (span.end - span.start) * span.kind.keyed
     return ids[span.start * 8 : span.end * 8], keys[first * 8 : last * 8]
+
+
+def _are_alike(kept: Sequence[Any], keys: Sequence[Any]) -> bool:
+    """Say whether keys are the same; no `__eq__` of the user's runs."""
+    if len(kept) != len(keys):
+        return False
+    pairs = zip(kept, keys, strict=True)
+    return all(
+        a.is_of(b) if type(a) is Ref else a is b or (type(b) in INERT and a == b)
+        for a, b in pairs
+    )
 
 
 def _alike(kept: Any, value: Any) -> bool:

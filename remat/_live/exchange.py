@@ -9,6 +9,7 @@ one that ends first hands what was there before it to the other.
 Rejected: a lock. A recompute may wait for a thread whose backward recomputes, too.
 """
 
+import contextlib
 import operator
 import threading
 import types
@@ -57,6 +58,7 @@ class Exchange:
         self._exchanges = bool(special) or exchanges
         self._alive: dict[int, Any] = {}
         self._written: list[Written] = []
+        self._tokens: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
         """Have all holders hold what they held."""
@@ -86,7 +88,9 @@ class Exchange:
                 self._written.append(written)
                 written.start()
             if not is_same:
-                span.kind.write(holder, keys, then)
+                token = span.kind.write(holder, keys, then)
+                if token is not None:  # of a context variable
+                    self._tokens.append((holder, token))
         return values
 
     def _is_effect(self, holder: Holder) -> bool:
@@ -100,6 +104,9 @@ class Exchange:
 
     def end(self) -> None:
         """Give back what was there just before the run."""
+        for variable, token in reversed(self._tokens):
+            with contextlib.suppress(ValueError):  # in another context
+                variable.reset(token)
         for written in reversed(self._written):
             written.end()
 
@@ -284,6 +291,8 @@ class Written:
         """Note that a run writes this holder."""
         with _LOCK:
             _RUNNING.setdefault(self.key, []).append(self)
+            # Another run may have ended since it was read.
+            _, self.keys, self.values = _read(self.kind, self.holder)
 
     def end(self) -> None:
         """Give back what was there, or hand it to a run that began later."""

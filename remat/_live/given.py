@@ -9,6 +9,7 @@ Rejected: a list of leaves and a treedef. It would lose that two arguments share
 """
 
 import copy
+import operator
 import types
 import weakref
 from collections import defaultdict, deque
@@ -28,7 +29,7 @@ from remat._capture.stream_search import (
     has_user_code,
     is_stream,
 )
-from remat._live.containers import FACTORIES, OWNED, container_kind
+from remat._live.containers import FACTORIES, OWNED, Items, container_kind
 from remat._live.contents import At, Ref
 from remat._live.holders import PART, PARTS, SLOTS, Kind, dict_of, names_of
 from remat._live.kinds import is_of_library, is_used_as_it_is
@@ -141,6 +142,8 @@ class Given:
             return value
         if dict_of(value) is None and slots_of(kind):
             return self._box(value, SLOTS)
+        if issubclass(kind, (int, float, complex, str, bytes)):
+            return value  # which cannot be made again
         return self._box(value, OWNED)
 
     def _box(self, value: Any, how: Kind) -> Box:
@@ -248,11 +251,15 @@ class Building:
             return self._made[key]
         kind: Any = box.ref.kind()
         found = self._container(box.ref)
+        if found is None and isinstance(box.how, Items) and issubclass(kind, set):
+            found = self._unchanged(box)
         if found is not None:
             return found
         if box.how.frozen:
             items = [self.value(item) for item in box.items]
             made = self._made[key] = box.how.new(kind, items, None)
+            if box.attributes:
+                self._give_attributes(made, box)
             return made
         made = self._made[key] = box.how.new(kind, (), box.ref.limit)
         keys = [self.value(item) for item in box.keys]
@@ -260,6 +267,16 @@ class Building:
         if box.attributes:
             self._give_attributes(made, box)
         return made
+
+    def _unchanged(self, box: Box) -> Any:
+        """Return a set that is as it was: another one would have another order."""
+        value = None if box.ref.ref is None else box.ref.ref()
+        if value is None:
+            return None
+        items = [self.value(item) for item in box.items]
+        now = [*box.how.values([value])]
+        same = len(now) == len(items) and all(map(operator.is_, now, items))
+        return value if same else None
 
     def _give_attributes(self, made: Any, box: Box) -> None:
         entries = {name: self.value(v) for name, v in box.attributes.items()}

@@ -58,7 +58,7 @@ class Kind:
         del holders
         return ()
 
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
         """Have a holder hold this and nothing else, in place."""
         raise NotImplementedError
 
@@ -253,14 +253,28 @@ class Variables(Kind):
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return [var.get(MISSING) for var in holders]
+        return [*map(value_of, holders)]
 
     @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+        """Set a variable; return what takes that back, as `exchange` does."""
         (value,) = values
         if value is MISSING:
             raise RecomputeError(_VARIABLE.format(name=holder.name))
-        holder.set(value)
+        return holder.set(value)
+
+    @override
+    def put_back(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        if values[0] is not MISSING:  # else `exchange` takes the value away
+            holder.set(values[0])
+
+
+def value_of(variable: ContextVar[Any]) -> Any:
+    """Return the value of a context variable, or its default."""
+    try:
+        return variable.get()
+    except LookupError:
+        return MISSING
 
 
 _VARIABLE = (

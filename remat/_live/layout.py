@@ -8,15 +8,16 @@ level 0 holds what the owners hold, level 1 what the containers in level 0 hold.
 The walk over a root is a queue, and runs once for each structure. A later call only
 collects what the holders hold (`contents`).
 
-Invariant: no layout keeps anything alive but code and names. It is dropped with its
-root.
+Invariant: no layout keeps anything alive but code, names, and what has no weak
+references. It is dropped with its root.
 Rejected: a search in each call. What a call reaches is mostly what it does not use.
 """
 
+import contextlib
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -34,6 +35,7 @@ from remat._live.holders import (
     SLOTS,
     VARIABLES,
     Kind,
+    dict_of,
     names_of,
 )
 from remat._live.kinds import (
@@ -50,6 +52,9 @@ _globals_of = operator.attrgetter("__globals__")
 
 
 _REST = FUNCTIONS, CLASSES, SLOTS, VARIABLES, SCRIPTED
+
+
+_ATTEMPTS = 10
 
 
 class MovedError(Exception):
@@ -91,7 +96,7 @@ class Layout:
         special: the places, by level and position, of iterators, of buffers of numbers
             and of large containers, and how they are written.
         odd: which objects cannot be made again, by index.
-        streams: random streams.
+        streams: return the random streams, or None.
         handles_states: whether code reads or sets the state of a stream.
         compiled: whether there is compiled code.
         is_lazy: whether a module has no parameters yet.
@@ -134,7 +139,7 @@ class Layout:
         self._names = [tuple(each) for _, each in names]
         self._cells = [i for i, fn in enumerate(walk.functions) if fn.__closure__]
         self._vacant, self._hooks = walk.vacant, hooks_so_far()
-        self.streams = [*walk.streams.streams.values()]
+        self.streams = [*map(_reference, walk.streams.streams.values())]
         self.handles_states = walk.streams.handles_states
         self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
         self.special: dict[tuple[int, int], str] = {}
@@ -155,8 +160,7 @@ class Layout:
         """
         functions, found = owners.functions, list[Group]()
         try:
-            dicts = [*map(_dict_of, (*owners.objects, *functions))]
-            found.append((ATTRIBUTES, dicts))
+            found.append((ATTRIBUTES, _dicts_of((*owners.objects, *functions))))
             if self._cells:
                 closures = map(_closure_of, map(functions.__getitem__, self._cells))
                 found.append((CELLS, [*itertools.chain.from_iterable(closures)]))
@@ -182,7 +186,8 @@ class Layout:
 
     def modules(self, owners: Owners) -> list[Any]:
         """Return the dicts of the modules that the root reaches."""
-        return [vars(owners.objects[i]) for i, _ in self._vacant]
+        modules = (owners.objects[i] for i, _ in self._vacant)
+        return [vars(module) for module in modules if module is not None]
 
     def check_hooks(self, owners: Owners) -> None:
         """Check that no module has hooks of a kind that it had none of at the walk.
@@ -193,16 +198,37 @@ class Layout:
         now = hooks_so_far()
         if now == self._hooks:
             return
-        self._hooks = now
         for i, names in self._vacant:
             held = vars(owners.objects[i])
             if any(held[name] for name in names):
                 raise MovedError
 
+    def hooks_are_known(self) -> None:
+        """Note that no module has hooks that the walk did not see.
+
+        Not while a recompute runs, which hides those that were set since its call.
+        """
+        self._hooks = hooks_so_far()
+
+
+def _dicts_of(values: Sequence[Any]) -> list[Any]:
+    """Return the dicts of objects, also of those that do not show them."""
+    try:
+        return [*map(_dict_of, values)]
+    except Exception:  # noqa: BLE001 - whatever a proxy raises
+        return [*map(dict_of, values)]
+
 
 def hooks_so_far() -> int:
     """Return how many hooks were set anywhere: the number of the next one."""
     return RemovableHandle.next_id
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Return what gives a value, weakly if that can be."""
+    if type(value).__weakrefoffset__:
+        return weakref.ref(value)
+    return lambda: value
 
 
 class Taken:
@@ -234,12 +260,20 @@ class Taken:
         values: list[Any] = []
         keys: list[Any] = []
         lengths: list[int] = []
+        fixed = 0
         for kind, holders in groups:
+            missing = len(keys) - len(values)
             values += kind.values(holders)
             if kind.keyed:
                 keys += kind.keys(holders)
-            if not kind.fixed:
+                if len(keys) - len(values) != missing:
+                    raise MovedError
+            if kind.fixed:
+                fixed += kind.fixed * len(holders)
+            else:
                 lengths += kind.lengths(holders)
+        if fixed + sum(lengths) != len(values):  # another thread changed something
+            raise MovedError
         self.groups.append(groups)
         self.values.append(values)
         self.keys.append(keys)
@@ -260,7 +294,7 @@ def take(layout: Layout) -> Taken:
         layout.check_hooks(owners)
         for k in range(len(layout.levels)):
             taken.add(layout.below(k, taken.values[-1]))
-    except (AttributeError, TypeError, IndexError, KeyError):
+    except (AttributeError, TypeError, IndexError, KeyError, RuntimeError):
         raise MovedError from None
     return taken
 
@@ -275,6 +309,13 @@ def take_again(then: Taken) -> Taken:
 
 def lay_out(root: Any) -> tuple[Layout, Taken]:
     """Walk what a root reaches; return its layout, and what is held there now."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(MovedError, RuntimeError):  # other threads change it
+            return _lay_out(root)
+    return _lay_out(root)
+
+
+def _lay_out(root: Any) -> tuple[Layout, Taken]:
     walk = Walk(root)
     layout = Layout(walk)
     taken = take(layout)

@@ -101,7 +101,8 @@ class Reach:
         for root in self._roots:
             layout = root.layout
             if layout.streams:
-                found.update(zip(map(id, layout.streams), layout.streams, strict=True))
+                alive = (stream() for stream in layout.streams)
+                found.update((id(s), s) for s in alive if s is not None)
             self.handles_states = self.handles_states or layout.handles_states
             self.compiled = self.compiled or layout.compiled
             self.is_lazy = self.is_lazy or layout.is_lazy

@@ -8,6 +8,7 @@ themselves: the forward may put others in their places.
 Rejected: to compare along the paths again. A path may lead elsewhere by then.
 """
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
@@ -63,7 +64,9 @@ class Root:
             self._note_special((k, p), taken.values[k][p], name)
         objects = () if owners is None else owners.objects
         scripted = () if owners is None else owners.scripted
-        self._held = [*map(objects.__getitem__, layout.odd), *scripted]
+        # As long as the call, as its caller would have held it.
+        opaque = [taken.values[k][p] for k, p in contents.opaque]
+        self._held = [*map(objects.__getitem__, layout.odd), *scripted, *opaque]
 
     def _note_special(self, place: tuple[int, int], value: Any, name: str) -> None:
         kind = type(value)
@@ -87,9 +90,11 @@ class Root:
 
     def forward_done(self) -> None:
         """Note what the forward changed."""
-        if self._taken is not None:
-            self._effects = self.contents.changed_in(take_again(self._taken))
-            self._taken = None
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            # Unless other threads change it meanwhile: then the effects are not known.
+            with contextlib.suppress(MovedError, RuntimeError):
+                self._effects = self.contents.changed_in(take_again(taken))
 
     # --- For a recompute ---
 
@@ -169,6 +174,7 @@ def _root_of(value: Any) -> Root:
         except MovedError:
             pass
         else:
+            layout.hooks_are_known()
             last = layout.last  # other threads may replace it
             if last.are_in(taken):
                 return Root(layout, last, taken)

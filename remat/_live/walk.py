@@ -41,6 +41,7 @@ from remat._live.holders import (
     dict_of,
     is_variable,
     parts_of,
+    value_of,
 )
 from remat._live.kinds import (
     is_of_library,
@@ -115,7 +116,7 @@ class Walk:
             self.streams.add(value)
         elif is_variable(value):
             self.variables.append(value)
-            self._todo.append(value.get(MISSING))
+            self._todo.append(value_of(value))
         else:
             self._reach_other(value, kind)
 
@@ -157,7 +158,8 @@ class Walk:
         self.special.add(id(value))
 
     def _reach_container(self, value: Any, how: Kind) -> None:
-        if len(value) > _LARGE and _is_plain(how.values([value])):
+        (length,) = how.lengths([value])
+        if length > _LARGE and _is_plain(how.values([value])):
             self.special.add(id(value))
             return
         self._hold(value, how)

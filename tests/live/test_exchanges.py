@@ -1,9 +1,11 @@
 """What is written for a run, and when: nothing where nothing differs; threads."""
 
+import contextlib
 import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -169,7 +171,75 @@ def test_the_run_that_ends_first_hands_on_what_was_before():
     assert not _exchange._RUNNING
 
 
+# --- Hooks ---
+
+
+def test_a_hook_that_is_set_elsewhere_when_a_module_is_gone():
+    x, seen = torch.ones(2, 4, requires_grad=True), []
+    with count_ops() as ops:
+        y = remat(Counting())(x).sum()
+        handle = nn.Linear(1, 1).register_forward_hook(lambda *_: seen.append(1))
+        y.backward()
+    handle.remove()
+    assert ops["sin"] == 2
+    assert not seen
+    assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("prune", ["auto", True])
+def test_a_hook_that_comes_and_goes_between_calls(prune):
+    module = Counting()
+    expected = gradient(module, lambda m: m)
+    handles, double = [], lambda m, args, y: y * 2
+
+    def hook():
+        handles.append(module.linear.register_forward_hook(double))
+
+    wrap = lambda m: remat(m, prune=prune)
+    with count_ops() as ops:
+        assert_same(gradient(module, wrap, between=hook), expected)
+        doubled = gradient(module, wrap, between=handles[0].remove)
+    assert ops["sin"] == 4
+    hook()
+    assert_same(doubled, gradient(module, lambda m: m))
+
+
+# --- Context variables ---
+
+
+def test_a_context_variable_that_is_reset_stays_reset():
+    is_on, unset = ContextVar("is_on", default=False), ContextVar("unset")
+    x = leaf()
+    fn = remat(lambda x: (x * (2 if is_on.get() and unset.get(1) else 1)).sin().exp())
+    token, other = is_on.set(True), unset.set(5)
+    with count_ops() as ops:
+        y = fn(x).sum()
+        is_on.reset(token)
+        unset.reset(other)
+        (got,) = torch.autograd.grad(y, x)
+    assert ops["sin"] == 2
+    assert is_on.get() is False
+    assert unset.get(None) is None
+    v = x.detach().requires_grad_()
+    assert_same(got, torch.autograd.grad((v * 2).sin().exp().sum(), v)[0])
+
+
 # --- Lifetimes ---
+
+
+def test_what_is_remembered_of_a_module_keeps_no_package_s_object_alive():
+    module = Counting()
+    module.thread = threading.Thread(target=module.forward)
+    module.stack = contextlib.ExitStack()
+    module.stack.callback(module.forward)
+    with count_ops() as ops:
+        for _ in range(3):
+            gradient(module, remat)
+    assert ops["sin"] == 6
+    ref = weakref.ref(module)
+    del module
+    gc.collect()
+    assert ref() is None
 
 
 class Keeping(nn.Module):

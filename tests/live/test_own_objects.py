@@ -571,3 +571,51 @@ def test_a_list_that_the_user_replaced_and_one_in_its_place():
         return grad, space.values.tolist()
 
     assert_replayed(program, sin=(1, 2))
+
+
+def test_a_set_of_modules_that_is_passed_keeps_its_order():
+    def program(wrap):
+        modules, x = {Scaled() for _ in range(6)}, leaf()
+        for k, module in enumerate(modules):
+            module.weight.data.fill_(1 + k / 4)
+        fn = wrap(lambda x, ms: functools.reduce(lambda y, m: m(y).sin(), ms, x).exp())
+        return torch.autograd.grad(fn(x, modules).sum(), x)
+
+    assert_replayed(program, sin=(6, 12))
+
+
+def test_a_tuple_with_attributes_that_is_passed():
+    class Sizes(tuple):
+        """A tuple with an attribute."""
+
+    def program(wrap):
+        sizes, x = Sizes((1.0, 2.0)), leaf()
+        sizes.factor = 3.0
+        fn = wrap(lambda x, sizes: curve(x, sizes[1] * sizes.factor))
+        return torch.autograd.grad(fn(x, sizes).sum(), x)
+
+    assert_replayed(program, sin=(1, 2))
+
+
+def test_keys_are_not_compared_by_the_user():
+    class Key:
+        def __init__(self, k):
+            self.k = k
+
+        def __eq__(self, other):
+            return self.k == other.k
+
+        def __hash__(self):
+            return hash(self.k)
+
+    def program(wrap):
+        module, x = Scaled(), leaf()
+        module.cache = {Key(1): 2.0}
+        fn, grads = wrap(lambda x: curve(module(x), sum(module.cache.values()))), []
+        for k in range(3):
+            module.cache.clear()
+            module.cache[Key(k)] = k + 2.0
+            grads += torch.autograd.grad(fn(x).sum(), x)
+        return grads
+
+    assert_replayed(program, sin=(3, 6))
