@@ -8,6 +8,7 @@ most are never read.
 import functools
 import inspect
 import types
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -58,6 +59,23 @@ def code_of_arguments(fn: Any) -> tuple[Any, int]:
             fn, skip = type(fn).__call__, skip + 1
         else:
             return None, 0
+
+
+def argument_name(
+    target: tuple[Any, int], names: Sequence[str], k: int, count: int
+) -> str:
+    """Return what messages call an argument.
+
+    Args:
+        target: what `code_of_arguments` returned.
+        names: of the keyword arguments, which come after the others.
+        k: its number.
+        count: how many arguments there are without keywords.
+    """
+    if k >= count:
+        return names[k - count]
+    code, skip = target
+    return parameter_at(code, skip + k) or f"args[{k}]"
 
 
 def parameter_at(code: Any, position: int) -> str:

@@ -20,7 +20,7 @@ from remat._base.errors import CaptureError
 from remat._base.types import INERT, Fn
 from remat._capture.kinds import is_spent_by_use
 from remat._capture.nodes import Building, Node, TensorNode
-from remat._capture.paths import code_of_arguments, parameter_at, parts_of, written
+from remat._capture.paths import argument_name, code_of_arguments, parts_of, written
 from remat._capture.search import Search
 from remat._torch import (
     function_mode_count,
@@ -99,8 +99,7 @@ class Snapshot:
 
     def _visit(self, k: int, value: Any, search: Search) -> None:
         if is_spent_by_use(type(value)):
-            name, kind = self._argument(k), type(value).__name__
-            raise CaptureError(_SPENT.format(name=name, kind=kind))
+            raise spent(value, self._argument(k))
         node = search.visit(value, k)
         if node is not None:
             self._nodes[k] = node
@@ -163,10 +162,7 @@ class Snapshot:
         return self._argument(root) + "".join(parts), True
 
     def _argument(self, k: int) -> str:
-        if k >= self._count:
-            return self._names[k - self._count]
-        code, skip = self._target
-        return parameter_at(code, skip + k) or f"args[{k}]"
+        return argument_name(self._target, self._names, k, self._count)
 
 
 class Bound(NamedTuple):
@@ -219,6 +215,11 @@ def _code_of(found: Any) -> Any:
     """
     is_code = isinstance(found, (type, types.CodeType))
     return weakref.ref(found) if is_code else found
+
+
+def spent(value: Any, name: str) -> CaptureError:
+    """Return the error that an argument can be read only once."""
+    return CaptureError(_SPENT.format(name=name, kind=type(value).__name__))
 
 
 _SPENT = (

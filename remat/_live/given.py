@@ -19,9 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from remat._base.code import known_code, static_of
-from remat._base.errors import CaptureError
 from remat._base.types import INERT
-from remat._capture.kinds import COPIED_ITERATORS, is_buffer, is_spent_by_use
+from remat._capture.kinds import COPIED_ITERATORS, is_buffer
 from remat._capture.objects import set_attributes, slots_of
 from remat._capture.stream_search import (
     StreamSearch,
@@ -180,16 +179,6 @@ class Given:
         return numbers
 
 
-def refuse_spent(value: Any, name: str) -> None:
-    """Refuse an argument that can be read only once.
-
-    Raises:
-        CaptureError: it can.
-    """
-    if is_spent_by_use(type(value)):
-        raise CaptureError(_SPENT.format(name=name, kind=type(value).__name__))
-
-
 def _is_settled(fn: types.FunctionType) -> bool:
     """Say whether a function is its code and nothing that changes."""
     if fn.__closure__ or fn.__dict__ or has_defaults(fn):
@@ -284,9 +273,3 @@ class Building:
             FACTORIES.write(made, (), (entries.pop("default_factory"),))
         if entries:
             set_attributes(made, entries)
-
-
-_SPENT = (
-    "remat: the argument `{name}` is a {kind}, which can be read only once, and a "
-    "recompute reads the arguments again. Pass a list or a tuple."
-)

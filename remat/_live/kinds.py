@@ -34,9 +34,12 @@ def size_of(buffer: Any) -> int:
 
 
 def can_be_revived(kind: type) -> bool:
-    """Say whether an instance can be made again from what it holds."""
-    if hasattr(kind, "__del__"):  # which would run once more
-        return True  # and is refused, once it is gone
+    """Say whether an instance need not be held to be there for a recompute.
+
+    One with `__del__` is not held: a recompute refuses it once it is gone.
+    """
+    if hasattr(kind, "__del__"):
+        return True
     return container_kind(kind) is not None or can_be_made_anew(kind)
 
 

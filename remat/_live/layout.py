@@ -38,9 +38,7 @@ from remat._live.holders import (
     dict_of,
     names_of,
 )
-from remat._live.kinds import (
-    can_be_revived,
-)
+from remat._live.kinds import can_be_revived
 from remat._live.walk import Walk
 
 
@@ -49,12 +47,8 @@ _closure_of = operator.attrgetter("__closure__")
 _call = operator.call
 _dict_of = operator.attrgetter("__dict__")
 _globals_of = operator.attrgetter("__globals__")
-
-
 _REST = FUNCTIONS, CLASSES, SLOTS, VARIABLES, SCRIPTED
-
-
-_ATTEMPTS = 10
+_ATTEMPTS = 10  # at a walk while other threads change what it reaches
 
 
 class MovedError(Exception):

@@ -18,10 +18,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from remat._base.tensors import describe
-from remat._capture.paths import code_of_arguments, parameter_at
+from remat._capture.kinds import is_spent_by_use
+from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import Search
-from remat._capture.snapshot import Bound, Snapshot, call_under
-from remat._live.given import Building, Given, refuse_spent, structure_of
+from remat._capture.snapshot import Bound, Snapshot, call_under, spent
+from remat._live.given import Building, Given, structure_of
 from remat._live.layout import hooks_so_far
 from remat._live.roots import Root, roots_of
 from remat._live.running import Running, bytes_of
@@ -56,17 +57,18 @@ class Reach:
 
     __slots__ = (
         *("_buffers", "_cache", "_count", "_fn", "_hooks", "_modes", "_names", "_refs"),
-        *("_roots", "_running", "_target", "_values", "buffers", "compiled"),
+        *("_roots", "_running", "_values", "buffers", "compiled"),
         *("handles_states", "is_lazy", "label", "streams", "tensors"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
         self.label, self._count, self._names = label, len(args), [*kwargs]
-        self._target, self._hooks = code_of_arguments(fn), hooks_so_far()
-        given = Given()
+        self._hooks, given = hooks_so_far(), Given()
         self._values: list[Any] = []
         for k, value in enumerate((*args, *kwargs.values())):
-            refuse_spent(value, self._argument(k))
+            if is_spent_by_use(type(value)):
+                target = code_of_arguments(fn)
+                raise spent(value, argument_name(target, self._names, k, self._count))
             self._values.append(given.put_aside(value))
         self._fn = given.put_aside(fn)
         modes = function_modes() if function_mode_count() else []
@@ -183,12 +185,6 @@ class Reach:
         snapshot = Snapshot(fn.fn, self.label, (*fn.args,), fn.kwargs, search)
         same = [t is tensors[index] for t in search.found.tensors]
         return snapshot.name_of(same.index(True))
-
-    def _argument(self, k: int) -> str:
-        if k >= self._count:
-            return self._names[k - self._count]
-        code, skip = self._target
-        return parameter_at(code, skip + k) or f"args[{k}]"
 
 
 # What knows the inputs of a call by name: at the base, or under torch.func.

@@ -159,7 +159,7 @@ class Walk:
 
     def _reach_container(self, value: Any, how: Kind) -> None:
         (length,) = how.lengths([value])
-        if length > _LARGE and _is_plain(how.values([value])):
+        if length > _LARGE and _are_plain(how.values([value])):
             self.special.add(id(value))
             return
         self._hold(value, how)
@@ -276,7 +276,7 @@ def names_in(code: types.CodeType) -> set[str]:
     return {*code.co_names}.union(*map(names_in, nested))
 
 
-def _is_plain(items: Iterable[Any]) -> bool:
+def _are_plain(items: Iterable[Any]) -> bool:
     """Say whether all items are numbers, words, and tensors without gradients."""
     items = [*items]
     kinds = {*map(type, items)} - INERT
