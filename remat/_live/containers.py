@@ -13,7 +13,13 @@ from typing_extensions import override
 
 from remat._base.errors import RecomputeError
 from remat._capture.objects import by_class
-from remat._live.holders import Kind, dict_of, flatten, without_contents
+from remat._live.holders import (
+    Kind,
+    dict_of,
+    flatten,
+    read_tables,
+    without_contents,
+)
 
 
 class Dicts(Kind):
@@ -24,19 +30,26 @@ class Dicts(Kind):
     def __init__(self, base: Any) -> None:
         self._base = base
         # An OrderedDict has an order of its own.
-        self._values = dict.values if base is dict else base.values
+        values = dict.values if base is dict else base.values
+        self._by = values, base.__iter__, dict.__len__
+
+    @override
+    def read(
+        self,
+        holders: Sequence[Any],
+        values: list[Any],
+        keys: list[Any],
+        lengths: list[int],
+    ) -> None:
+        read_tables(holders, self._by, values, keys, lengths)
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(map(self._values, holders))
-
-    @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return map(dict.__len__, holders)
+        return flatten(map(self._by[0], holders))
 
     @override
     def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(map(self._base.__iter__, holders))
+        return flatten(map(self._by[1], holders))
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
@@ -81,12 +94,18 @@ class Owned(Attributes):
     adds = True
 
     @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return super().values([*map(dict_of, holders)])
+    def read(
+        self,
+        holders: Sequence[Any],
+        values: list[Any],
+        keys: list[Any],
+        lengths: list[int],
+    ) -> None:
+        super().read([*map(dict_of, holders)], values, keys, lengths)
 
     @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return super().lengths([*map(dict_of, holders)])
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return super().values([*map(dict_of, holders)])
 
     @override
     def keys(self, holders: Sequence[Any]) -> Iterable[Any]:

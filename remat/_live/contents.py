@@ -139,16 +139,16 @@ class Contents:
         keys: for each level, the keys.
         places: of the tensors, each once, in order.
         opaque: those of values that are neither walked nor made again.
-        classes: of the objects, and of the objects with slots.
+        classes: of the owners.
     """
 
     __slots__ = (
-        *("_containers", "_kinds", "_marks", "_sizes", "classes", "keys", "kept"),
+        *("_containers", "_marks", "_sizes", "classes", "keys", "kept"),
         *("opaque", "places"),
     )
 
-    def __init__(self, layout: Layout, taken: Taken) -> None:
-        self._marks, self._kinds = taken.marks, taken.kinds
+    def __init__(self, taken: Taken) -> None:
+        self._marks = taken.marks
         self._containers: dict[int, tuple[int, int, Span]] | None = None
         self._sizes = [[(kind, len(h)) for kind, h in g] for g in taken.groups]
         keeper = _Keeper()
@@ -161,26 +161,23 @@ class Contents:
             for k, keys in enumerate(taken.keys)
         ]
         self.places, self.opaque = keeper.places, keeper.opaque
-        owners = (*layout.objects, *layout.slotted)
-        self.classes = [weakref.ref(type(ref())) for ref in owners]
+        self.classes = [*map(weakref.ref, map(type, taken.owners))]
 
     # --- Compared with another moment ---
 
     def are_in(self, taken: Taken) -> bool:
         """Say whether the same is held now."""
-        return self._marks == taken.marks and self._kinds == taken.kinds
+        return self._marks == taken.marks
 
     def has_form_of(self, taken: Taken) -> bool:
         """Say whether only numbers and tensors are others now."""
-        if self._kinds != taken.kinds:
+        if [ref() for ref in self.classes] != [*map(type, taken.owners)]:
             return False
-        for k, (ids, keys, lengths) in enumerate(self._marks):
+        for k, then in enumerate(self._marks):
             now = taken.marks[k]
-            if lengths != now[2]:
+            if then[1] != now[1] or not _are_alike(self.keys[k], taken.keys[k]):
                 return False
-            if keys != now[1] and not _are_alike(self.keys[k], taken.keys[k]):
-                return False
-            if ids != now[0] and not all(map(_alike, self.kept[k], taken.values[k])):
+            if then != now and not all(map(_alike, self.kept[k], taken.values[k])):
                 return False
         return True
 
@@ -199,10 +196,11 @@ class Contents:
         }
 
     def _changed_at(self, k: int, now: Taken) -> Iterator[Holder]:
-        present = _spans(self._sizes[k], now.lengths[k])
+        (ids, _), (ids_now, lengths) = self._marks[k], now.marks[k]
+        keys, keys_now = len(self.kept[k]), len(now.values[k])
+        present = _spans(self._sizes[k], lengths)
         for then, span in zip(self.spans(k), present, strict=True):
-            same = _slices(self._marks[k], then) == _slices(now.marks[k], span)
-            if not same:
+            if _slices(ids, then, keys) != _slices(ids_now, span, keys_now):
                 yield k, then.group, then.number
 
     # --- One by one ---
@@ -234,7 +232,7 @@ class Contents:
 
     def spans(self, k: int) -> Iterator[Span]:
         """Yield the holders of a level."""
-        return _spans(self._sizes[k], self._marks[k][2])
+        return _spans(self._sizes[k], self._marks[k][1])
 
 
 def _spans(sizes: Sequence[tuple[Kind, int]], lengths: Sequence[int]) -> Iterator[Span]:
@@ -247,11 +245,17 @@ def _spans(sizes: Sequence[tuple[Kind, int]], lengths: Sequence[int]) -> Iterato
             start, key = start + length, key + length * kind.keyed
 
 
-def _slices(marks: Any, span: Span) -> tuple[bytes, bytes]:
-    ids, keys, _ = marks
-    first = span.first_key
+def _slices(ids: bytes, span: Span, keys: int) -> tuple[bytes, bytes]:
+    """Return the identities of the values and of the keys of a holder.
+
+    Args:
+        ids: of a level.
+        span: where the values are.
+        keys: where the keys of the level begin.
+    """
+    first = keys + span.first_key
     last = first + (span.end - span.start) * span.kind.keyed
-    return ids[span.start * 8 : span.end * 8], keys[first * 8 : last * 8]
+    return ids[span.start * 8 : span.end * 8], ids[first * 8 : last * 8]
 
 
 def _are_alike(kept: Sequence[Any], keys: Sequence[Any]) -> bool:

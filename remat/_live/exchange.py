@@ -22,7 +22,7 @@ from remat._capture.objects import check_class
 from remat._live.containers import container_kind
 from remat._live.contents import At, Contents, Holder, Ref, Span
 from remat._live.holders import GONE, SCOPES, Kind, without_contents
-from remat._live.layout import Layout, Owners
+from remat._live.layout import Layout
 
 
 class Exchange:
@@ -177,36 +177,42 @@ class Exchange:
 
     def revive_owners(self) -> None:
         """Find the owners; those that are gone are made again."""
-        owners, made = Owners(self._layout), self._made
-        if None in owners.classes:
+        layout = self._layout
+        self._owners = owners = [ref() for ref in layout.owners]
+        if self._gone(layout.classes):
             raise RecomputeError(GONE.format(name="A class"))
-        self._check_objects(owners)
-        objects, functions, slotted = self._layout.births
-        for i, key in enumerate(slotted):
-            if owners.slotted[i] is None:
-                owners.slotted[i] = made[key]
-        for i, key in enumerate(functions):
-            if owners.functions[i] is None:
-                owners.functions[i] = made.setdefault(key, self._function(i, owners))
-        for i, key in enumerate(objects):
-            if owners.objects[i] is None:
-                if key not in made:
-                    made[key] = self._new(key, self._contents.classes[i](), None)
-                owners.objects[i] = made[key]
-        self._owners = owners
+        self._check_classes(layout.objects)
+        self._check_classes(layout.slotted)
+        first = layout.functions.start
+        for i in self._gone(layout.slotted):
+            owners[i] = self._made[layout.births[i]]
+        for i in self._gone(layout.functions):
+            owners[i] = self._made.setdefault(
+                layout.births[i], self._function(i - first)
+            )
+        for i in self._gone(layout.objects):
+            key = layout.births[i]
+            if key not in self._made:
+                self._made[key] = self._new(key, self._contents.classes[i](), None)
+            owners[i] = self._made[key]
 
-    def _check_objects(self, owners: Owners) -> None:
+    def _gone(self, section: slice) -> list[int]:
+        """Return which owners of a section are gone."""
+        indices = range(len(self._owners))[section]
+        return [i for i in indices if self._owners[i] is None]
+
+    def _check_classes(self, section: slice) -> None:
         """Check the classes of objects; make those again that are gone."""
-        objects, _, slotted = self._layout.births
-        present, keys = (*owners.objects, *owners.slotted), (*objects, *slotted)
-        for owner, key, kind in zip(present, keys, self._contents.classes, strict=True):
+        for i in range(len(self._owners))[section]:
+            owner, kind = self._owners[i], self._contents.classes[i]()
+            key = self._layout.births[i]
             if owner is not None:
-                check_class(kind(), type(owner))
-            elif key not in self._made and not _is_container(kind()):
-                self._made[key] = _replica(kind())
+                check_class(kind, type(owner))
+            elif key not in self._made and not _is_container(kind):
+                self._made[key] = _replica(kind)
 
-    def _function(self, i: int, owners: Owners) -> types.FunctionType:
-        cells = self._cells(owners)
+    def _function(self, i: int) -> types.FunctionType:
+        cells = self._cells()
         for key in self._layout.cells[i]:
             if key not in cells:
                 cells[key] = self._made.setdefault(key, types.CellType())
@@ -216,10 +222,11 @@ class Exchange:
             code, self._namespaces[i], code.co_name, None, closure or None
         )
 
-    def _cells(self, owners: Owners) -> dict[int, Any]:
+    def _cells(self) -> dict[int, Any]:
         """Return the variables of functions that are still there."""
         cells: dict[int, Any] = {}
-        for fn, keys in zip(owners.functions, self._layout.cells, strict=True):
+        functions = self._owners[self._layout.functions]
+        for fn, keys in zip(functions, self._layout.cells, strict=True):
             if fn is not None:
                 cells.update(zip(keys, fn.__closure__ or (), strict=True))
         return cells

@@ -32,6 +32,10 @@ flatten = itertools.chain.from_iterable
 MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()
 
 
+class MovedError(Exception):
+    """Something is not where it was found before."""
+
+
 class Kind:
     """How holders of one kind are read and written.
 
@@ -44,6 +48,32 @@ class Kind:
 
     keyed = frozen = adds = False
     fixed = 0
+
+    def read(
+        self,
+        holders: Sequence[Any],
+        values: list[Any],
+        keys: list[Any],
+        lengths: list[int],
+    ) -> None:
+        """Add what all of these holders hold to lists.
+
+        Args:
+            holders: to read.
+            values: what they hold, one after the other.
+            keys: the keys of these, for kinds that have keys.
+            lengths: how many values each holder has, where that is not fixed.
+
+        Raises:
+            MovedError: another thread changed something meanwhile.
+        """
+        first = len(values)
+        values += self.values(holders)
+        if not self.fixed:
+            now = [*self.lengths(holders)]
+            if sum(now) != len(values) - first:
+                raise MovedError
+            lengths += now
 
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         """Return what all of these holders hold, one after the other."""
@@ -75,6 +105,36 @@ class Kind:
             limit: how long it may get, where that is limited.
         """
         raise NotImplementedError
+
+
+def read_tables(
+    tables: Sequence[Any],
+    by: tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], int]],
+    values: list[Any],
+    keys: list[Any],
+    lengths: list[int],
+) -> None:
+    """Add what dicts hold to lists, as `Kind.read` does.
+
+    Args:
+        tables: the dicts.
+        by: return the values of one, its keys, and how many these are.
+        values: see there.
+        keys: see there.
+        lengths: see there.
+
+    Raises:
+        MovedError: another thread changed something meanwhile.
+    """
+    values_of, keys_of, length_of = by
+    first = len(keys) - len(values)
+    now = [*map(length_of, tables)]
+    count = len(keys) + sum(now)
+    values += flatten(map(values_of, tables))
+    keys += flatten(map(keys_of, tables))
+    if len(keys) != count or len(keys) - len(values) != first:
+        raise MovedError
+    lengths += now
 
 
 class Cells(Kind):
@@ -116,19 +176,29 @@ class Scopes(Kind):
     """Global variables: pairs of a namespace and the names that code refers to."""
 
     @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        missing = itertools.repeat(MISSING)
-        return flatten(map(scope.get, names, missing) for scope, names in holders)
+    def read(
+        self,
+        holders: Sequence[Any],
+        values: list[Any],
+        keys: list[Any],
+        lengths: list[int],
+    ) -> None:
+        for scope, names in holders:
+            values += map(scope.get, names, _MISSING)
+            lengths.append(len(names))
 
     @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return [len(names) for _, names in holders]
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return flatten(map(scope.get, names, _MISSING) for scope, names in holders)
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
         scope, names = holder
         for name, value in zip(names, values, strict=True):
             _set(scope, name, value)
+
+
+_MISSING = itertools.repeat(MISSING)
 
 
 def _set(entries: dict[str, Any], name: str, value: Any) -> None:
@@ -165,16 +235,23 @@ class Classes(Kind):
     keyed = True
 
     @override
+    def read(
+        self,
+        holders: Sequence[Any],
+        values: list[Any],
+        keys: list[Any],
+        lengths: list[int],
+    ) -> None:
+        tables = [*map(_table_of, holders)]
+        read_tables(tables, (_values_of, iter, len), values, keys, lengths)
+
+    @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         return flatten(cls.__dict__.values() for cls in holders)
 
     @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return (len(cls.__dict__) for cls in holders)
-
-    @override
     def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(cls.__dict__ for cls in holders)
+        return flatten(map(_table_of, holders))
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
@@ -184,6 +261,9 @@ class Classes(Kind):
                 type.__setattr__(holder, key, value)
         for key in now:
             type.__delattr__(holder, key)
+
+
+_table_of, _values_of = operator.attrgetter("__dict__"), operator.methodcaller("values")
 
 
 class Slots(Kind):

@@ -35,7 +35,9 @@ from remat._live.holders import (
     SLOTS,
     VARIABLES,
     Kind,
+    MovedError,
     dict_of,
+    flatten,
     names_of,
 )
 from remat._live.kinds import can_be_revived
@@ -47,44 +49,23 @@ _closure_of = operator.attrgetter("__closure__")
 _call = operator.call
 _dict_of = operator.attrgetter("__dict__")
 _globals_of = operator.attrgetter("__globals__")
-_REST = FUNCTIONS, CLASSES, SLOTS, VARIABLES, SCRIPTED
 _ATTEMPTS = 10  # at a walk while other threads change what it reaches
-
-
-class MovedError(Exception):
-    """What a layout says is not where a holder was."""
-
-
-class Owners:
-    """The owners of a layout, at one moment; None for one that is gone."""
-
-    __slots__ = ("classes", "functions", "objects", "scripted", "slotted", "spaces")
-
-    def __init__(self, layout: "Layout") -> None:
-        self.objects: list[Any] = [*map(_call, layout.objects)]
-        self.functions: list[Any] = [*map(_call, layout.functions)]
-        self.classes: list[Any] = [*map(_call, layout.classes)]
-        self.slotted: list[Any] = [*map(_call, layout.slotted)]
-        self.spaces: list[Any] = [*map(_call, layout.spaces)]
-        self.scripted: list[Any] = [*map(_call, layout.scripted)]
-
-    def kinds(self) -> Iterable[type]:
-        """Return the classes of objects, and those of objects with slots."""
-        return map(type, (*self.objects, *self.slotted))
 
 
 class Layout:
     """The holders that one root reaches.
 
     Attributes:
-        objects: weak references to the objects that have a dict.
-        functions: those to functions.
-        classes: those to classes of the user's.
-        slotted: those to objects with slots.
-        variables: context variables.
-        scopes: functions, by index, one for each namespace of globals.
-        spaces: those to the user's Python modules.
-        scripted: those to modules of TorchScript.
+        owners: weak references to the owners: in turn to objects that have a dict, to
+            functions, to classes of the user's, to objects with slots, to the user's
+            Python modules, and to modules of TorchScript.
+        objects: where the first of these are among the owners.
+        functions: where functions are.
+        classes: where classes are.
+        slotted: where objects with slots are.
+        scripted: where modules of TorchScript are.
+        births: the identities of the owners.
+        cells: the identities of the variables of each function.
         levels: for each level but the first, kinds of holders and the places of these.
         linked: weak references to modules reached, which have layouts of their own.
         special: the places, by level and position, of iterators, of buffers of numbers
@@ -94,44 +75,30 @@ class Layout:
         handles_states: whether code reads or sets the state of a stream.
         compiled: whether there is compiled code.
         is_lazy: whether a module has no parameters yet.
-        births: the identities of objects, of functions and of objects with slots.
-        cells: the identities of the variables of each function.
         signature: the code of functions, functions in C, and the classes of objects.
         last: what the holders held at the last call.
     """
 
     __slots__ = (
+        *("_closed", "_hooks", "_names", "_rest", "_scopes", "_spaces", "_vacant"),
+        *("_variables", "births", "cells", "classes", "compiled", "functions"),
         *(
-            "_cells",
-            "_hooks",
-            "_names",
-            "_vacant",
-            "births",
-            "cells",
-            "classes",
-            "compiled",
+            "handles_states",
+            "is_lazy",
+            "last",
+            "levels",
+            "linked",
+            "objects",
+            "odd",
+            "owners",
         ),
-        *("functions", "handles_states", "is_lazy", "last", "levels", "linked"),
-        *("objects", "odd", "scopes", "scripted", "signature", "slotted"),
-        *("spaces", "special", "streams", "variables"),
+        *("scripted", "signature", "slotted", "special", "streams"),
     )
 
     def __init__(self, walk: Walk) -> None:
-        self.objects = [*map(weakref.ref, walk.objects)]
-        self.functions = [*map(weakref.ref, walk.functions)]
-        self.classes = [*map(weakref.ref, walk.classes)]
-        self.slotted = [*map(weakref.ref, walk.slotted)]
-        self.scripted = [*map(weakref.ref, walk.scripted)]
+        self._list_owners(walk)
+        self._variables = walk.variables
         self.linked = [*map(weakref.ref, walk.linked)]
-        owners = walk.objects, walk.functions, walk.slotted
-        self.births = [[*map(id, values)] for values in owners]
-        self.cells = [[*map(id, fn.__closure__ or ())] for fn in walk.functions]
-        self.variables = walk.variables
-        self.scopes = [i for i, _ in walk.names.values()]
-        self.spaces = [weakref.ref(module) for module, _ in walk.spaces]
-        names = (*walk.names.values(), *walk.spaces)
-        self._names = [tuple(each) for _, each in names]
-        self._cells = [i for i, fn in enumerate(walk.functions) if fn.__closure__]
         self._vacant, self._hooks = walk.vacant, hooks_so_far()
         self.streams = [*map(_reference, walk.streams.streams.values())]
         self.handles_states = walk.streams.handles_states
@@ -146,31 +113,47 @@ class Layout:
         self.levels: list[list[tuple[Kind, list[int]]]] = []
         self.last: Any = None
 
-    def groups(self, owners: Owners) -> list[Group]:
+    def _list_owners(self, walk: Walk) -> None:
+        functions, spaces = walk.functions, [module for module, _ in walk.spaces]
+        each = walk.objects, functions, walk.classes, walk.slotted, spaces
+        each = *each, walk.scripted
+        owners = [*flatten(each)]
+        self.owners, self.births = [*map(weakref.ref, owners)], [*map(id, owners)]
+        ends = [*itertools.accumulate(map(len, each))]
+        sections = [*map(slice, (0, *ends), ends)]
+        self.objects, self.functions, self.classes, self.slotted = sections[:4]
+        self._spaces, self.scripted = sections[4:]
+        kinds = FUNCTIONS, CLASSES, SLOTS, SCRIPTED
+        rest = self.functions, self.classes, self.slotted, self.scripted
+        pairs = zip(kinds, rest, strict=True)
+        self._rest = [(kind, at) for kind, at in pairs if at.start < at.stop]
+        first = self.functions.start
+        self.cells = [[*map(id, fn.__closure__ or ())] for fn in functions]
+        self._closed = [i for i, fn in enumerate(functions, first) if fn.__closure__]
+        self._scopes = [first + i for i, _ in walk.names.values()]
+        names = (*walk.names.values(), *walk.spaces)
+        self._names = [tuple(each) for _, each in names]
+
+    def groups(self, owners: Sequence[Any]) -> list[Group]:
         """Return the holders of level 0, but for kinds of which there are none.
 
         Raises:
-            MovedError: an owner is gone.
+            AttributeError: an owner is gone.
         """
-        functions, found = owners.functions, list[Group]()
-        try:
-            found.append((ATTRIBUTES, _dicts_of((*owners.objects, *functions))))
-            if self._cells:
-                closures = map(_closure_of, map(functions.__getitem__, self._cells))
-                found.append((CELLS, [*itertools.chain.from_iterable(closures)]))
-            if self._names:
-                spaces = map(_dict_of, owners.spaces)
-                globals_of = map(_globals_of, map(functions.__getitem__, self.scopes))
-                held = (*globals_of, *spaces)
-                found.append((SCOPES, [*zip(held, self._names, strict=True)]))
-        except (AttributeError, TypeError):
-            raise MovedError from None
-        rest = (owners.classes, owners.slotted, self.variables, owners.scripted)
-        for kind, holders in zip(_REST, (functions, *rest), strict=True):
-            if holders:
-                found.append((kind, holders))
-        if None in owners.classes or None in owners.slotted or None in owners.scripted:
-            raise MovedError
+        get, found = owners.__getitem__, list[Group]()
+        if self.functions.stop:
+            found.append((ATTRIBUTES, _dicts_of(owners[: self.functions.stop])))
+        if self._closed:
+            found.append((CELLS, [*flatten(map(_closure_of, map(get, self._closed)))]))
+        if self._names:
+            spaces = map(_globals_of, map(get, self._scopes))
+            if self._spaces.start < self._spaces.stop:
+                spaces = (*spaces, *map(_dict_of, owners[self._spaces]))
+            found.append((SCOPES, [*zip(spaces, self._names, strict=True)]))
+        for kind, at in self._rest:
+            found.append((kind, owners[at]))
+        if self._variables:
+            found.append((VARIABLES, self._variables))
         return found
 
     def below(self, k: int, values: Sequence[Any]) -> list[Group]:
@@ -178,12 +161,12 @@ class Layout:
         get = values.__getitem__
         return [(kind, [*map(get, places)]) for kind, places in self.levels[k]]
 
-    def modules(self, owners: Owners) -> list[Any]:
+    def modules(self) -> list[Any]:
         """Return the dicts of the modules that the root reaches."""
-        modules = (owners.objects[i] for i, _ in self._vacant)
+        modules = (self.owners[i]() for i, _ in self._vacant)
         return [vars(module) for module in modules if module is not None]
 
-    def check_hooks(self, owners: Owners) -> None:
+    def check_hooks(self, owners: Sequence[Any]) -> None:
         """Check that no module has hooks of a kind that it had none of at the walk.
 
         Raises:
@@ -193,7 +176,7 @@ class Layout:
         if now == self._hooks:
             return
         for i, names in self._vacant:
-            held = vars(owners.objects[i])
+            held = vars(owners[i])
             if any(held[name] for name in names):
                 raise MovedError
 
@@ -229,50 +212,43 @@ class Taken:
     """What holders hold at one moment, for each level.
 
     Attributes:
+        owners: the owners.
         groups: the holders, by kind.
         values: what they hold, one after the other.
         keys: the keys of these.
-        lengths: how many values each holder has, of those for which that is not fixed.
-        marks: what differs if something differs: identities, and lengths.
-        owners: the owners; None if it was not read through them.
-        kinds: the identities of the classes of objects.
+        marks: what differs if something differs: identities, and how many values each
+            holder has, of those for which that is not fixed.
     """
 
-    __slots__ = ("groups", "keys", "kinds", "lengths", "marks", "owners", "values")
+    __slots__ = ("groups", "keys", "marks", "owners", "values")
 
-    def __init__(self, owners: Owners | None = None) -> None:
+    def __init__(self, owners: list[Any], groups: list[Group]) -> None:
         self.owners = owners
-        self.kinds = b"" if owners is None else identities(owners.kinds())
         self.groups: list[list[Group]] = []
         self.values: list[list[Any]] = []
         self.keys: list[list[Any]] = []
-        self.lengths: list[list[int]] = []
-        self.marks: list[Any] = []
+        self.marks: list[tuple[bytes, list[int]]] = []
+        self.add(groups, map(type, owners))
 
-    def add(self, groups: list[Group]) -> None:
-        """Read the holders of one more level."""
+    def add(self, groups: list[Group], kinds: Iterable[type] = ()) -> None:
+        """Read the holders of one more level.
+
+        Args:
+            groups: the holders, by kind.
+            kinds: the classes of the owners, which may be changed, too.
+
+        Raises:
+            MovedError: another thread changed something meanwhile.
+        """
         values: list[Any] = []
         keys: list[Any] = []
         lengths: list[int] = []
-        fixed = 0
         for kind, holders in groups:
-            missing = len(keys) - len(values)
-            values += kind.values(holders)
-            if kind.keyed:
-                keys += kind.keys(holders)
-                if len(keys) - len(values) != missing:
-                    raise MovedError
-            if kind.fixed:
-                fixed += kind.fixed * len(holders)
-            else:
-                lengths += kind.lengths(holders)
-        if fixed + sum(lengths) != len(values):  # another thread changed something
-            raise MovedError
+            kind.read(holders, values, keys, lengths)
         self.groups.append(groups)
         self.values.append(values)
         self.keys.append(keys)
-        self.lengths.append(lengths)
-        self.marks.append((identities(values), identities(keys), lengths))
+        self.marks.append((identities((*values, *keys, *kinds)), lengths))
 
 
 def take(layout: Layout) -> Taken:
@@ -281,10 +257,9 @@ def take(layout: Layout) -> Taken:
     Raises:
         MovedError: something is not where it was.
     """
-    owners = Owners(layout)
-    taken = Taken(owners)
     try:
-        taken.add(layout.groups(owners))
+        owners = [*map(_call, layout.owners)]
+        taken = Taken(owners, layout.groups(owners))
         layout.check_hooks(owners)
         for k in range(len(layout.levels)):
             taken.add(layout.below(k, taken.values[-1]))
@@ -295,8 +270,9 @@ def take(layout: Layout) -> Taken:
 
 def take_again(then: Taken) -> Taken:
     """Return what the same holders hold now, wherever they are by now."""
-    now = Taken()
-    for groups in then.groups:
+    first, *below = then.groups
+    now = Taken(then.owners, first)
+    for groups in below:
         now.add(groups)
     return now
 
@@ -336,7 +312,7 @@ def _lay_out(root: Any) -> tuple[Layout, Taken]:
 def _written(layout: Layout, taken: Taken, k: int, p: int) -> str:
     """Return how the function's author would write what is at a place."""
     start = key = 0
-    lengths = iter(taken.lengths[k])
+    lengths = iter(taken.marks[k][1])
     for g, (kind, holders) in enumerate(taken.groups[k]):
         for n, holder in enumerate(holders):
             length = kind.fixed or next(lengths)
@@ -361,6 +337,6 @@ def _entry(kind: Kind, holder: Any, keys: Sequence[Any], key: int, i: int) -> An
 
 def _variable(layout: Layout, taken: Taken, p: int) -> str:
     """Return the name of a variable of an outer function, by its place."""
-    functions = () if taken.owners is None else taken.owners.functions
+    functions = taken.owners[layout.functions]
     names = [name for fn in functions for name in fn.__code__.co_freevars]
     return names[p - sum(len(d) for d in taken.groups[0][0][1])]

@@ -20,15 +20,8 @@ from remat._capture.kinds import is_buffer
 from remat._live.containers import container_kind
 from remat._live.contents import Contents, Holder
 from remat._live.exchange import Exchange
-from remat._live.layout import (
-    Layout,
-    MovedError,
-    Owners,
-    Taken,
-    lay_out,
-    take,
-    take_again,
-)
+from remat._live.holders import MovedError
+from remat._live.layout import Layout, Taken, lay_out, take, take_again
 from remat._live.special import Iterated, Large
 
 
@@ -54,19 +47,17 @@ class Root:
         self._effects: set[Holder] | None = None
         self.numbers: Sequence[int] = ()
         owners = taken.owners
-        functions = () if owners is None else owners.functions
         # Held for functions that have to be made again.
-        self._namespaces = [*map(_globals_of, functions)]
+        self._namespaces = [*map(_globals_of, owners[layout.functions])]
         self._iterators: dict[tuple[int, int], Iterated] = {}
         self.buffers: list[Any] = []
         self.large: dict[tuple[int, int], Large] = {}
         for (k, p), name in layout.special.items():
             self._note_special((k, p), taken.values[k][p], name)
-        objects = () if owners is None else owners.objects
-        scripted = () if owners is None else owners.scripted
+        scripted = owners[layout.scripted]
         # As long as the call, as its caller would have held it.
         opaque = [taken.values[k][p] for k, p in contents.opaque]
-        self._held = [*map(objects.__getitem__, layout.odd), *scripted, *opaque]
+        self._held = [*map(owners.__getitem__, layout.odd), *scripted, *opaque]
 
     def _note_special(self, place: tuple[int, int], value: Any, name: str) -> None:
         kind = type(value)
@@ -140,7 +131,7 @@ class Root:
 
     def module_dicts(self) -> list[dict[str, Any]]:
         """Return the dicts of the modules that the root reaches."""
-        return self.layout.modules(Owners(self.layout))
+        return self.layout.modules()
 
 
 _globals_of = operator.attrgetter("__globals__")
@@ -179,10 +170,10 @@ def _root_of(value: Any) -> Root:
             if last.are_in(taken):
                 return Root(layout, last, taken)
             if last.has_form_of(taken):
-                layout.last = last = Contents(layout, taken)
+                layout.last = last = Contents(taken)
                 return Root(layout, last, taken)
     layout, taken = lay_out(value)
-    layout.last = last = Contents(layout, taken)
+    layout.last = last = Contents(taken)
     if not layout.is_lazy:
         key = id(value)
         forget = weakref.ref(value, lambda _: _LAYOUTS.pop(key, None))

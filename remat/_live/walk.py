@@ -51,6 +51,7 @@ from remat._live.kinds import (
 from remat._torch import is_compiled
 
 
+_FROZEN = tuple, frozenset
 _LARGE = 1000  # entries or bytes, above which numbers are not copied in each call
 # Attributes of classes that say how these were made.
 _MAKING = {
@@ -158,15 +159,17 @@ class Walk:
         self.special.add(id(value))
 
     def _reach_container(self, value: Any, how: Kind) -> None:
-        (length,) = how.lengths([value])
-        if length > _LARGE and _are_plain(how.values([value])):
+        items = [*how.values([value])]
+        if len(items) > _LARGE and _are_plain(items):
             self.special.add(id(value))
             return
+        if type(value) in _FROZEN and INERT.issuperset(map(type, items)):
+            return  # it is as good as a number
         self._hold(value, how)
         if issubclass(type(value), defaultdict):
             self._hold(value, FACTORIES)
             self._todo.append(value.default_factory)
-        self._todo += how.values([value])
+        self._todo += items
         self._todo += how.keys([value])
         if dict_of(value) is not None or slots_of(type(value)):
             self._reach_object(value, type(value))
