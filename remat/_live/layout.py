@@ -134,7 +134,7 @@ class Layout:
         names = (*walk.names.values(), *walk.spaces)
         self._names = [tuple(each) for _, each in names]
 
-    def groups(self, owners: Sequence[Any]) -> list[Group]:
+    def groups(self, owners: list[Any]) -> list[Group]:
         """Return the holders of level 0, but for kinds of which there are none.
 
         Raises:

@@ -36,7 +36,7 @@ from remat._torch import below_all_levels, unwrap_dead
 from remat._transform.filling import Filling
 from remat._transform.module import recomputed_by
 from remat._transform.refill import recompute
-from remat._transform.saved import Saved, setting_of
+from remat._transform.saved import Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,7 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     if not all(map(has_values, leaves)):
         raise RuntimeError(_NO_VALUES)
     needs = [t.requires_grad for t in leaves]
-    setting = setting_of(reach, (), replace(options, prune=False))
-    call = _Twice(setting, leaves, needs)
+    call = _Twice(reach, replace(options, prune=False), leaves, needs)
     forward = KeepValues()
     CACHES.clear()  # nested calls are first calls in both runs
     result = call.run_forward(fn, args, kwargs, leaves, forward)
@@ -184,7 +183,7 @@ class _Twice(Saved):
 
     @override
     def run_again(self, running: Running, tensors: Sequence[Tensor]) -> None:
-        result = Result(self.setting.reach.call(running, tensors))
+        result = Result(self.reach.call(running, tensors))
         outs = self._out.split_again(result, tensors)
         now, then = [*map(_requires_grad, outs)], self._needs_grad
         if now != then:

@@ -31,8 +31,7 @@ from remat._report.inputs import Inputs
 from remat._report.labels import stream_name
 from remat._report.ledger import Ledger, is_parameter
 from remat._report.noting import Ask, Noting, Within
-from remat._transform.saved import Saved, setting_of
-from remat._transform.saved_call import Setting
+from remat._transform.saved import Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ def examine(
         needs = [t.requires_grad for t in leaves]
         if True not in needs:
             return None
-        call = _Examining(setting_of(reach, (), options), leaves, needs, ask)
+        call = _Examining(reach, options, leaves, needs, ask)
         result = call.forward(fn, inputs.args, inputs.kwargs, leaves)
         return call.found(leaves, result)
 
@@ -158,12 +157,13 @@ class _Examining(Saved):
 
     def __init__(
         self,
-        setting: Setting,
+        reach: Reach,
+        options: Options,
         inputs: Sequence[Tensor],
         needs: list[bool],
         ask: Ask | None,
     ) -> None:
-        super().__init__(setting, inputs, needs)
+        super().__init__(reach, options, inputs, needs)
         self._situation, self._noting = self.situation(inputs), Noting(inputs, ask)
 
     @override

@@ -22,7 +22,7 @@ from remat._torch import (
     set_grad_enabled,
     suspend_hooks,
 )
-from remat._transform.saved_call import Setting
+from remat._transform.saved_call import SavedCall
 
 
 class InCall:
@@ -31,8 +31,6 @@ class InCall:
     Args:
         call: the call.
         pack: the hook that is given each tensor that a graph saves.
-        setting: what the call was made in.
-        inner: what the calls within decide, in order.
         again: whether the call is recomputed. Then the hooks and the grad mode around
             do not count.
     """
@@ -44,19 +42,17 @@ class InCall:
 
     def __init__(
         self,
-        call: Any,
+        call: SavedCall,
         pack: Callable[[Tensor], Any],
-        setting: Setting,
-        inner: list[Any],
         *,
         again: bool = False,
     ) -> None:
         self._call, self._pack, self._again = call, pack, again
         self._context = context = here()
-        hooks = setting.hooks
+        hooks = call.hooks
         only_ours = again or hooks is None or hooks[0] is context.scope_pack
-        only_ours = only_ours or (context.only_our_hooks and setting.is_nested)
-        self._now = only_ours, setting.policy, Decisions(inner, again=again)
+        only_ours = only_ours or (context.only_our_hooks and call.is_nested)
+        self._now = only_ours, call.policy, Decisions(call.inner, again=again)
 
     def __enter__(self) -> None:
         context = self._context

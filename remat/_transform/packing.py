@@ -18,9 +18,8 @@ from torch import Tensor
 from remat._base.context import here
 from remat._base.tensors import version_of
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, meta_of
-from remat._live.reach import Origin
 from remat._torch import is_of_torch_func, unwrap_dead, without_node
-from remat._transform.saved_inputs import SavedInputs
+from remat._transform.saved_call import SavedCall
 
 
 class Packing:
@@ -28,9 +27,7 @@ class Packing:
 
     Args:
         call: that gives the values of handles.
-        snapshot: of the call.
         inputs: of the call.
-        saved: what the call saves of them.
         observe: is told what is saved at each position, None for what stays itself.
 
     Attributes:
@@ -39,21 +36,19 @@ class Packing:
     """
 
     __slots__ = (
-        *("_call", "_index", "_observe", "_saved", "_snapshot", "_versions"),
+        *("_call", "_index", "_observe", "_saved", "_reach", "_versions"),
         *("handles", "metas"),
     )
 
     def __init__(
         self,
-        call: Any,
-        snapshot: Origin,
+        call: SavedCall,
         inputs: Sequence[Tensor],
-        saved: SavedInputs,
         observe: Callable[[int, Tensor | None], None] | None,
     ) -> None:
-        self._call, self._snapshot, self._saved = call, snapshot, saved.values
+        self._call, self._reach, self._saved = call, call.reach, call.inputs.values
         self._index = {id(t): i for i, t in enumerate(inputs)}
-        self._versions = saved.versions
+        self._versions = call.inputs.versions
         self.handles: list[weakref.ref[Handle] | None] = []
         self.metas: list[Any] = []
         examining = here().examining
@@ -92,9 +87,9 @@ class Packing:
             self._observe(len(self.handles) - 1, None)
         if i is not None and type(self._saved[i]) is PackedOutside:
             return self._saved[i]
-        return VersionedTensor(t, version, self._snapshot, i)
+        return VersionedTensor(t, version, self._reach, i)
 
     def done(self) -> None:
         """Drop the references to the call, now that the forward has ended."""
-        del self._call, self._snapshot, self._saved, self._observe
+        del self._call, self._reach, self._saved, self._observe
         del self.handles, self.metas

@@ -67,7 +67,7 @@ def value_of(call: SavedCall, asked: Handle) -> Tensor:
             outside_inference_mode(below_all_levels, _fill, call, handles)
     except Exception as error:
         note(error, f"remat: raised while recomputing {call.label}.")
-        describe = call.setting.options.describe
+        describe = call.options.describe
         if describe is not None and isinstance(error, RecomputeError):
             note(error, describe())
         for handle in handles:
@@ -130,12 +130,11 @@ def _fill_within_forward(call: SavedCall, handles: Sequence[Handle]) -> None:
 
 def _fill_fully(call: SavedCall, handles: Sequence[Handle], check: Any) -> None:
     """Run the function as it is, under a mode that checks it if there is one."""
-    setting, is_whole = call.setting, call.is_done
-    options = setting.options
+    options, is_whole = call.options, call.is_done
     filling = Filling(
         handles,
         call.metas,
-        setting.reach.label,
+        call.label,
         # Of a forward that still runs, nobody knows yet where it ends.
         stops=_stops_early(call) or not is_whole,
         compares=options.compares,
@@ -146,7 +145,7 @@ def _fill_fully(call: SavedCall, handles: Sequence[Handle], check: Any) -> None:
 
 def _stops_early(call: SavedCall) -> bool:
     """Say whether the recompute ends once all handles have their values."""
-    return call.setting.options.stops_early and not reads_what_is_written_late()
+    return call.options.stops_early and not reads_what_is_written_late()
 
 
 def _fill_along_plan(
@@ -191,9 +190,8 @@ def recompute(
         tensors: to run on.
         mode: to run under, or None.
     """
-    setting = call.setting
     with (
-        InCall(call, filling.pack, setting, call.inner, again=True),
+        InCall(call, filling.pack, again=True),
         _state_restored(call, tensors),
         _leaves_preserved(call),
     ):
@@ -201,7 +199,7 @@ def recompute(
             if mode is None:
                 run_again(call, tensors)
             else:
-                with within(setting.policy, followed=True), mode:
+                with within(call.policy, followed=True), mode:
                     run_again(call, tensors)
                     mode.end()
         except Stop:
@@ -215,14 +213,14 @@ def recompute(
 def run_again(call: SavedCall, tensors: Sequence[Tensor]) -> None:
     """Call the function of a call on other tensors, with its objects as they were."""
     with call.inputs.put_back(tensors):
-        if call.setting.vmaps:
-            batched_again(functools.partial(_run, call), call.setting.vmaps)(*tensors)
+        if call.vmaps:
+            batched_again(functools.partial(_run, call), call.vmaps)(*tensors)
         else:
             _run(call, *tensors)
 
 
 def _run(call: SavedCall, *tensors: Tensor) -> tuple[()]:
-    with call.setting.reach.restored(tensors) as running:
+    with call.reach.restored(tensors) as running:
         call.run_again(running, tensors)
     return ()
 
@@ -236,7 +234,7 @@ def _state_restored(
     changed = call.inputs.changed()
     if not changed:
         return state
-    return reading_refused(call.setting.reach, tensors, changed, state)
+    return reading_refused(call.reach, tensors, changed, state)
 
 
 def _leaves_preserved(call: SavedCall) -> AbstractContextManager[Any]:
@@ -253,7 +251,7 @@ def _leaves_preserved(call: SavedCall) -> AbstractContextManager[Any]:
     if effects.moves:
 
         def moved(k: int) -> MutationError:
-            return changed_inside(call.setting.reach, saved.leaves_at[k])
+            return changed_inside(call.reach, saved.leaves_at[k])
 
         everything.enter_context(PreserveMemory(leaves, moved))
     return everything

@@ -26,7 +26,7 @@ from torch import Tensor
 from remat._ambient.draws import without_draws
 from remat._base.context import here, within
 from remat._base.types import Fn
-from remat._graph.handles import Handle, unpack
+from remat._graph.handles import Handle
 from remat._live.layout import hooks_so_far
 from remat._live.reach import Reach
 from remat._partial.decide import warn_if_asked, why_no_record
@@ -38,7 +38,6 @@ from remat._torch import (
     current_layer,
     eager_only,
     exchange_renorms,
-    top_hooks,
     unbatched,
     unwrap_dead,
 )
@@ -48,7 +47,7 @@ from remat._transform.checks import addresses_of, changed_inside
 from remat._transform.in_call import InCall
 from remat._transform.leaves import are_marked, gradients_of
 from remat._transform.packing import Packing
-from remat._transform.saved_call import NONE, Effects, SavedCall, Setting
+from remat._transform.saved_call import NONE, Effects, SavedCall
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -69,17 +68,9 @@ def call_saved(
     needs = [*map(_requires_grad, inputs)]
     if reach.is_lazy or True not in needs:
         return fn(*args, **kwargs)
-    call = Saved(setting_of(reach, vmaps, options), inputs, needs)
+    call = Saved(reach, options, inputs, needs, vmaps)
     call.follow(getattr(fn, "__self__", fn), inputs)
     return call.forward(fn, args, kwargs, inputs)
-
-
-def setting_of(reach: Reach, vmaps: Sequence[Any], options: Options) -> Setting:
-    """Return what a call is made in, here and now."""
-    hooks = top_hooks(True)
-    is_nested = hooks is not None and hooks[1] is unpack
-    is_nested = is_nested and hooks[0] is not here().scope_pack
-    return Setting(reach, vmaps, options.joined(), options, hooks, is_nested)
 
 
 class Saved(SavedCall):
@@ -94,11 +85,10 @@ class Saved(SavedCall):
             owner: the object that the function is a method of, or the function.
             inputs: of the call.
         """
-        setting = self.setting
-        policy, prune = setting.policy, setting.options.prune
+        policy, prune = self.policy, self.options.prune
         if policy is None and prune is not True:
             return
-        label, hooks = self.label, setting.residual_hooks
+        label, hooks = self.label, self.residual_hooks
         around = here().decisions
         if around is not None and around.again:
             decision = around.next()
@@ -112,7 +102,7 @@ class Saved(SavedCall):
         if not why:
             cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
             plan = ForwardPlan(cache, policy, prune, inputs, label)
-            self.following = Following(plan, hooks, nested=setting.is_nested)
+            self.following = Following(plan, hooks, nested=self.is_nested)
 
     def forward(
         self, fn: Fn, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
@@ -122,16 +112,16 @@ class Saved(SavedCall):
         gradients, hooks = gradients_of(leaves), hooks_so_far()
         addresses = addresses_of(leaves)
         observe = None if following is None else following.pack
-        packing = Packing(self, self.setting.reach, inputs, self.inputs, observe)
+        packing = Packing(self, inputs, observe)
         self.handles, self.metas = packing.handles, packing.metas
         renorms: list[Renorm] = []
         around = exchange_renorms(renorms)
         try:
-            with InCall(self, packing.pack, self.setting, self.inner):
+            with InCall(self, packing.pack):
                 if following is None or following.mode is None:
                     result = fn(*args, **kwargs)
                 else:
-                    with within(self.setting.policy, followed=True), following.mode:
+                    with within(self.policy, followed=True), following.mode:
                         result = fn(*args, **kwargs)
                     following.mode.end()
         except BaseException:
@@ -144,7 +134,7 @@ class Saved(SavedCall):
             if around is not None:
                 around += renorms
             packing.done()
-            self.setting.reach.forward_done()
+            self.reach.forward_done()
         handles = [None if ref is None else ref() for ref in self.handles]
         if handles.count(None) < len(handles):
             accumulates = gradients_of(leaves) != gradients
@@ -162,7 +152,7 @@ class Saved(SavedCall):
     def _follow_nothing(self, inputs: Sequence[Tensor], why: str) -> None:
         """Recompute all, and warn if that is not what was asked for."""
         self.following = None
-        policy, prune = self.setting.policy, self.setting.options.prune
+        policy, prune = self.policy, self.options.prune
         situation = self.situation(inputs)
         warn_if_asked(policy, prune, situation, self.label, why)
 
@@ -185,7 +175,7 @@ class Saved(SavedCall):
             following.finish(handles)
         changed = self.inputs.note_changes(inputs, renorms)
         if changed is not None:
-            reach = self.setting.reach
+            reach = self.reach
             run = functools.partial(refill.run_again, self)
             changes = changes_of(reach, inputs, run)
             raise changed_inside(reach, changed, changes)

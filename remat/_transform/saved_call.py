@@ -1,8 +1,8 @@
 """What is known of one call under base autograd.
 
-    Setting      what the call was made in; fixed before the forward
     Effects      what the forward did to the user's leaves; known after it
-    SavedCall    these two, the inputs, the handles, and what is done with a record
+    SavedCall    this, what the call was made in, its inputs and its handles, and what
+                 is done with a record
 
 `saved` runs its forward, and `refill` recomputes it. Reports read it.
 
@@ -17,45 +17,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from remat._ambient.ambient import Ambient
-from remat._graph.handles import Handle
+from remat._base.context import here
+from remat._graph.handles import Handle, unpack
 from remat._live.reach import Reach
 from remat._live.running import Running
 from remat._partial.cache import Kind, metas_of
 from remat._partial.decide import Situation
 from remat._partial.options import Options
+from remat._torch import top_hooks
 from remat._transform.saved_inputs import SavedInputs
-from remat.policies import Policy
 
 
 if TYPE_CHECKING:
     import weakref
 
     from remat._partial.following import Following
-
-
-class Setting(NamedTuple):
-    """What a call was made in.
-
-    Attributes:
-        reach: what the call reaches, without its tensors.
-        vmaps: how each level of vmap around the call batches its inputs.
-        policy: of the call, joined with those of the calls around.
-        options: of the call.
-        hooks: for saved tensors, around the call: a pair, or None.
-        is_nested: whether those are of a call of remat.
-    """
-
-    reach: Reach
-    vmaps: Sequence[Any]
-    policy: Policy | None
-    options: Options
-    hooks: Any
-    is_nested: bool
-
-    @property
-    def residual_hooks(self) -> Any:
-        """The hooks that are given what the policy saves: a pair, or None."""
-        return self.hooks if self.is_nested or self.options.hooks_residuals else None
 
 
 class Effects(NamedTuple):
@@ -81,8 +57,20 @@ NONE = Effects(accumulates=False, moves=False, marks=False)
 class SavedCall:
     """One call.
 
+    Args:
+        reach: what it reaches, without its tensors.
+        options: of the call.
+        inputs: its tensors.
+        needs: which of them require grad.
+        vmaps: how each level of vmap around the call batches its inputs.
+
     Attributes:
-        setting: what it was made in.
+        reach: see above.
+        options: see above.
+        vmaps: see above.
+        policy: of the call, joined with those of the calls around.
+        hooks: for saved tensors, around the call: a pair, or None.
+        is_nested: whether those are of a call of remat.
         inputs: what it saves of its inputs.
         ambient: what it reads besides.
         handles: by position; None for what was saved itself.
@@ -95,17 +83,27 @@ class SavedCall:
     """
 
     __slots__ = (
-        *("__weakref__", "ambient", "effects", "following", "handles", "index"),
-        *("inner", "inputs", "is_done", "metas", "setting"),
+        *("__weakref__", "ambient", "effects", "following", "handles", "hooks"),
+        *("index", "inner", "inputs", "is_done", "is_nested", "metas", "options"),
+        *("policy", "reach", "vmaps"),
     )
 
     def __init__(
-        self, setting: Setting, inputs: Sequence[Tensor], needs: list[bool]
+        self,
+        reach: Reach,
+        options: Options,
+        inputs: Sequence[Tensor],
+        needs: list[bool],
+        vmaps: Sequence[Any] = (),
     ) -> None:
-        reach, hooks = setting.reach, setting.hooks
-        self.setting = setting
+        self.reach, self.options, self.vmaps = reach, options, vmaps
+        context, self.hooks = here(), top_hooks(True)
+        hooks = self.hooks
+        is_nested = hooks is not None and hooks[1] is unpack
+        self.is_nested = is_nested and hooks[0] is not context.scope_pack
+        self.policy = options.joined()
         self.inputs = SavedInputs(
-            inputs, needs, reach.buffers, hooks, nested=setting.is_nested
+            inputs, needs, reach.buffers, hooks, nested=self.is_nested
         )
         self.ambient = Ambient(reach.streams, reach.handles_states)
         self.handles: Sequence[weakref.ref[Handle] | None] = ()
@@ -114,6 +112,11 @@ class SavedCall:
         self.following: Following | None = None
         self.inner: list[Any] = []
         self.index: int | None = None
+
+    @property
+    def residual_hooks(self) -> Any:
+        """The hooks that are given what the policy saves: a pair, or None."""
+        return self.hooks if self.is_nested or self.options.hooks_residuals else None
 
     def alive(self) -> list[Handle]:
         """Return the handles that a node still holds, but for residuals."""
@@ -134,26 +137,25 @@ class SavedCall:
         """Return what decides whether the call is recorded."""
         return Situation(
             is_saved=True,
-            is_compiled=self.setting.reach.compiled,
+            is_compiled=self.reach.compiled,
             elements=sum(map(Tensor.numel, inputs)),
             given_up=_NESTED if any(t.is_nested for t in inputs) else "",
         )
 
     def kind(self, inputs: Sequence[Tensor]) -> Kind:
         """Return what the call has in common with those that share its record."""
-        setting = self.setting
-        signature = setting.reach.signature, str(setting.vmaps), self.ambient.key
+        signature = self.reach.signature, str(self.vmaps), self.ambient.key
         return Kind((*signature, *self.inputs.needs), metas_of(inputs))
 
     def run_again(self, running: Running, tensors: Sequence[Tensor]) -> None:
         """Call the function as it was called."""
-        self.setting.reach.call(running, tensors)
+        self.reach.call(running, tensors)
 
     @property
     def label(self) -> str:
         """What messages call it."""
-        return self.setting.reach.label
+        return self.reach.label
 
     def name_of(self, index: int) -> str:
         """Write where an input comes from, as the function's author would."""
-        return self.setting.reach.name_of(index)
+        return self.reach.name_of(index)
