@@ -25,7 +25,7 @@ from remat._base.errors import MutationError
 from remat._base.tensors import describe
 from remat._base.tracebacks import hide_frames
 from remat._graph.residual import Offloaded, ReadOnce, Residual
-from remat._live.reach import Origin
+from remat._live.reach import Reach
 from remat._torch import keeps_graph, leave_hooks_on, top_hooks, viewed
 
 
@@ -73,17 +73,13 @@ class VersionedTensor:
     Attributes:
         tensor: the tensor.
         version: how often it had been changed; None if that is not counted.
-        snapshot: of the call, for the name.
-        index: of the tensor among the inputs; None if it is not an input.
+        reach: of the call, for the name.
     """
 
-    __slots__ = ("index", "snapshot", "tensor", "version")
+    __slots__ = ("reach", "tensor", "version")
 
-    def __init__(
-        self, tensor: Tensor, version: int | None, snapshot: Origin, index: int | None
-    ) -> None:
-        self.tensor, self.version = tensor, version
-        self.snapshot, self.index = snapshot, index
+    def __init__(self, tensor: Tensor, version: int | None, reach: Reach) -> None:
+        self.tensor, self.version, self.reach = tensor, version, reach
 
     def unpacked(self) -> Tensor:
         """Return the tensor.
@@ -97,9 +93,9 @@ class VersionedTensor:
         return tensor
 
     def _changed(self) -> str:
-        names, i = self.snapshot, self.index
-        name = describe(self.tensor) if i is None else f"`{names.name_of(i)}`"
-        return _CHANGED.format(name=name, label=names.label)
+        name = self.reach.name_of_tensor(self.tensor)
+        name = describe(self.tensor) if name is None else f"`{name}`"
+        return _CHANGED.format(name=name, label=self.reach.label)
 
 
 class PackedOutside(ReadOnce):

@@ -9,6 +9,7 @@ weakly. A graph holds its calls where Python's garbage collector does not look.
 Rejected: strong references to containers. A list may hold what the graph holds.
 """
 
+import itertools
 import threading
 import types
 import weakref
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat._base.types import INERT, TENSORS
 from remat._capture.kinds import COPIED_ITERATORS
@@ -138,13 +139,16 @@ class Contents:
         kept: for each level, the values, with `At` and `Ref` among them.
         keys: for each level, the keys.
         places: of the tensors, each once, in order.
+        parameters: the identities of those that are parameters.
+        others: the indices of the other tensors.
+        refs: weak references to the parameters.
         opaque: those of values that are neither walked nor made again.
         classes: of the owners.
     """
 
     __slots__ = (
-        *("_containers", "_marks", "_sizes", "classes", "keys", "kept"),
-        *("opaque", "places"),
+        *("_containers", "_marks", "_sizes", "_tensors_at", "classes", "keys", "kept"),
+        *("opaque", "others", "parameters", "places", "refs"),
     )
 
     def __init__(self, taken: Taken) -> None:
@@ -161,7 +165,15 @@ class Contents:
             for k, keys in enumerate(taken.keys)
         ]
         self.places, self.opaque = keeper.places, keeper.opaque
+        groups = itertools.groupby(self.places, lambda place: (place[0], place[2]))
+        self._tensors_at = [(at, [p for _, p, _ in each]) for at, each in groups]
         self.classes = [*map(weakref.ref, map(type, taken.owners))]
+        tensors = self.tensors_in(taken)
+        are = [kind is nn.Parameter for kind in map(type, tensors)]
+        self.others = [i for i, is_parameter in enumerate(are) if not is_parameter]
+        parameters = [*itertools.compress(tensors, are)]
+        self.parameters = frozenset(map(id, parameters))
+        self.refs = [*map(weakref.ref, parameters)]
 
     # --- Compared with another moment ---
 
@@ -183,8 +195,18 @@ class Contents:
 
     def tensors_in(self, taken: Taken) -> list[Tensor]:
         """Return the tensors, of what is held now."""
-        values, keys = taken.values, taken.keys
-        return [(keys if key else values)[k][p] for k, p, key in self.places]
+        found: list[Tensor] = []
+        for (k, as_keys), places in self._tensors_at:
+            held = (taken.keys if as_keys else taken.values)[k]
+            found += map(held.__getitem__, places)
+        return found
+
+    def parameters_in(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return those of the tensors that are parameters."""
+        if not self.others:
+            return tensors
+        others = {*self.others}
+        return [t for i, t in enumerate(tensors) if i not in others]
 
     def changed_in(self, now: Taken) -> set[Holder]:
         """Return the holders that hold something else now."""

@@ -81,6 +81,7 @@ class Given:
         roots: what has a layout.
         buffers: the buffers of numbers.
         streams: the random streams.
+        index: the numbers of the tensors, by their identity.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ class Given:
         self.roots: dict[int, Any] = {}
         self.buffers: list[Any] = []
         self.streams = StreamSearch()
-        self._index: dict[int, int] = {}
+        self.index: dict[int, int] = {}
         self._boxes: dict[int, Box] = {}
         self._todo: deque[Box] = deque()
 
@@ -163,7 +164,7 @@ class Given:
 
     def _number_of(self, tensor: Tensor) -> int:
         """Return the number of a tensor, which is added if it is new."""
-        number = self._index.setdefault(id(tensor), len(self.tensors))
+        number = self.index.setdefault(id(tensor), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor)
         return number
@@ -171,10 +172,10 @@ class Given:
     def numbers_of(self, tensors: Sequence[Tensor]) -> Sequence[int]:
         """Return the numbers of many tensors, no two of them the same."""
         first, ids = len(self.tensors), [*map(id, tensors)]
-        if not self._index.keys().isdisjoint(ids):
+        if not self.index.keys().isdisjoint(ids):
             return [*map(self._number_of, tensors)]
         numbers = range(first, first + len(ids))
-        self._index.update(zip(ids, numbers, strict=True))
+        self.index.update(zip(ids, numbers, strict=True))
         self.tensors += tensors
         return numbers
 

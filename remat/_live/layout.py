@@ -75,6 +75,7 @@ class Layout:
         handles_states: whether code reads or sets the state of a stream.
         compiled: whether there is compiled code.
         is_lazy: whether a module has no parameters yet.
+        is_module: whether the root is a module.
         signature: the code of functions, functions in C, and the classes of objects.
         last: what the holders held at the last call.
     """
@@ -82,17 +83,9 @@ class Layout:
     __slots__ = (
         *("_closed", "_hooks", "_names", "_rest", "_scopes", "_spaces", "_vacant"),
         *("_variables", "births", "cells", "classes", "compiled", "functions"),
-        *(
-            "handles_states",
-            "is_lazy",
-            "last",
-            "levels",
-            "linked",
-            "objects",
-            "odd",
-            "owners",
-        ),
-        *("scripted", "signature", "slotted", "special", "streams"),
+        *("handles_states", "is_lazy", "is_module", "last", "levels", "linked"),
+        *("objects", "odd", "owners", "scripted", "signature", "slotted", "special"),
+        "streams",
     )
 
     def __init__(self, walk: Walk) -> None:
@@ -103,6 +96,7 @@ class Layout:
         self.streams = [*map(_reference, walk.streams.streams.values())]
         self.handles_states = walk.streams.handles_states
         self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
+        self.is_module = walk.is_module
         self.special: dict[tuple[int, int], str] = {}
         kinds = enumerate(map(type, walk.objects))
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]

@@ -24,12 +24,12 @@ from remat._capture.search import Search
 from remat._capture.snapshot import Bound, Snapshot, call_under, spent
 from remat._live.given import Building, Given, structure_of
 from remat._live.layout import hooks_so_far
-from remat._live.roots import Root, roots_of
+from remat._live.roots import roots_of
 from remat._live.running import Running, bytes_of
 from remat._torch import function_mode_count, function_modes, parametrization_cache
 
 
-_requires_grad = operator.attrgetter("requires_grad")
+_PARAMETERS = frozenset({nn.Parameter})
 
 
 class Reach:
@@ -50,6 +50,7 @@ class Reach:
         compiled: whether it reaches code that torch.compile or TorchScript made.
         is_lazy: whether some module has no parameters yet.
         tensors: what was found. The call takes it: it is not to stay here.
+        first_parameter: from which of these on all are parameters, found in roots.
 
     Raises:
         CaptureError: an argument can be read only once.
@@ -58,7 +59,14 @@ class Reach:
     __slots__ = (
         *("_buffers", "_cache", "_count", "_fn", "_hooks", "_modes", "_names", "_refs"),
         *("_roots", "_running", "_values", "buffers", "compiled"),
-        *("handles_states", "is_lazy", "label", "streams", "tensors"),
+        *(
+            "first_parameter",
+            "handles_states",
+            "is_lazy",
+            "label",
+            "streams",
+            "tensors",
+        ),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -75,26 +83,56 @@ class Reach:
         self._modes = [given.put_aside(mode) for mode in modes]
         cache = parametrization_cache()
         self._cache = None if cache is None else given.put_aside(cache)
-        self.tensors, self.buffers = given.tensors, dict[int, bool]()
-        self._roots: list[Root] = []
-        for value, root in roots_of(given.roots.values()):
-            self._add(value, root, given)
+        self.buffers: dict[int, bool] = {}
+        self._roots = roots_of(given.roots.values())
+        self._find_tensors(given)
         self._note_streams(given)
         buffers = [*given.buffers, *(b for root in self._roots for b in root.buffers)]
         self._buffers = [(buffer, bytes_of(buffer)) for buffer in buffers]
-        self._refs = [*map(weakref.ref, self.tensors)]
         self._running: Running | None = None
 
-    def _add(self, value: Any, root: Root, given: Given) -> None:
-        """Add what a root reaches."""
-        tensors, passed = root.tensors(), len(self.tensors)
-        root.numbers = given.numbers_of(tensors)
-        self._roots.append(root)
-        if not all(map(_requires_grad, tensors)):
-            is_module = isinstance(value, nn.Module)
-            for i, t in zip(root.numbers, tensors, strict=True):
+    def _find_tensors(self, given: Given) -> None:
+        """Number the tensors that the roots reach.
+
+        Parameters come last, and nothing is noted of each by itself. If one is found
+        twice, none of them is apart: each has one number.
+        """
+        passed, each = len(given.tensors), [root.tensors() for root in self._roots]
+        parameters = self._parameters(given, each)
+        first = 0
+        for root, tensors in zip(self._roots, each, strict=True):
+            if parameters is not None:
+                root.first, first = first, first + len(root.contents.refs)
+                tensors = [*map(tensors.__getitem__, root.contents.others)]
+            root.entries = given.numbers_of(tensors)
+            is_module = root.layout.is_module
+            for i, t in zip(root.entries, tensors, strict=True):
                 if not t.requires_grad and (is_module or i >= passed):
                     self.buffers[i] = self.buffers.get(i, False) or is_module
+        self._refs = [*map(weakref.ref, given.tensors)]
+        self.first_parameter = len(given.tensors)
+        self.tensors = given.tensors + (parameters or [])
+        for root in self._roots:
+            if root.first is not None:
+                root.first += self.first_parameter
+
+    def _parameters(
+        self, given: Given, each: Sequence[list[Tensor]]
+    ) -> list[Tensor] | None:
+        """Return the parameters that the roots reach; None if one is found twice."""
+        found = [root.contents.parameters for root in self._roots]
+        if len(found) == 1:
+            are_apart = given.index.keys().isdisjoint(found[0])
+        else:
+            known = {*given.index}.union(*found)
+            are_apart = len(known) == len(given.index) + sum(map(len, found))
+        if not are_apart:
+            return None
+        parameters: list[Tensor] = []
+        for root, tensors in zip(self._roots, each, strict=True):
+            parameters += root.contents.parameters_in(tensors)
+        # Another tensor may have the identity of one that is gone.
+        return parameters if _PARAMETERS.issuperset(map(type, parameters)) else None
 
     def _note_streams(self, given: Given) -> None:
         found, search = dict(given.streams.streams), given.streams
@@ -135,14 +173,16 @@ class Reach:
 
     # --- A recompute ---
 
-    def restored(self, tensors: Sequence[Any]) -> Running:
+    def restored(self, tensors: Sequence[Any], *, exchanges: bool) -> Running:
         """Return a context in which everything holds what it held at the call.
 
         Args:
             tensors: to run on.
+            exchanges: whether others stand for some of the parameters.
         """
-        originals = [ref() for ref in self._refs]
-        exchanges = not all(map(operator.is_, tensors, originals))
+        if not exchanges:
+            originals = [ref() for ref in self._refs]
+            exchanges = not all(map(operator.is_, originals, tensors))
         return Running(
             self._roots, self._buffers, self._hooks, tensors, exchanges=exchanges
         )
@@ -169,15 +209,26 @@ class Reach:
         """Write where an input comes from, as the function's author would."""
         with contextlib.suppress(Exception):  # what held it is gone
             return self._name_of(index)
-        tensor = self._refs[index]()
+        tensor = self._alive()[index]
         return "an input" if tensor is None else describe(tensor)
+
+    def name_of_tensor(self, tensor: Tensor) -> str | None:
+        """Write where a tensor comes from; None if it is no input."""
+        same = [t is tensor for t in self._alive()]
+        return self.name_of(same.index(True)) if True in same else None
+
+    def _alive(self) -> list[Tensor | None]:
+        """Return the tensors of the call that are still there."""
+        roots = [root for root in self._roots if root.first is not None]
+        refs = (*self._refs, *(ref for root in roots for ref in root.contents.refs))
+        return [ref() for ref in refs]
 
     def _name_of(self, index: int) -> str:
         """Search for a tensor; only an error needs its name."""
         running = self._running
         if running is None:
-            tensors = [ref() for ref in self._refs]
-            fn = self._bound(Building(tensors, _alive, _alive).value)
+            tensors = self._alive()
+            fn = self._bound(Building(tensors, _itself, _itself).value)
         else:
             tensors = running.tensors
             fn = self._bound(Building(tensors, running.found, running.container).value)
@@ -191,6 +242,6 @@ class Reach:
 Origin = Reach | Snapshot
 
 
-def _alive(kept: Any) -> Any:
+def _itself(kept: Any) -> Any:
     """Return a value that is still there, or None."""
     return None if kept.ref is None else kept.ref()

@@ -31,21 +31,24 @@ class Root:
     Attributes:
         layout: of the root.
         contents: what the holders held.
-        numbers: those of its tensors in the call.
+        entries: the numbers in the call of its tensors, or of those that are no
+            parameters.
+        first: the number of its first parameter; None if `entries` are of all tensors.
         buffers: the buffers of numbers that it reaches.
         large: the large containers, by place.
     """
 
     __slots__ = (
         *("_effects", "_held", "_iterators", "_namespaces", "_taken", "buffers"),
-        *("contents", "large", "layout", "numbers"),
+        *("contents", "entries", "first", "large", "layout"),
     )
 
     def __init__(self, layout: Layout, contents: Contents, taken: Taken) -> None:
         self.layout, self.contents = layout, contents
         self._taken: Taken | None = taken
         self._effects: set[Holder] | None = None
-        self.numbers: Sequence[int] = ()
+        self.entries: Sequence[int] = ()
+        self.first: int | None = None
         owners = taken.owners
         # Held for functions that have to be made again.
         self._namespaces = [*map(_globals_of, owners[layout.functions])]
@@ -72,6 +75,17 @@ class Root:
         """Return the tensors that the root reaches, each once, before the forward."""
         assert self._taken is not None
         return self.contents.tensors_in(self._taken)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of its tensors in the call."""
+        if self.first is None:
+            return [*self.entries]
+        first, count = self.first, len(self.contents.refs)
+        numbers = [*range(first, first + count)]
+        for i, number in zip(self.contents.others, self.entries, strict=True):
+            numbers.insert(i, number)
+        return numbers
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -143,16 +157,16 @@ _globals_of = operator.attrgetter("__globals__")
 _LAYOUTS: dict[int, tuple[Any, Layout]] = {}
 
 
-def roots_of(values: Iterable[Any]) -> list[tuple[Any, Root]]:
-    """Return each value, and what it reached; also for modules that they lead to."""
-    found: list[tuple[Any, Root]] = []
+def roots_of(values: Iterable[Any]) -> list[Root]:
+    """Return what each value reached, and each module that they lead to."""
+    found: list[Root] = []
     todo = [*values]
     known: set[int] = set()
     for value in todo:  # which grow
         if value is not None and id(value) not in known:
             known.add(id(value))
             root = _root_of(value)
-            found.append((value, root))
+            found.append(root)
             todo += [ref() for ref in root.layout.linked]
     return found
 

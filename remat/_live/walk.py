@@ -81,7 +81,7 @@ class Walk:
         self.special: set[int] = set()
         # For each of the user's Python modules, the names that code refers to.
         self.spaces: list[tuple[types.ModuleType, dict[str, None]]] = []
-        self.is_lazy = False
+        self.is_lazy, self.is_module = False, isinstance(root, nn.Module)
         self.streams = StreamSearch()
         self._class_ids: set[int] = set()
         self._attributes: set[str] = set()

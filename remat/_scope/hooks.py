@@ -177,7 +177,7 @@ class Kept(VersionedTensor):
     __slots__ = ("_hooks",)
 
     def __init__(self, tensor: Tensor, hooks: Hooks) -> None:
-        super().__init__(tensor, version_of(tensor), _NAMELESS, None)
+        super().__init__(tensor, version_of(tensor), _NAMELESS)
         self._hooks = hooks
         if not tensor.is_leaf:
             # With its node, it would be a cycle that Python does not see.

@@ -36,7 +36,7 @@ class Packing:
     """
 
     __slots__ = (
-        *("_call", "_index", "_observe", "_saved", "_reach", "_versions"),
+        *("_call", "_frozen", "_index", "_observe", "_saved", "_reach", "_versions"),
         *("handles", "metas"),
     )
 
@@ -47,7 +47,13 @@ class Packing:
         observe: Callable[[int, Tensor | None], None] | None,
     ) -> None:
         self._call, self._reach, self._saved = call, call.reach, call.inputs.values
-        self._index = {id(t): i for i, t in enumerate(inputs)}
+        first = call.reach.first_parameter
+        self._index = {id(t): i for i, t in enumerate(inputs[:first])}
+        needs = call.inputs.needs
+        self._frozen: set[int] = set()
+        if False in needs[first:]:
+            pairs = zip(inputs[first:], needs[first:], strict=True)
+            self._frozen = {id(t) for t, need in pairs if not need}
         self._versions = call.inputs.versions
         self.handles: list[weakref.ref[Handle] | None] = []
         self.metas: list[Any] = []
@@ -69,7 +75,7 @@ class Packing:
                 self._itself(t, None, None)
                 return without_node(t)
         node = t.grad_fn
-        if node is None and t.requires_grad:
+        if node is None and (t.requires_grad or id(t) in self._frozen):
             return self._itself(t, version_of(t), None)
         handles = self.handles
         position = len(handles)
@@ -87,7 +93,7 @@ class Packing:
             self._observe(len(self.handles) - 1, None)
         if i is not None and type(self._saved[i]) is PackedOutside:
             return self._saved[i]
-        return VersionedTensor(t, version, self._reach, i)
+        return VersionedTensor(t, version, self._reach)
 
     def done(self) -> None:
         """Drop the references to the call, now that the forward has ended."""

@@ -220,7 +220,8 @@ def run_again(call: SavedCall, tensors: Sequence[Tensor]) -> None:
 
 
 def _run(call: SavedCall, *tensors: Tensor) -> tuple[()]:
-    with call.reach.restored(tensors) as running:
+    exchanges = not call.inputs.has_parameters(tensors)
+    with call.reach.restored(tensors, exchanges=exchanges) as running:
         call.run_again(running, tensors)
     return ()
 

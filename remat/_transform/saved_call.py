@@ -103,7 +103,12 @@ class SavedCall:
         self.is_nested = is_nested and hooks[0] is not context.scope_pack
         self.policy = options.joined()
         self.inputs = SavedInputs(
-            inputs, needs, reach.buffers, hooks, nested=self.is_nested
+            inputs,
+            needs,
+            reach.first_parameter,
+            reach.buffers,
+            hooks,
+            nested=self.is_nested,
         )
         self.ambient = Ambient(reach.streams, reach.handles_states)
         self.handles: Sequence[weakref.ref[Handle] | None] = ()

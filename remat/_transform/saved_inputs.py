@@ -47,6 +47,7 @@ class SavedInputs:
     Args:
         inputs: the tensors.
         needs: which of them require grad.
+        first: from which of them on all are parameters.
         buffers: those that the function may update, and whether they are registered.
         hooks: for saved tensors, around the call: a pair, or None.
         nested: whether those are of a call of remat.
@@ -59,57 +60,63 @@ class SavedInputs:
         copied: the indices of those that were copied.
         leaves_at: the indices of those that are saved themselves.
         attributes: what was set on them; None where nothing was.
-        nodes: which of them had been computed, by a node.
+        nodes: which of those before the parameters had been computed, by a node.
         renorms: for those that embeddings scaled rows of, these rows, in order.
     """
 
     __slots__ = (
-        *("_classes", "_hooks", "_refs", "attributes", "copied", "leaves_at", "needs"),
-        *("_outside", "_still", "nodes", "renorms", "values", "versions"),
+        *("_classes", "_first", "_hooks", "_outside", "_refs", "_still", "attributes"),
+        *("copied", "leaves_at", "needs", "nodes", "renorms", "values", "versions"),
     )
 
     def __init__(
         self,
         inputs: Sequence[Tensor],
         needs: list[bool],
+        first: int,
         buffers: Mapping[int, bool],
         hooks: Any,
         *,
         nested: bool,
     ) -> None:
-        self.needs, self._hooks = needs, hooks
+        self.needs, self._hooks, self._first = needs, hooks, first
         self.renorms: dict[int, Sequence[Renorm]] = {}
         self.versions = versions_of(inputs)
         self.attributes = attributes_of(inputs)
-        self._refs = [*map(weakref.ref, inputs)]
-        self.nodes = [*map(operator.not_, map(_is_leaf, inputs))]
+        entries = inputs[:first]
+        self._refs = [*map(weakref.ref, entries)]
+        self.nodes = [*map(operator.not_, map(_is_leaf, entries))]
         self._classes: Sequence[type] = ()
         self.copied: frozenset[int] = frozenset()
         # What is copied is packed by a call around in any case: a forward and its
         # recompute have to pack alike, also where only one of them goes on.
         self._outside: dict[int, Any] | None = {} if nested else None
-        if False not in needs and hooks is None and all(map(_is_leaf, inputs)):
+        self._still: Still | None = None
+        if False not in needs[:first] and hooks is None and True not in self.nodes:
             self.leaves_at: Sequence[int] = range(len(inputs))
             self.values: list[Any] = [*inputs]
-            self._still: Still | None = None
             return
-        if not TENSORS.issuperset(map(type, inputs)):
-            self._classes = [*map(type, inputs)]
-        self.leaves_at = [i for i, t in enumerate(inputs) if _is_saved_itself(t)]
-        leaves_at = {*self.leaves_at}
-        candidates = _may_be_written(inputs, needs, buffers) if False in needs else ()
-        self._still = Still(inputs, candidates) if candidates else None
-        if self._still is not None:
+        self._save(entries, buffers)
+        self.leaves_at = [*self.leaves_at, *range(first, len(inputs))]
+        self.values += inputs[first:]
+        if nested:
+            # The call around has to count them. There they may be no leaves.
+            for i in self.leaves_at:
+                hooks[0](inputs[i])
+
+    def _save(self, entries: Sequence[Tensor], buffers: Mapping[int, bool]) -> None:
+        """Note what is saved of the inputs before the parameters."""
+        needs = self.needs
+        if not TENSORS.issuperset(map(type, entries)):
+            self._classes = [*map(type, entries)]
+        itself = [*map(_is_saved_itself, entries)]
+        self.leaves_at = [i for i, is_saved in enumerate(itself) if is_saved]
+        candidates = _may_be_written(entries, needs, buffers)
+        if candidates:
+            self._still = Still(entries, candidates)
             self.copied = self._still.copied
-        self.values = []
-        for i, t in enumerate(inputs):
-            if i in leaves_at:
-                if nested:
-                    # The call around has to count it. There it may be no leaf.
-                    hooks[0](t)
-                self.values.append(t)
-            else:
-                self.values.append(self._copy(i, t))
+        pairs = enumerate(zip(entries, itself, strict=True))
+        self.values = [t if leaf else self._copy(i, t) for i, (t, leaf) in pairs]
 
     def _copy(self, i: int, t: Tensor) -> Any:
         """Return a copy of an input where it has to be one; else its value."""
@@ -194,13 +201,14 @@ class SavedInputs:
 
     def changed(self) -> list[int]:
         """Return the inputs that were changed in place since."""
-        values, then = self.values, self.versions
-        if len(self.leaves_at) == len(values) and versions_of(values) == then:
-            return []
+        values, then, first = self.values, self.versions, self._first
+        entries = values
+        if versions_of(values[first:]) == then[first:]:
+            entries = values[:first]
         return [
             i
-            for i, value in enumerate(values)
-            if type(value) not in (Absent, PackedOutside)
+            for i, value in enumerate(entries)
+            if type(value) not in _NOT_OURS
             and i not in self.copied
             and version_of(value) != then[i]
         ]
@@ -212,7 +220,9 @@ class SavedInputs:
 
     def leaves(self) -> list[Tensor]:
         """Return the inputs that are saved themselves."""
-        return [*map(self.values.__getitem__, self.leaves_at)]
+        at, first = self.leaves_at, self._first
+        before = len(at) - len(self.values) + first
+        return [*map(self.values.__getitem__, at[:before]), *self.values[first:]]
 
     def attributes_of_leaves(self) -> list[dict[str, Any]] | None:
         """Return what had been set on those; None where nothing had been."""
@@ -229,13 +239,16 @@ class SavedInputs:
             inputs_themselves: whether it may run on the user's other tensors, where
                 they are still there, and write to those that are copied.
         """
-        values, needs = self.values, self.needs
-        is_all = leaves_themselves and len(self.leaves_at) == len(values)
-        if is_all and [*map(_requires_grad, values)] == needs:
-            return [*values]
+        needs, first = self.needs, self._first
         leaves_at = {*self.leaves_at} if leaves_themselves else ()
+        parameters = self.values[first:]
+        if leaves_themselves and [*map(_requires_grad, parameters)] == needs[first:]:
+            alone = range(first)
+        else:
+            alone, parameters = range(len(needs)), list[Tensor]()
         tensors = []
-        for i, (value, need) in enumerate(zip(values, needs, strict=True)):
+        for i in alone:
+            value, need = self.values[i], needs[i]
             t = value if i in leaves_at else None
             if inputs_themselves and t is None:
                 t = self._itself(i)
@@ -245,11 +258,16 @@ class SavedInputs:
                 tensors.append(value.clone())
             else:
                 tensors.append(self._stand_in(i, value, need))
-        return tensors
+        return tensors + parameters
+
+    def has_parameters(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether the parameters among tensors to run on are the user's own."""
+        first = self._first
+        return all(map(operator.is_, tensors[first:], self.values[first:]))
 
     def _itself(self, i: int) -> Tensor | None:
         """Return an input, if it is still there and a recompute may run on it."""
-        t = self._refs[i]()
+        t = self._refs[i]() if i < self._first else None
         if t is None or type(self.values[i]) in _NOT_OURS or t.is_leaf == self.nodes[i]:
             return None
         if i in self.copied:
@@ -278,7 +296,8 @@ class SavedInputs:
             new = t.detach()
             if need:
                 new.requires_grad_()
-                new = _computed(new) if self.nodes[i] else new
+                is_computed = i < self._first and self.nodes[i]
+                new = _computed(new) if is_computed else new
         if self.attributes and self.attributes[i]:
             new.__dict__.update(self.attributes[i])
         return new
