@@ -47,7 +47,8 @@ def _autocast() -> dict[str, Any]:
     }
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+# What restores nothing, and need not be entered.
+NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Ambient:
@@ -124,7 +125,7 @@ class Ambient:
         """Run the body in the noted state, and leave everything as it was before."""
         unchanged = self._settings == read_settings()
         if unchanged and self._plain and not autocast_depth():
-            return _NOTHING
+            return NOTHING
         return self._restored(self._moved)
 
     def restored_within(self) -> AbstractContextManager[None]:

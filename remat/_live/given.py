@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from remat._base.code import known_code, static_of
-from remat._base.types import INERT
+from remat._base.types import INERT, TENSORS
 from remat._capture.kinds import COPIED_ITERATORS, is_buffer
 from remat._capture.objects import set_attributes, slots_of
 from remat._capture.stream_search import (
@@ -28,7 +28,7 @@ from remat._capture.stream_search import (
     has_user_code,
     is_stream,
 )
-from remat._live.containers import FACTORIES, OWNED, Items, container_kind
+from remat._live.containers import CONTAINERS, FACTORIES, OWNED, Items, container_kind
 from remat._live.contents import At, Ref
 from remat._live.holders import PART, PARTS, SLOTS, Kind, dict_of, names_of
 from remat._live.kinds import is_of_library, is_used_as_it_is
@@ -60,7 +60,9 @@ class Box:
         self.ref, self.how = Ref(value), how
         self.keys: list[Any] = [*how.keys([value])]
         self.items: list[Any] = [*how.values([value])]
-        self.attributes: dict[str, Any] = _attributes_of(value, how)
+        self.attributes: dict[str, Any] = {}
+        if type(value) not in CONTAINERS:
+            self.attributes = _attributes_of(value, how)
 
 
 def _attributes_of(value: Any, how: Kind) -> dict[str, Any]:
@@ -95,6 +97,11 @@ class Given:
 
     def put_aside(self, value: Any) -> Any:
         """Return what is held of a value."""
+        kind = type(value)
+        if kind in TENSORS:
+            return At(self._number_of(value))
+        if kind in INERT:
+            return value
         kept = self._kept(value)
         while self._todo:
             box = self._todo.popleft()
@@ -108,16 +115,16 @@ class Given:
         kind = type(value)
         if kind in INERT:
             return value
-        if issubclass(kind, Tensor):
+        if kind in TENSORS or issubclass(kind, Tensor):
             return At(self._number_of(value))
         if id(value) in self._boxes:
             return self._boxes[id(value)]
+        if kind is types.FunctionType or issubclass(kind, (nn.Module, type)):
+            return self._root(value)
         if issubclass(kind, PARTS):
             if is_of_library(value):
                 return value
             return self._box(value, PART)
-        if kind is types.FunctionType or issubclass(kind, (nn.Module, type)):
-            return self._root(value)
         if is_stream(kind):
             self.streams.add(value)
             return value
@@ -164,9 +171,10 @@ class Given:
 
     def _number_of(self, tensor: Tensor) -> int:
         """Return the number of a tensor, which is added if it is new."""
-        number = self.index.setdefault(id(tensor), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(tensor)
+        found = self.tensors
+        number = self.index.setdefault(id(tensor), len(found))
+        if number == len(found):
+            found.append(tensor)
         return number
 
     def numbers_of(self, tensors: Sequence[Tensor]) -> Sequence[int]:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from remat._base.tensors import describe
+from remat._base.types import TENSORS
 from remat._capture.kinds import is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import Search
@@ -74,21 +75,24 @@ class Reach:
         self._hooks, given = hooks_so_far(), Given()
         self._values: list[Any] = []
         for k, value in enumerate((*args, *kwargs.values())):
-            if is_spent_by_use(type(value)):
+            if type(value) not in TENSORS and is_spent_by_use(type(value)):
                 target = code_of_arguments(fn)
                 raise spent(value, argument_name(target, self._names, k, self._count))
             self._values.append(given.put_aside(value))
         self._fn = given.put_aside(fn)
-        modes = function_modes() if function_mode_count() else []
-        self._modes = [given.put_aside(mode) for mode in modes]
+        self._modes: Sequence[Any] = ()
+        if function_mode_count():
+            self._modes = [*map(given.put_aside, function_modes())]
         cache = parametrization_cache()
         self._cache = None if cache is None else given.put_aside(cache)
+        self._roots = roots_of(given.roots.values()) if given.roots else []
         self.buffers: dict[int, bool] = {}
-        self._roots = roots_of(given.roots.values())
         self._find_tensors(given)
         self._note_streams(given)
-        buffers = [*given.buffers, *(b for root in self._roots for b in root.buffers)]
-        self._buffers = [(buffer, bytes_of(buffer)) for buffer in buffers]
+        buffers = given.buffers
+        for root in self._roots:
+            buffers += root.buffers
+        self._buffers = [*zip(buffers, map(bytes_of, buffers), strict=True)]
         self._running: Running | None = None
 
     def _find_tensors(self, given: Given) -> None:
@@ -97,52 +101,57 @@ class Reach:
         Parameters come last, and nothing is noted of each by itself. If one is found
         twice, none of them is apart: each has one number.
         """
-        passed, each = len(given.tensors), [root.tensors() for root in self._roots]
-        parameters = self._parameters(given, each)
-        first = 0
-        for root, tensors in zip(self._roots, each, strict=True):
-            if parameters is not None:
-                root.first, first = first, first + len(root.contents.refs)
-                tensors = [*map(tensors.__getitem__, root.contents.others)]
-            root.entries = given.numbers_of(tensors)
-            is_module = root.layout.is_module
-            for i, t in zip(root.entries, tensors, strict=True):
-                if not t.requires_grad and (is_module or i >= passed):
-                    self.buffers[i] = self.buffers.get(i, False) or is_module
+        parameters: list[Tensor] = []
+        each = [root.tensors() for root in self._roots]
+        if each:
+            parameters = self._parameters(given, each)
+            self._number(given, each, apart=bool(parameters))
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
-        self.tensors = given.tensors + (parameters or [])
-        for root in self._roots:
-            if root.first is not None:
-                root.first += self.first_parameter
+        self.tensors = given.tensors + parameters
 
-    def _parameters(
-        self, given: Given, each: Sequence[list[Tensor]]
-    ) -> list[Tensor] | None:
-        """Return the parameters that the roots reach; None if one is found twice."""
+    def _parameters(self, given: Given, each: Sequence[list[Tensor]]) -> list[Tensor]:
+        """Return the parameters that the roots reach, or none if one is found twice."""
         found = [root.contents.parameters for root in self._roots]
         if len(found) == 1:
             are_apart = given.index.keys().isdisjoint(found[0])
         else:
             known = {*given.index}.union(*found)
             are_apart = len(known) == len(given.index) + sum(map(len, found))
-        if not are_apart:
-            return None
         parameters: list[Tensor] = []
-        for root, tensors in zip(self._roots, each, strict=True):
-            parameters += root.contents.parameters_in(tensors)
+        if are_apart:
+            for root, tensors in zip(self._roots, each, strict=True):
+                parameters += root.contents.parameters_in(tensors)
         # Another tensor may have the identity of one that is gone.
-        return parameters if _PARAMETERS.issuperset(map(type, parameters)) else None
+        return parameters if _PARAMETERS.issuperset(map(type, parameters)) else []
+
+    def _number(
+        self, given: Given, each: Sequence[list[Tensor]], *, apart: bool
+    ) -> None:
+        """Number the tensors of all roots, of which the parameters may come last."""
+        passed = len(given.tensors)
+        for root, tensors in zip(self._roots, each, strict=True):
+            contents = root.contents
+            if apart and len(contents.others) < len(tensors):
+                tensors = [*map(tensors.__getitem__, contents.others)]
+            root.entries, is_module = given.numbers_of(tensors), root.layout.is_module
+            for i, t in zip(root.entries, tensors, strict=True):
+                if not t.requires_grad and (is_module or i >= passed):
+                    self.buffers[i] = self.buffers.get(i, False) or is_module
+        if apart:
+            first = len(given.tensors)
+            for root in self._roots:
+                root.first, first = first, first + len(root.contents.refs)
 
     def _note_streams(self, given: Given) -> None:
-        found, search = dict(given.streams.streams), given.streams
+        found, search = given.streams.streams, given.streams
         self.handles_states, self.compiled = search.handles_states, search.compiled
         self.is_lazy = False
         for root in self._roots:
             layout = root.layout
             if layout.streams:
                 alive = (stream() for stream in layout.streams)
-                found.update((id(s), s) for s in alive if s is not None)
+                found |= {id(s): s for s in alive if s is not None}
             self.handles_states = self.handles_states or layout.handles_states
             self.compiled = self.compiled or layout.compiled
             self.is_lazy = self.is_lazy or layout.is_lazy

@@ -34,12 +34,11 @@ from remat._torch import (
     base_tensor,
     call_kernel,
     current_layer,
-    function_mode_count,
     is_graph_held,
-    no_torch_functions,
     storage_id,
 )
 from remat._transform.changes import changes_of
+from remat._transform.leaves import addresses_of
 from remat._transform.reached import reached_inputs
 
 
@@ -131,22 +130,6 @@ def refuse_assigned_data(
         for i, need in enumerate(needs):
             if need and _was_assigned(inputs[i], inner[i]):
                 raise changed_inside(snapshot, i)
-
-
-def addresses_of(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return where tensors are in memory; None if that cannot be asked.
-
-    Not for a copy that shares memory until it is written: to torch this is a write.
-    """
-    if not TENSORS.issuperset(map(type, tensors)):  # others may warn
-        return None
-    try:
-        if not function_mode_count():
-            return [*map(Tensor.data_ptr, tensors)]
-        with no_torch_functions():  # a mode may note who reads memory
-            return [*map(Tensor.data_ptr, tensors)]
-    except RuntimeError:
-        return None
 
 
 def _was_assigned(tensor: Tensor, inner: Tensor) -> bool:

@@ -11,23 +11,40 @@ gradients of the other threads would be lost.
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from remat._base.tensors import version_of
+from remat._base.types import TENSORS
 from remat._live.layout import hooks_so_far
-from remat._torch import unseen
+from remat._torch import function_mode_count, no_torch_functions, unseen
+
+
+class Effects(NamedTuple):
+    """What a forward did to the user's leaves. A recompute is taken to do the same.
+
+    Attributes:
+        accumulates: whether it changed a gradient, as by `backward()`.
+        moves: whether it gave a leaf other memory, as by assigning to `.data`.
+        marks: whether it may have set hooks or attributes.
+    """
+
+    accumulates: bool
+    moves: bool
+    marks: bool
+
+
+UNKNOWN = Effects(accumulates=False, moves=False, marks=True)
+NO_EFFECTS = Effects(accumulates=False, moves=False, marks=False)
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _hooks_of = operator.attrgetter(*_HOOKS)
 grad_of = operator.attrgetter("grad")
 _attributes_of = operator.attrgetter("__dict__")
-_marks_of = operator.attrgetter(*_HOOKS, "__dict__")
-_UNMARKED: tuple[Any, ...] = None, None, {}
 _NONE = None, None
 _NONES = frozenset({type(None)})
 
@@ -38,7 +55,35 @@ def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
     return [entries.copy() for entries in found] if any(found) else None
 
 
-def gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
+class Watched:
+    """What a forward may change of leaves, noted before it.
+
+    Args:
+        leaves: the user's own, which the call saves itself.
+    """
+
+    __slots__ = ("_addresses", "_gradients", "_hooks", "_leaves")
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self._leaves, self._hooks = leaves, hooks_so_far()
+        self._gradients, self._addresses = _gradients_of(leaves), addresses_of(leaves)
+
+    def effects(self, inputs: Sequence[Tensor]) -> Effects:
+        """Return what the forward did to the leaves.
+
+        Args:
+            inputs: of the call. If it set no hook anywhere, and no input has attributes
+                by now, a recompute is taken to set nothing either.
+        """
+        accumulates = _gradients_of(self._leaves) != self._gradients
+        moves = addresses_of(self._leaves) != self._addresses
+        marks = hooks_so_far() != self._hooks or any(map(_attributes_of, inputs))
+        if accumulates or moves or marks:
+            return Effects(accumulates, moves, marks)
+        return NO_EFFECTS
+
+
+def _gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
     """Return what changes when a gradient is set, or added to in place."""
     grads = [*map(grad_of, leaves)]
     if _NONES.issuperset(map(type, grads)):
@@ -46,13 +91,20 @@ def gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
     return [g if g is None else (id(g), version_of(g)) for g in grads]
 
 
-def are_marked(leaves: Sequence[Tensor]) -> bool:
-    """Say whether something was set on some of the leaves.
+def addresses_of(tensors: Sequence[Tensor]) -> list[int] | None:
+    """Return where tensors are in memory; None if that cannot be asked.
 
-    If nothing is there after a forward, a recompute is taken to set nothing either.
+    Not for a copy that shares memory until it is written: to torch this is a write.
     """
-    marks = [*map(_marks_of, leaves)]
-    return marks.count(_UNMARKED) < len(marks)
+    if not TENSORS.issuperset(map(type, tensors)):  # others may warn
+        return None
+    try:
+        if not function_mode_count():
+            return [*map(Tensor.data_ptr, tensors)]
+        with no_torch_functions():  # a mode may note who reads memory
+            return [*map(Tensor.data_ptr, tensors)]
+    except RuntimeError:
+        return None
 
 
 def _forget_hooks_of_nodes(leaves: Sequence[Tensor], first: int) -> None:
@@ -80,7 +132,9 @@ class PreserveGradients:
     __slots__ = ("_grads", "_leaves")
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
-        self._leaves, self._grads = leaves, [*map(grad_of, leaves)]
+        grads = [*map(grad_of, leaves)]
+        has_some = not _NONES.issuperset(map(type, grads))
+        self._leaves, self._grads = (leaves, grads) if has_some else ((), ())
 
     def __enter__(self) -> None:
         """Do nothing: what to put back is known."""

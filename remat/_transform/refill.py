@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat._ambient.ambient import NOTHING
 from remat._base.context import within
 from remat._base.errors import MutationError, RecomputeError
 from remat._base.tensors import outside_inference_mode
@@ -40,7 +41,12 @@ from remat._torch import (
 from remat._transform.checks import changed_inside, reading_refused
 from remat._transform.filling import Filling, Stop
 from remat._transform.in_call import InCall
-from remat._transform.leaves import PreserveGradients, PreserveMarks, PreserveMemory
+from remat._transform.leaves import (
+    NO_EFFECTS,
+    PreserveGradients,
+    PreserveMarks,
+    PreserveMemory,
+)
 from remat._transform.saved_call import SavedCall
 
 
@@ -190,11 +196,7 @@ def recompute(
         tensors: to run on.
         mode: to run under, or None.
     """
-    with (
-        InCall(call, filling.pack, again=True),
-        _state_restored(call, tensors),
-        _leaves_preserved(call),
-    ):
+    with InCall(call, filling.pack, again=True), _restored(call, tensors):
         try:
             if mode is None:
                 run_again(call, tensors)
@@ -212,11 +214,14 @@ def recompute(
 
 def run_again(call: SavedCall, tensors: Sequence[Tensor]) -> None:
     """Call the function of a call on other tensors, with its objects as they were."""
+    run = functools.partial(_run, call)
+    if call.vmaps:
+        run = batched_again(run, call.vmaps)
+    if not call.inputs.copied:
+        run(*tensors)
+        return
     with call.inputs.put_back(tensors):
-        if call.vmaps:
-            batched_again(functools.partial(_run, call), call.vmaps)(*tensors)
-        else:
-            _run(call, *tensors)
+        run(*tensors)
 
 
 def _run(call: SavedCall, *tensors: Tensor) -> tuple[()]:
@@ -226,33 +231,39 @@ def _run(call: SavedCall, *tensors: Tensor) -> tuple[()]:
     return ()
 
 
-def _state_restored(
+def _restored(
     call: SavedCall, tensors: Sequence[Tensor]
 ) -> AbstractContextManager[Any]:
-    """Restore the state of the call, and refuse to read what changed since."""
-    ambient = call.ambient
+    """Restore the state of the call; leave nothing on the user's own leaves.
+
+    What changed since, and is no longer known, is not to be read.
+    """
+    ambient, effects, saved = call.ambient, call.effects, call.inputs
     state = ambient.restored() if call.is_done else ambient.restored_within()
-    changed = call.inputs.changed()
-    if not changed:
-        return state
-    return reading_refused(call.reach, tensors, changed, state)
-
-
-def _leaves_preserved(call: SavedCall) -> AbstractContextManager[Any]:
-    """Leave nothing on the user's own leaves."""
-    saved, effects = call.inputs, call.effects
-    leaves = saved.leaves()
+    changed, leaves = saved.changed(), saved.leaves()
     gradients = PreserveGradients(leaves)
-    if not (effects.moves or effects.marks or saved.renorms):
+    if state is NOTHING and effects is NO_EFFECTS and not (changed or saved.renorms):
         return gradients
     everything = contextlib.ExitStack()
+    if changed:
+        state = reading_refused(call.reach, tensors, changed, state)
+    everything.enter_context(state)
     everything.enter_context(gradients)
+    if effects.moves or effects.marks or saved.renorms:
+        _preserve(call, leaves, everything)
+    return everything
+
+
+def _preserve(
+    call: SavedCall, leaves: Sequence[Tensor], everything: contextlib.ExitStack
+) -> None:
+    """Leave no attributes, no hooks and no other memory on leaves."""
+    saved = call.inputs
     everything.enter_context(saved.rows_put_back())
     everything.enter_context(PreserveMarks(leaves, saved.attributes_of_leaves()))
-    if effects.moves:
+    if call.effects.moves:
 
         def moved(k: int) -> MutationError:
             return changed_inside(call.reach, saved.leaves_at[k])
 
         everything.enter_context(PreserveMemory(leaves, moved))
-    return everything

@@ -27,7 +27,6 @@ from remat._ambient.draws import without_draws
 from remat._base.context import here, within
 from remat._base.types import Fn
 from remat._graph.handles import Handle
-from remat._live.layout import hooks_so_far
 from remat._live.reach import Reach
 from remat._partial.decide import warn_if_asked, why_no_record
 from remat._partial.following import Following
@@ -43,11 +42,11 @@ from remat._torch import (
 )
 from remat._transform import refill
 from remat._transform.changes import changes_of
-from remat._transform.checks import addresses_of, changed_inside
+from remat._transform.checks import changed_inside
 from remat._transform.in_call import InCall
-from remat._transform.leaves import are_marked, gradients_of
+from remat._transform.leaves import Watched
 from remat._transform.packing import Packing
-from remat._transform.saved_call import NONE, Effects, SavedCall
+from remat._transform.saved_call import SavedCall
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -108,9 +107,7 @@ class Saved(SavedCall):
         self, fn: Fn, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
     ) -> Any:
         """Run the function as it is."""
-        leaves, following = self.inputs.leaves(), self.following
-        gradients, hooks = gradients_of(leaves), hooks_so_far()
-        addresses = addresses_of(leaves)
+        following, watched = self.following, Watched(self.inputs.leaves())
         observe = None if following is None else following.pack
         packing = Packing(self, inputs, observe)
         self.handles, self.metas = packing.handles, packing.metas
@@ -137,13 +134,9 @@ class Saved(SavedCall):
             self.reach.forward_done()
         handles = [None if ref is None else ref() for ref in self.handles]
         if handles.count(None) < len(handles):
-            accumulates = gradients_of(leaves) != gradients
-            moves = addresses_of(leaves) != addresses
-            marks = hooks_so_far() != hooks or are_marked(inputs)
-            is_any = accumulates or moves or marks
-            self.effects = Effects(accumulates, moves, marks) if is_any else NONE
+            self.effects = watched.effects(inputs)
             if following is not None:
-                why = following.gives_up(accumulates=accumulates)
+                why = following.gives_up(accumulates=self.effects.accumulates)
                 if why:
                     self._follow_nothing(inputs, why)
             self._end(inputs, handles, renorms)

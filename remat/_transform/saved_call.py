@@ -1,10 +1,7 @@
 """What is known of one call under base autograd.
 
-    Effects      what the forward did to the user's leaves; known after it
-    SavedCall    this, what the call was made in, its inputs and its handles, and what
-                 is done with a record
-
-`saved` runs its forward, and `refill` recomputes it. Reports read it.
+That is what it was made in, its inputs and its handles, what the forward did, and what
+is done with a record. `saved` runs its forward, and `refill` recomputes it. Reports read it.
 
 Invariant: it holds no tensor that the call computed, and not the user's module. The
 graph holds its handles, which hold the call.
@@ -12,7 +9,7 @@ Rejected: a closure. It would hold all variables of the calls around.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -25,6 +22,7 @@ from remat._partial.cache import Kind, metas_of
 from remat._partial.decide import Situation
 from remat._partial.options import Options
 from remat._torch import top_hooks
+from remat._transform.leaves import UNKNOWN
 from remat._transform.saved_inputs import SavedInputs
 
 
@@ -34,24 +32,8 @@ if TYPE_CHECKING:
     from remat._partial.following import Following
 
 
-class Effects(NamedTuple):
-    """What a forward did to the user's leaves. A recompute is taken to do the same.
-
-    Attributes:
-        accumulates: whether it changed a gradient, as by `backward()`.
-        moves: whether it gave a leaf other memory, as by assigning to `.data`.
-        marks: whether it may have set hooks or attributes.
-    """
-
-    accumulates: bool
-    moves: bool
-    marks: bool
-
-
 # Its sizes are asked for by operations, in some runs and not in others.
 _NESTED = "an input is a nested tensor"
-UNKNOWN = Effects(accumulates=False, moves=False, marks=True)
-NONE = Effects(accumulates=False, moves=False, marks=False)
 
 
 class SavedCall:
