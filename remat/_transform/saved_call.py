@@ -1,7 +1,8 @@
 """What is known of one call under base autograd.
 
 That is what it was made in, its inputs and its handles, what the forward did, and what
-is done with a record. `saved` runs its forward, and `refill` recomputes it. Reports read it.
+is done with a record. `saved` runs its forward, and `refill` recomputes it. Reports
+read it.
 
 Invariant: it holds no tensor that the call computed, and not the user's module. The
 graph holds its handles, which hold the call.
