@@ -26,8 +26,8 @@ from remat._live.kinds import is_opaque
 from remat._live.layout import Layout, Taken
 
 
-Place = tuple[int, int, bool]  # level, position, whether among the keys
-Holder = tuple[int, int, int]  # level, group, number
+Place = tuple[int, bool]  # position, whether among the keys
+Holder = tuple[int, int]  # group, number
 
 
 class At:
@@ -70,7 +70,7 @@ class _Keeper:
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
         self.places: list[Place] = []
-        self.opaque: list[tuple[int, int]] = []
+        self.opaque: list[int] = []
 
     def keep(self, value: Any, place: Place) -> Any:
         """Return what is held of a value that was found at a place."""
@@ -88,21 +88,21 @@ class _Keeper:
             return value
         if kind is threading.Thread or is_opaque(value, kind):
             return self._opaque(value, place)
-        if place[2] and issubclass(kind, weakref.ref):
+        if place[1] and issubclass(kind, weakref.ref):
             return value  # a key of a weak dictionary, which its entry goes with
         return Ref(value)
 
     def _opaque(self, value: Any, place: Place) -> Any:
         """Return what is held of a value that a call holds: contents outlive calls."""
-        if not type(value).__weakrefoffset__ or place[2]:
+        if not type(value).__weakrefoffset__ or place[1]:
             return value
-        self.opaque.append(place[:2])
+        self.opaque.append(place[0])
         return Ref(value)
 
-    def keep_all(self, k: int, values: Sequence[Any], *, as_keys: bool) -> list[Any]:
-        """Return what is held of a level."""
+    def keep_all(self, values: Sequence[Any], *, as_keys: bool) -> list[Any]:
+        """Return what is held of all values, or of all keys."""
         keep = self.keep
-        return [keep(v, (k, p, as_keys)) for p, v in enumerate(values)]
+        return [keep(v, (p, as_keys)) for p, v in enumerate(values)]
 
 
 def _is_number(value: Any, kind: type) -> bool:
@@ -136,8 +136,8 @@ class Contents:
     """What the holders of a layout held.
 
     Attributes:
-        kept: for each level, the values, with `At` and `Ref` among them.
-        keys: for each level, the keys.
+        kept: the values, with `At` and `Ref` among them.
+        keys: the keys.
         places: of the tensors, each once, in order.
         parameters: the identities of those that are parameters.
         others: the indices of the other tensors.
@@ -147,26 +147,23 @@ class Contents:
     """
 
     __slots__ = (
-        *("_containers", "_marks", "_sizes", "_tensors_at", "classes", "keys", "kept"),
-        *("opaque", "others", "parameters", "places", "refs"),
+        *("_as_keys", "_as_values", "_containers", "_marks", "_sizes", "classes"),
+        *("keys", "kept", "opaque", "others", "parameters", "places", "refs"),
     )
 
     def __init__(self, taken: Taken) -> None:
         self._marks = taken.marks
-        self._containers: dict[int, tuple[int, int, Span]] | None = None
-        self._sizes = [[(kind, len(h)) for kind, h in g] for g in taken.groups]
-        keeper = _Keeper()
-        each = [*enumerate(taken.values)]
-        self.kept = [keeper.keep_all(k, v, as_keys=False) for k, v in each]
-        self.keys = [
-            keys
-            if INERT.issuperset(map(type, keys))
-            else keeper.keep_all(k, keys, as_keys=True)
-            for k, keys in enumerate(taken.keys)
-        ]
+        self._containers: dict[int, tuple[int, Span]] | None = None
+        self._sizes = [(kind, len(holders)) for kind, holders in taken.groups]
+        keeper, keys = _Keeper(), taken.keys
+        self.kept = keeper.keep_all(taken.values, as_keys=False)
+        if not INERT.issuperset(map(type, keys)):
+            keys = keeper.keep_all(keys, as_keys=True)
+        self.keys = keys
         self.places, self.opaque = keeper.places, keeper.opaque
-        groups = itertools.groupby(self.places, lambda place: (place[0], place[2]))
-        self._tensors_at = [(at, [p for _, p, _ in each]) for at, each in groups]
+        # Those among the values come first.
+        self._as_values = [p for p, as_key in self.places if not as_key]
+        self._as_keys = [p for p, as_key in self.places if as_key]
         self.classes = [*map(weakref.ref, map(type, taken.owners))]
         tensors = self.tensors_in(taken)
         are = [kind is nn.Parameter for kind in map(type, tensors)]
@@ -185,20 +182,15 @@ class Contents:
         """Say whether only numbers and tensors are others now."""
         if [ref() for ref in self.classes] != [*map(type, taken.owners)]:
             return False
-        for k, then in enumerate(self._marks):
-            now = taken.marks[k]
-            if then[1] != now[1] or not _are_alike(self.keys[k], taken.keys[k]):
-                return False
-            if then != now and not all(map(_alike, self.kept[k], taken.values[k])):
-                return False
-        return True
+        if self._marks[1] != taken.lengths or not _are_alike(self.keys, taken.keys):
+            return False
+        return all(map(_alike, self.kept, taken.values))
 
     def tensors_in(self, taken: Taken) -> list[Tensor]:
         """Return the tensors, of what is held now."""
-        found: list[Tensor] = []
-        for (k, as_keys), places in self._tensors_at:
-            held = (taken.keys if as_keys else taken.values)[k]
-            found += map(held.__getitem__, places)
+        found = [*map(taken.values.__getitem__, self._as_values)]
+        if self._as_keys:
+            found += map(taken.keys.__getitem__, self._as_keys)
         return found
 
     def parameters_in(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -210,51 +202,49 @@ class Contents:
 
     def changed_in(self, now: Taken) -> set[Holder]:
         """Return the holders that hold something else now."""
+        ids, marks = self._marks[0], now.marks
+        if self._marks == marks:
+            return set()
+        keys, keys_now = len(self.kept), len(now.values)
+        pairs = zip(self.spans(), _spans(self._sizes, now.lengths), strict=True)
         return {
-            holder
-            for k, marks in enumerate(self._marks)
-            if marks != now.marks[k]
-            for holder in self._changed_at(k, now)
+            (then.group, then.number)
+            for then, span in pairs
+            if _slices(ids, then, keys) != _slices(marks[0], span, keys_now)
         }
-
-    def _changed_at(self, k: int, now: Taken) -> Iterator[Holder]:
-        (ids, _), (ids_now, lengths) = self._marks[k], now.marks[k]
-        keys, keys_now = len(self.kept[k]), len(now.values[k])
-        present = _spans(self._sizes[k], lengths)
-        for then, span in zip(self.spans(k), present, strict=True):
-            if _slices(ids, then, keys) != _slices(ids_now, span, keys_now):
-                yield k, then.group, then.number
 
     # --- One by one ---
 
     def code_of(self, i: int) -> Any:
         """Return the code of a function, by its index."""
-        spans = [span for span in self.spans(0) if span.kind is FUNCTIONS]
-        return self.kept[0][spans[i].start]
+        spans = [span for span in self.spans() if span.kind is FUNCTIONS]
+        return self.kept[spans[i].start]
 
-    def containers(self, layout: Layout) -> dict[int, tuple[int, int, Span]]:
+    def containers(self, layout: Layout) -> dict[int, tuple[int, Span]]:
         """Return where each container is, by its identity.
 
         Returns:
-            Its level, its position there, and its span in the level below.
+            Its position, and where what it holds is.
         """
         if self._containers is None:
-            found: dict[int, tuple[int, int, Span]] = {}
+            found: dict[int, tuple[int, Span]] = {}
             self._containers = found
-            for k, groups in enumerate(layout.levels):
-                for span in self.spans(k + 1):
-                    p = groups[span.group][1][span.number]
-                    kept = self.kept[k][p]
-                    if type(kept) is not Ref:
-                        continue
-                    known = found.get(kept.id)
-                    if known is None or (known[2].kind.adds and not span.kind.adds):
-                        found[kept.id] = k, p, span
+            first = len(self._sizes) - len(layout.below)
+            for span in self.spans():
+                if span.group < first:
+                    continue
+                p = layout.below[span.group - first][1][span.number]
+                kept = self.kept[p]
+                if type(kept) is not Ref:
+                    continue
+                known = found.get(kept.id)
+                if known is None or (known[1].kind.adds and not span.kind.adds):
+                    found[kept.id] = p, span
         return self._containers
 
-    def spans(self, k: int) -> Iterator[Span]:
-        """Yield the holders of a level."""
-        return _spans(self._sizes[k], self._marks[k][1])
+    def spans(self) -> Iterator[Span]:
+        """Yield the holders."""
+        return _spans(self._sizes, self._marks[1])
 
 
 def _spans(sizes: Sequence[tuple[Kind, int]], lengths: Sequence[int]) -> Iterator[Span]:
@@ -271,9 +261,9 @@ def _slices(ids: bytes, span: Span, keys: int) -> tuple[bytes, bytes]:
     """Return the identities of the values and of the keys of a holder.
 
     Args:
-        ids: of a level.
+        ids: of all values, then of all keys.
         span: where the values are.
-        keys: where the keys of the level begin.
+        keys: where the keys begin.
     """
     first = keys + span.first_key
     last = first + (span.end - span.start) * span.kind.keyed

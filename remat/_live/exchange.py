@@ -10,10 +10,11 @@ Rejected: a lock. A recompute may wait for a thread whose backward recomputes, t
 """
 
 import contextlib
+import itertools
 import operator
 import threading
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ class Exchange:
         effects: the holders that the forward changed; None if that is not known.
         namespaces: of the functions.
         tensors: what stands for the tensors, by number.
-        special: what stands for iterators, by level and position.
+        special: what stands for iterators, by position.
         made: what was revived so far, by the identity of what it stands for.
         exchanges: whether some of these tensors are others than at the call.
     """
@@ -46,7 +47,7 @@ class Exchange:
         effects: set[Holder] | None,
         namespaces: Sequence[dict[str, Any]],
         tensors: Sequence[Any],
-        special: dict[tuple[int, int], Any],
+        special: dict[int, Any],
         made: dict[int, Any],
         *,
         exchanges: bool,
@@ -62,27 +63,31 @@ class Exchange:
 
     def start(self) -> None:
         """Have all holders hold what they held."""
-        layout, owners = self._layout, self._owners
-        values: list[Any] = []
-        for k in range(len(self._contents.kept)):
-            groups = layout.groups(owners) if k == 0 else layout.below(k - 1, values)
-            values = self._start_level(k, [held for _, held in groups])
+        layout = self._layout
+        groups = [held for _, held in layout.groups(self._owners)]
+        spans = deque(self._contents.spans())
+        values = self._start_level(_up_to(spans, len(groups)), groups)
+        for first, last in itertools.pairwise((*layout.levels, len(layout.below))):
+            for _, places in layout.below[first:last]:
+                groups.append([values[p] for p in places])
+            values += self._start_level(_up_to(spans, len(groups)), groups)
 
-    def _start_level(self, k: int, groups: Sequence[Sequence[Any]]) -> list[Any]:
+    def _start_level(
+        self, spans: Sequence[Span], groups: Sequence[Sequence[Any]]
+    ) -> list[Any]:
         """Write the holders of a level; return what they hold then."""
-        spans = [*self._contents.spans(k)]
         found = [_read(span.kind, groups[span.group][span.number]) for span in spans]
         for _, now_keys, now in found:
             self._alive.update(zip(map(id, now), now, strict=True))
             self._alive.update(zip(map(id, now_keys), now_keys, strict=True))
         values: list[Any] = []
         for span, (holder, now_keys, now) in zip(spans, found, strict=True):
-            then, keys = self._then(k, span, now), self._keys(k, span)
+            then, keys = self._then(span, now), self._keys(span)
             values += then
             if span.kind.frozen:
                 continue
             is_same = _are_same(now, then) and _are_same(now_keys, keys)
-            if is_same and not self._is_effect((k, *span[1:3])):
+            if is_same and not self._is_effect(span[1:3]):
                 continue
             for written in written_to(span.kind, holder, now_keys, now):
                 self._written.append(written)
@@ -112,23 +117,22 @@ class Exchange:
 
     # --- What was there ---
 
-    def _then(self, k: int, span: Span, now: Sequence[Any]) -> list[Any]:
-        then = self._contents.kept[k][span.start : span.end]
+    def _then(self, span: Span, now: Sequence[Any]) -> list[Any]:
+        then = self._contents.kept[span.start : span.end]
         for i, kept in enumerate(then):
             if type(kept) is At:
                 then[i] = self._tensors[kept.number]
             elif type(kept) is Ref:
-                place = k, span.start + i
                 here = now[i] if i < len(now) else None
-                special = self._special.get(place)
+                special = self._special.get(span.start + i)
                 then[i] = self.found(kept, here) if special is None else special
         return then
 
-    def _keys(self, k: int, span: Span) -> list[Any]:
+    def _keys(self, span: Span) -> list[Any]:
         if not span.kind.keyed:
             return []
         last = span.first_key + span.end - span.start
-        keys = self._contents.keys[k][span.first_key : last]
+        keys = self._contents.keys[span.first_key : last]
         return [self._value(key) for key in keys]
 
     def _value(self, kept: Any) -> Any:
@@ -162,12 +166,11 @@ class Exchange:
 
         None if this is none, or what it holds is the same.
         """
-        kind, place = kept.kind(), self._place_of(kept.id)
-        if place is None or kind is None or not place[1].kind.frozen:
+        kind, span = kept.kind(), self._span_of(kept.id)
+        if span is None or kind is None or not span.kind.frozen:
             return None
-        k, span = place
         value = self._alive.get(kept.id) if kept.ref is None else kept.ref()
-        then = self._then(k, span, ())
+        then = self._then(span, ())
         if value is not None and _are_same(then, _read(span.kind, value)[2]):
             return None
         made = self._made[kept.id] = span.kind.new(kind, then, kept.limit)
@@ -231,10 +234,10 @@ class Exchange:
                 cells.update(zip(keys, fn.__closure__ or (), strict=True))
         return cells
 
-    def _place_of(self, key: int) -> tuple[int, Span] | None:
-        """Return the level and the span of what a container holds, by its identity."""
+    def _span_of(self, key: int) -> Span | None:
+        """Return where what a container holds is, by its identity."""
         found = self._contents.containers(self._layout).get(key)
-        return None if found is None else (found[0] + 1, found[2])
+        return None if found is None else found[1]
 
     def _revived(self, kept: Ref) -> Any:
         made = self._made[kept.id] = self._new(kept.id, kept.kind(), kept.limit)
@@ -242,15 +245,22 @@ class Exchange:
 
     def _new(self, key: int, kind: Any, limit: int | None) -> Any:
         """Return a container like one that is gone."""
-        place = self._place_of(key)
-        if place is not None and kind is not None:
-            k, span = place
-            values = self._then(k, span, ()) if span.kind.frozen else ()
+        span = self._span_of(key)
+        if span is not None and kind is not None:
+            values = self._then(span, ()) if span.kind.frozen else ()
             return span.kind.new(kind, values, limit)
         if kind in _EMPTY:
             return kind()  # of a module, and always empty
         name = "An object" if kind is None else f"A value of {kind.__qualname__}"
         raise RecomputeError(GONE.format(name=name))
+
+
+def _up_to(spans: deque[Span], group: int) -> list[Span]:
+    """Take the holders of the groups before one."""
+    found: list[Span] = []
+    while spans and spans[0].group < group:
+        found.append(spans.popleft())
+    return found
 
 
 def _is_container(kind: Any) -> bool:

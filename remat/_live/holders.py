@@ -127,20 +127,31 @@ def read_tables(
         MovedError: another thread changed something meanwhile.
     """
     values_of, keys_of, length_of = by
-    first = len(keys) - len(values)
     now = [*map(length_of, tables)]
-    count = len(keys) + sum(now)
-    values += flatten(map(values_of, tables))
-    keys += flatten(map(keys_of, tables))
-    if len(keys) != count or len(keys) - len(values) != first:
-        raise MovedError
     lengths += now
+    count = sum(now)
+    if count:
+        first = len(values), len(keys)
+        values += flatten(map(values_of, tables))
+        keys += flatten(map(keys_of, tables))
+        if (len(values) - count, len(keys) - count) != first:
+            raise MovedError
 
 
 class Cells(Kind):
     """Variables of outer functions."""
 
     fixed = 1
+
+    @override
+    def read(
+        self,
+        holders: Sequence[Any],
+        values: list[Any],
+        keys: list[Any],
+        lengths: list[int],
+    ) -> None:
+        values += self.values(holders)
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
@@ -212,6 +223,16 @@ class Functions(Kind):
     """What a function has besides its variables: its code and its defaults."""
 
     fixed = 3
+
+    @override
+    def read(
+        self,
+        holders: Sequence[Any],
+        values: list[Any],
+        keys: list[Any],
+        lengths: list[int],
+    ) -> None:
+        values += flatten(map(_DEFAULTS_OF, holders))
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:

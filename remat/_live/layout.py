@@ -2,8 +2,9 @@
 
 A root is a function, a module or another object that a call is given. Owners are what
 weak references can be made of: objects, functions, classes. They are listed, wherever
-they are. Other holders, as lists are, have places among the values of the level before:
-level 0 holds what the owners hold, level 1 what the containers in level 0 hold.
+they are. Other holders, as lists are, have positions among the values that were read
+before them: what owners hold is read first, then what containers in that hold, and so
+on, level by level.
 
 The walk over a root is a queue, and runs once for each structure. A later call only
 collects what the holders hold (`contents`).
@@ -66,10 +67,11 @@ class Layout:
         scripted: where modules of TorchScript are.
         births: the identities of the owners.
         cells: the identities of the variables of each function.
-        levels: for each level but the first, kinds of holders and the places of these.
+        below: kinds of holders that are no owners, and the positions of these.
+        levels: for each level but the first, where its first kind is in `below`.
         linked: weak references to modules reached, which have layouts of their own.
-        special: the places, by level and position, of iterators, of buffers of numbers
-            and of large containers, and how they are written.
+        special: the positions of iterators, of buffers of numbers and of large
+            containers, and how they are written.
         odd: which objects cannot be made again, by index.
         streams: return the random streams, or None.
         handles_states: whether code reads or sets the state of a stream.
@@ -81,8 +83,17 @@ class Layout:
     """
 
     __slots__ = (
-        *("_closed", "_hooks", "_names", "_rest", "_scopes", "_spaces", "_vacant"),
-        *("_variables", "births", "cells", "classes", "compiled", "functions"),
+        *(
+            "_closed",
+            "_dicted",
+            "_hooks",
+            "_names",
+            "_rest",
+            "_scopes",
+            "_spaces",
+            "_vacant",
+        ),
+        *("_variables", "below", "births", "cells", "classes", "compiled", "functions"),
         *("handles_states", "is_lazy", "is_module", "last", "levels", "linked"),
         *("objects", "odd", "owners", "scripted", "signature", "slotted", "special"),
         "streams",
@@ -97,14 +108,15 @@ class Layout:
         self.handles_states = walk.streams.handles_states
         self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
         self.is_module = walk.is_module
-        self.special: dict[tuple[int, int], str] = {}
+        self.special: dict[int, str] = {}
         kinds = enumerate(map(type, walk.objects))
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
         code = [fn.__code__ for fn in walk.functions]
         types_of = map(type, (*walk.objects, *walk.slotted))
         held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
         self.signature = (*held, *map(static_of, walk.builtins))
-        self.levels: list[list[tuple[Kind, list[int]]]] = []
+        self.below: list[tuple[Kind, list[int]]] = []
+        self.levels: list[int] = []
         self.last: Any = None
 
     def _list_owners(self, walk: Walk) -> None:
@@ -116,7 +128,8 @@ class Layout:
         ends = [*itertools.accumulate(map(len, each))]
         sections = [*map(slice, (0, *ends), ends)]
         self.objects, self.functions, self.classes, self.slotted = sections[:4]
-        self._spaces, self.scripted = sections[4:]
+        self._spaces = sections[4] if spaces else None
+        self.scripted, self._dicted = sections[5], self.functions.stop
         kinds = FUNCTIONS, CLASSES, SLOTS, SCRIPTED
         rest = self.functions, self.classes, self.slotted, self.scripted
         pairs = zip(kinds, rest, strict=True)
@@ -129,31 +142,25 @@ class Layout:
         self._names = [tuple(each) for _, each in names]
 
     def groups(self, owners: list[Any]) -> list[Group]:
-        """Return the holders of level 0, but for kinds of which there are none.
+        """Return what owners hold by, but for kinds of which there are none.
 
         Raises:
             AttributeError: an owner is gone.
         """
         get, found = owners.__getitem__, list[Group]()
-        if self.functions.stop:
-            found.append((ATTRIBUTES, _dicts_of(owners[: self.functions.stop])))
+        if self._dicted:
+            found.append((ATTRIBUTES, _dicts_of(owners[: self._dicted])))
         if self._closed:
             found.append((CELLS, [*flatten(map(_closure_of, map(get, self._closed)))]))
         if self._names:
-            spaces = map(_globals_of, map(get, self._scopes))
-            if self._spaces.start < self._spaces.stop:
-                spaces = (*spaces, *map(_dict_of, owners[self._spaces]))
+            spaces = [*map(_globals_of, map(get, self._scopes))]
+            if self._spaces is not None:
+                spaces += map(_dict_of, owners[self._spaces])
             found.append((SCOPES, [*zip(spaces, self._names, strict=True)]))
-        for kind, at in self._rest:
-            found.append((kind, owners[at]))
+        found += [(kind, owners[at]) for kind, at in self._rest]
         if self._variables:
             found.append((VARIABLES, self._variables))
         return found
-
-    def below(self, k: int, values: Sequence[Any]) -> list[Group]:
-        """Return the holders of a level but the first, among what is held above it."""
-        get = values.__getitem__
-        return [(kind, [*map(get, places)]) for kind, places in self.levels[k]]
 
     def modules(self) -> list[Any]:
         """Return the dicts of the modules that the root reaches."""
@@ -203,46 +210,51 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 
 class Taken:
-    """What holders hold at one moment, for each level.
+    """What holders hold at one moment.
+
+    Args:
+        owners: the owners.
+        groups: the holders, by kind; at first those that owners are or have.
 
     Attributes:
-        owners: the owners.
-        groups: the holders, by kind.
+        owners: see above.
+        groups: see above; all of them.
         values: what they hold, one after the other.
         keys: the keys of these.
-        marks: what differs if something differs: identities, and how many values each
-            holder has, of those for which that is not fixed.
+        lengths: how many values each holder has, of those for which that is not fixed.
+        marks: what differs if something differs: identities, and the lengths.
     """
 
-    __slots__ = ("groups", "keys", "marks", "owners", "values")
+    __slots__ = ("groups", "keys", "lengths", "marks", "owners", "values")
 
     def __init__(self, owners: list[Any], groups: list[Group]) -> None:
-        self.owners = owners
-        self.groups: list[list[Group]] = []
-        self.values: list[list[Any]] = []
-        self.keys: list[list[Any]] = []
-        self.marks: list[tuple[bytes, list[int]]] = []
-        self.add(groups, map(type, owners))
+        self.owners, self.groups = owners, groups
+        self.values: list[Any] = []
+        self.keys: list[Any] = []
+        self.lengths: list[int] = []
+        self.marks: tuple[bytes, list[int]] = b"", self.lengths
+        for kind, holders in groups:
+            kind.read(holders, self.values, self.keys, self.lengths)
 
-    def add(self, groups: list[Group], kinds: Iterable[type] = ()) -> None:
-        """Read the holders of one more level.
+    def add(self, below: Iterable[tuple[Kind, list[int]]]) -> None:
+        """Read the holders that were found at positions.
 
         Args:
-            groups: the holders, by kind.
-            kinds: the classes of the owners, which may be changed, too.
+            below: kinds of holders, and their positions among the values so far.
 
         Raises:
             MovedError: another thread changed something meanwhile.
         """
-        values: list[Any] = []
-        keys: list[Any] = []
-        lengths: list[int] = []
-        for kind, holders in groups:
+        values, keys, lengths = self.values, self.keys, self.lengths
+        for kind, places in below:
+            holders = [*map(values.__getitem__, places)]
+            self.groups.append((kind, holders))
             kind.read(holders, values, keys, lengths)
-        self.groups.append(groups)
-        self.values.append(values)
-        self.keys.append(keys)
-        self.marks.append((identities((*values, *keys, *kinds)), lengths))
+
+    def mark(self) -> None:
+        """Note which objects were read, with the classes of the owners."""
+        held = *self.values, *self.keys, *map(type, self.owners)
+        self.marks = identities(held), self.lengths
 
 
 def take(layout: Layout) -> Taken:
@@ -255,19 +267,17 @@ def take(layout: Layout) -> Taken:
         owners = [*map(_call, layout.owners)]
         taken = Taken(owners, layout.groups(owners))
         layout.check_hooks(owners)
-        for k in range(len(layout.levels)):
-            taken.add(layout.below(k, taken.values[-1]))
+        taken.add(layout.below)
     except (AttributeError, TypeError, IndexError, KeyError, RuntimeError):
         raise MovedError from None
+    taken.mark()
     return taken
 
 
 def take_again(then: Taken) -> Taken:
     """Return what the same holders hold now, wherever they are by now."""
-    first, *below = then.groups
-    now = Taken(then.owners, first)
-    for groups in below:
-        now.add(groups)
+    now = Taken(then.owners, then.groups)
+    now.mark()
     return now
 
 
@@ -284,38 +294,42 @@ def _lay_out(root: Any) -> tuple[Layout, Taken]:
     layout = Layout(walk)
     taken = take(layout)
     done: set[int] = set()
+    first = 0
     while True:
-        k, values = len(layout.levels), taken.values[-1]
         places: dict[Kind, list[int]] = {}
-        for p, value in enumerate(values):
+        for p, value in enumerate(taken.values[first:], first):
             key = id(value)
             if type(value) in INERT or type(value) in TENSORS:
                 continue
             if key in walk.special:
-                layout.special[k, p] = _written(layout, taken, k, p)
+                layout.special[p] = _written(layout, taken, p)
             elif key not in done:
                 done.add(key)
                 for kind in walk.kinds.get(key, ()):
                     places.setdefault(kind, []).append(p)
         if not places:
+            taken.mark()
             return layout, taken
-        layout.levels.append([*places.items()])
-        taken.add(layout.below(k, values))
+        first = len(taken.values)
+        layout.levels.append(len(layout.below))
+        layout.below += places.items()
+        taken.add(places.items())
 
 
-def _written(layout: Layout, taken: Taken, k: int, p: int) -> str:
-    """Return how the function's author would write what is at a place."""
+def _written(layout: Layout, taken: Taken, p: int) -> str:
+    """Return how the function's author would write what is at a position."""
     start = key = 0
-    lengths = iter(taken.marks[k][1])
-    for g, (kind, holders) in enumerate(taken.groups[k]):
+    lengths = iter(taken.lengths)
+    first = len(taken.groups) - len(layout.below)
+    for g, (kind, holders) in enumerate(taken.groups):
         for n, holder in enumerate(holders):
             length = kind.fixed or next(lengths)
             if p < start + length:
-                name = _entry(kind, holder, taken.keys[k], key, p - start)
-                if k == 0:
+                name = _entry(kind, holder, taken.keys, key, p - start)
+                if g < first:
                     return _variable(layout, taken, p) if kind is CELLS else str(name)
-                above = layout.levels[k - 1][g][1][n]
-                return f"{_written(layout, taken, k - 1, above)}[{name!r}]"
+                above = layout.below[g - first][1][n]
+                return f"{_written(layout, taken, above)}[{name!r}]"
             start, key = start + length, key + length * kind.keyed
     return ""
 
@@ -330,7 +344,7 @@ def _entry(kind: Kind, holder: Any, keys: Sequence[Any], key: int, i: int) -> An
 
 
 def _variable(layout: Layout, taken: Taken, p: int) -> str:
-    """Return the name of a variable of an outer function, by its place."""
+    """Return the name of a variable of an outer function, by its position."""
     functions = taken.owners[layout.functions]
     names = [name for fn in functions for name in fn.__code__.co_freevars]
-    return names[p - sum(len(d) for d in taken.groups[0][0][1])]
+    return names[p - sum(len(d) for d in taken.groups[0][1])]

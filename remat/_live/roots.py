@@ -35,7 +35,7 @@ class Root:
             parameters.
         first: the number of its first parameter; None if `entries` are of all tensors.
         buffers: the buffers of numbers that it reaches.
-        large: the large containers, by place.
+        large: the large containers, by position.
     """
 
     __slots__ = (
@@ -52,17 +52,17 @@ class Root:
         owners = taken.owners
         # Held for functions that have to be made again.
         self._namespaces = [*map(_globals_of, owners[layout.functions])]
-        self._iterators: dict[tuple[int, int], Iterated] = {}
+        self._iterators: dict[int, Iterated] = {}
         self.buffers: list[Any] = []
-        self.large: dict[tuple[int, int], Large] = {}
-        for (k, p), name in layout.special.items():
-            self._note_special((k, p), taken.values[k][p], name)
+        self.large: dict[int, Large] = {}
+        for p, name in layout.special.items():
+            self._note_special(p, taken.values[p], name)
         scripted = owners[layout.scripted]
         # As long as the call, as its caller would have held it.
-        opaque = [taken.values[k][p] for k, p in contents.opaque]
+        opaque = [*map(taken.values.__getitem__, contents.opaque)]
         self._held = [*map(owners.__getitem__, layout.odd), *scripted, *opaque]
 
-    def _note_special(self, place: tuple[int, int], value: Any, name: str) -> None:
+    def _note_special(self, place: int, value: Any, name: str) -> None:
         kind = type(value)
         if is_buffer(kind):
             self.buffers.append(value)

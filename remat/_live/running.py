@@ -94,7 +94,7 @@ class Running:
                 continue
             place = root.contents.containers(root.layout).get(kept.id)
             if place is not None:
-                return now.values[place[0]][place[1]]
+                return now.values[place[0]]
         return None
 
     def _exchange(self) -> None:
