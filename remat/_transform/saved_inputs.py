@@ -29,8 +29,18 @@ from remat._base.absent import Absent
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside
-from remat._torch import Renorm, preserved_version, storage_id, unseen
+from remat._torch import Renorm, storage_id, unseen
 from remat._transform.buffers import is_same as has_same_bytes
+from remat._transform.copies import (
+    Memory,
+    PutBack,
+    RowsPutBack,
+    can_be_put_back,
+    copy_of,
+    memory_of,
+    with_bytes,
+    written_to,
+)
 from remat._transform.leaves import attributes_of
 from remat._transform.still import Still
 
@@ -65,7 +75,8 @@ class SavedInputs:
     """
 
     __slots__ = (
-        *("_classes", "_first", "_hooks", "_outside", "_refs", "_still", "attributes"),
+        *("_classes", "_first", "_hooks", "_memory", "_outside", "_refs", "_still"),
+        "attributes",
         *("copied", "leaves_at", "needs", "nodes", "renorms", "values", "versions"),
     )
 
@@ -91,6 +102,7 @@ class SavedInputs:
         # What is copied is packed by a call around in any case: a forward and its
         # recompute have to pack alike, also where only one of them goes on.
         self._outside: dict[int, Any] | None = {} if nested else None
+        self._memory: dict[int, Memory] = {}  # of inputs, until the forward has ended
         self._still: Still | None = None
         if False not in needs[:first] and hooks is None and True not in self.nodes:
             self.leaves_at: Sequence[int] = range(len(inputs))
@@ -119,16 +131,24 @@ class SavedInputs:
         self.values = [t if leaf else self._copy(i, t) for i, (t, leaf) in pairs]
 
     def _copy(self, i: int, t: Tensor) -> Any:
-        """Return a copy of an input where it has to be one; else its value."""
-        if i in self.copied:
-            try:
-                copy = _copy_of(t)
-                if self._outside is not None:
-                    self._outside[i] = self._value_of(t)
-                return copy
-            except RuntimeError:  # torch copies no such tensor; nothing writes to it
-                self.copied -= {i}
-        return self._value_of(t)
+        """Return the value of an input, or a copy; its bytes are noted if they can be.
+
+        The hooks around the call may take a value away: then it is a copy.
+        """
+        if i not in self.copied:
+            return self._value_of(t)
+        memory = memory_of(t) if self._hooks is None else None
+        if memory is not None:
+            self._memory[i] = memory
+            return t.detach()
+        try:
+            copy = copy_of(t)
+            if self._outside is not None:
+                self._outside[i] = self._value_of(t)
+            return copy
+        except RuntimeError:  # torch copies no such tensor; nothing writes to it
+            self.copied -= {i}
+            return self._value_of(t)
 
     def _value_of(self, t: Tensor) -> Any:
         return t.detach() if self._hooks is None else PackedOutside(t, self._hooks)
@@ -148,6 +168,7 @@ class SavedInputs:
             An input that changed and has no copy; None if there is none.
         """
         now, still = versions_of(inputs), self._still
+        self._note_bytes(inputs, now)
         for i in self.copied:
             # On a device, to compare is to wait for it; a fake tensor has no values.
             has_bytes = inputs[i].is_cpu and type(inputs[i]) is Tensor
@@ -158,8 +179,8 @@ class SavedInputs:
                     packed = None if self._outside is None else self._outside.pop(i)
                     self.values[i] = packed or self._value_of(inputs[i])
                     self.copied -= {i}
-                    if still is not None:
-                        still.note(i, inputs[i])
+        if still is not None:
+            still.note(inputs, self.copied)
         changed = [] if still is None else still.written(inputs)
         if now != self.versions:
             pairs = enumerate(zip(self.versions, now, strict=True))
@@ -171,6 +192,25 @@ class SavedInputs:
         if still is not None:
             still.forget(inputs, changed)
         return min(changed)
+
+    def _note_bytes(self, inputs: Sequence[Tensor], now: Sequence[int | None]) -> None:
+        """Copy those that hold other bytes than before the forward."""
+        befores, then = self._memory, self.versions
+        if not befores:
+            return
+        self._memory = {}
+        written = {*written_to(inputs, befores)}
+        if now != then:
+            written |= {i for i in befores if now[i] != then[i]}
+        for i in written:
+            self.values[i] = with_bytes(self.values[i], befores[i][1])
+        self.copied = self.copied.difference(befores) | written
+
+    def _copy_from_bytes(self) -> None:
+        """Make copies of what is known by its bytes, while the forward runs."""
+        for i, (_, held) in self._memory.items():
+            self.values[i] = with_bytes(self.values[i], held)
+        self._memory = {}
 
     def _is_renormed(
         self, i: int, now: Sequence[int | None], renorms: Sequence[Renorm]
@@ -239,6 +279,8 @@ class SavedInputs:
             inputs_themselves: whether it may run on the user's other tensors, where
                 they are still there, and write to those that are copied.
         """
+        if self._memory:
+            self._copy_from_bytes()
         needs, first = self.needs, self._first
         leaves_at = {*self.leaves_at} if leaves_themselves else ()
         parameters = self.values[first:]
@@ -271,7 +313,7 @@ class SavedInputs:
         if t is None or type(self.values[i]) in _NOT_OURS or t.is_leaf == self.nodes[i]:
             return None
         if i in self.copied:
-            return t if _can_be_put_back(t) else None
+            return t if can_be_put_back(t) else None
         return t if _is_where_it_was(t, self.values[i]) else None
 
     def put_back(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
@@ -327,36 +369,6 @@ class Computed(torch.autograd.Function):
         return grads[0]
 
 
-class PutBack:
-    """A context in which tensors hold other values, in place.
-
-    Args:
-        tensors: that are written.
-        values: what they are to hold.
-    """
-
-    __slots__ = ("_before", "_tensors", "_values", "_versions")
-
-    def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        self._tensors, self._values = tensors, values
-
-    def __enter__(self) -> None:
-        self._versions = preserved_version((*self._tensors,))
-        self._versions.__enter__()
-        with unseen():
-            self._before = [t.detach().clone() for t in self._tensors]
-        self._write(self._values)
-
-    def __exit__(self, *_: object) -> None:
-        self._write(self._before)
-        self._versions.__exit__(None, None, None)
-
-    def _write(self, values: Sequence[Tensor]) -> None:
-        with unseen():
-            for tensor, value in zip(self._tensors, values, strict=True):
-                tensor.data.copy_(value)
-
-
 def _is_where_it_was(tensor: Tensor, value: Tensor) -> bool:
     """Say whether a tensor was given no other memory, as by assigning to `.data`."""
     if type(tensor) is not Tensor:
@@ -367,53 +379,9 @@ def _is_where_it_was(tensor: Tensor, value: Tensor) -> bool:
         return True
 
 
-class RowsPutBack:
-    """A context in which weights of embeddings hold the rows of before a forward.
-
-    Args:
-        pairs: a weight, and what embeddings did to it, in order.
-    """
-
-    __slots__ = ("_now", "_pairs", "_versions")
-
-    def __init__(self, pairs: Sequence[tuple[Tensor, Sequence[Renorm]]]) -> None:
-        self._pairs = pairs
-
-    def __enter__(self) -> None:
-        self._versions = preserved_version(tuple(t for t, _ in self._pairs))
-        self._versions.__enter__()
-        with unseen(), torch.no_grad():
-            self._now = [
-                [t.detach()[renorm.rows] for renorm in found]
-                for t, found in self._pairs
-            ]
-            for t, found in self._pairs:
-                for renorm in reversed(found):
-                    t.data[renorm.rows] = renorm.before
-
-    def __exit__(self, *_: object) -> None:
-        with unseen(), torch.no_grad():
-            for (t, found), now in zip(self._pairs, self._now, strict=True):
-                for renorm, rows in zip(found, now, strict=True):
-                    t.data[renorm.rows] = rows
-        self._versions.__exit__(None, None, None)
-
-
-def _can_be_put_back(tensor: Tensor) -> bool:
-    """Say whether a tensor may be written to: on a device, copies stand in for it."""
-    return type(tensor) is Tensor and tensor.is_cpu and not tensor.is_inference()
-
-
 def _is_saved_itself(tensor: Tensor) -> bool:
     """Say whether an input is saved itself."""
     return (tensor.requires_grad and tensor.is_leaf) or type(tensor) is nn.Parameter
-
-
-def _copy_of(tensor: Tensor) -> Tensor:
-    if type(tensor) is not Tensor:
-        return tensor.clone()  # a fake tensor has no memory for a kernel to read
-    with unseen():
-        return tensor.clone()
 
 
 def _may_be_written(

@@ -17,7 +17,7 @@ array that NumPy made of it is left with memory that is freed.
 import ctypes
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -52,11 +52,11 @@ class Still:
             self._sums = {i: _sum_of(inputs[i]) for i in still}
             self.copied -= {*still}
 
-    def note(self, i: int, tensor: Tensor) -> None:
-        """Note that a forward left an input as it was."""
-        if i in self._later and tensor.is_cpu and not tensor.is_quantized:
-            key = id(tensor)
-            _STILL[key] = weakref.ref(tensor, lambda _: _STILL.pop(key, None))
+    def note(self, inputs: Sequence[Tensor], changed: Collection[int]) -> None:
+        """Note which inputs a forward left as they were."""
+        for i in self._later:
+            if i not in changed and inputs[i].is_cpu and not inputs[i].is_quantized:
+                _note(inputs[i])
 
     def written(self, inputs: Sequence[Tensor]) -> list[int]:
         """Return the watched inputs that hold other bytes than before the forward."""
@@ -69,6 +69,12 @@ class Still:
 
 
 _STILL: dict[int, weakref.ref[Tensor]] = {}
+
+
+def _note(tensor: Tensor) -> None:
+    key = id(tensor)
+    if key not in _STILL:
+        _STILL[key] = weakref.ref(tensor, lambda _: _STILL.pop(key, None))
 
 
 def _not_always_copied(
