@@ -60,7 +60,8 @@ def call_saved(
     if options.rng == "error":
         fn = without_draws(fn, label)
     reach = Reach(fn, label, args, kwargs)
-    inputs = [*map(unwrap_dead, reach.take_tensors())]
+    inputs = reach.take_tensors()
+    inputs[: reach.first_parameter] = map(unwrap_dead, inputs[: reach.first_parameter])
     vmaps: Sequence[Any] = ()
     if current_layer() is not None:
         inputs, vmaps = unbatched(inputs)
