@@ -130,12 +130,12 @@ def read_tables(
     now = [*map(length_of, tables)]
     lengths += now
     count = sum(now)
-    if count:
-        first = len(values), len(keys)
-        values += flatten(map(values_of, tables))
-        keys += flatten(map(keys_of, tables))
-        if (len(values) - count, len(keys) - count) != first:
-            raise MovedError
+    ends = len(values) + count, len(keys) + count
+    for table in itertools.compress(tables, now):  # most are empty
+        values += values_of(table)
+        keys += keys_of(table)
+    if (len(values), len(keys)) != ends:
+        raise MovedError
 
 
 class Cells(Kind):
