@@ -10,6 +10,7 @@ import contextlib
 import copy
 import operator
 import struct
+import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from ctypes import string_at
@@ -56,24 +57,38 @@ def attributes(value: Any) -> dict[str, Any]:
 def slots_in(value: Any) -> dict[str, Any]:
     """Return what an object holds in its slots."""
     held: dict[str, Any] = {}
-    for name in slots_of(type(value)):
+    for member in members_of(type(value)):
         with contextlib.suppress(AttributeError):  # it is empty
-            held[name] = object.__getattribute__(value, name)
+            held[member.__name__] = member.__get__(value)
     return held
 
 
-@by_class
 def slots_of(kind: type) -> frozenset[str]:
     """Return the names of a class's slots, as attributes."""
-    names = set()
-    for cls in kind.__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        names |= {
-            _mangled(cls, slot)
-            for slot in ((slots,) if isinstance(slots, str) else slots)
-            if slot not in ("__dict__", "__weakref__")
-        }
-    return frozenset(names)
+    return _slots_of(kind)[0]
+
+
+def members_of(kind: type) -> list[Any]:
+    """Return what reads and writes the slots of instances, past their properties.
+
+    In the order of their names, then from the bases up.
+    """
+    return [kind.__mro__[i].__dict__[name] for name, i in _slots_of(kind)[1]]
+
+
+@by_class
+def _slots_of(kind: type) -> tuple[frozenset[str], list[tuple[str, int]]]:
+    """Return the names of slots, and by which class of the bases each is."""
+    found = [
+        (name, i)
+        for i, cls in enumerate(kind.__mro__)
+        if "__slots__" in cls.__dict__
+        for name, value in cls.__dict__.items()
+        if type(value) is types.MemberDescriptorType
+    ]
+    # The last of a name is that of the instance's own class.
+    found.sort(key=lambda place: (place[0], -place[1]))
+    return frozenset(name for name, _ in found), found
 
 
 def defines(kind: type, name: str) -> bool:
@@ -81,20 +96,15 @@ def defines(kind: type, name: str) -> bool:
     return any(name in cls.__dict__ for cls in kind.__mro__)
 
 
-def _mangled(cls: type, name: str) -> str:
-    private = name.startswith("__") and not name.endswith("__")
-    return f"_{cls.__name__.lstrip('_')}{name}" if private else name
-
-
 def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
     """Give an object what `attributes` returned, past its properties and setters."""
-    slots = slots_of(type(value))
-    if not slots:
+    members = {member.__name__: member for member in members_of(type(value))}
+    if not members:
         value.__dict__.update(entries)
         return
     for name, entry in entries.items():
-        if name in slots:
-            object.__setattr__(value, name, entry)
+        if name in members:
+            members[name].__set__(value, entry)
         else:
             value.__dict__[name] = entry
 
@@ -123,13 +133,13 @@ def assign_attributes(value: Any, entries: Mapping[str, Any]) -> dict[str, Any]:
 
     It keeps its dict, which a view of a module has, too.
     """
-    slots = slots_of(type(value))
+    members = {member.__name__: member for member in members_of(type(value))}
     before = attributes(value)
     if entries:
         set_attributes(value, entries)
     for name in before.keys() - entries.keys():
-        if name in slots:
-            object.__delattr__(value, name)
+        if name in members:
+            members[name].__delete__(value)
         else:
             del value.__dict__[name]
     return before

@@ -252,6 +252,8 @@ class Exchange:
         if kind in _EMPTY:
             return kind()  # of a module, and always empty
         name = "An object" if kind is None else f"A value of {kind.__qualname__}"
+        if kind is types.FunctionType:
+            name = "A hook, or another function,"
         raise RecomputeError(GONE.format(name=name))
 
 

@@ -95,6 +95,11 @@ class Given:
         self._boxes: dict[int, Box] = {}
         self._todo: deque[Box] = deque()
 
+    @property
+    def has_containers(self) -> bool:
+        """Whether there are containers that may be changed."""
+        return any(not box.how.frozen for box in self._boxes.values())
+
     def put_aside(self, value: Any) -> Any:
         """Return what is held of a value."""
         kind = type(value)

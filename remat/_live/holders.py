@@ -23,7 +23,7 @@ from typing import Any
 from typing_extensions import override
 
 from remat._base.errors import RecomputeError
-from remat._capture.objects import by_class, slots_of
+from remat._capture.objects import members_of
 from remat._capture.registered import mapping_of
 
 
@@ -294,19 +294,20 @@ class Slots(Kind):
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return [_slot_of(value, n) for value in holders for n in names_of(type(value))]
+        pairs = ((m, v) for v in holders for m in members_of(type(v)))
+        return [_slot_of(value, member) for member, value in pairs]
 
     @override
     def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return [len(names_of(type(value))) for value in holders]
+        return [len(members_of(type(value))) for value in holders]
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        for name, value in zip(names_of(type(holder)), values, strict=True):
+        for member, value in zip(members_of(type(holder)), values, strict=True):
             if value is not MISSING:
-                object.__setattr__(holder, name, value)
-            elif _slot_of(holder, name) is not MISSING:
-                object.__delattr__(holder, name)
+                member.__set__(holder, value)
+            elif _slot_of(holder, member) is not MISSING:
+                member.__delete__(holder)
 
     @override
     def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
@@ -334,15 +335,14 @@ GONE = (
 )
 
 
-@by_class
-def names_of(kind: type) -> tuple[str, ...]:
-    """Return the slots of a class, in a fixed order."""
-    return tuple(sorted(slots_of(kind)))
+def names_of(kind: type) -> list[str]:
+    """Return the names of a class's slots, in the order in which they are read."""
+    return [member.__name__ for member in members_of(kind)]
 
 
-def _slot_of(value: Any, name: str) -> Any:
+def _slot_of(value: Any, member: Any) -> Any:
     try:
-        return object.__getattribute__(value, name)
+        return member.__get__(value)
     except AttributeError:
         return MISSING
 

@@ -83,20 +83,11 @@ class Layout:
     """
 
     __slots__ = (
-        *(
-            "_closed",
-            "_dicted",
-            "_hooks",
-            "_names",
-            "_rest",
-            "_scopes",
-            "_spaces",
-            "_vacant",
-        ),
-        *("_variables", "below", "births", "cells", "classes", "compiled", "functions"),
-        *("handles_states", "is_lazy", "is_module", "last", "levels", "linked"),
-        *("objects", "odd", "owners", "scripted", "signature", "slotted", "special"),
-        "streams",
+        *("_closed", "_dicted", "_hooked", "_hooks", "_names", "_rest", "_scopes"),
+        *("_spaces", "_vacant", "_variables", "below", "births", "cells", "classes"),
+        *("compiled", "functions", "handles_states", "is_lazy", "is_module", "last"),
+        *("levels", "linked", "objects", "odd", "owners", "scripted", "signature"),
+        *("slotted", "special", "streams"),
     )
 
     def __init__(self, walk: Walk) -> None:
@@ -107,7 +98,7 @@ class Layout:
         self.streams = [*map(_reference, walk.streams.streams.values())]
         self.handles_states = walk.streams.handles_states
         self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
-        self.is_module = walk.is_module
+        self.is_module, self._hooked = walk.is_module, walk.hooked
         self.special: dict[int, str] = {}
         kinds = enumerate(map(type, walk.objects))
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
@@ -166,6 +157,12 @@ class Layout:
         """Return the dicts of the modules that the root reaches."""
         modules = (self.owners[i]() for i, _ in self._vacant)
         return [vars(module) for module in modules if module is not None]
+
+    def hooks(self) -> list[Any]:
+        """Return the hooks of the modules that the root reaches."""
+        pairs = ((self.owners[i](), names) for i, names in self._hooked)
+        dicts = [vars(m)[name] for m, names in pairs if m is not None for name in names]
+        return [hook for hooks in dicts for hook in hooks.values()]
 
     def check_hooks(self, owners: Sequence[Any]) -> None:
         """Check that no module has hooks of a kind that it had none of at the walk.

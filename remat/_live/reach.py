@@ -11,18 +11,21 @@ does not reach, such as a hook, holds the originals.
 
 import contextlib
 import operator
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from remat._base.code import is_library
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
 from remat._capture.kinds import is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import Search
 from remat._capture.snapshot import Bound, Snapshot, call_under, spent
+from remat._capture.stream_search import has_user_code
 from remat._live.given import Building, Given, structure_of
 from remat._live.layout import hooks_so_far
 from remat._live.roots import roots_of
@@ -86,6 +89,8 @@ class Reach:
         cache = parametrization_cache()
         self._cache = None if cache is None else given.put_aside(cache)
         self._roots = roots_of(given.roots.values()) if given.roots else []
+        if given.has_containers:
+            self._find_in_hooks(given)
         self.buffers: dict[int, bool] = {}
         self._find_tensors(given)
         self._note_streams(given)
@@ -94,6 +99,19 @@ class Reach:
             buffers += root.buffers
         self._buffers = [*zip(buffers, map(bytes_of, buffers), strict=True)]
         self._running: Running | None = None
+
+    def _find_in_hooks(self, given: Given) -> None:
+        """Reach what hooks of modules hold: it may be a container that was passed.
+
+        Without such a container a hook finds what it holds by itself.
+        """
+        known = len(given.roots)
+        for root in self._roots:
+            for hook in root.layout.hooks():
+                if not _is_of_library(hook):
+                    given.put_aside(hook)
+        if len(given.roots) > known:
+            self._roots = roots_of(given.roots.values())
 
     def _find_tensors(self, given: Given) -> None:
         """Number the tensors that the roots reach.
@@ -249,6 +267,14 @@ class Reach:
 
 # What knows the inputs of a call by name: at the base, or under torch.func.
 Origin = Reach | Snapshot
+
+
+def _is_of_library(hook: Any) -> bool:
+    """Say whether a hook is code of an installed package."""
+    fn = getattr(hook, "__func__", hook)
+    if type(fn) is types.FunctionType:
+        return is_library(fn.__globals__)
+    return not has_user_code(type(fn))
 
 
 def _itself(kept: Any) -> Any:

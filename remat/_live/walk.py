@@ -8,6 +8,7 @@ Rejected: recursion. A linked list may be longer than Python's stack.
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,9 @@ class Walk:
         self.linked: list[Any] = []
         self.builtins: list[Any] = []  # functions in C
         self.variables: list[Any] = []
+        # Of modules: the hook dicts that are empty, and those that are not.
         self.vacant: list[tuple[int, tuple[str, ...]]] = []
+        self.hooked: list[tuple[int, tuple[str, ...]]] = []
         self.names: dict[int, tuple[int, dict[str, None]]] = {}
         # Held, so that no other value gets the identity of one.
         self.seen: dict[int, Any] = {}
@@ -257,11 +260,15 @@ class Walk:
             t is not None and type(t) is not nn.Parameter and is_lazy(t)
             for t in tensors
         )
-        for name in HOOKS:
-            if held.get(name):
-                self._hold_registry(held[name])
+        hooked = tuple(name for name in HOOKS if held.get(name))
+        for name in hooked:
+            self._hold_registry(held[name])
+            # No weak reference leads from a partial to what it holds.
+            self._todo += filter(_is_users_partial, held[name].values())
         vacant = tuple(name for name in HOOKS if name in held and not held[name])
         self.vacant.append((len(self.objects) - 1, vacant))
+        if hooked:
+            self.hooked.append((len(self.objects) - 1, hooked))
 
     def _hold(self, value: Any, *kinds: Kind) -> None:
         """List a value that is no owner as a holder."""
@@ -271,6 +278,13 @@ class Walk:
     def _hold_registry(self, registry: Any) -> None:
         base = OrderedDict if isinstance(registry, OrderedDict) else dict
         self._hold(registry, CONTAINERS[base])
+
+
+def _is_users_partial(hook: Any) -> bool:
+    fn = getattr(hook, "func", None)
+    fn = getattr(fn, "__func__", fn)
+    is_function = isinstance(hook, partial) and type(fn) is types.FunctionType
+    return is_function and not is_library(fn.__globals__)
 
 
 def names_in(code: types.CodeType) -> set[str]:

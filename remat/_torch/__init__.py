@@ -171,7 +171,10 @@ from remat._torch.pytrees import (
 )
 from remat._torch.renorms import (
     Renorm as Renorm,
+    Renorms as Renorms,
     exchange_renorms as exchange_renorms,
+    later_renorms as later_renorms,
+    renorms_taken_back as renorms_taken_back,
 )
 from remat._torch.storages import (
     StorageRef as StorageRef,

@@ -144,7 +144,9 @@ def _classes_of_pytrees_are_listed() -> None:
     assert keyed == [(_pytree.GetAttrKey("a"), 3)]
 
 
-@expects("Renorm", "exchange_renorms")
+@expects(
+    *("Renorm", "Renorms", "exchange_renorms", "later_renorms", "renorms_taken_back")
+)
 def _scaled_rows_are_noted() -> None:
     weight, notes = torch.tensor([[3.0], [0.5]]), list[renorms.Renorm]()
     before = renorms.exchange_renorms(notes)
@@ -155,3 +157,8 @@ def _scaled_rows_are_noted() -> None:
     (note,) = notes
     assert (note.rows.tolist(), note.before.tolist()) == ([0], [[3.0]])
     assert weight[0] < 3.0
+    later = renorms.later_renorms(note.storage)
+    torch.nn.functional.embedding(torch.tensor([1]), weight, max_norm=0.1)
+    with renorms.renorms_taken_back():
+        torch.nn.functional.embedding(torch.tensor([1]), weight, max_norm=0.01)
+    assert [note.rows.tolist() for note in later.changes] == [[1]]

@@ -8,6 +8,9 @@ Rejected: a copy of the weight before each forward that has such an embedding.
 """
 
 import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,17 +35,60 @@ class Renorm(NamedTuple):
     before: Tensor
 
 
+class Renorms:
+    """Changes of one weight, to which later ones are added while this is held."""
+
+    __slots__ = ("__weakref__", "changes")
+
+    def __init__(self) -> None:
+        self.changes: list[Renorm] = []
+
+
 class _Notes(threading.local):
     current: list[Renorm] | None = None
+    later = True  # whether logs of other calls are added to
 
 
 _NOTES = _Notes()
+# By the number of the storage of a weight.
+_LOGS: dict[int, weakref.WeakSet[Renorms]] = {}
 
 
 def exchange_renorms(notes: list[Renorm] | None) -> list[Renorm] | None:
     """Have changes that this thread makes noted in a list; return the one before."""
     before, _NOTES.current = _NOTES.current, notes
     return before
+
+
+def later_renorms(storage: int) -> Renorms:
+    """Return what each later change of a weight is added to.
+
+    Args:
+        storage: the number of the storage of the weight.
+    """
+    log = Renorms()
+    _LOGS.setdefault(storage, weakref.WeakSet()).add(log)
+    return log
+
+
+@contextmanager
+def renorms_taken_back() -> Iterator[None]:
+    """Run a body whose changes are taken back: they are not added anywhere."""
+    before, _NOTES.later = _NOTES.later, False
+    try:
+        yield
+    finally:
+        _NOTES.later = before
+
+
+def _logs_of(storage: int) -> list[list[Renorm]]:
+    """Return what a change that this thread makes now is added to."""
+    logs: list[list[Renorm]] = [] if _NOTES.current is None else [_NOTES.current]
+    if _NOTES.later and storage in _LOGS:
+        logs += [log.changes for log in _LOGS[storage]]
+        if not _LOGS[storage]:
+            _LOGS.pop(storage, None)
+    return logs
 
 
 # Deleted by: a public hook for what `max_norm=` does to a weight.
@@ -52,7 +98,10 @@ _renorm_of_torch = _functional._no_grad_embedding_renorm_
 
 def renorm(weight: Any, indices: Any, max_norm: float, norm_type: float) -> None:
     """Scale rows of a weight, as torch does, and note them."""
-    if torch.compiler.is_compiling() or _NOTES.current is None:
+    logs: list[list[Renorm]] = []
+    if not torch.compiler.is_compiling() and (_NOTES.current is not None or _LOGS):
+        logs = _logs_of(storage_id(weight))
+    if not logs:
         _renorm_of_torch(weight, indices, max_norm, norm_type)
         return
     with unseen(), torch.no_grad():
@@ -64,7 +113,9 @@ def renorm(weight: Any, indices: Any, max_norm: float, norm_type: float) -> None
         if rows.is_cpu:  # on a device, to compare is to wait for it
             changed = (weight.detach()[rows] != before).any(1)
             rows, before = rows[changed], before[changed]
-    _NOTES.current.append(Renorm(storage_id(weight), rows, before))
+    change = Renorm(storage_id(weight), rows, before)
+    for log in logs:
+        log.append(change)
 
 
 def _install() -> None:

@@ -9,6 +9,7 @@ Rejected: a copy of each tensor. To make one and to compare it costs ten times a
 as to read a few bytes, and most forwards write to none.
 """
 
+import contextlib
 import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import string_at
@@ -22,6 +23,7 @@ from remat._torch import (
     is_shared,
     no_torch_functions,
     preserved_version,
+    renorms_taken_back,
     unseen,
 )
 from remat._transform.leaves import addresses_of
@@ -133,17 +135,19 @@ class RowsPutBack:
     """A context in which weights of embeddings hold the rows of before a forward.
 
     Args:
-        pairs: a weight, and what embeddings did to it, in order.
+        pairs: a weight, and what embeddings did to it from that forward on, in order.
     """
 
-    __slots__ = ("_now", "_pairs", "_versions")
+    __slots__ = ("_around", "_now", "_pairs")
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Sequence[Renorm]]]) -> None:
         self._pairs = pairs
 
     def __enter__(self) -> None:
-        self._versions = preserved_version(tuple(t for t, _ in self._pairs))
-        self._versions.__enter__()
+        self._around = contextlib.ExitStack()
+        self._around.enter_context(renorms_taken_back())
+        weights = tuple(t for t, _ in self._pairs)
+        self._around.enter_context(preserved_version(weights))
         with unseen(), torch.no_grad():
             self._now = [
                 [t.detach()[renorm.rows] for renorm in found]
@@ -158,4 +162,4 @@ class RowsPutBack:
             for (t, found), now in zip(self._pairs, self._now, strict=True):
                 for renorm, rows in zip(found, now, strict=True):
                     t.data[renorm.rows] = rows
-        self._versions.__exit__(None, None, None)
+        self._around.close()

@@ -18,6 +18,7 @@ times, and gradients of all inputs would arrive together, whichever were asked f
 
 import functools
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +60,13 @@ def call_saved(
     """Call a function so that a backward recomputes what its graph saves."""
     if options.rng == "error":
         fn = without_draws(fn, label)
-    reach = Reach(fn, label, args, kwargs)
+    try:
+        reach = Reach(fn, label, args, kwargs)
+    except TypeError as error:
+        if not str(error).startswith("unhashable type"):
+            raise
+        warnings.warn(_UNHASHABLE.format(label=label, error=error), stacklevel=3)
+        return fn(*args, **kwargs)
     inputs = reach.take_tensors()
     inputs[: reach.first_parameter] = map(unwrap_dead, inputs[: reach.first_parameter])
     vmaps: Sequence[Any] = ()
@@ -183,3 +190,10 @@ class Saved(SavedCall):
     def value_of(self, handle: Handle) -> Tensor:
         """Return the value of a handle, by a recompute."""
         return refill.value_of(self, handle)
+
+
+_UNHASHABLE = (
+    "remat: {label} reaches an object of an {error}, whose metaclass has no "
+    "`__hash__`. The function is called as it is, and no memory is saved. Give the "
+    "metaclass `__hash__ = type.__hash__`."
+)

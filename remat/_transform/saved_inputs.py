@@ -29,7 +29,7 @@ from remat._base.absent import Absent
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside
-from remat._torch import Renorm, storage_id, unseen
+from remat._torch import Renorm, Renorms, later_renorms, storage_id, unseen
 from remat._transform.buffers import is_same as has_same_bytes
 from remat._transform.copies import (
     Memory,
@@ -71,7 +71,8 @@ class SavedInputs:
         leaves_at: the indices of those that are saved themselves.
         attributes: what was set on them; None where nothing was.
         nodes: which of those before the parameters had been computed, by a node.
-        renorms: for those that embeddings scaled rows of, these rows, in order.
+        renorms: for those that embeddings scaled rows of, these rows, in order: of the
+            forward, and of what ran since.
     """
 
     __slots__ = (
@@ -91,7 +92,7 @@ class SavedInputs:
         nested: bool,
     ) -> None:
         self.needs, self._hooks, self._first = needs, hooks, first
-        self.renorms: dict[int, Sequence[Renorm]] = {}
+        self.renorms: dict[int, tuple[Sequence[Renorm], Renorms]] = {}
         self.versions = versions_of(inputs)
         self.attributes = attributes_of(inputs)
         entries = inputs[:first]
@@ -223,12 +224,15 @@ class SavedInputs:
         found = [renorm for renorm in renorms if renorm.storage == number]
         if len(found) != ours - then:
             return False
-        self.renorms[i], self.versions[i] = found, ours
+        self.renorms[i], self.versions[i] = (found, later_renorms(number)), ours
         return True
 
     def rows_put_back(self) -> AbstractContextManager[Any]:
         """Return a context in which rows that embeddings scaled are as at the call."""
-        pairs = [(self.values[i], found) for i, found in self.renorms.items()]
+        pairs = [
+            (self.values[i], [*ours, *later.changes])
+            for i, (ours, later) in self.renorms.items()
+        ]
         return RowsPutBack(pairs) if pairs else contextlib.nullcontext()
 
     def let_go(self, dropped: Mapping[int, Absent]) -> None:
@@ -242,6 +246,10 @@ class SavedInputs:
     def changed(self) -> list[int]:
         """Return the inputs that were changed in place since."""
         values, then, first = self.values, self.versions, self._first
+        if self.renorms:
+            then = then.copy()
+            for i, (_, later) in self.renorms.items():
+                then[i] = (then[i] or 0) + len(later.changes)
         entries = values
         if versions_of(values[first:]) == then[first:]:
             entries = values[:first]
