@@ -14,6 +14,7 @@ import types
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -249,27 +250,72 @@ class Building:
         return self._of_box(kept) if kind is Box else kept
 
     def _of_box(self, box: Box) -> Any:
-        key = box.ref.id
-        if key in self._made:
-            return self._made[key]
-        kind: Any = box.ref.kind()
+        if box.ref.id not in self._made:
+            self._make_with_parts(box)
+        return self._made[box.ref.id]
+
+    def _make_with_parts(self, root: Box) -> None:
+        """Make a container and what it holds, without recursion.
+
+        What can be written is made empty, and filled last: it may hold itself.
+        """
+        new = self._to_be_made(root)
+        for box in new:
+            if not box.how.frozen:
+                kind = box.ref.kind()
+                self._made[box.ref.id] = box.how.new(kind, (), box.ref.limit)
+        for box in new:
+            self._make_frozen(box)
+            made = self._made[box.ref.id]
+            if isinstance(made, partial) and box.items[2] in new:
+                # It has its keywords in a dict of its own, which is filled last, too.
+                self._made[box.items[2].ref.id] = made.keywords
+        for box in new:
+            if not box.how.frozen:
+                keys, items = map(self.value, box.keys), map(self.value, box.items)
+                box.how.write(self._made[box.ref.id], [*keys], [*items])
+            if box.attributes:
+                self._give_attributes(self._made[box.ref.id], box)
+
+    def _to_be_made(self, root: Box) -> list[Box]:
+        """Return the containers that are not there; those that are, are noted."""
+        new: dict[int, Box] = {}
+        todo = [root]
+        while todo:
+            box = todo.pop()
+            key = box.ref.id
+            if key in self._made or key in new:
+                continue
+            there = self._there(box)
+            if there is None:
+                new[key] = box
+                held = *box.items, *box.keys, *box.attributes.values()
+                todo += (kept for kept in held if type(kept) is Box)
+            else:
+                self._made[key] = there
+        return [*new.values()]
+
+    def _there(self, box: Box) -> Any:
+        """Return a container that need not be made, or None."""
         found = self._container(box.ref)
+        kind: Any = box.ref.kind()
         if found is None and isinstance(box.how, Items) and issubclass(kind, set):
             found = self._unchanged(box)
-        if found is not None:
-            return found
-        if box.how.frozen:
-            items = [self.value(item) for item in box.items]
-            made = self._made[key] = box.how.new(kind, items, None)
-            if box.attributes:
-                self._give_attributes(made, box)
-            return made
-        made = self._made[key] = box.how.new(kind, (), box.ref.limit)
-        keys = [self.value(item) for item in box.keys]
-        box.how.write(made, keys, [self.value(item) for item in box.items])
-        if box.attributes:
-            self._give_attributes(made, box)
-        return made
+        return found
+
+    def _make_frozen(self, box: Box) -> None:
+        """Make a value that never changes after those that it holds."""
+        todo, made = [box], self._made
+        while todo:
+            box = todo[-1]
+            left = [i for i in box.items if type(i) is Box and i.ref.id not in made]
+            if left and box.ref.id not in made:
+                todo += left
+                continue
+            if box.ref.id not in made:
+                items = [*map(self.value, box.items)]
+                made[box.ref.id] = box.how.new(box.ref.kind(), items, None)
+            todo.pop()
 
     def _unchanged(self, box: Box) -> Any:
         """Return a set that is as it was: another one would have another order."""

@@ -10,6 +10,7 @@
     tensors         tensors without data, lazy bits, fake tensors
     fakes           a mode of fake tensors, and copies for it
     renorms         which rows `max_norm=` scales
+    seeds           which seeds `torch.seed()` takes
     storages        numbers of storages, references to them, copies that share one
     pytrees         torch's registry of pytree classes
     process         settings, and the global generators
@@ -176,6 +177,7 @@ from remat._torch.renorms import (
     later_renorms as later_renorms,
     renorms_taken_back as renorms_taken_back,
 )
+from remat._torch.seeds import Seeds as Seeds
 from remat._torch.storages import (
     StorageRef as StorageRef,
     is_shared as is_shared,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils import _pytree, checkpoint
 
-from remat._torch import process, pytrees, renorms, surroundings
+from remat._torch import process, pytrees, renorms, seeds, surroundings
 from remat._torch.selftest import expects, leaf, replaced
 
 
@@ -162,3 +162,23 @@ def _scaled_rows_are_noted() -> None:
     with renorms.renorms_taken_back():
         torch.nn.functional.embedding(torch.tensor([1]), weight, max_norm=0.01)
     assert [note.rows.tolist() for note in later.changes] == [[1]]
+
+
+@expects("Seeds")
+def _seeds_are_taken_again() -> None:
+    state = torch.get_rng_state()
+    try:
+        forward = seeds.Seeds()
+        first = _draw_with(forward)
+        assert forward.taken == [first[0]]
+        assert _draw_with(seeds.Seeds(forward.taken)) == first
+    finally:
+        torch.set_rng_state(state)
+
+
+def _draw_with(noted: seeds.Seeds) -> tuple[int, list[float]]:
+    noted.start()
+    try:
+        return torch.seed(), torch.rand(2).tolist()
+    finally:
+        noted.end()

@@ -14,6 +14,7 @@ Under base autograd: plain's own graph, which holds handles.
     saved               the forward, from its start to its end
     saved_call          what is known of the call
     saved_inputs        what is saved of its inputs
+    copies              what a forward may write to unseen, and how it is put back
     still               which buffers are copied, and which are watched
     packing             the hook of the forward: what becomes a handle
     in_call             the context that a forward or a recompute runs in

@@ -28,6 +28,7 @@ from remat._base.tracebacks import note
 from remat._graph.handles import Handle
 from remat._partial.following import Replaying
 from remat._torch import (
+    Seeds,
     batched_again,
     below_all_levels,
     current_task,
@@ -226,8 +227,13 @@ def run_again(call: SavedCall, tensors: Sequence[Tensor]) -> None:
 
 def _run(call: SavedCall, *tensors: Tensor) -> tuple[()]:
     exchanges = not call.inputs.has_parameters(tensors)
+    seeds = Seeds(call.seeds)
     with call.reach.restored(tensors, exchanges=exchanges) as running:
-        call.run_again(running, tensors)
+        seeds.start()
+        try:
+            call.run_again(running, tensors)
+        finally:
+            seeds.end()
     return ()
 
 

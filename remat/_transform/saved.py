@@ -35,6 +35,7 @@ from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import Options
 from remat._torch import (
     Renorm,
+    Seeds,
     current_layer,
     eager_only,
     exchange_renorms,
@@ -119,8 +120,10 @@ class Saved(SavedCall):
         observe = None if following is None else following.pack
         packing = Packing(self, inputs, observe)
         self.handles, self.metas = packing.handles, packing.metas
-        renorms: list[Renorm] = []
+        renorms, seeds = list[Renorm](), Seeds()
         around = exchange_renorms(renorms)
+        self.seeds = seeds.taken
+        seeds.start()
         try:
             with InCall(self, packing.pack):
                 if following is None or following.mode is None:
@@ -135,6 +138,7 @@ class Saved(SavedCall):
             self.following = None
             raise
         finally:
+            seeds.end()
             exchange_renorms(around)
             if around is not None:
                 around += renorms

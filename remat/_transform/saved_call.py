@@ -62,13 +62,14 @@ class SavedCall:
         is_done: whether the forward has ended.
         following: what it does with its record, if anything.
         inner: what the calls within decided, in order.
+        seeds: those that the forward took from the machine.
         index: of the call among those within the call around; None outside of one.
     """
 
     __slots__ = (
         *("__weakref__", "ambient", "effects", "following", "handles", "hooks"),
         *("index", "inner", "inputs", "is_done", "is_nested", "metas", "options"),
-        *("policy", "reach", "vmaps"),
+        *("policy", "reach", "seeds", "vmaps"),
     )
 
     def __init__(
@@ -99,6 +100,7 @@ class SavedCall:
         self.effects, self.is_done = UNKNOWN, False
         self.following: Following | None = None
         self.inner: list[Any] = []
+        self.seeds: Sequence[int] = ()
         self.index: int | None = None
 
     @property

@@ -25,6 +25,7 @@ from remat._torch import (
     process,
     pytrees,
     renorms,
+    seeds,
     selftest,
     storages,
     surroundings,
@@ -36,7 +37,7 @@ from remat._torch import (
 ROOT = Path(__file__).parents[2]
 FILES = (
     *(autograd, distributed, fakes, graphs, levels, modes, nodes, operators),
-    *(process, pytrees, renorms, storages, surroundings, tensors, tracing),
+    *(process, pytrees, renorms, seeds, storages, surroundings, tensors, tracing),
 )
 SHIMS = sorted(
     name

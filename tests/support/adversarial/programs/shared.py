@@ -195,3 +195,44 @@ def an_object_whose_class_cannot_be_hashed():
         return work(x, held.k)
 
     return loop(fn)
+
+
+# --- Deep nesting ---
+
+
+def nested(make, value, depth=1200):
+    for _ in range(depth):
+        value = make(value)
+    return value
+
+
+def opened(value):
+    while not isinstance(value, (torch.Tensor, float)):
+        value = value["a"] if isinstance(value, dict) else value[0]
+    return value
+
+
+@family(
+    tuples=lambda v: (v,),
+    lists=lambda v: [v],
+    both=lambda v: ([v],),
+    dicts=lambda v: {"a": v},
+)
+def containers_passed_that_are_nested_deeply(make):
+    held = nested(make, torch.full((16,), 2.0, dtype=torch.double))
+    return loop(lambda x, given: work(x * opened(given)), args=(held,))
+
+
+class Named(tuple):
+    """A tuple that holds itself in an attribute."""
+
+
+@program
+def a_tuple_that_leads_to_itself():
+    held = Named([2.0])
+    held.own = [held, (held,)]
+
+    def fn(x, given):
+        return work(x, given.own[1][0][0] * len(given.own))
+
+    return loop(fn, args=(held,))
