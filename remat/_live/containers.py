@@ -15,9 +15,9 @@ from remat._base.errors import RecomputeError
 from remat._capture.objects import by_class
 from remat._live.holders import (
     Kind,
+    MovedError,
     dict_of,
     flatten,
-    read_tables,
     without_contents,
 )
 
@@ -30,8 +30,7 @@ class Dicts(Kind):
     def __init__(self, base: Any) -> None:
         self._base = base
         # An OrderedDict has an order of its own.
-        values = dict.values if base is dict else base.values
-        self._by = values, base.__iter__, dict.__len__
+        self._by = base.values, base.keys, dict.__len__
 
     @override
     def read(
@@ -41,7 +40,15 @@ class Dicts(Kind):
         keys: list[Any],
         lengths: list[int],
     ) -> None:
-        read_tables(holders, self._by, values, keys, lengths)
+        values_of, keys_of, length_of = self._by
+        for table in holders:
+            length, ends = length_of(table), len(values) + len(keys)
+            lengths.append(length)
+            if length:  # most are empty
+                values += values_of(table)
+                keys += keys_of(table)
+            if len(values) + len(keys) != ends + 2 * length:
+                raise MovedError
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:

@@ -154,7 +154,7 @@ class Contents:
     def __init__(self, taken: Taken) -> None:
         self._marks = taken.marks
         self._containers: dict[int, tuple[int, Span]] | None = None
-        self._sizes = [(kind, len(holders)) for kind, holders in taken.groups]
+        self._sizes = [(kind, len(holders)) for kind, holders in taken.groups()]
         keeper, keys = _Keeper(), taken.keys
         self.kept = keeper.keep_all(taken.values, as_keys=False)
         if not INERT.issuperset(map(type, keys)):

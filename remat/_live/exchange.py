@@ -64,7 +64,7 @@ class Exchange:
     def start(self) -> None:
         """Have all holders hold what they held."""
         layout = self._layout
-        groups = [held for _, held in layout.groups(self._owners)]
+        groups = [held for _, held in layout.holders(self._owners).groups()]
         spans = deque(self._contents.spans())
         values = self._start_level(_up_to(spans, len(groups)), groups)
         for first, last in itertools.pairwise((*layout.levels, len(layout.below))):

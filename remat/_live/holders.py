@@ -107,37 +107,6 @@ class Kind:
         raise NotImplementedError
 
 
-def read_tables(
-    tables: Sequence[Any],
-    by: tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], int]],
-    values: list[Any],
-    keys: list[Any],
-    lengths: list[int],
-) -> None:
-    """Add what dicts hold to lists, as `Kind.read` does.
-
-    Args:
-        tables: the dicts.
-        by: return the values of one, its keys, and how many these are.
-        values: see there.
-        keys: see there.
-        lengths: see there.
-
-    Raises:
-        MovedError: another thread changed something meanwhile.
-    """
-    values_of, keys_of, length_of = by
-    now = [*map(length_of, tables)]
-    lengths += now
-    count = sum(now)
-    ends = len(values) + count, len(keys) + count
-    for table in itertools.compress(tables, now):  # most are empty
-        values += values_of(table)
-        keys += keys_of(table)
-    if (len(values), len(keys)) != ends:
-        raise MovedError
-
-
 class Cells(Kind):
     """Variables of outer functions."""
 
@@ -156,7 +125,7 @@ class Cells(Kind):
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         try:
-            return [*map(_contents_of, holders)]
+            return [cell.cell_contents for cell in holders]
         except ValueError:  # one is empty
             return [*map(_content_of, holders)]
 
@@ -171,9 +140,6 @@ class Cells(Kind):
     @override
     def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
         return types.CellType()
-
-
-_contents_of = operator.attrgetter("cell_contents")
 
 
 def _content_of(cell: types.CellType) -> Any:
@@ -195,21 +161,18 @@ class Scopes(Kind):
         lengths: list[int],
     ) -> None:
         for scope, names in holders:
-            values += map(scope.get, names, _MISSING)
+            values += [scope.get(name, MISSING) for name in names]
             lengths.append(len(names))
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(map(scope.get, names, _MISSING) for scope, names in holders)
+        return [scope.get(name, MISSING) for scope, names in holders for name in names]
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
         scope, names = holder
         for name, value in zip(names, values, strict=True):
             _set(scope, name, value)
-
-
-_MISSING = itertools.repeat(MISSING)
 
 
 def _set(entries: dict[str, Any], name: str, value: Any) -> None:
@@ -232,7 +195,9 @@ class Functions(Kind):
         keys: list[Any],
         lengths: list[int],
     ) -> None:
-        values += flatten(map(_DEFAULTS_OF, holders))
+        for fn in holders:
+            # In the order of `_DEFAULTS`.
+            values += (fn.__code__, fn.__defaults__, fn.__kwdefaults__)
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
@@ -263,8 +228,11 @@ class Classes(Kind):
         keys: list[Any],
         lengths: list[int],
     ) -> None:
-        tables = [*map(_table_of, holders)]
-        read_tables(tables, (_values_of, iter, len), values, keys, lengths)
+        for cls in holders:
+            table = cls.__dict__
+            lengths.append(len(table))
+            values += table.values()
+            keys += table
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
@@ -284,7 +252,7 @@ class Classes(Kind):
             type.__delattr__(holder, key)
 
 
-_table_of, _values_of = operator.attrgetter("__dict__"), operator.methodcaller("values")
+_table_of = operator.attrgetter("__dict__")
 
 
 class Slots(Kind):

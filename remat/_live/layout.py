@@ -16,10 +16,9 @@ Rejected: a search in each call. What a call reaches is mostly what it does not 
 
 import contextlib
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.hooks import RemovableHandle
 
@@ -31,6 +30,7 @@ from remat._live.holders import (
     CELLS,
     CLASSES,
     FUNCTIONS,
+    MISSING,
     SCOPES,
     SCRIPTED,
     SLOTS,
@@ -46,10 +46,6 @@ from remat._live.walk import Walk
 
 
 Group = tuple[Kind, list[Any]]
-_closure_of = operator.attrgetter("__closure__")
-_call = operator.call
-_dict_of = operator.attrgetter("__dict__")
-_globals_of = operator.attrgetter("__globals__")
 _ATTEMPTS = 10  # at a walk while other threads change what it reaches
 
 
@@ -83,7 +79,7 @@ class Layout:
     """
 
     __slots__ = (
-        *("_closed", "_dicted", "_hooked", "_hooks", "_names", "_rest", "_scopes"),
+        *("_closed", "_dicted", "_has_others", "_hooked", "_hooks", "_names"),
         *("_spaces", "_vacant", "_variables", "below", "births", "cells", "classes"),
         *("compiled", "functions", "handles_states", "is_lazy", "is_module", "last"),
         *("levels", "linked", "objects", "odd", "owners", "scripted", "signature"),
@@ -111,7 +107,10 @@ class Layout:
         self.last: Any = None
 
     def _list_owners(self, walk: Walk) -> None:
-        functions, spaces = walk.functions, [module for module, _ in walk.spaces]
+        # Those with variables come first, and are read by one slice.
+        closed = [fn for fn in walk.functions if fn.__closure__]
+        functions = closed + [fn for fn in walk.functions if not fn.__closure__]
+        spaces = [module for module, _ in walk.spaces]
         each = walk.objects, functions, walk.classes, walk.slotted, spaces
         each = *each, walk.scripted
         owners = [*flatten(each)]
@@ -119,39 +118,38 @@ class Layout:
         ends = [*itertools.accumulate(map(len, each))]
         sections = [*map(slice, (0, *ends), ends)]
         self.objects, self.functions, self.classes, self.slotted = sections[:4]
-        self._spaces = sections[4] if spaces else None
+        names = [tuple(names) for _, names in walk.spaces]
+        self._spaces = [*zip(range(ends[3], ends[4]), names, strict=True)]
         self.scripted, self._dicted = sections[5], self.functions.stop
-        kinds = FUNCTIONS, CLASSES, SLOTS, SCRIPTED
-        rest = self.functions, self.classes, self.slotted, self.scripted
-        pairs = zip(kinds, rest, strict=True)
-        self._rest = [(kind, at) for kind, at in pairs if at.start < at.stop]
+        self._has_others = bool(walk.slotted or walk.scripted or walk.variables)
         first = self.functions.start
         self.cells = [[*map(id, fn.__closure__ or ())] for fn in functions]
-        self._closed = [i for i, fn in enumerate(functions, first) if fn.__closure__]
-        self._scopes = [first + i for i, _ in walk.names.values()]
-        names = (*walk.names.values(), *walk.spaces)
-        self._names = [tuple(each) for _, each in names]
+        self._closed = slice(first, first + len(closed))
+        numbers = {id(fn): i for i, fn in enumerate(functions, first)}
+        self._names = [(numbers[id(fn)], (*held,)) for fn, held in walk.names.values()]
 
-    def groups(self, owners: list[Any]) -> list[Group]:
-        """Return what owners hold by, but for kinds of which there are none.
+    def holders(self, owners: list[Any]) -> "Holders":
+        """Return what owners hold by.
 
         Raises:
             AttributeError: an owner is gone.
         """
-        get, found = owners.__getitem__, list[Group]()
-        if self._dicted:
-            found.append((ATTRIBUTES, _dicts_of(owners[: self._dicted])))
-        if self._closed:
-            found.append((CELLS, [*flatten(map(_closure_of, map(get, self._closed)))]))
-        if self._names:
-            spaces = [*map(_globals_of, map(get, self._scopes))]
-            if self._spaces is not None:
-                spaces += map(_dict_of, owners[self._spaces])
-            found.append((SCOPES, [*zip(spaces, self._names, strict=True)]))
-        found += [(kind, owners[at]) for kind, at in self._rest]
-        if self._variables:
-            found.append((VARIABLES, self._variables))
-        return found
+        try:
+            tables = [owner.__dict__ for owner in owners[: self._dicted]]
+        except Exception:  # noqa: BLE001 - whatever a proxy raises
+            tables = [*map(dict_of, owners[: self._dicted])]
+        cells: list[Any] = []
+        for fn in owners[self._closed]:
+            cells += fn.__closure__
+        scopes = [(owners[i].__globals__, names) for i, names in self._names]
+        if self._spaces:
+            scopes += [(owners[i].__dict__, names) for i, names in self._spaces]
+        functions, classes = owners[self.functions], owners[self.classes]
+        others: list[Group] = []
+        if self._has_others:
+            others += (SLOTS, owners[self.slotted]), (SCRIPTED, owners[self.scripted])
+            others.append((VARIABLES, self._variables))
+        return Holders(tables, cells, scopes, functions, classes, others)
 
     def modules(self) -> list[Any]:
         """Return the dicts of the modules that the root reaches."""
@@ -171,9 +169,7 @@ class Layout:
             MovedError: one has.
         """
         now = hooks_so_far()
-        if now == self._hooks:
-            return
-        for i, names in self._vacant:
+        for i, names in self._vacant if now != self._hooks else ():
             held = vars(owners[i])
             if any(held[name] for name in names):
                 raise MovedError
@@ -184,14 +180,6 @@ class Layout:
         Not while a recompute runs, which hides those that were set since its call.
         """
         self._hooks = hooks_so_far()
-
-
-def _dicts_of(values: Sequence[Any]) -> list[Any]:
-    """Return the dicts of objects, also of those that do not show them."""
-    try:
-        return [*map(_dict_of, values)]
-    except Exception:  # noqa: BLE001 - whatever a proxy raises
-        return [*map(dict_of, values)]
 
 
 def hooks_so_far() -> int:
@@ -206,52 +194,122 @@ def _reference(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
+class Holders(NamedTuple):
+    """The holders that owners are or have, by kind.
+
+    Attributes:
+        tables: the dicts of objects and functions.
+        cells: the variables of functions.
+        scopes: namespaces, and the names that code refers to.
+        functions: for their code and their defaults.
+        classes: for their attributes.
+        others: those of further kinds.
+    """
+
+    tables: list[Any]
+    cells: list[Any]
+    scopes: list[Any]
+    functions: list[Any]
+    classes: list[Any]
+    others: list[Group]
+
+    def groups(self) -> list[Group]:
+        """Return the kinds in the order in which they are read."""
+        kinds = ATTRIBUTES, CELLS, SCOPES, FUNCTIONS, CLASSES
+        return [*zip(kinds, self[:5], strict=True), *self.others]
+
+
 class Taken:
     """What holders hold at one moment.
 
     Args:
         owners: the owners.
-        groups: the holders, by kind; at first those that owners are or have.
+        holders: what these hold by.
 
     Attributes:
         owners: see above.
-        groups: see above; all of them.
-        values: what they hold, one after the other.
+        holders: see above.
+        below: the other holders, by kind, level by level.
+        values: what all of them hold, one after the other.
         keys: the keys of these.
         lengths: how many values each holder has, of those for which that is not fixed.
         marks: what differs if something differs: identities, and the lengths.
     """
 
-    __slots__ = ("groups", "keys", "lengths", "marks", "owners", "values")
+    __slots__ = "below", "holders", "keys", "lengths", "marks", "owners", "values"
 
-    def __init__(self, owners: list[Any], groups: list[Group]) -> None:
-        self.owners, self.groups = owners, groups
+    def __init__(self, owners: list[Any], holders: Holders) -> None:
+        self.owners, self.holders = owners, holders
+        self.below: list[Group] = []
         self.values: list[Any] = []
         self.keys: list[Any] = []
         self.lengths: list[int] = []
+        self._read(holders)
         self.marks: tuple[bytes, list[int]] = b"", self.lengths
-        for kind, holders in groups:
-            kind.read(holders, self.values, self.keys, self.lengths)
+
+    def _read(self, holders: Holders) -> None:
+        """Read holders: here at once, as most calls reach few of each kind.
+
+        Raises:
+            MovedError: another thread changed something meanwhile.
+        """
+        values, keys, lengths = self.values, self.keys, self.lengths
+        tables, cells, scopes, functions, classes, others = holders
+        for table in tables:
+            length = len(table)
+            lengths.append(length)
+            if length:  # most are empty
+                values += table.values()
+                keys += table
+        if len(keys) != len(values) or len(keys) != sum(lengths):
+            raise MovedError
+        if cells:
+            values += CELLS.values(cells)
+        for scope, names in scopes:
+            values += [scope.get(name, MISSING) for name in names]
+            lengths.append(len(names))
+        for fn in functions:
+            values += (fn.__code__, fn.__defaults__, fn.__kwdefaults__)
+        for cls in classes:
+            table = cls.__dict__
+            before = len(values) - len(keys)
+            values += table.values()
+            keys += table
+            lengths.append(len(table))
+            if len(values) - len(keys) != before:
+                raise MovedError
+        for kind, found in others:
+            kind.read(found, values, keys, lengths)
 
     def add(self, below: Iterable[tuple[Kind, list[int]]]) -> None:
         """Read the holders that were found at positions.
 
         Args:
             below: kinds of holders, and their positions among the values so far.
-
-        Raises:
-            MovedError: another thread changed something meanwhile.
         """
-        values, keys, lengths = self.values, self.keys, self.lengths
+        values = self.values
         for kind, places in below:
-            holders = [*map(values.__getitem__, places)]
-            self.groups.append((kind, holders))
-            kind.read(holders, values, keys, lengths)
+            found = [values[p] for p in places]
+            self.below.append((kind, found))
+            kind.read(found, values, self.keys, self.lengths)
+
+    def groups(self) -> list[Group]:
+        """Return all holders by kind, in the order in which they were read."""
+        return self.holders.groups() + self.below
 
     def mark(self) -> None:
         """Note which objects were read, with the classes of the owners."""
         held = *self.values, *self.keys, *map(type, self.owners)
         self.marks = identities(held), self.lengths
+
+    def again(self) -> "Taken":
+        """Return what the same holders hold now, wherever they are by now."""
+        now = Taken(self.owners, self.holders)
+        now.below = self.below
+        for kind, found in self.below:
+            kind.read(found, now.values, now.keys, now.lengths)
+        now.mark()
+        return now
 
 
 def take(layout: Layout) -> Taken:
@@ -261,21 +319,15 @@ def take(layout: Layout) -> Taken:
         MovedError: something is not where it was.
     """
     try:
-        owners = [*map(_call, layout.owners)]
-        taken = Taken(owners, layout.groups(owners))
+        owners = [ref() for ref in layout.owners]
+        taken = Taken(owners, layout.holders(owners))
         layout.check_hooks(owners)
-        taken.add(layout.below)
+        if layout.below:
+            taken.add(layout.below)
     except (AttributeError, TypeError, IndexError, KeyError, RuntimeError):
         raise MovedError from None
     taken.mark()
     return taken
-
-
-def take_again(then: Taken) -> Taken:
-    """Return what the same holders hold now, wherever they are by now."""
-    now = Taken(then.owners, then.groups)
-    now.mark()
-    return now
 
 
 def lay_out(root: Any) -> tuple[Layout, Taken]:
@@ -317,8 +369,9 @@ def _written(layout: Layout, taken: Taken, p: int) -> str:
     """Return how the function's author would write what is at a position."""
     start = key = 0
     lengths = iter(taken.lengths)
-    first = len(taken.groups) - len(layout.below)
-    for g, (kind, holders) in enumerate(taken.groups):
+    groups = taken.groups()
+    first = len(groups) - len(taken.below)
+    for g, (kind, holders) in enumerate(groups):
         for n, holder in enumerate(holders):
             length = kind.fixed or next(lengths)
             if p < start + length:
@@ -344,4 +397,4 @@ def _variable(layout: Layout, taken: Taken, p: int) -> str:
     """Return the name of a variable of an outer function, by its position."""
     functions = taken.owners[layout.functions]
     names = [name for fn in functions for name in fn.__code__.co_freevars]
-    return names[p - sum(len(d) for d in taken.groups[0][1])]
+    return names[p - sum(map(len, taken.holders.tables))]

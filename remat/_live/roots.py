@@ -21,7 +21,7 @@ from remat._live.containers import container_kind
 from remat._live.contents import Contents, Holder
 from remat._live.exchange import Exchange
 from remat._live.holders import MovedError
-from remat._live.layout import Layout, Taken, lay_out, take, take_again
+from remat._live.layout import Layout, Taken, lay_out, take
 from remat._live.special import Iterated, Large
 
 
@@ -99,7 +99,7 @@ class Root:
         if taken is not None:
             # Unless other threads change it meanwhile: then the effects are not known.
             with contextlib.suppress(MovedError, RuntimeError):
-                self._effects = self.contents.changed_in(take_again(taken))
+                self._effects = self.contents.changed_in(taken.again())
 
     # --- For a recompute ---
 
@@ -175,23 +175,32 @@ def _root_of(value: Any) -> Root:
     ref, layout = _LAYOUTS.get(id(value), _NO_LAYOUT)
     if layout is not None and ref() is value:
         try:
-            taken = take(layout)
+            root = _root_with(layout)
         except MovedError:
-            pass
-        else:
-            layout.hooks_are_known()
-            last = layout.last  # other threads may replace it
-            if last.are_in(taken):
-                return Root(layout, last, taken)
-            if last.has_form_of(taken):
-                layout.last = last = Contents(taken)
-                return Root(layout, last, taken)
+            root = None
+        if root is not None:
+            return root
     layout, taken = lay_out(value)
     layout.last = last = Contents(taken)
     if not layout.is_lazy:
         key = id(value)
         forget = weakref.ref(value, lambda _: _LAYOUTS.pop(key, None))
         _LAYOUTS[key] = forget, layout
+    return Root(layout, last, taken)
+
+
+def _root_with(layout: Layout) -> Root | None:
+    """Return what a root reached, by its layout; None if that fits no more.
+
+    Raises:
+        MovedError: it does not fit.
+    """
+    taken, last = take(layout), layout.last  # which other threads may replace
+    layout.hooks_are_known()
+    if not last.are_in(taken):
+        if not last.has_form_of(taken):
+            return None
+        layout.last = last = Contents(taken)
     return Root(layout, last, taken)
 
 

@@ -77,7 +77,8 @@ class Walk:
         # Of modules: the hook dicts that are empty, and those that are not.
         self.vacant: list[tuple[int, tuple[str, ...]]] = []
         self.hooked: list[tuple[int, tuple[str, ...]]] = []
-        self.names: dict[int, tuple[int, dict[str, None]]] = {}
+        # For each namespace: a function that has it, and the names that code refers to.
+        self.names: dict[int, tuple[Any, dict[str, None]]] = {}
         # Held, so that no other value gets the identity of one.
         self.seen: dict[int, Any] = {}
         self.kinds: dict[int, tuple[Kind, ...]] = {}  # of holders that no owner is
@@ -194,8 +195,7 @@ class Walk:
         if not is_library(scope):
             self._attributes |= names_in(fn.__code__)
         if names:
-            first = len(self.functions) - 1
-            self.names.setdefault(id(scope), (first, {}))[1].update(names)
+            self.names.setdefault(id(scope), (fn, {}))[1].update(names)
             self._todo += (scope.get(name, MISSING) for name in own)
 
     def _reach_class(self, cls: type) -> None:
