@@ -39,6 +39,14 @@ class At:
         self.number = number
 
 
+_FIRST = tuple(map(At, range(64)))
+
+
+def at(number: int) -> At:
+    """Return what is in place of the tensor with a number."""
+    return _FIRST[number] if number < len(_FIRST) else At(number)
+
+
 class Ref:
     """In place of a value that is not held.
 
@@ -83,7 +91,7 @@ class _Keeper:
             number = self.numbers.setdefault(id(value), len(self.places))
             if number == len(self.places):
                 self.places.append(place)
-            return At(number)
+            return at(number)
         if _is_number(value, kind):
             return value
         if kind is threading.Thread or is_opaque(value, kind):

@@ -30,7 +30,7 @@ from remat._capture.stream_search import (
     is_stream,
 )
 from remat._live.containers import CONTAINERS, FACTORIES, OWNED, Items, container_kind
-from remat._live.contents import At, Ref
+from remat._live.contents import At, Ref, at
 from remat._live.holders import PART, PARTS, SLOTS, Kind, dict_of, names_of
 from remat._live.kinds import is_of_library, is_used_as_it_is
 
@@ -87,14 +87,28 @@ class Given:
         index: the numbers of the tensors, by their identity.
     """
 
+    __slots__ = "_boxes", "_streams", "_todo", "buffers", "index", "roots", "tensors"
+
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.roots: dict[int, Any] = {}
-        self.buffers: list[Any] = []
-        self.streams = StreamSearch()
         self.index: dict[int, int] = {}
+        self.buffers: list[Any] = []
         self._boxes: dict[int, Box] = {}
-        self._todo: deque[Box] = deque()
+        self._todo: list[Box] = []
+        self._streams: StreamSearch | None = None
+
+    @property
+    def streams(self) -> StreamSearch:
+        """The random streams."""
+        if self._streams is None:
+            self._streams = StreamSearch()
+        return self._streams
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether some value may be a stream, or lead to one."""
+        return self._streams is not None
 
     @property
     def has_containers(self) -> bool:
@@ -103,30 +117,32 @@ class Given:
 
     def put_aside(self, value: Any) -> Any:
         """Return what is held of a value."""
-        kind = type(value)
-        if kind in TENSORS:
-            return At(self._number_of(value))
-        if kind in INERT:
-            return value
         kept = self._kept(value)
-        while self._todo:
-            box = self._todo.popleft()
-            box.items = [*map(self._kept, box.items)]
-            box.keys = [*map(self._kept, box.keys)]
-            for name, held in box.attributes.items():
-                box.attributes[name] = self._kept(held)
+        for box in self._todo:  # which grows
+            box.items = self._kept_all(box.items)
+            box.keys = self._kept_all(box.keys)
+            if box.attributes:
+                names, values = [*box.attributes], [*box.attributes.values()]
+                box.attributes = dict(zip(names, self._kept_all(values), strict=True))
+        self._todo.clear()
         return kept
+
+    def _kept_all(self, values: list[Any]) -> list[Any]:
+        kinds = {*map(type, values)}
+        if kinds <= TENSORS:
+            return [*map(at, self.numbers_of(values))]
+        return values if kinds <= INERT else [*map(self._kept, values)]
 
     def _kept(self, value: Any) -> Any:
         kind = type(value)
+        if kind in TENSORS or issubclass(kind, Tensor):
+            return at(self._number_of(value))
         if kind in INERT:
             return value
-        if kind in TENSORS or issubclass(kind, Tensor):
-            return At(self._number_of(value))
-        if id(value) in self._boxes:
-            return self._boxes[id(value)]
         if kind is types.FunctionType or issubclass(kind, (nn.Module, type)):
             return self._root(value)
+        if id(value) in self._boxes:
+            return self._boxes[id(value)]
         if issubclass(kind, PARTS):
             if is_of_library(value):
                 return value
@@ -184,10 +200,11 @@ class Given:
         return number
 
     def numbers_of(self, tensors: Sequence[Tensor]) -> Sequence[int]:
-        """Return the numbers of many tensors, no two of them the same."""
-        first, ids = len(self.tensors), [*map(id, tensors)]
-        if not self.index.keys().isdisjoint(ids):
+        """Return the numbers of many tensors; those that are new are added."""
+        ids = dict.fromkeys(map(id, tensors))
+        if len(ids) < len(tensors) or not self.index.keys().isdisjoint(ids):
             return [*map(self._number_of, tensors)]
+        first = len(self.tensors)
         numbers = range(first, first + len(ids))
         self.index.update(zip(ids, numbers, strict=True))
         self.tensors += tensors
@@ -245,14 +262,16 @@ class Building:
             return self._tensors[kept.number]
         if kind is Ref:
             return self._found(kept)
-        if kind is Copied:
-            return copy.copy(kept.value)
-        return self._of_box(kept) if kind is Box else kept
+        if kind is Box:
+            if kept.ref.id not in self._made:
+                self._make_with_parts(kept)
+            return self._made[kept.ref.id]
+        return copy.copy(kept.value) if kind is Copied else kept
 
-    def _of_box(self, box: Box) -> Any:
-        if box.ref.id not in self._made:
-            self._make_with_parts(box)
-        return self._made[box.ref.id]
+    def values(self, kept: Sequence[Any]) -> list[Any]:
+        """Return many values."""
+        tensors, value = self._tensors, self.value
+        return [tensors[k.number] if type(k) is At else value(k) for k in kept]
 
     def _make_with_parts(self, root: Box) -> None:
         """Make a container and what it holds, without recursion.
@@ -265,15 +284,16 @@ class Building:
                 kind = box.ref.kind()
                 self._made[box.ref.id] = box.how.new(kind, (), box.ref.limit)
         for box in new:
-            self._make_frozen(box)
-            made = self._made[box.ref.id]
-            if isinstance(made, partial) and box.items[2] in new:
-                # It has its keywords in a dict of its own, which is filled last, too.
-                self._made[box.items[2].ref.id] = made.keywords
+            if box.how.frozen:
+                self._make_frozen(box)
+                made = self._made[box.ref.id]
+                if isinstance(made, partial) and box.items[2] in new:
+                    # Its keywords are in a dict of its own, which is filled last, too.
+                    self._made[box.items[2].ref.id] = made.keywords
         for box in new:
             if not box.how.frozen:
-                keys, items = map(self.value, box.keys), map(self.value, box.items)
-                box.how.write(self._made[box.ref.id], [*keys], [*items])
+                keys, items = self.values(box.keys), self.values(box.items)
+                box.how.write(self._made[box.ref.id], keys, items)
             if box.attributes:
                 self._give_attributes(self._made[box.ref.id], box)
 
@@ -313,7 +333,7 @@ class Building:
                 todo += left
                 continue
             if box.ref.id not in made:
-                items = [*map(self.value, box.items)]
+                items = self.values(box.items)
                 made[box.ref.id] = box.how.new(box.ref.kind(), items, None)
             todo.pop()
 
@@ -322,7 +342,7 @@ class Building:
         value = None if box.ref.ref is None else box.ref.ref()
         if value is None:
             return None
-        items = [self.value(item) for item in box.items]
+        items = self.values(box.items)
         now = [*box.how.values([value])]
         same = len(now) == len(items) and all(map(operator.is_, now, items))
         return value if same else None

@@ -13,7 +13,7 @@ import contextlib
 import operator
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -120,8 +120,8 @@ class Reach:
         twice, none of them is apart: each has one number.
         """
         parameters: list[Tensor] = []
-        each = [root.tensors() for root in self._roots]
-        if each:
+        if any(root.contents.places for root in self._roots):
+            each = [root.tensors() for root in self._roots]
             parameters = self._parameters(given, each)
             self._number(given, each, apart=bool(parameters))
         self._refs = [*map(weakref.ref, given.tensors)]
@@ -162,9 +162,12 @@ class Reach:
                 root.first, first = first, first + len(root.contents.refs)
 
     def _note_streams(self, given: Given) -> None:
-        found, search = given.streams.streams, given.streams
-        self.handles_states, self.compiled = search.handles_states, search.compiled
-        self.is_lazy = False
+        found: dict[int, Any] = {}
+        self.handles_states = self.compiled = self.is_lazy = False
+        if given.has_streams:
+            search = given.streams
+            found, self.compiled = search.streams, search.compiled
+            self.handles_states = search.handles_states
         for root in self._roots:
             layout = root.layout
             if layout.streams:
@@ -216,19 +219,21 @@ class Reach:
 
     def call(self, running: Running, tensors: Sequence[Any]) -> Any:
         """Call the function again, under the modes of the call and no others."""
-        value = Building(tensors, running.found, running.container).value
-        cache = None if self._cache is None else value(self._cache)
-        fn = self._bound(value)
+        building = Building(tensors, running.found, running.container)
+        cache = None if self._cache is None else building.value(self._cache)
+        fn, modes = self._bound(building), building.values(self._modes)
         self._running = running  # for names in errors
         try:
-            return call_under(fn, [*map(value, self._modes)], cache)
+            return call_under(fn, modes, cache)
         finally:
             self._running = None
 
-    def _bound(self, value: Callable[[Any], Any]) -> Bound:
-        values, count = [*map(value, self._values)], self._count
-        kwargs = dict(zip(self._names, values[count:], strict=True))
-        return Bound(value(self._fn), values[:count], kwargs)
+    def _bound(self, building: Building) -> Bound:
+        values, fn = building.values(self._values), building.value(self._fn)
+        if not self._names:
+            return Bound(fn, values, {})
+        kwargs = dict(zip(self._names, values[self._count :], strict=True))
+        return Bound(fn, values[: self._count], kwargs)
 
     # --- Names ---
 
@@ -255,10 +260,10 @@ class Reach:
         running = self._running
         if running is None:
             tensors = self._alive()
-            fn = self._bound(Building(tensors, _itself, _itself).value)
+            fn = self._bound(Building(tensors, _itself, _itself))
         else:
             tensors = running.tensors
-            fn = self._bound(Building(tensors, running.found, running.container).value)
+            fn = self._bound(Building(tensors, running.found, running.container))
         search = Search()
         snapshot = Snapshot(fn.fn, self.label, (*fn.args,), fn.kwargs, search)
         same = [t is tensors[index] for t in search.found.tensors]
