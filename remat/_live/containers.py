@@ -68,8 +68,21 @@ class Dicts(Kind):
             base.__setitem__(holder, key, value)
 
     @override
+    def held(self, holder: Any) -> tuple[list[Any], list[Any]]:
+        values_of, keys_of, _ = self._by
+        return [*keys_of(holder)], [*values_of(holder)]
+
+    @override
     def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
         return self._base.__new__(kind)
+
+    @override
+    def filled(
+        self, kind: Any, keys: Sequence[Any], values: Sequence[Any], limit: int | None
+    ) -> Any:
+        if kind is self._base:
+            return kind(zip(keys, values, strict=True))
+        return super().filled(kind, keys, values, limit)
 
 
 class Attributes(Dicts):
@@ -119,6 +132,10 @@ class Owned(Attributes):
         return super().keys([*map(dict_of, holders)])
 
     @override
+    def held(self, holder: Any) -> tuple[list[Any], list[Any]]:
+        return super().held(dict_of(holder))
+
+    @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
         super().write(dict_of(holder), keys, values)
 
@@ -140,6 +157,10 @@ class Items(Kind):
     @override
     def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
         return map(self._base.__len__, holders)
+
+    @override
+    def held(self, holder: Any) -> tuple[list[Any], list[Any]]:
+        return [], [*self._base.__iter__(holder)]
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:

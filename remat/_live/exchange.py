@@ -274,7 +274,7 @@ _EMPTY = (dict, set, OrderedDict)
 
 
 def _read(kind: Kind, holder: Any) -> tuple[Any, list[Any], list[Any]]:
-    return holder, [*kind.keys([holder])], [*kind.values([holder])]
+    return holder, *kind.held(holder)
 
 
 def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:

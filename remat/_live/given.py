@@ -51,16 +51,18 @@ class Box:
         ref: in place of the container itself.
         how: it is read and written.
         keys: of what it holds.
-        items: what it holds.
+        items: what it holds; a range of numbers if it is tensors that nothing else is.
         attributes: of an instance of a subclass.
+        is_flat: whether all that it holds is tensors and constants.
     """
 
-    __slots__ = ("attributes", "how", "items", "keys", "ref")
+    __slots__ = ("attributes", "how", "is_flat", "items", "keys", "ref")
 
     def __init__(self, value: Any, how: Kind) -> None:
-        self.ref, self.how = Ref(value), how
-        self.keys: list[Any] = [*how.keys([value])]
-        self.items: list[Any] = [*how.values([value])]
+        self.ref, self.how, self.is_flat = Ref(value), how, False
+        self.keys: list[Any]
+        self.items: Any
+        self.keys, self.items = how.held(value)
         self.attributes: dict[str, Any] = {}
         if type(value) not in CONTAINERS:
             self.attributes = _attributes_of(value, how)
@@ -119,19 +121,25 @@ class Given:
         """Return what is held of a value."""
         kept = self._kept(value)
         for box in self._todo:  # which grows
-            box.items = self._kept_all(box.items)
-            box.keys = self._kept_all(box.keys)
-            if box.attributes:
-                names, values = [*box.attributes], [*box.attributes.values()]
-                box.attributes = dict(zip(names, self._kept_all(values), strict=True))
+            self._fill(box)
         self._todo.clear()
         return kept
 
-    def _kept_all(self, values: list[Any]) -> list[Any]:
-        kinds = {*map(type, values)}
+    def _fill(self, box: Box) -> None:
+        """Put aside what a container holds."""
+        kinds = {*map(type, box.items)}
+        keys_are_plain = INERT.issuperset(map(type, box.keys))
         if kinds <= TENSORS:
-            return [*map(at, self.numbers_of(values))]
-        return values if kinds <= INERT else [*map(self._kept, values)]
+            numbers = self.numbers_of(box.items)
+            box.items = numbers if type(numbers) is range else [*map(at, numbers)]
+        elif not kinds <= INERT:
+            box.items = [*map(self._kept, box.items)]
+        if not keys_are_plain:
+            box.keys = [*map(self._kept, box.keys)]
+        for name, held in box.attributes.items():
+            box.attributes[name] = self._kept(held)
+        is_plain = kinds <= INERT or kinds <= TENSORS
+        box.is_flat = is_plain and keys_are_plain and not box.attributes
 
     def _kept(self, value: Any) -> Any:
         kind = type(value)
@@ -201,12 +209,12 @@ class Given:
 
     def numbers_of(self, tensors: Sequence[Tensor]) -> Sequence[int]:
         """Return the numbers of many tensors; those that are new are added."""
-        ids = dict.fromkeys(map(id, tensors))
-        if len(ids) < len(tensors) or not self.index.keys().isdisjoint(ids):
+        first, count = len(self.tensors), len(tensors)
+        numbers = range(first, first + count)
+        new = dict(zip(map(id, tensors), numbers))  # noqa: B905 - of one length
+        if len(new) < count or not self.index.keys().isdisjoint(new):
             return [*map(self._number_of, tensors)]
-        first = len(self.tensors)
-        numbers = range(first, first + len(ids))
-        self.index.update(zip(ids, numbers, strict=True))
+        self.index.update(new)
         self.tensors += tensors
         return numbers
 
@@ -238,7 +246,11 @@ def structure_of(values: Sequence[Any]) -> list[Any]:
         else:
             known[id(kept)] = len(known)
             found += (kept.ref.kind, len(kept.items), *kept.attributes)
-            todo += (*kept.keys, *kept.items, *kept.attributes.values())
+            if type(kept.items) is range:
+                found.append(kept.items)
+            else:
+                todo += kept.items
+            todo += (*kept.keys, *kept.attributes.values())
     return found
 
 
@@ -263,15 +275,28 @@ class Building:
         if kind is Ref:
             return self._found(kept)
         if kind is Box:
-            if kept.ref.id not in self._made:
-                self._make_with_parts(kept)
-            return self._made[kept.ref.id]
+            made = self._made.get(kept.ref.id)
+            return self._make(kept) if made is None else made
         return copy.copy(kept.value) if kind is Copied else kept
 
     def values(self, kept: Sequence[Any]) -> list[Any]:
         """Return many values."""
         tensors, value = self._tensors, self.value
+        if type(kept) is range:
+            return [*tensors[kept.start : kept.stop]]
         return [tensors[k.number] if type(k) is At else value(k) for k in kept]
+
+    def _make(self, box: Box) -> Any:
+        """Return a container, made of what it held if it is not there."""
+        if box.is_flat:
+            made = self._there(box)
+            if made is None:
+                items = self.values(box.items)
+                made = box.how.filled(box.ref.kind(), box.keys, items, box.ref.limit)
+            self._made[box.ref.id] = made
+        else:
+            self._make_with_parts(box)
+        return self._made[box.ref.id]
 
     def _make_with_parts(self, root: Box) -> None:
         """Make a container and what it holds, without recursion.

@@ -88,6 +88,10 @@ class Kind:
         del holders
         return ()
 
+    def held(self, holder: Any) -> tuple[list[Any], list[Any]]:
+        """Return the keys and the values of one holder."""
+        return [*self.keys([holder])], [*self.values([holder])]
+
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
         """Have a holder hold this and nothing else, in place."""
         raise NotImplementedError
@@ -105,6 +109,15 @@ class Kind:
             limit: how long it may get, where that is limited.
         """
         raise NotImplementedError
+
+    def filled(
+        self, kind: Any, keys: Sequence[Any], values: Sequence[Any], limit: int | None
+    ) -> Any:
+        """Return a holder of a class that holds this; arguments as of `new`."""
+        made = self.new(kind, values if self.frozen else (), limit)
+        if not self.frozen:
+            self.write(made, keys, values)
+        return made
 
 
 class Cells(Kind):

@@ -122,7 +122,7 @@ class Running:
                 self._write(large.kind, large.value, large.keys, large.values)
 
     def _write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
-        now = [*kind.keys([holder])], [*kind.values([holder])]
+        now = kind.held(holder)
         written = Written(kind, holder, *now, (id(holder), id(kind)))
         written.start()
         self._undo.append(written.end)
