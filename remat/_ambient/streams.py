@@ -1,9 +1,9 @@
 """Random streams: which there are, and how each is read and set.
 
-The global streams of Python and of NumPy are Mersenne Twisters. They are read before
-and after every forward, so reading must cost next to nothing. Their words are copied
-out of memory, once objects of known state have shown where they are. That is fifty
-times as fast as `random.getstate()`.
+The global streams of torch, of Python and of NumPy are Mersenne Twisters. They are read
+before and after every forward, so reading must cost next to nothing. Their words are
+copied out of memory, once objects of known state have shown where they are. That is
+fifty times as fast as `random.getstate()`.
 
 Invariant: two readings are equal exactly if nothing was drawn between them. A state is
 set through the public interface of its stream.
@@ -25,7 +25,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat._torch import function_mode_count, no_torch_functions
+from remat._torch import (
+    function_mode_count,
+    no_torch_functions,
+    twister_memory,
+    twister_state,
+)
 
 
 class Stream(NamedTuple):
@@ -72,6 +77,18 @@ def _bytes_of(state: torch.Tensor) -> bytes:
 
 def _set_torch(generator: torch.Generator, state: bytes) -> None:
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _torch_global(generator: torch.Generator) -> tuple[Stream, Any]:
+    memory = twister_memory(generator)
+    if memory is None:
+        return Stream("cpu", *_torch_access(generator)), None
+
+    def write(raw: bytes) -> None:
+        with no_torch_functions():  # unseen by modes
+            generator.set_state(twister_state(raw))
+
+    return Stream("cpu", lambda: memory.raw, write), memory
 
 
 # --- Python's ---
@@ -201,30 +218,27 @@ class GlobalStreams(NamedTuple):
 
 
 def _find_global(python: Any, numpy_random: Any) -> GlobalStreams:
-    cpu = Stream("cpu", *_torch_access(torch.default_generator))
-    found = [_python_global(python)]
+    found = [_torch_global(torch.default_generator), _python_global(python)]
     bits = None
     if isinstance(numpy_random, _MODULE):
         bits = numpy_random.get_bit_generator()
         found.append(_numpy_global(numpy_random))
-    streams = [cpu, *[stream for stream, _ in found]]
-    read = _reader(cpu, python, [memory for _, memory in found])
+    streams = [stream for stream, _ in found]
+    read = _reader(python, [memory for _, memory in found])
     read = read or (lambda: [s.read() for s in streams])
     return GlobalStreams(read, streams, python, numpy_random, bits)
 
 
-def _reader(
-    cpu: Stream, python: Any, memories: Sequence[Any]
-) -> Callable[[], Sequence[Any]] | None:
+def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
     """Return the quickest way to read all of them, if all of them are in memory."""
     if None in memories:
         return None
-    words, *rest = memories
+    twister, words, *rest = memories
     if not rest:
-        return lambda: (cpu.read(), (words.raw, python.gauss_next))
+        return lambda: (twister.raw, (words.raw, python.gauss_next))
     ((more, gauss),) = rest
     return lambda: (
-        cpu.read(),
+        twister.raw,
         (words.raw, python.gauss_next),
         (more.raw, gauss.raw),
     )

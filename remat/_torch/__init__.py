@@ -11,6 +11,7 @@
     fakes           a mode of fake tensors, and copies for it
     renorms         which rows `max_norm=` scales
     seeds           which seeds `torch.seed()` takes
+    twisters        the state of CPU generators, from memory
     storages        numbers of storages, references to them, copies that share one
     pytrees         torch's registry of pytree classes
     process         settings, and the global generators
@@ -216,4 +217,8 @@ from remat._torch.tracing import (
     show_to_traced_modes as show_to_traced_modes,
     size_hint as size_hint,
     uncompiled as uncompiled,
+)
+from remat._torch.twisters import (
+    twister_memory as twister_memory,
+    twister_state as twister_state,
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils import _pytree, checkpoint
 
-from remat._torch import process, pytrees, renorms, seeds, surroundings
+from remat._torch import process, pytrees, renorms, seeds, surroundings, twisters
 from remat._torch.selftest import expects, leaf, replaced
 
 
@@ -182,3 +182,15 @@ def _draw_with(noted: seeds.Seeds) -> tuple[int, list[float]]:
         return torch.seed(), torch.rand(2).tolist()
     finally:
         noted.end()
+
+
+@expects("twister_memory", "twister_state")
+def _memory_tells_what_was_drawn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    memory = twisters.twister_memory(generator)
+    before = memory.raw
+    assert memory.raw == before
+    first = torch.randn(3, generator=generator)
+    assert memory.raw != before
+    generator.set_state(twisters.twister_state(before))
+    assert torch.equal(torch.randn(3, generator=generator), first)

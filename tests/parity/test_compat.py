@@ -31,13 +31,24 @@ from remat._torch import (
     surroundings,
     tensors,
     tracing,
+    twisters,
 )
 
 
 ROOT = Path(__file__).parents[2]
 FILES = (
     *(autograd, distributed, fakes, graphs, levels, modes, nodes, operators),
-    *(process, pytrees, renorms, seeds, storages, surroundings, tensors, tracing),
+    *(
+        process,
+        pytrees,
+        renorms,
+        seeds,
+        storages,
+        surroundings,
+        tensors,
+        tracing,
+        twisters,
+    ),
 )
 SHIMS = sorted(
     name
