@@ -86,7 +86,7 @@ class Decisions:
 
     __slots__ = ("_made", "_next", "again")
 
-    def __init__(self, made: list[Any], *, again: bool) -> None:
+    def __init__(self, made: list[Any], *, again: bool = False) -> None:
         self._made, self._next, self.again = made, 0, again
 
     def next(self) -> Any:

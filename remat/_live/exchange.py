@@ -23,7 +23,7 @@ from remat._capture.objects import check_class
 from remat._live.containers import container_kind
 from remat._live.contents import At, Contents, Holder, Ref, Span
 from remat._live.holders import GONE, SCOPES, Kind, without_contents
-from remat._live.layout import Layout
+from remat._live.layout import Layout, groups_of
 
 
 class Exchange:
@@ -64,7 +64,7 @@ class Exchange:
     def start(self) -> None:
         """Have all holders hold what they held."""
         layout = self._layout
-        groups = [held for _, held in layout.holders(self._owners).groups()]
+        groups = [held for _, held in groups_of(layout.holders(self._owners))]
         spans = deque(self._contents.spans())
         values = self._start_level(_up_to(spans, len(groups)), groups)
         for first, last in itertools.pairwise((*layout.levels, len(layout.below))):

@@ -85,11 +85,15 @@ class Given:
         tensors: each once, in order.
         roots: what has a layout.
         buffers: the buffers of numbers.
-        streams: the random streams.
+        search: for random streams; None while nothing leads to one.
         index: the numbers of the tensors, by their identity.
+        has_containers: whether there are containers that may be changed.
     """
 
-    __slots__ = "_boxes", "_streams", "_todo", "buffers", "index", "roots", "tensors"
+    __slots__ = (
+        *("_boxes", "_todo", "buffers", "has_containers", "index", "roots"),
+        *("search", "tensors"),
+    )
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -98,31 +102,25 @@ class Given:
         self.buffers: list[Any] = []
         self._boxes: dict[int, Box] = {}
         self._todo: list[Box] = []
-        self._streams: StreamSearch | None = None
+        self.search: StreamSearch | None = None
+        self.has_containers = False
 
     @property
     def streams(self) -> StreamSearch:
-        """The random streams."""
-        if self._streams is None:
-            self._streams = StreamSearch()
-        return self._streams
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether some value may be a stream, or lead to one."""
-        return self._streams is not None
-
-    @property
-    def has_containers(self) -> bool:
-        """Whether there are containers that may be changed."""
-        return any(not box.how.frozen for box in self._boxes.values())
+        """The search for random streams, which is started."""
+        if self.search is None:
+            self.search = StreamSearch()
+        return self.search
 
     def put_aside(self, value: Any) -> Any:
         """Return what is held of a value."""
+        if type(value) in INERT:
+            return value
         kept = self._kept(value)
-        for box in self._todo:  # which grows
-            self._fill(box)
-        self._todo.clear()
+        if self._todo:
+            for box in self._todo:  # which grows
+                self._fill(box)
+            self._todo.clear()
         return kept
 
     def _fill(self, box: Box) -> None:
@@ -189,6 +187,7 @@ class Given:
             self.roots[id(kind)] = kind  # for what its methods refer to
         box = self._boxes[id(value)] = Box(value, how)
         self._todo.append(box)
+        self.has_containers = self.has_containers or not how.frozen
         return box
 
     def _root(self, value: Any) -> Any:

@@ -126,16 +126,6 @@ class Cells(Kind):
     fixed = 1
 
     @override
-    def read(
-        self,
-        holders: Sequence[Any],
-        values: list[Any],
-        keys: list[Any],
-        lengths: list[int],
-    ) -> None:
-        values += self.values(holders)
-
-    @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         try:
             return [cell.cell_contents for cell in holders]
@@ -241,11 +231,14 @@ class Classes(Kind):
         keys: list[Any],
         lengths: list[int],
     ) -> None:
+        before = len(values) - len(keys)
         for cls in holders:
             table = cls.__dict__
             lengths.append(len(table))
             values += table.values()
             keys += table
+        if len(values) - len(keys) != before:
+            raise MovedError
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:

@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
@@ -46,6 +46,9 @@ from remat._live.walk import Walk
 
 
 Group = tuple[Kind, list[Any]]
+# What owners are or have: the dicts of objects and functions, variables of functions,
+# namespaces with the names that code refers to, functions, classes, and other kinds.
+Holders = tuple[list[Any], list[Any], list[Any], list[Any], list[Any], Sequence[Group]]
 _ATTEMPTS = 10  # at a walk while other threads change what it reaches
 
 
@@ -76,10 +79,12 @@ class Layout:
         is_module: whether the root is a module.
         signature: the code of functions, functions in C, and the classes of objects.
         last: what the holders held at the last call.
+        hooks_known: how many hooks had been set anywhere when no module had one that
+            the walk did not see. A recompute hides those that were set since its call.
     """
 
     __slots__ = (
-        *("_closed", "_dicted", "_has_others", "_hooked", "_hooks", "_names"),
+        *("_closed", "_dicted", "_has_others", "_hooked", "_names", "hooks_known"),
         *("_spaces", "_vacant", "_variables", "below", "births", "cells", "classes"),
         *("compiled", "functions", "handles_states", "is_lazy", "is_module", "last"),
         *("levels", "linked", "objects", "odd", "owners", "scripted", "signature"),
@@ -90,7 +95,7 @@ class Layout:
         self._list_owners(walk)
         self._variables = walk.variables
         self.linked = [*map(weakref.ref, walk.linked)]
-        self._vacant, self._hooks = walk.vacant, hooks_so_far()
+        self._vacant, self.hooks_known = walk.vacant, hooks_so_far()
         self.streams = [*map(_reference, walk.streams.streams.values())]
         self.handles_states = walk.streams.handles_states
         self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
@@ -128,7 +133,7 @@ class Layout:
         numbers = {id(fn): i for i, fn in enumerate(functions, first)}
         self._names = [(numbers[id(fn)], (*held,)) for fn, held in walk.names.values()]
 
-    def holders(self, owners: list[Any]) -> "Holders":
+    def holders(self, owners: list[Any]) -> Holders:
         """Return what owners hold by.
 
         Raises:
@@ -141,15 +146,21 @@ class Layout:
         cells: list[Any] = []
         for fn in owners[self._closed]:
             cells += fn.__closure__
-        scopes = [(owners[i].__globals__, names) for i, names in self._names]
-        if self._spaces:
-            scopes += [(owners[i].__dict__, names) for i, names in self._spaces]
+        scopes: list[Any] = []
+        for i, names in self._names:
+            scopes.append((owners[i].__globals__, names))
+        for i, names in self._spaces:
+            scopes.append((owners[i].__dict__, names))
         functions, classes = owners[self.functions], owners[self.classes]
-        others: list[Group] = []
+        others: Sequence[Group] = ()
         if self._has_others:
-            others += (SLOTS, owners[self.slotted]), (SCRIPTED, owners[self.scripted])
-            others.append((VARIABLES, self._variables))
-        return Holders(tables, cells, scopes, functions, classes, others)
+            slotted, scripted = owners[self.slotted], owners[self.scripted]
+            others = (
+                (SLOTS, slotted),
+                (SCRIPTED, scripted),
+                (VARIABLES, self._variables),
+            )
+        return tables, cells, scopes, functions, classes, others
 
     def modules(self) -> list[Any]:
         """Return the dicts of the modules that the root reaches."""
@@ -168,18 +179,10 @@ class Layout:
         Raises:
             MovedError: one has.
         """
-        now = hooks_so_far()
-        for i, names in self._vacant if now != self._hooks else ():
+        for i, names in self._vacant:
             held = vars(owners[i])
             if any(held[name] for name in names):
                 raise MovedError
-
-    def hooks_are_known(self) -> None:
-        """Note that no module has hooks that the walk did not see.
-
-        Not while a recompute runs, which hides those that were set since its call.
-        """
-        self._hooks = hooks_so_far()
 
 
 def hooks_so_far() -> int:
@@ -192,31 +195,6 @@ def _reference(value: Any) -> Callable[[], Any]:
     if type(value).__weakrefoffset__:
         return weakref.ref(value)
     return lambda: value
-
-
-class Holders(NamedTuple):
-    """The holders that owners are or have, by kind.
-
-    Attributes:
-        tables: the dicts of objects and functions.
-        cells: the variables of functions.
-        scopes: namespaces, and the names that code refers to.
-        functions: for their code and their defaults.
-        classes: for their attributes.
-        others: those of further kinds.
-    """
-
-    tables: list[Any]
-    cells: list[Any]
-    scopes: list[Any]
-    functions: list[Any]
-    classes: list[Any]
-    others: list[Group]
-
-    def groups(self) -> list[Group]:
-        """Return the kinds in the order in which they are read."""
-        kinds = ATTRIBUTES, CELLS, SCOPES, FUNCTIONS, CLASSES
-        return [*zip(kinds, self[:5], strict=True), *self.others]
 
 
 class Taken:
@@ -266,18 +244,13 @@ class Taken:
         if cells:
             values += CELLS.values(cells)
         for scope, names in scopes:
-            values += [scope.get(name, MISSING) for name in names]
             lengths.append(len(names))
+            for name in names:
+                values.append(scope.get(name, MISSING))
         for fn in functions:
             values += (fn.__code__, fn.__defaults__, fn.__kwdefaults__)
-        for cls in classes:
-            table = cls.__dict__
-            before = len(values) - len(keys)
-            values += table.values()
-            keys += table
-            lengths.append(len(table))
-            if len(values) - len(keys) != before:
-                raise MovedError
+        if classes:
+            CLASSES.read(classes, values, keys, lengths)
         for kind, found in others:
             kind.read(found, values, keys, lengths)
 
@@ -295,7 +268,7 @@ class Taken:
 
     def groups(self) -> list[Group]:
         """Return all holders by kind, in the order in which they were read."""
-        return self.holders.groups() + self.below
+        return [*groups_of(self.holders), *self.below]
 
     def mark(self) -> None:
         """Note which objects were read, with the classes of the owners."""
@@ -312,6 +285,13 @@ class Taken:
         return now
 
 
+def groups_of(holders: Holders) -> list[Group]:
+    """Return the kinds of holders that owners are or have, in the order of reading."""
+    *held, others = holders
+    kinds = ATTRIBUTES, CELLS, SCOPES, FUNCTIONS, CLASSES
+    return [*zip(kinds, held, strict=True), *others]
+
+
 def take(layout: Layout) -> Taken:
     """Return what the holders of a layout hold now.
 
@@ -321,7 +301,8 @@ def take(layout: Layout) -> Taken:
     try:
         owners = [ref() for ref in layout.owners]
         taken = Taken(owners, layout.holders(owners))
-        layout.check_hooks(owners)
+        if RemovableHandle.next_id != layout.hooks_known:
+            layout.check_hooks(owners)
         if layout.below:
             taken.add(layout.below)
     except (AttributeError, TypeError, IndexError, KeyError, RuntimeError):
@@ -397,4 +378,4 @@ def _variable(layout: Layout, taken: Taken, p: int) -> str:
     """Return the name of a variable of an outer function, by its position."""
     functions = taken.owners[layout.functions]
     names = [name for fn in functions for name in fn.__code__.co_freevars]
-    return names[p - sum(map(len, taken.holders.tables))]
+    return names[p - sum(map(len, taken.holders[0]))]

@@ -97,7 +97,7 @@ class Reach:
         buffers = given.buffers
         for root in self._roots:
             buffers += root.buffers
-        self._buffers = [*zip(buffers, map(bytes_of, buffers), strict=True)]
+        self._buffers = [(buffer, bytes_of(buffer)) for buffer in buffers]
         self._running: Running | None = None
 
     def _find_in_hooks(self, given: Given) -> None:
@@ -120,8 +120,8 @@ class Reach:
         twice, none of them is apart: each has one number.
         """
         parameters: list[Tensor] = []
-        if any(root.contents.places for root in self._roots):
-            each = [root.tensors() for root in self._roots]
+        each = [root.tensors() for root in self._roots]
+        if any(each):
             parameters = self._parameters(given, each)
             self._number(given, each, apart=bool(parameters))
         self._refs = [*map(weakref.ref, given.tensors)]
@@ -164,8 +164,8 @@ class Reach:
     def _note_streams(self, given: Given) -> None:
         found: dict[int, Any] = {}
         self.handles_states = self.compiled = self.is_lazy = False
-        if given.has_streams:
-            search = given.streams
+        search = given.search
+        if search is not None:
             found, self.compiled = search.streams, search.compiled
             self.handles_states = search.handles_states
         for root in self._roots:

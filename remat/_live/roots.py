@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from remat._capture.kinds import is_buffer
 from remat._live.containers import container_kind
@@ -51,16 +52,17 @@ class Root:
         self.first: int | None = None
         owners = taken.owners
         # Held for functions that have to be made again.
-        self._namespaces = [*map(_globals_of, owners[layout.functions])]
+        self._namespaces = [fn.__globals__ for fn in owners[layout.functions]]
         self._iterators: dict[int, Iterated] = {}
         self.buffers: list[Any] = []
         self.large: dict[int, Large] = {}
         for p, name in layout.special.items():
             self._note_special(p, taken.values[p], name)
-        scripted = owners[layout.scripted]
         # As long as the call, as its caller would have held it.
-        opaque = [*map(taken.values.__getitem__, contents.opaque)]
-        self._held = [*map(owners.__getitem__, layout.odd), *scripted, *opaque]
+        self._held = owners[layout.scripted]
+        if layout.odd or contents.opaque:
+            self._held += map(owners.__getitem__, layout.odd)
+            self._held += map(taken.values.__getitem__, contents.opaque)
 
     def _note_special(self, place: int, value: Any, name: str) -> None:
         kind = type(value)
@@ -148,9 +150,6 @@ class Root:
         return self.layout.modules()
 
 
-_globals_of = operator.attrgetter("__globals__")
-
-
 # --- Roots ---
 
 # By the identity of a root: the root, and its layout.
@@ -167,7 +166,8 @@ def roots_of(values: Iterable[Any]) -> list[Root]:
             known.add(id(value))
             root = _root_of(value)
             found.append(root)
-            todo += [ref() for ref in root.layout.linked]
+            if root.layout.linked:
+                todo += [ref() for ref in root.layout.linked]
     return found
 
 
@@ -196,7 +196,7 @@ def _root_with(layout: Layout) -> Root | None:
         MovedError: it does not fit.
     """
     taken, last = take(layout), layout.last  # which other threads may replace
-    layout.hooks_are_known()
+    layout.hooks_known = RemovableHandle.next_id
     if not last.are_in(taken):
         if not last.has_form_of(taken):
             return None

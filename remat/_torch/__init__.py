@@ -9,6 +9,7 @@
     operators       what `torch.ops` holds; torch's keyed draws
     tensors         tensors without data, lazy bits, fake tensors
     fakes           a mode of fake tensors, and copies for it
+    noted           what a run does to torch's state that torch tells nobody
     renorms         which rows `max_norm=` scales
     seeds           which seeds `torch.seed()` takes
     twisters        the state of CPU generators, from memory
@@ -150,6 +151,7 @@ from remat._torch.nodes import (
     let_dynamo_see_nodes as let_dynamo_see_nodes,
     run_body as run_body,
 )
+from remat._torch.noted import Noted as Noted
 from remat._torch.operators import (
     HigherOrderOperator as HigherOrderOperator,
     OpOverload as OpOverload,
@@ -174,11 +176,10 @@ from remat._torch.pytrees import (
 from remat._torch.renorms import (
     Renorm as Renorm,
     Renorms as Renorms,
-    exchange_renorms as exchange_renorms,
     later_renorms as later_renorms,
     renorms_taken_back as renorms_taken_back,
 )
-from remat._torch.seeds import Seeds as Seeds
+from remat._torch.seeds import seed as seed
 from remat._torch.storages import (
     StorageRef as StorageRef,
     is_shared as is_shared,

@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils import _pytree, checkpoint
 
-from remat._torch import process, pytrees, renorms, seeds, surroundings, twisters
+from remat._torch import (
+    noted,
+    process,
+    pytrees,
+    renorms,
+    seeds,
+    surroundings,
+    twisters,
+)
 from remat._torch.selftest import expects, leaf, replaced
 
 
@@ -144,17 +152,15 @@ def _classes_of_pytrees_are_listed() -> None:
     assert keyed == [(_pytree.GetAttrKey("a"), 3)]
 
 
-@expects(
-    *("Renorm", "Renorms", "exchange_renorms", "later_renorms", "renorms_taken_back")
-)
+@expects("Renorm", "Renorms", "later_renorms", "renorms_taken_back")
 def _scaled_rows_are_noted() -> None:
-    weight, notes = torch.tensor([[3.0], [0.5]]), list[renorms.Renorm]()
-    before = renorms.exchange_renorms(notes)
+    weight, notes = torch.tensor([[3.0], [0.5]]), noted.Noted()
+    notes.start()
     try:
         torch.nn.functional.embedding(torch.tensor([0, 1]), weight, max_norm=1.0)
     finally:
-        assert renorms.exchange_renorms(before) is notes
-    (note,) = notes
+        notes.end()
+    (note,) = notes.renorms
     assert (note.rows.tolist(), note.before.tolist()) == ([0], [[3.0]])
     assert weight[0] < 3.0
     later = renorms.later_renorms(note.storage)
@@ -164,24 +170,24 @@ def _scaled_rows_are_noted() -> None:
     assert [note.rows.tolist() for note in later.changes] == [[1]]
 
 
-@expects("Seeds")
+@expects("Noted", "seed")
 def _seeds_are_taken_again() -> None:
     state = torch.get_rng_state()
     try:
-        forward = seeds.Seeds()
+        forward = noted.Noted()
         first = _draw_with(forward)
-        assert forward.taken == [first[0]]
-        assert _draw_with(seeds.Seeds(forward.taken)) == first
+        assert forward.seeds == [first[0]]
+        assert _draw_with(noted.Noted(forward.seeds)) == first
     finally:
         torch.set_rng_state(state)
 
 
-def _draw_with(noted: seeds.Seeds) -> tuple[int, list[float]]:
-    noted.start()
+def _draw_with(notes: noted.Noted) -> tuple[int, list[float]]:
+    notes.start()
     try:
-        return torch.seed(), torch.rand(2).tolist()
+        return seeds.seed(), torch.rand(2).tolist()
     finally:
-        noted.end()
+        notes.end()
 
 
 @expects("twister_memory", "twister_state")

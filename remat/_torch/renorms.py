@@ -3,11 +3,10 @@
 torch does so without a graph, in each forward. To do it again may scale them again, by
 the rounding of the first time. So a recompute has to start from the rows before.
 
-Invariant: who notes nothing sees torch's own function. Graphs are made of that one.
+Invariant: as of `noted`. Graphs are made of torch's own function.
 Rejected: a copy of the weight before each forward that has such an embedding.
 """
 
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.jit import _builtins
 
 from remat._torch.modes import unseen
+from remat._torch.noted import NOTES
 from remat._torch.storages import storage_id
 
 
@@ -44,20 +44,8 @@ class Renorms:
         self.changes: list[Renorm] = []
 
 
-class _Notes(threading.local):
-    current: list[Renorm] | None = None
-    later = True  # whether logs of other calls are added to
-
-
-_NOTES = _Notes()
 # By the number of the storage of a weight.
 _LOGS: dict[int, weakref.WeakSet[Renorms]] = {}
-
-
-def exchange_renorms(notes: list[Renorm] | None) -> list[Renorm] | None:
-    """Have changes that this thread makes noted in a list; return the one before."""
-    before, _NOTES.current = _NOTES.current, notes
-    return before
 
 
 def later_renorms(storage: int) -> Renorms:
@@ -74,17 +62,17 @@ def later_renorms(storage: int) -> Renorms:
 @contextmanager
 def renorms_taken_back() -> Iterator[None]:
     """Run a body whose changes are taken back: they are not added anywhere."""
-    before, _NOTES.later = _NOTES.later, False
+    before, NOTES.later = NOTES.later, False
     try:
         yield
     finally:
-        _NOTES.later = before
+        NOTES.later = before
 
 
 def _logs_of(storage: int) -> list[list[Renorm]]:
     """Return what a change that this thread makes now is added to."""
-    logs: list[list[Renorm]] = [] if _NOTES.current is None else [_NOTES.current]
-    if _NOTES.later and storage in _LOGS:
+    logs: list[list[Renorm]] = [] if NOTES.current is None else [NOTES.current.renorms]
+    if NOTES.later and storage in _LOGS:
         logs += [log.changes for log in _LOGS[storage]]
         if not _LOGS[storage]:
             _LOGS.pop(storage, None)
@@ -99,7 +87,7 @@ _renorm_of_torch = _functional._no_grad_embedding_renorm_
 def renorm(weight: Any, indices: Any, max_norm: float, norm_type: float) -> None:
     """Scale rows of a weight, as torch does, and note them."""
     logs: list[list[Renorm]] = []
-    if not torch.compiler.is_compiling() and (_NOTES.current is not None or _LOGS):
+    if not torch.compiler.is_compiling() and (NOTES.current is not None or _LOGS):
         logs = _logs_of(storage_id(weight))
     if not logs:
         _renorm_of_torch(weight, indices, max_norm, norm_type)

@@ -17,7 +17,6 @@ Under base autograd: plain's own graph, which holds handles.
     copies              what a forward may write to unseen, and how it is put back
     still               which buffers are copied, and which are watched
     packing             the hook of the forward: what becomes a handle
-    in_call             the context that a forward or a recompute runs in
     refill              the recompute, once a handle is read
     filling             the hook of the recompute: it fills the handles
     leaves              what a recompute must leave as it was

@@ -21,27 +21,31 @@ import torch
 from torch import Tensor
 
 from remat._ambient.ambient import NOTHING
-from remat._base.context import within
+from remat._base.context import Decisions, here, within
 from remat._base.errors import MutationError, RecomputeError
 from remat._base.tensors import outside_inference_mode
 from remat._base.tracebacks import note
-from remat._graph.handles import Handle
+from remat._graph.handles import Handle, unpack
 from remat._partial.following import Replaying
 from remat._torch import (
-    Seeds,
+    Noted,
     batched_again,
     below_all_levels,
     current_task,
     eager_only,
     execution_group,
     keeps_graph,
+    pop_hooks,
+    push_hooks,
     reads_what_is_written_late,
+    resume_hooks,
+    set_grad_enabled,
+    suspend_hooks,
     torch_functions,
     when_done,
 )
 from remat._transform.checks import changed_inside, reading_refused
 from remat._transform.filling import Filling, Stop
-from remat._transform.in_call import InCall
 from remat._transform.leaves import (
     NO_EFFECTS,
     PreserveGradients,
@@ -197,20 +201,45 @@ def recompute(
         tensors: to run on.
         mode: to run under, or None.
     """
-    with InCall(call, filling.pack, again=True), _restored(call, tensors):
-        try:
-            if mode is None:
+    context = here()
+    before = context.only_our_hooks, context.policy, context.decisions
+    inside, recomputing = context.inside, context.recomputing
+    context.only_our_hooks, context.policy = True, call.policy
+    context.decisions = Decisions(call.inner, again=True)
+    context.recomputing = (*recomputing, call)
+    if context.examining is not None:
+        context.inside = (*inside, call)
+    # The hooks and the grad mode of the backward do not count.
+    suspended, grad_mode = suspend_hooks(), torch.is_grad_enabled()
+    set_grad_enabled(True)
+    push_hooks(filling.pack, unpack)
+    try:
+        with _restored(call, tensors):
+            _run_until_filled(call, filling, tensors, mode)
+    finally:
+        pop_hooks()
+        context.only_our_hooks, context.policy, context.decisions = before
+        context.inside, context.recomputing = inside, recomputing
+        set_grad_enabled(grad_mode)
+        resume_hooks(suspended)
+
+
+def _run_until_filled(
+    call: SavedCall, filling: Filling, tensors: Sequence[Tensor], mode: Any
+) -> None:
+    try:
+        if mode is None:
+            run_again(call, tensors)
+        else:
+            with within(call.policy, followed=True), mode:
                 run_again(call, tensors)
-            else:
-                with within(call.policy, followed=True), mode:
-                    run_again(call, tensors)
-                    mode.end()
-        except Stop:
-            pass
-        except Exception:
-            # TorchScript's interpreter raises another error in place of `Stop`.
-            if filling.left:
-                raise
+                mode.end()
+    except Stop:
+        pass
+    except Exception:
+        # TorchScript's interpreter raises another error in place of `Stop`.
+        if filling.left:
+            raise
 
 
 def run_again(call: SavedCall, tensors: Sequence[Tensor]) -> None:
@@ -227,13 +256,13 @@ def run_again(call: SavedCall, tensors: Sequence[Tensor]) -> None:
 
 def _run(call: SavedCall, *tensors: Tensor) -> tuple[()]:
     exchanges = not call.inputs.has_parameters(tensors)
-    seeds = Seeds(call.seeds)
+    noted = Noted(call.seeds)
     with call.reach.restored(tensors, exchanges=exchanges) as running:
-        seeds.start()
+        noted.start()
         try:
             call.run_again(running, tensors)
         finally:
-            seeds.end()
+            noted.end()
     return ()
 
 

@@ -25,28 +25,28 @@ from typing import Any
 from torch import Tensor
 
 from remat._ambient.draws import without_draws
-from remat._base.context import here, within
+from remat._base.context import Context, Decisions, here, within
 from remat._base.types import Fn
-from remat._graph.handles import Handle
+from remat._graph.handles import Handle, unpack
 from remat._live.reach import Reach
 from remat._partial.decide import warn_if_asked, why_no_record
 from remat._partial.following import Following
 from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import Options
 from remat._torch import (
+    Noted,
     Renorm,
-    Seeds,
     current_layer,
     eager_only,
-    exchange_renorms,
+    pop_hooks,
+    push_hooks,
     unbatched,
     unwrap_dead,
 )
 from remat._transform import refill
 from remat._transform.changes import changes_of
 from remat._transform.checks import changed_inside
-from remat._transform.in_call import InCall
-from remat._transform.leaves import Watched
+from remat._transform.leaves import Effects, Watched
 from remat._transform.packing import Packing
 from remat._transform.saved_call import SavedCall
 
@@ -117,42 +117,48 @@ class Saved(SavedCall):
     ) -> Any:
         """Run the function as it is."""
         following, watched = self.following, Watched(self.inputs.leaves())
-        observe = None if following is None else following.pack
-        packing = Packing(self, inputs, observe)
+        packing = Packing(self, inputs, None if following is None else following.pack)
         self.handles, self.metas = packing.handles, packing.metas
-        renorms, seeds = list[Renorm](), Seeds()
-        around = exchange_renorms(renorms)
-        self.seeds = seeds.taken
-        seeds.start()
+        context, noted = here(), Noted()
+        self.seeds = noted.seeds
+        before = context.only_our_hooks, context.policy, context.decisions
+        inside = context.inside
+        context.only_our_hooks = self._only_ours(context)
+        context.policy, context.decisions = self.policy, Decisions(self.inner)
+        if context.examining is not None:
+            context.inside = (*inside, self)
+        noted.start()
+        push_hooks(packing.pack, unpack)
         try:
-            with InCall(self, packing.pack):
-                if following is None or following.mode is None:
+            if following is None or following.mode is None:
+                result = fn(*args, **kwargs)
+            else:
+                with within(self.policy, followed=True), following.mode:
                     result = fn(*args, **kwargs)
-                else:
-                    with within(self.policy, followed=True), following.mode:
-                        result = fn(*args, **kwargs)
-                    following.mode.end()
+                following.mode.end()
         except BaseException:
             # Its mode holds what the policy may save, with the graph, which holds the
             # call: the garbage collector would not see that.
             self.following = None
             raise
         finally:
-            seeds.end()
-            exchange_renorms(around)
-            if around is not None:
-                around += renorms
+            pop_hooks()
+            context.only_our_hooks, context.policy, context.decisions = before
+            context.inside = inside
+            noted.end()
             packing.done()
             self.reach.forward_done()
         handles = [None if ref is None else ref() for ref in self.handles]
         if handles.count(None) < len(handles):
-            self.effects = watched.effects(inputs)
-            if following is not None:
-                why = following.gives_up(accumulates=self.effects.accumulates)
-                if why:
-                    self._follow_nothing(inputs, why)
-            self._end(inputs, handles, renorms)
+            self._end(inputs, handles, watched.effects(inputs), noted.renorms)
         return result
+
+    def _only_ours(self, context: Context) -> bool:
+        """Say whether all hooks for saved tensors here are of calls of remat."""
+        hooks = self.hooks
+        if hooks is None or hooks[0] is context.scope_pack:
+            return True
+        return context.only_our_hooks and self.is_nested
 
     def _follow_nothing(self, inputs: Sequence[Tensor], why: str) -> None:
         """Recompute all, and warn if that is not what was asked for."""
@@ -165,6 +171,7 @@ class Saved(SavedCall):
         self,
         inputs: Sequence[Tensor],
         handles: Sequence[Handle | None],
+        effects: Effects,
         renorms: Sequence[Renorm],
     ) -> None:
         """Keep what a recompute needs, now that the forward has ended.
@@ -172,12 +179,18 @@ class Saved(SavedCall):
         Raises:
             MutationError: the function changed an input that is not copied.
         """
+        self.effects = effects
         self.ambient.forward_done(keeps_casts=True)
         following = self.following
         if following is not None:
-            # Before the inputs: a recompute of the call around has residuals packed
-            # while this call runs, and has to pack in the same order.
-            following.finish(handles)
+            why = following.gives_up(accumulates=effects.accumulates)
+            if why:
+                self._follow_nothing(inputs, why)
+                following = None
+            else:
+                # Before the inputs: a recompute of the call around has residuals packed
+                # while this call runs, and has to pack in the same order.
+                following.finish(handles)
         changed = self.inputs.note_changes(inputs, renorms)
         if changed is not None:
             reach = self.reach

@@ -76,8 +76,8 @@ class SavedInputs:
     """
 
     __slots__ = (
-        *("_classes", "_first", "_hooks", "_memory", "_outside", "_refs", "_still"),
-        "attributes",
+        *("_are_leaves", "_classes", "_first", "_hooks", "_memory", "_outside"),
+        *("_refs", "_still", "attributes"),
         *("copied", "leaves_at", "needs", "nodes", "renorms", "values", "versions"),
     )
 
@@ -105,7 +105,11 @@ class SavedInputs:
         self._outside: dict[int, Any] | None = {} if nested else None
         self._memory: dict[int, Memory] = {}  # of inputs, until the forward has ended
         self._still: Still | None = None
-        if False not in needs[:first] and hooks is None and True not in self.nodes:
+        # Whether all are saved themselves.
+        self._are_leaves = (
+            hooks is None and True not in self.nodes and False not in needs[:first]
+        )
+        if self._are_leaves:
             self.leaves_at: Sequence[int] = range(len(inputs))
             self.values: list[Any] = [*inputs]
             return
@@ -238,7 +242,7 @@ class SavedInputs:
     def let_go(self, dropped: Mapping[int, Absent]) -> None:
         """Put absent tensors in place of inputs that no recompute reads."""
         for i, absent in dropped.items():
-            self.values[i] = absent
+            self.values[i], self._are_leaves = absent, False
         self.copied -= dropped.keys()
 
     # --- For a recompute ---
@@ -246,6 +250,10 @@ class SavedInputs:
     def changed(self) -> list[int]:
         """Return the inputs that were changed in place since."""
         values, then, first = self.values, self.versions, self._first
+        if self._are_leaves and not self.renorms:
+            now = versions_of(values)
+            if now == then:
+                return []
         if self.renorms:
             then = then.copy()
             for i, (_, later) in self.renorms.items():
@@ -269,6 +277,8 @@ class SavedInputs:
     def leaves(self) -> list[Tensor]:
         """Return the inputs that are saved themselves."""
         at, first = self.leaves_at, self._first
+        if self._are_leaves:
+            return self.values
         before = len(at) - len(self.values) + first
         return [*map(self.values.__getitem__, at[:before]), *self.values[first:]]
 
@@ -290,6 +300,9 @@ class SavedInputs:
         if self._memory:
             self._copy_from_bytes()
         needs, first = self.needs, self._first
+        is_same = leaves_themselves and self._are_leaves
+        if is_same and [*map(_requires_grad, self.values)] == needs:
+            return [*self.values]
         leaves_at = {*self.leaves_at} if leaves_themselves else ()
         parameters = self.values[first:]
         if leaves_themselves and [*map(_requires_grad, parameters)] == needs[first:]:

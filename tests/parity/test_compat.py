@@ -21,6 +21,7 @@ from remat._torch import (
     levels,
     modes,
     nodes,
+    noted,
     operators,
     process,
     pytrees,
@@ -37,18 +38,9 @@ from remat._torch import (
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    *(autograd, distributed, fakes, graphs, levels, modes, nodes, operators),
-    *(
-        process,
-        pytrees,
-        renorms,
-        seeds,
-        storages,
-        surroundings,
-        tensors,
-        tracing,
-        twisters,
-    ),
+    *(autograd, distributed, fakes, graphs, levels, modes, nodes, noted, operators),
+    *(process, pytrees, renorms, seeds, storages, surroundings, tensors, tracing),
+    twisters,
 )
 SHIMS = sorted(
     name
