@@ -122,8 +122,9 @@ class Running:
                 self._write(large.kind, large.value, large.keys, large.values)
 
     def _write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
-        now = kind.held(holder)
-        written = Written(kind, holder, *now, (id(holder), id(kind)))
+        key = (id(holder), id(kind))
+        now_keys, now_values = kind.held(holder)
+        written = Written(kind, holder, now_keys, now_values, key)
         written.start()
         self._undo.append(written.end)
         kind.write(holder, keys, values)

@@ -31,7 +31,7 @@ def twister_memory(generator: torch.Generator) -> Any:
     start = _start()
     if start is None:
         return None
-    return (ctypes.c_char * _SIZE).from_address(generator._cdata + start)
+    return (ctypes.c_char * _SIZE).from_address(_address(generator) + start)
 
 
 def twister_state(raw: bytes) -> Tensor:
@@ -42,27 +42,31 @@ def twister_state(raw: bytes) -> Tensor:
 def _state_of(raw: bytes, start: int | None) -> Tensor:
     assert start is not None
     generator = torch.Generator()
-    ctypes.memmove(generator._cdata + start, raw, _SIZE)
+    ctypes.memmove(_address(generator) + start, raw, _SIZE)
     return generator.get_state()
+
+
+def _address(generator: Any) -> int:
+    return generator._cdata
 
 
 @functools.cache
 def _start() -> int | None:
     """Return where in a generator its state begins, if that is as expected."""
     probe = torch.Generator().manual_seed(_SEED)
-    start = ctypes.string_at(probe._cdata, _HEAD).find(struct.pack("Q", _SEED))
+    start = ctypes.string_at(_address(probe), _HEAD).find(struct.pack("Q", _SEED))
     if start < 0:
         return None
     words = struct.unpack_from(f"{_WORDS}Q", bytes(probe.get_state().tolist()), 24)
     known = struct.pack(f"{_WORDS}I", *words)
-    if ctypes.string_at(probe._cdata + start + _BEFORE, len(known)) != known:
+    if ctypes.string_at(_address(probe) + start + _BEFORE, len(known)) != known:
         return None
     return start if _is_all(probe, start) else None
 
 
 def _is_all(probe: torch.Generator, start: int) -> bool:
     """Say whether the memory from there on is the whole state, through some draws."""
-    memory = (ctypes.c_char * _SIZE).from_address(probe._cdata + start)
+    memory = (ctypes.c_char * _SIZE).from_address(_address(probe) + start)
     for dtype in (torch.float64, torch.float32, torch.float64, torch.float32):
         before = memory.raw
         torch.empty(1, dtype=dtype).normal_(generator=probe)

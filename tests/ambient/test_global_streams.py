@@ -234,12 +234,13 @@ STASHED = {
 @pytest.mark.parametrize(("fn", "streams"), STASHED.values(), ids=STASHED.keys())
 def test_only_the_states_of_streams_that_moved_are_stashed(fn, streams):
     x, fn = leaf(1024), remat(fn)
-    assert live_bytes(lambda: fn(x)) == 4096  # a state, five kilobytes, is no tensor
+    assert live_bytes(lambda: fn(x)) == 4096  # a state is no tensor
     before = {*map(id, saved_calls())}
     y = fn(x)
     (call,) = (call for call in saved_calls() if id(call) not in before)
-    sizes = [len(state) for _, state in call.ambient.moved]
-    assert sizes == [torch.get_rng_state().numel()] * streams
+    states = [state for _, state in call.ambient.moved]
+    assert len(states) == streams
+    assert all(len(state) <= 624 * 4 + 64 for state in states)  # words of 32 bits
     with count_ops() as ops:
         y.sum().backward()
     assert ops["sin"] == 1  # what the second sine makes is not needed
