@@ -7,6 +7,7 @@ import contextlib
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 from typing_extensions import override
@@ -41,14 +42,15 @@ class Dicts(Kind):
         lengths: list[int],
     ) -> None:
         values_of, keys_of, length_of = self._by
-        for table in holders:
-            length, ends = length_of(table), len(values) + len(keys)
-            lengths.append(length)
-            if length:  # most are empty
+        found = [*map(length_of, holders)]
+        count, ends = sum(found), len(values) + len(keys)
+        lengths += found
+        if count:
+            for table in compress(holders, found):  # most are empty
                 values += values_of(table)
                 keys += keys_of(table)
-            if len(values) + len(keys) != ends + 2 * length:
-                raise MovedError
+        if len(values) + len(keys) != ends + 2 * count:
+            raise MovedError
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:

@@ -17,6 +17,7 @@ from torch.func import grad, grad_and_value, vjp, vmap
 from remat import RandomnessError, remat
 from remat._ambient import streams as _streams
 from remat._torch import process as _process
+from remat._torch import twisters as _twisters
 from remat._transform.saved import Saved
 from remat.testing import assert_same, count_ops, live_bytes
 
@@ -244,6 +245,19 @@ def test_only_the_states_of_streams_that_moved_are_stashed(fn, streams):
     with count_ops() as ops:
         y.sum().backward()
     assert ops["sin"] == 1  # what the second sine makes is not needed
+
+
+@pytest.fixture
+def fresh_memory():
+    _twisters._start.cache_clear()
+    return _twisters._start
+
+
+def test_the_state_is_found_in_memory_within_a_vmap(fresh_memory):
+    x = torch.randn(3, 4)
+    torch.func.vmap(remat(lambda x: x.sin()))(x.requires_grad_()).sum().backward()
+    assert fresh_memory.cache_info().currsize == 1
+    assert fresh_memory() is not None
 
 
 # --- rng="error" -----------------------------------------------------------------
