@@ -16,8 +16,7 @@ from torch.func import grad, grad_and_value, vjp, vmap
 
 from remat import RandomnessError, remat
 from remat._ambient import streams as _streams
-from remat._torch import process as _process
-from remat._torch import twisters as _twisters
+from remat._torch import process as _process, twisters as _twisters
 from remat._transform.saved import Saved
 from remat.testing import assert_same, count_ops, live_bytes
 
