@@ -113,6 +113,7 @@ from remat._torch.levels import (
     is_shared_by_examples as is_shared_by_examples,
     kind_of as kind_of,
     leaf_at as leaf_at,
+    levels_here as levels_here,
     lifted as lifted,
     requires_grad_at_any_level as requires_grad_at_any_level,
     unbatched as unbatched,

@@ -80,7 +80,7 @@ def _forward_levels_are_known() -> None:
 @expects(
     *("GRAD", "are_all_vmaps", "base_tensor", "below_all_levels", "grad_level"),
     *("is_of_level_above", "is_of_torch_func", "leaf_at", "unwrap_dead"),
-    "without_node",
+    *("levels_here", "without_node"),
 )
 def _a_level_is_opened() -> None:
     x = torch.ones(2)
@@ -98,6 +98,7 @@ def _a_level_is_opened() -> None:
         assert layer is not None
         assert levels.kind_of(layer) == levels.GRAD
         assert levels.are_all_vmaps() is False
+        assert levels.levels_here() == [(levels.GRAD, level)]
         alone = levels.without_node(t.sin())
         assert alone.grad_fn is None
         assert levels.maybe_get_level(alone) == level

@@ -246,6 +246,12 @@ def are_all_vmaps() -> bool:
     return all(layer.key().value == VMAP for layer in get_interpreter_stack() or ())
 
 
+def levels_here() -> list[tuple[int, int]]:
+    """Return the kind and the number of each active level, from the outermost in."""
+    layers = get_interpreter_stack() or ()
+    return [(kind_of(layer), layer.level()) for layer in layers]
+
+
 How: TypeAlias = tuple[Flat, int, str]  # in_dims, batch size, randomness
 
 

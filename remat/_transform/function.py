@@ -19,6 +19,7 @@ and `jvp` as plain code (silent zeros for jacfwd of jacfwd).
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Collection, Sequence
 from itertools import compress
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from remat._base.context import here
 from remat._base.program import Evaluation, Program, Request, has_derivatives
 from remat._base.tensors import outside_inference_mode
 from remat._base.tracebacks import hide_frames
@@ -47,6 +49,7 @@ from remat._torch import (
     forward_ad_enabled,
     is_below_tracer,
     kind_of,
+    levels_here,
     lifted,
     requires_grad_at_any_level,
     saved_tensors,
@@ -87,11 +90,31 @@ def evaluate_differentiably(
         program: to evaluate.
         inputs: to evaluate it on.
         needs: which of them require grad, at any level.
+
+    Raises:
+        NotImplementedError: two levels of forward mode, one in the other, are around
+            a level of `grad`.
     """
     if True not in needs:
         return None
     layer = current_layer()
+    if layer is not None and layer.level() > 2 and _is_forward_twice_around_reverse():
+        raise NotImplementedError(_TWICE_FORWARD)
     return _dispatch_at(layer, program, inputs, Request(needs, layer is None))[0]
+
+
+def _is_forward_twice_around_reverse() -> bool:
+    """Say whether two levels of forward mode, one in the other, are around `grad`.
+
+    That is a level of the user's. A level of `grad` between the two parts them. What is
+    around the first level of a rule is what the rule is for.
+    """
+    of_rules = here().rule_levels
+    first = of_rules[0] if of_rules else 0
+    levels = [(k, n) for k, n in levels_here() if n >= first and k != VMAP]
+    users = [i for i, (k, n) in enumerate(levels) if k == GRAD and n not in of_rules]
+    around = [k for k, _ in levels[: users[-1]]] if users else []
+    return (JVP, JVP) in itertools.pairwise(around)
 
 
 Evaluated: TypeAlias = tuple[Sequence[Any], Evaluation]
@@ -326,3 +349,11 @@ def _as_views(outs: Sequence[Any], shared: Collection[int]) -> list[Any]:
     # Past the modes of a tracer nobody would know what the alias is of.
     view = torch.ops.aten.alias.default if is_below_tracer() else alias
     return [view(o) if j in shared else o for j, o in enumerate(outs)]
+
+
+_TWICE_FORWARD = (
+    "remat: forward mode is used twice around reverse mode, as in jvp(jvp(grad(f))), "
+    "jacfwd(hessian(f)) or jacfwd(jacfwd(grad(f))): a rematerialized function has no "
+    "third derivatives in that order. Use reverse mode once more, as in "
+    "jvp(grad(grad(f))) or jacrev(hessian(f)), or call f without remat."
+)

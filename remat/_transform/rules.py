@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from typing_extensions import override
 
-from remat._base.context import differentiated
+from remat._base.context import differentiated, of_rule
 from remat._base.program import (
     Evaluation,
     OutsideVmap,
@@ -47,6 +47,7 @@ from remat._torch import (
     once_differentiable_function,
     pull_back,
     pull_in_grad_mode,
+    requires_grad_at_any_level,
     unwrap_for_grad,
     without_hooks,
 )
@@ -133,7 +134,10 @@ class Vjp(Program):
             create_graph = torch.is_grad_enabled()  # perhaps below this level
             inner, outs = self._recompute_at_level(primals, mode)
         else:
-            # One recompute, and one set of draws, serves a batch of cotangents.
+            # One recompute, and one set of draws, serves a batch of cotangents. Below
+            # their vmap they, or the primals, may be differentiated once more.
+            tensors = (*primals, *cts)
+            create_graph = create_graph or is_recorded_below(tensors)
             inner, outs = call_below_vmap(self._recompute, primals, create_graph, mode)
             is_checked = program.check_outputs(outs)
         grads = self._pull_back(
@@ -220,7 +224,7 @@ class Vjp(Program):
         self, primals: Sequence[Tensor], mode: Any
     ) -> tuple[Sequence[Tensor], Outputs]:
         """Recompute under transforms: in a level of its own."""
-        with grad_level() as level, grad_mode(True):
+        with grad_level() as level, of_rule(level), grad_mode(True):
             leaves = [
                 leaf_at(level, primals[i], requires_grad=True) for i in self._wanted
             ]
@@ -308,14 +312,18 @@ class Jvp(Program):
 
         def of_given(*given: Tensor) -> Outputs:
             nonlocal positions, count
-            outs = self._program.run(*replace(primals, self._given, given))
+            layer = current_layer()
+            assert layer is not None
+            with of_rule(layer.level()):
+                outs = self._program.run(*replace(primals, self._given, given))
             positions = [j for j, o in enumerate(outs) if has_derivatives(o)]
             count = len(outs)
-            return tuple(outs[j] for j in positions)
+            # torch refuses a function without outputs.
+            return tuple(outs[j] for j in positions) or given[:1]
 
         given = tuple(primals[i] for i in self._given)
         found = torch.func.jvp(of_given, given, tuple(tangents))[1]
-        return tuple(replace([None] * count, positions, found))
+        return tuple(replace([None] * count, positions, found[: len(positions)]))
 
     def _push_dual(
         self, primals: Sequence[Tensor], tangents: Sequence[Tensor]
@@ -388,7 +396,7 @@ class Batch(Program):
     def _run_forward(self, *inputs: Tensor, mode: Any) -> Outputs:
         # As plain code sees them: requiring grad outside the vmap and not inside it,
         # where other kernels would be chosen.
-        with grad_level() as level:
+        with grad_level() as level, of_rule(level):
             pairs = zip(inputs, self.needs_outside, strict=True)
             inner = [leaf_at(level, t, requires_grad=need) for t, need in pairs]
             outs = self.unbatched.run(*inner, mode=mode)
@@ -446,6 +454,11 @@ def requires_grad(tensor: Tensor | None) -> bool:
 def is_recorded(inputs: Sequence[Tensor]) -> bool:
     """Say whether autograd records what is done with `inputs`."""
     return torch.is_grad_enabled() and True in map(_requires_grad, inputs)
+
+
+def is_recorded_below(inputs: Sequence[Tensor]) -> bool:
+    """Say whether autograd records it at this level or below, the base included."""
+    return torch.is_grad_enabled() and any(map(requires_grad_at_any_level, inputs))
 
 
 _requires_grad = operator.attrgetter("requires_grad")

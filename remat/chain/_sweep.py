@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from remat._base.context import of_rule
 from remat._base.errors import MutationError
 from remat._base.program import fresh_leaves
 from remat._base.tensors import versions_of
@@ -57,7 +58,7 @@ def cutting(
             yield Cut(leaves, _leaf, Tensor.detach)
             return
         plain = [t.detach() for t in inputs]
-        with grad_level() as level:
+        with grad_level() as level, of_rule(level):
 
             def leaf(t: Tensor, need: bool) -> Tensor:
                 return leaf_at(level, t, requires_grad=need)
