@@ -1,0 +1,127 @@
+"""Derivatives of derivatives, where a level is below another one of another kind."""
+
+import pytest
+import torch
+from support.zoo import assert_not_vanishing, make
+from torch import nn
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+
+from remat import remat
+from remat.testing import count_ops
+
+
+X = make(3, seed=31)
+
+
+class Sine(nn.Module):
+    def forward(self, x):
+        return x.sin() * x
+
+
+def two_blocks(wrap):
+    """Return a function of two blocks, the first of which has no parameters."""
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 3).double()
+    first, second = wrap(Sine()), wrap(linear)
+    return lambda x: second(first(x)), [*linear.parameters()]
+
+
+def scalar(fn):
+    return lambda x: fn(x).square().sum()
+
+
+# --- A backward around levels that batch cotangents ---
+
+OVER_BATCHED = {
+    "jacrev": jacrev,
+    "jacrev of jacrev": lambda fn: jacrev(jacrev(fn)),
+    "jacrev of grad": lambda fn: jacrev(grad(scalar(fn))),
+    "vmap of jacrev": lambda fn: lambda x: vmap(jacrev(fn))(torch.stack([x, 2 * x])),
+    "hessian": lambda fn: hessian(scalar(fn)),
+}
+
+
+def parameter_gradients(transform, wrap):
+    """Return gradients of the parameters, and how many sines were computed."""
+    fn, parameters = two_blocks(wrap)
+    with count_ops() as ops:
+        out = transform(fn)(X).square().sum()
+        found = torch.autograd.grad(out, parameters, allow_unused=True)
+    return found, ops["sin"]
+
+
+@pytest.mark.parametrize("transform", OVER_BATCHED.values(), ids=OVER_BATCHED.keys())
+def test_a_backward_reaches_parameters_through_batched_cotangents(transform):
+    expected, once = parameter_gradients(transform, lambda fn: fn)
+    assert expected[0] is not None
+    assert_not_vanishing(expected[:1])
+    found, again = parameter_gradients(transform, remat)
+    for ours, plain in zip(found, expected, strict=True):
+        assert (ours is None) == (plain is None)
+        if plain is not None:
+            torch.testing.assert_close(ours, plain)
+    assert again > once
+
+
+# --- Forward mode twice around reverse mode ---
+
+
+def push(fn):
+    return lambda x: jvp(fn, (x,), (torch.cos(x).detach(),))[1]
+
+
+def gradient(fn):
+    return grad(lambda x: fn(x).sum())
+
+
+REFUSED = {
+    "jvp of jvp of grad": lambda fn: push(push(gradient(fn))),
+    "jacfwd of hessian": lambda fn: jacfwd(hessian(scalar(fn))),
+    "jvp of jacfwd of jacrev": lambda fn: push(jacfwd(jacrev(fn))),
+    "jvp of vmap of jvp of grad": lambda fn: push(
+        lambda x: vmap(push(gradient(fn)))(torch.stack([x, 2 * x]))
+    ),
+    "jvp of jvp of grad of jvp": lambda fn: push(push(gradient(push(fn)))),
+    "jvp of jvp, within a call": lambda fn: push(push(remat(gradient(fn)))),
+    "jvp of jvp within a call": lambda fn: push(remat(push(gradient(fn)))),
+}
+
+
+@pytest.mark.parametrize("transform", REFUSED.values(), ids=REFUSED.keys())
+def test_forward_mode_twice_around_reverse_mode_is_refused(transform):
+    with pytest.raises(NotImplementedError, match="forward mode is used twice"):
+        transform(two_blocks(remat)[0])(X)
+
+
+RIGHT = {
+    "jvp of jvp": lambda fn: push(push(fn)),
+    "jvp of jvp of jvp": lambda fn: push(push(push(fn))),
+    "jvp of grad": lambda fn: push(gradient(fn)),
+    "jvp of grad of grad": lambda fn: push(gradient(gradient(fn))),
+    "jvp of grad of jvp": lambda fn: push(gradient(push(fn))),
+    "jvp of grad of jvp of grad": lambda fn: push(gradient(push(gradient(fn)))),
+    "grad of jvp of jvp": lambda fn: gradient(push(push(fn))),
+    "grad of jvp of grad": lambda fn: gradient(push(gradient(fn))),
+    "jacrev of hessian": lambda fn: jacrev(hessian(scalar(fn))),
+    "vmap of jvp of vmap of grad": lambda fn: vmap(
+        push(lambda x: vmap(gradient(fn))(torch.stack([x, 2 * x])))
+    ),
+}
+
+
+def nested(wrap):
+    fn, _ = two_blocks(wrap)
+    return wrap(fn)
+
+
+@pytest.mark.parametrize("transform", RIGHT.values(), ids=RIGHT.keys())
+@pytest.mark.parametrize("make_fn", [lambda w: two_blocks(w)[0], nested])
+def test_other_orders_are_those_of_plain(transform, make_fn):
+    is_vmap = transform is RIGHT["vmap of jvp of vmap of grad"]
+    x = torch.stack([X, 3 * X]) if is_vmap else X
+    expected = transform(make_fn(lambda fn: fn))(x)
+    assert_not_vanishing(expected)
+    with count_ops() as ops:
+        found = transform(make_fn(remat))(x)
+    torch.testing.assert_close(found, expected)
+    assert ops["sin"] > 0
