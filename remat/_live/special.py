@@ -63,7 +63,7 @@ def _copy_of(value: Any) -> Any:
             return MISSING
         return itertools.count(*start if isinstance(start, tuple) else (start,))
     if kind is itertools.repeat:
-        item = next(iter(gc.get_referents(value)), None)
+        *_, item = gc.get_referents(value)  # behind its class, from Python 3.12 on
         left = operator.length_hint(value, -1)
         if left < 0:
             return value

@@ -10,6 +10,7 @@ rebuild it with other captured tensors.
 
 import functools
 import importlib
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
@@ -89,10 +90,7 @@ class Rematerialized(Generic[P, R]):
         owner: type | None = None,
     ) -> Callable[Q, T]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        # A builtin function binds no instance, so its rematerialized form must not.
-        binds = hasattr(type(self.__wrapped__), "__get__")
-        unbound = instance is None or not binds
-        if unbound:
+        if instance is None or not _binds(type(self.__wrapped__)):
             return self
         if torch.compiler.is_compiling():  # Dynamo makes no methods of other classes
             return functools.partial(self, instance)
@@ -176,6 +174,13 @@ _SYMBOLIC = (
     "(`fn.__wrapped__`), or trace a function that calls {label}. A trace holds no "
     "recompute."
 )
+
+
+def _binds(kind: type) -> bool:
+    """Say whether a function of a class binds an instance, as one in C does not."""
+    if issubclass(kind, functools.partial):  # in Python 3.13 it has a method that warns
+        return sys.version_info >= (3, 14)
+    return hasattr(kind, "__get__")
 
 
 def _find(decorated: Any) -> Any:
