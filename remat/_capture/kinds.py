@@ -10,6 +10,7 @@ import argparse
 import array
 import sys
 import types
+import weakref
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
 from typing import Any
@@ -95,13 +96,26 @@ def is_rematerialized(kind: type) -> bool:
 @by_class
 def is_spent_by_use(kind: type) -> bool:
     """Say whether instances of a class are iterators that can be read only once."""
-    is_iterator = issubclass(kind, Iterator) and kind not in COPIED_ITERATORS
-    return is_iterator and not kind.__dictoffset__
+    if kind in COPIED_ITERATORS or kind in weakref.ProxyTypes:
+        return False
+    if not issubclass(kind, Iterator) or kind.__dictoffset__:
+        return False
+    held: dict[str, Any] = {}
+    for cls in reversed(kind.__mro__):
+        held |= cls.__dict__
+    if type(held.get("__next__")) is types.FunctionType:
+        return False  # an object of the user's, whose slots are read
+    # A cursor of a database, or a reader of a file, is more than an iterator.
+    return {name for name in held if not name.startswith("_")} <= _OF_ITERATORS
 
 
 @by_class
 def is_buffer(kind: type) -> bool:
     """Say whether instances of a class are numbers that change in place."""
-    return kind in (bytearray, array.array) or (
-        kind.__module__ == "numpy" and kind.__name__ == "ndarray"
-    )
+    if kind in (bytearray, array.array):
+        return True
+    return kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in _ARRAYS
+
+
+_ARRAYS = {"matrix", "memmap", "ndarray", "recarray"}
+_OF_ITERATORS = {*dir(types.GeneratorType), "from_iterable"}

@@ -418,6 +418,7 @@ _READERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     classmethod: lambda value: (value.__func__,),
     types.MappingProxyType: lambda value: (mapping_of(value),),
     weakref.KeyedRef: lambda ref: (ref(), ref.__callback__, ref.key),
+    weakref.WeakMethod: lambda ref: (weakref.ref.__call__(ref), ref._func_ref()),
     weakref.ref: lambda ref: (ref(), ref.__callback__),
 }
 PARTS = (*_READERS,)
@@ -433,6 +434,9 @@ def _made_of(kind: Any, values: Sequence[Any]) -> Any:
         return getattr(owner, name)
     if issubclass(kind, weakref.ref) and values[0] is None:  # it was dead then, too
         return weakref.ref(type("Gone", (), {})())
+    if issubclass(kind, weakref.WeakMethod):
+        owner, fn = values
+        return kind(types.MethodType(fn, owner))
     return kind(*values)
 
 

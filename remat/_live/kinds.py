@@ -3,6 +3,7 @@
 Invariant: each answer but those about one value depends on the class alone.
 """
 
+import sys
 import threading
 import types
 import weakref
@@ -29,7 +30,9 @@ from remat._live.holders import PARTS, dict_of
 
 
 def size_of(buffer: Any) -> int:
-    """Return how many numbers a buffer holds."""
+    """Return how many numbers a buffer holds; very many of what holds objects."""
+    if hasattr(buffer, "dtype") and buffer.dtype.hasobject:
+        return sys.maxsize
     return buffer.size if hasattr(buffer, "size") else len(buffer)
 
 

@@ -49,6 +49,7 @@ class Reach:
         label: see above.
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether a module holds it.
+        hooks: how many hooks had been set anywhere.
         streams: the random streams found.
         handles_states: whether some code reads or sets the state of a stream itself.
         compiled: whether it reaches code that torch.compile or TorchScript made.
@@ -61,11 +62,12 @@ class Reach:
     """
 
     __slots__ = (
-        *("_buffers", "_cache", "_count", "_fn", "_hooks", "_modes", "_names", "_refs"),
+        *("_buffers", "_cache", "_count", "_fn", "_modes", "_names", "_refs"),
         *("_roots", "_running", "_values", "buffers", "compiled"),
         *(
             "first_parameter",
             "handles_states",
+            "hooks",
             "is_lazy",
             "label",
             "streams",
@@ -75,7 +77,7 @@ class Reach:
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
         self.label, self._count, self._names = label, len(args), [*kwargs]
-        self._hooks, given = hooks_so_far(), Given()
+        self.hooks, given = hooks_so_far(), Given()
         self._values: list[Any] = []
         for k, value in enumerate((*args, *kwargs.values())):
             if type(value) not in TENSORS and is_spent_by_use(type(value)):
@@ -214,7 +216,7 @@ class Reach:
             originals = [ref() for ref in self._refs]
             exchanges = not all(map(operator.is_, originals, tensors))
         return Running(
-            self._roots, self._buffers, self._hooks, tensors, exchanges=exchanges
+            self._roots, self._buffers, self.hooks, tensors, exchanges=exchanges
         )
 
     def call(self, running: Running, tensors: Sequence[Any]) -> Any:

@@ -158,7 +158,9 @@ def bytes_of(buffer: Any) -> bytes:
 def set_bytes(buffer: Any, held: bytes) -> None:
     """Have a buffer of numbers hold this, in place."""
     if hasattr(buffer, "dtype"):  # of NumPy
-        buffer[...] = type(buffer)(buffer.shape, buffer.dtype, held)
+        array = next(cls for cls in type(buffer).__mro__ if cls.__name__ == "ndarray")
+        then = array(buffer.shape, buffer.dtype, held)
+        array.__setitem__(buffer, ..., then)
     elif isinstance(buffer, bytearray):
         buffer[:] = held
     else:

@@ -63,7 +63,32 @@ _MAKING = {
 
 
 class Walk:
-    """A walk over what a root reaches, each value once."""
+    """A walk over what a root reaches, each value once.
+
+    Args:
+        root: a function, a module or another object.
+
+    Attributes:
+        objects: those that have a dict and weak references.
+        functions: of Python.
+        classes: the user's.
+        slotted: objects with slots.
+        scripted: modules of TorchScript.
+        linked: modules that are no part of the root, which have layouts of their own.
+        builtins: functions in C.
+        variables: context variables.
+        vacant: of modules, by their number in `objects`, the hook dicts that are empty.
+        hooked: those that are not.
+        names: for each namespace a function that has it, and the names that code
+            refers to.
+        seen: all that was visited, held: no other value gets the identity of one.
+        kinds: how holders that are no owners are read, by identity.
+        special: the identities of iterators, buffers and large containers.
+        spaces: the user's Python modules, and the names that code refers to.
+        is_lazy: whether a module has no parameters yet.
+        is_module: whether the root is a module.
+        streams: a search for random streams.
+    """
 
     def __init__(self, root: Any) -> None:
         self.objects: list[Any] = []
@@ -72,18 +97,14 @@ class Walk:
         self.slotted: list[Any] = []
         self.scripted: list[Any] = []
         self.linked: list[Any] = []
-        self.builtins: list[Any] = []  # functions in C
+        self.builtins: list[Any] = []
         self.variables: list[Any] = []
-        # Of modules: the hook dicts that are empty, and those that are not.
         self.vacant: list[tuple[int, tuple[str, ...]]] = []
         self.hooked: list[tuple[int, tuple[str, ...]]] = []
-        # For each namespace: a function that has it, and the names that code refers to.
         self.names: dict[int, tuple[Any, dict[str, None]]] = {}
-        # Held, so that no other value gets the identity of one.
         self.seen: dict[int, Any] = {}
-        self.kinds: dict[int, tuple[Kind, ...]] = {}  # of holders that no owner is
+        self.kinds: dict[int, tuple[Kind, ...]] = {}
         self.special: set[int] = set()
-        # For each of the user's Python modules, the names that code refers to.
         self.spaces: list[tuple[types.ModuleType, dict[str, None]]] = []
         self.is_lazy, self.is_module = False, isinstance(root, nn.Module)
         self.streams = StreamSearch()

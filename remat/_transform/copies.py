@@ -128,6 +128,8 @@ class PutBack:
     def _write(self, values: Sequence[Tensor]) -> None:
         with unseen():
             for tensor, value in zip(self._tensors, values, strict=True):
+                if tensor.shape != value.shape:
+                    tensor.resize_(value.shape)
                 tensor.data.copy_(value)
 
 

@@ -148,26 +148,32 @@ class PreserveGradients:
 
 
 class PreserveMarks:
-    """A context in which leaves have the attributes that they had at a call.
+    """A context in which leaves have the attributes and hooks that they had at a call.
 
-    After it they have their hooks and attributes of before.
+    After it they have those of before.
 
     Args:
         leaves: the user's own.
         attributes: what was set on them at the call; None where nothing was.
+        hooks: how many hooks had been set anywhere at the call.
     """
 
-    __slots__ = ("_after", "_attributes", "_first", "_hooks", "_leaves")
+    __slots__ = ("_after", "_attributes", "_first", "_hooks", "_leaves", "_then")
 
     def __init__(
-        self, leaves: Sequence[Tensor], attributes: list[dict[str, Any]] | None
+        self,
+        leaves: Sequence[Tensor],
+        attributes: list[dict[str, Any]] | None,
+        hooks: int,
     ) -> None:
-        self._leaves, self._attributes = leaves, attributes
+        self._leaves, self._attributes, self._then = leaves, attributes, hooks
 
     def __enter__(self) -> None:
         leaves = self._leaves
         self._first = hooks_so_far()
         self._hooks = _hooks(leaves)
+        if self._hooks is not None:
+            _hide_hooks(leaves, self._then)
         self._after = attributes_of(leaves)
         if self._attributes or self._after:
             _set_attributes(leaves, self._attributes)
@@ -232,6 +238,13 @@ def _hooks(leaves: Sequence[Tensor]) -> list[Any] | None:
     if hooks.count(_NONE) == len(hooks):
         return None
     return [tuple(h if h is None else h.copy() for h in both) for both in hooks]
+
+
+def _hide_hooks(leaves: Sequence[Tensor], first: int) -> None:
+    """Take off the hooks from a number on."""
+    for hooks in (hooks for t in leaves for hooks in _hooks_of(t) if hooks):
+        for key in [key for key in hooks if key >= first]:
+            del hooks[key]
 
 
 def _put_back(tensor: Tensor, name: str, before: Any) -> None:

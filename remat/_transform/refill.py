@@ -295,7 +295,8 @@ def _preserve(
     """Leave no attributes, no hooks and no other memory on leaves."""
     saved = call.inputs
     everything.enter_context(saved.rows_put_back())
-    everything.enter_context(PreserveMarks(leaves, saved.attributes_of_leaves()))
+    attributes, hooks = saved.attributes_of_leaves(), call.reach.hooks
+    everything.enter_context(PreserveMarks(leaves, attributes, hooks))
     if call.effects.moves:
 
         def moved(k: int) -> MutationError:

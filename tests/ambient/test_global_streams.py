@@ -254,9 +254,14 @@ def fresh_memory():
 
 def test_the_state_is_found_in_memory_within_a_vmap(fresh_memory):
     x = torch.randn(3, 4)
-    torch.func.vmap(remat(lambda x: x.sin()))(x.requires_grad_()).sum().backward()
-    assert fresh_memory.cache_info().currsize == 1
-    assert fresh_memory() is not None
+    found = []
+
+    def fn(x):
+        found.append(fresh_memory())
+        return x.sin()
+
+    vmap(fn)(x)
+    assert found != [None]
 
 
 # --- rng="error" -----------------------------------------------------------------
