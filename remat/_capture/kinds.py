@@ -114,7 +114,7 @@ def is_buffer(kind: type) -> bool:
     """Say whether instances of a class are numbers that change in place."""
     if kind in (bytearray, array.array):
         return True
-    return kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in _ARRAYS
+    return kind.__name__ in _ARRAYS and str(kind.__module__).startswith("numpy")
 
 
 _ARRAYS = {"matrix", "memmap", "ndarray", "recarray"}
