@@ -100,13 +100,8 @@ def is_spent_by_use(kind: type) -> bool:
         return False
     if not issubclass(kind, Iterator) or kind.__dictoffset__:
         return False
-    held: dict[str, Any] = {}
-    for cls in reversed(kind.__mro__):
-        held |= cls.__dict__
-    if type(held.get("__next__")) is types.FunctionType:
-        return False  # an object of the user's, whose slots are read
-    # A cursor of a database, or a reader of a file, is more than an iterator.
-    return {name for name in held if not name.startswith("_")} <= _OF_ITERATORS
+    # Of an iterator that is written in Python, the slots are read.
+    return type(kind.__next__) is not types.FunctionType
 
 
 @by_class
@@ -118,4 +113,3 @@ def is_buffer(kind: type) -> bool:
 
 
 _ARRAYS = {"matrix", "memmap", "ndarray", "recarray"}
-_OF_ITERATORS = {*dir(types.GeneratorType), "from_iterable"}

@@ -9,15 +9,17 @@ import copy
 import gc
 import itertools
 import operator
-from collections.abc import Iterator
+import types
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from remat._base.errors import RecomputeError
 from remat._base.tensors import versions_of
 from remat._base.types import INERT
 from remat._capture.kinds import COPIED_ITERATORS
+from remat._capture.objects import by_class
 from remat._capture.stream_search import StreamSearch
 from remat._live.containers import container_kind
 from remat._live.holders import MISSING
@@ -26,18 +28,21 @@ from remat._live.holders import MISSING
 class Iterated:
     """An iterator, as far as it was read at a call."""
 
-    __slots__ = ("_copy", "_name", "_stays")
+    __slots__ = ("_copy", "_name", "_spent", "_stays")
 
     def __init__(self, value: Any, name: str) -> None:
         self._name = f"the {type(value).__name__} `{name}`"
         self._stays = _gives_streams(value)
         self._copy = value if self._stays else _copy_of(value)
+        self._spent = _Spent(value, self._name)
 
     def again(self) -> Any:
         """Return an iterator that was read as far, or one that must not be read."""
         if self._stays:
             return self._copy
-        return _spent(self._name) if self._copy is MISSING else _copy_of(self._copy)
+        if self._copy is MISSING:
+            return self._spent
+        return _copy_of(self._copy)
 
 
 def _gives_streams(value: Any) -> bool:
@@ -72,16 +77,48 @@ def _copy_of(value: Any) -> Any:
     return MISSING
 
 
-def _spent(name: str) -> Iterator[None]:
-    """Return what raises an error when it is read, or when a value is sent to it."""
-    spent = _raising(name)
-    next(spent)
-    return spent
+class _Spent:
+    """In place of an iterator: an error where that is read, and else like it.
+
+    A cursor of a database, or a reader of a file, has other methods, too. Such a one is
+    held. Any other may hold a graph.
+    """
+
+    __slots__ = ("_kind", "_name", "_value")
+
+    def __init__(self, value: Any, name: str) -> None:
+        self._kind, self._name = type(value), name
+        self._value = value if _has_methods(self._kind) else None
+
+    @property
+    @override
+    def __class__(self) -> Any:  # pyrefly: ignore[bad-override]
+        return self._kind
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        raise RecomputeError(_SPENT.format(name=self._name))
+
+    def send(self, _: Any) -> Any:
+        return next(self)
+
+    def throw(self, *_: Any) -> Any:
+        return next(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._value, name)
 
 
-def _raising(name: str) -> Iterator[None]:
-    yield
-    raise RecomputeError(_SPENT.format(name=name))
+@by_class
+def _has_methods(kind: type) -> bool:
+    """Say whether a class has attributes that iterators and generators do not have."""
+    names = {name for cls in kind.__mro__ for name in cls.__dict__}
+    return any(not name.startswith("_") for name in names - _OF_GENERATORS)
+
+
+_OF_GENERATORS = {*dir(types.GeneratorType)}
 
 
 class Large:

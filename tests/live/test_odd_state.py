@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from remat import policies, remat
+from remat import RecomputeError, policies, remat
 from remat.testing import assert_same, count_ops
 
 
@@ -78,6 +78,11 @@ def cursor_of_a_database():
     return fn
 
 
+def class_of_an_iterator():
+    numbers = map(int, "123")
+    return lambda x: curve(x, 2 if isinstance(numbers, map) else 3)
+
+
 def hook_set_on_a_leaf_once():
     w = torch.full((2,), 0.7, requires_grad=True)
     held = types.SimpleNamespace(factor=1)
@@ -94,7 +99,7 @@ def hook_set_on_a_leaf_once():
 # As with torch's checkpoint. What follows it gets wrong.
 AS_TORCH = (
     *(proxy, weak_method, slots_of_an_iterator, reader_of_a_file),
-    *(cursor_of_a_database, hook_set_on_a_leaf_once),
+    *(cursor_of_a_database, class_of_an_iterator, hook_set_on_a_leaf_once),
 )
 
 
@@ -139,7 +144,9 @@ def gradient(fn):
 
 
 @pytest.mark.parametrize("wrap", CONFIGURATIONS.values(), ids=CONFIGURATIONS.keys())
-@pytest.mark.parametrize("program", [*AS_TORCH, iterator_of_the_users, record_array])
+@pytest.mark.parametrize(
+    "program", [*AS_TORCH, iterator_of_the_users, record_array, matrix]
+)
 def test_the_gradient_is_that_of_plain(program, wrap):
     expected, once = gradient(program())
     assert once == 1
@@ -155,8 +162,16 @@ def test_torchs_checkpoint_is_right_there(program):
     assert_same(found, gradient(program())[0])
 
 
-def test_a_matrix_of_numpy_holds_what_it_held():
-    test_the_gradient_is_that_of_plain(matrix, remat)
+@pytest.mark.parametrize("wrap", CONFIGURATIONS.values(), ids=CONFIGURATIONS.keys())
+@pytest.mark.parametrize("read", [next, list, iter, lambda rows: rows.__next__()])
+def test_a_reader_that_a_recompute_reads_is_an_error(read, wrap):
+    rows = csv.reader(["1", "2", "3"])
+
+    def fn(x):
+        return curve(x, len([*read(rows)]))
+
+    with pytest.raises(RecomputeError, match="reads the reader `rows`"):
+        gradient(wrap(fn))
 
 
 def test_a_proxy_may_be_an_argument():
