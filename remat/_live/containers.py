@@ -45,10 +45,9 @@ class Dicts(Kind):
         found = [*map(length_of, holders)]
         count, ends = sum(found), len(values) + len(keys)
         lengths += found
-        if count:
-            for table in compress(holders, found):  # most are empty
-                values += values_of(table)
-                keys += keys_of(table)
+        for table in compress(holders, found):  # most are empty
+            values += values_of(table)
+            keys += keys_of(table)
         if len(values) + len(keys) != ends + 2 * count:
             raise MovedError
 

@@ -10,7 +10,6 @@ Rejected: a list of leaves and a treedef. It would lose that two arguments share
 
 import copy
 import operator
-import sys
 import types
 import weakref
 from collections import defaultdict, deque
@@ -33,7 +32,7 @@ from remat._capture.stream_search import (
 from remat._live.containers import CONTAINERS, FACTORIES, OWNED, Items, container_kind
 from remat._live.contents import At, Ref, at
 from remat._live.holders import PART, PARTS, SLOTS, Kind, dict_of, names_of
-from remat._live.kinds import is_of_library, is_used_as_it_is, size_of
+from remat._live.kinds import has_objects, is_of_library, is_used_as_it_is
 
 
 class Copied:
@@ -165,7 +164,7 @@ class Given:
             return self._box(value, how)
         if kind in COPIED_ITERATORS:
             return Copied(value)
-        if is_buffer(kind) and size_of(value) < sys.maxsize:
+        if is_buffer(kind) and not has_objects(value):
             self.buffers.append(value)
             return value
         if is_used_as_it_is(value, kind):

@@ -3,7 +3,6 @@
 Invariant: each answer but those about one value depends on the class alone.
 """
 
-import sys
 import threading
 import types
 import weakref
@@ -30,10 +29,13 @@ from remat._live.holders import PARTS, dict_of
 
 
 def size_of(buffer: Any) -> int:
-    """Return how many numbers a buffer holds; very many of what holds objects."""
-    if hasattr(buffer, "dtype") and buffer.dtype.hasobject:
-        return sys.maxsize
+    """Return how many numbers a buffer holds."""
     return buffer.size if hasattr(buffer, "size") else len(buffer)
+
+
+def has_objects(buffer: Any) -> bool:
+    """Say whether an array holds objects, which are no numbers."""
+    return hasattr(buffer, "dtype") and buffer.dtype.hasobject
 
 
 def can_be_revived(kind: type) -> bool:

@@ -45,6 +45,7 @@ from remat._live.holders import (
     value_of,
 )
 from remat._live.kinds import (
+    has_objects,
     is_of_library,
     is_used_as_it_is,
     size_of,
@@ -159,7 +160,7 @@ class Walk:
         elif is_spent_by_use(kind) or kind in COPIED_ITERATORS:
             self._reach_iterator(value)
         elif is_buffer(kind):
-            if size_of(value) <= _LARGE:
+            if size_of(value) <= _LARGE and not has_objects(value):
                 self.special.add(id(value))
         elif kind is types.CellType:
             self._hold(value, CELLS)

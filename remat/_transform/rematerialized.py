@@ -177,7 +177,7 @@ _SYMBOLIC = (
 
 
 def _binds(kind: type) -> bool:
-    """Say whether a function of a class binds an instance, as one in C does not."""
+    """Say whether functions of a class bind an instance; those in C do not."""
     if issubclass(kind, functools.partial):  # in Python 3.13 it has a method that warns
         return sys.version_info >= (3, 14)
     return hasattr(kind, "__get__")
