@@ -101,7 +101,7 @@ def is_spent_by_use(kind: type) -> bool:
     if not issubclass(kind, Iterator) or kind.__dictoffset__:
         return False
     # Of an iterator that is written in Python, the slots are read.
-    return type(kind.__next__) is not types.FunctionType
+    return type(getattr(kind, "__next__", None)) is not types.FunctionType
 
 
 @by_class
