@@ -68,13 +68,15 @@ def reader_of_a_file():
 
 
 def cursor_of_a_database():
-    cursor = sqlite3.connect(":memory:").cursor()
+    connection = sqlite3.connect(":memory:")
+    cursor = connection.cursor()
     cursor.execute("create table calls (n)")
 
     def fn(x):
         cursor.execute("insert into calls values (1)")
         return curve(x, 2)
 
+    weakref.finalize(fn, connection.close)
     return fn
 
 
