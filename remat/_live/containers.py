@@ -21,6 +21,7 @@ from remat._live.holders import (
     flatten,
     without_contents,
 )
+from remat._live.sets import new_frozenset, write_set
 
 
 class Dicts(Kind):
@@ -168,7 +169,7 @@ class Items(Kind):
         if self._base is list:
             list.__setitem__(holder, slice(None), values)
         elif self._base is set:
-            _write_set(holder, values)
+            write_set(holder, values)
         else:
             deque.clear(holder)
             deque.extend(holder, values)
@@ -182,46 +183,14 @@ class Items(Kind):
     def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
         if hasattr(kind, "n_sequence_fields"):
             return kind(values)
+        if self._base is frozenset:
+            return new_frozenset(kind, values)
         if self.frozen:
             return self._base.__new__(kind, values)
         new = self._base.__new__(kind)
         if limit is not None:
             deque.__init__(new, (), limit)
         return new
-
-
-def _write_set(holder: Any, values: Sequence[Any]) -> None:
-    """Have a set hold these, in this order if that can be.
-
-    Only what differs is written first, which keeps the order of the rest. Otherwise the
-    set is filled anew in some orders, as its own order depends on collisions.
-
-    Raises:
-        RecomputeError: it was empty, and no order that was tried gives that one.
-    """
-    was_empty = not set.__len__(holder)
-    for value in set.difference(holder, values):
-        set.discard(holder, value)
-    set.update(holder, values)
-    order = [*values]
-    for _ in range(_ATTEMPTS):
-        now = set.__iter__(holder)
-        late = next((a for a, b in zip(now, values, strict=True) if a is not b), None)
-        if late is None:
-            return
-        k = next(k for k, value in enumerate(order) if value is late)
-        order.append(order.pop(k))
-        set.intersection_update(holder, order)  # fills it anew
-    if was_empty:
-        raise RecomputeError(_ORDER.format(count=len(values)))
-
-
-_ATTEMPTS = 32
-_ORDER = (
-    "remat: a set of {count} values, which the function reached at the call, is gone "
-    "or was emptied, and a recompute would read it in another order. Use a dict or a "
-    "list, or keep the set until the backward."
-)
 
 
 class Factories(Kind):
