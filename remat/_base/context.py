@@ -31,8 +31,6 @@ class Context:
             Those leave alone what torch.func saves at levels inside the call.
         after: the cotangents that a recompute is to read first, while a graph is made.
         functions: how many calls run as Functions of remat.
-        rule_levels: the levels of torch.func that rules of programs opened, by number;
-            the others are the user's.
         scope_pack: the hook of `remat.scope` at the bottom of the stack of hooks; None
             where no value of a block is left.
     """
@@ -40,7 +38,7 @@ class Context:
     __slots__ = (
         *("after", "cells", "decisions", "examining", "followed", "functions"),
         *("inside", "listeners", "only_our_hooks", "policy", "recomputing"),
-        *("rule_levels", "scope_pack"),
+        "scope_pack",
     )
 
     def __init__(self) -> None:
@@ -54,7 +52,6 @@ class Context:
         self.listeners: list[Any] = []
         self.cells: list[Any] | None = None
         self.only_our_hooks = False
-        self.rule_levels: tuple[int, ...] = ()
         self.scope_pack: Any = None
 
     def is_in_call(self) -> bool:
@@ -178,22 +175,3 @@ class differentiated:  # noqa: N801
         cells, self._context.cells = self._context.cells, self._before
         if cells and not torch.is_grad_enabled():
             empty(cells)
-
-
-class of_rule:  # noqa: N801
-    """A context in which a level of torch.func is one that a rule opened."""
-
-    __slots__ = ("_before", "_context", "_level")
-
-    def __init__(self, level: int) -> None:
-        self._level = level
-
-    def __enter__(self) -> None:
-        self._context = context = here()
-        self._before = context.rule_levels
-        # A level that is left for a while gives its number to another.
-        around = (n for n in self._before if n < self._level)
-        context.rule_levels = (*around, self._level)
-
-    def __exit__(self, *_: object) -> None:
-        self._context.rule_levels = self._before

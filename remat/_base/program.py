@@ -20,13 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from remat._base.types import Outputs
-from remat._torch import (
-    detach_dual,
-    dual_level_active,
-    function_mode_count,
-    set_grad_enabled,
-    without_hooks,
-)
+from remat._torch import function_mode_count, set_grad_enabled, without_hooks
 
 
 class Request(NamedTuple):
@@ -215,9 +209,6 @@ def fresh_leaves(inputs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor
 
     A run on them makes a graph of its own, which ends at them.
     """
-    if dual_level_active():
-        pairs = zip(inputs, needs, strict=True)
-        return [_requiring_grad(detach_dual(t)) if need else t for t, need in pairs]
     if function_mode_count():
         pairs = zip(inputs, needs, strict=True)
         return [_fresh_leaf(t) if need else t for t, need in pairs]

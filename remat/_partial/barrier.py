@@ -1,6 +1,6 @@
 """The barrier: in a graph, what a recompute reads is read after the cotangents.
 
-`_transform/rules.py` passes what a node saved through it while a graph is made. It is
+`_transform/vjp.py` passes what a node saved through it while a graph is made. It is
 the identity, and reads the cotangents. So a recompute comes after them, and no
 optimizer takes its operations for those of the forward.
 

@@ -16,8 +16,9 @@ from remat._base import labels
 from remat._base.labels import Label, name_in
 from remat._base.program import Program
 from remat._torch import current_layer, dual_level_active
+from remat._transform.batch import Batch
+from remat._transform.dual import Dual
 from remat._transform.primal import Primal
-from remat._transform.rules import Batch
 
 
 def refuse_transforms(report: str, instead: str) -> None:
@@ -69,7 +70,7 @@ def reader_of(node: Any) -> str:
 
 
 def call_of(program: Any) -> Primal | None:
-    """Return the call that a program is, or is a batch of; None if it is neither."""
-    while isinstance(program, Batch):
-        program = program.unbatched
+    """Return the call that a program is, or evaluates; None if it is another rule."""
+    while isinstance(program, (Batch, Dual)):
+        program = program.unbatched if isinstance(program, Batch) else program.primal
     return program if isinstance(program, Primal) else None

@@ -36,10 +36,8 @@ from remat._torch.autograd import (
     base_dual_level_active as base_dual_level_active,
     current_node as current_node,
     current_task as current_task,
-    detach_dual as detach_dual,
     dual_level_active as dual_level_active,
     execution_group as execution_group,
-    forward_ad_enabled as forward_ad_enabled,
     grad_mode as grad_mode,
     hooks_here as hooks_here,
     is_for_transforms as is_for_transforms,
@@ -68,7 +66,6 @@ from remat._torch.autograd import (
     unpack_hooks_of as unpack_hooks_of,
     when_done as when_done,
     without_hooks as without_hooks,
-    without_tangent as without_tangent,
 )
 from remat._torch.distributed import finished as finished, wait_for as wait_for
 from remat._torch.fakes import (
@@ -113,10 +110,12 @@ from remat._torch.levels import (
     is_shared_by_examples as is_shared_by_examples,
     kind_of as kind_of,
     leaf_at as leaf_at,
-    levels_here as levels_here,
     lifted as lifted,
+    push_forward as push_forward,
     requires_grad_at_any_level as requires_grad_at_any_level,
+    taken_apart_at_jvp as taken_apart_at_jvp,
     unbatched as unbatched,
+    unpack_dual as unpack_dual,
     unwrap_dead as unwrap_dead,
     unwrap_for_grad as unwrap_for_grad,
     without_grad_mode as without_grad_mode,

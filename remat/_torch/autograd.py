@@ -63,28 +63,6 @@ def base_dual_level_active() -> bool:
     return dual_level_active() and eager_transforms.JVP_NESTING == 0
 
 
-forward_ad_enabled = forward_ad._set_fwd_grad_enabled
-
-
-# Deleted by: `Tensor.detach` keeping tangents.
-def detach_dual(tensor: Tensor) -> Tensor:
-    """Detach from reverse mode only."""
-    primal, tangent = forward_ad.unpack_dual(tensor)
-    if tangent is None or not is_forward_ad_enabled():
-        return primal.detach()
-    primal = primal.detach()
-    primal.requires_grad = True  # see `program._leaf`
-    return forward_ad.make_dual(primal, tangent.detach())
-
-
-# Deleted by: `forward_ad.unpack_dual` working where forward AD is disabled.
-def without_tangent(tensor: Tensor) -> Tensor:
-    """Return the primal of a tensor that may be dual in the user's dual level."""
-    if base_dual_level_active():
-        return forward_ad.unpack_dual(tensor).primal
-    return tensor
-
-
 # Deleted by: `torch.autograd.grad` not checking again what the engine checks, which is
 # a third of its cost on small graphs.
 def pull_back(

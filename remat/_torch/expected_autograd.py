@@ -26,29 +26,15 @@ def _grad_mode_is_switched() -> None:
     torch.set_grad_enabled(True)
 
 
-@expects(
-    *("base_dual_level_active", "dual_level_active", "forward_ad_enabled"),
-    "is_forward_ad_enabled",
-)
+@expects("base_dual_level_active", "dual_level_active", "is_forward_ad_enabled")
 def _dual_levels_are_seen() -> None:
     assert autograd.dual_level_active() is False
     with forward_ad.dual_level():
         assert autograd.dual_level_active() is True
         assert autograd.base_dual_level_active() is True
-    with autograd.forward_ad_enabled(False):
+    with forward_ad._set_fwd_grad_enabled(False):
         assert autograd.is_forward_ad_enabled() is False
     assert autograd.is_forward_ad_enabled() is True
-
-
-@expects("detach_dual", "without_tangent")
-def _dual_numbers_are_taken_apart() -> None:
-    x, tangent = leaf(), torch.ones(2)
-    with forward_ad.dual_level():
-        # Not `make_dual`, which imports rules that take a second.
-        dual = torch._VF._make_dual(x, tangent, level=0)
-        assert forward_ad.unpack_dual(autograd.without_tangent(dual)).tangent is None
-        with autograd.forward_ad_enabled(False):
-            assert not autograd.detach_dual(dual).requires_grad
 
 
 @expects("execution_group")

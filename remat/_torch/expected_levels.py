@@ -77,10 +77,26 @@ def _forward_levels_are_known() -> None:
         assert levels.maybe_get_level(up) == layer.level()
 
 
+@expects("push_forward", "taken_apart_at_jvp", "unpack_dual")
+def _dual_numbers_are_pushed_forward() -> None:
+    x, tangent = torch.ones(2), torch.full((2,), 3.0)
+
+    def fn(x: Tensor, tangent: Tensor) -> Any:
+        # Not by `make_dual`, which imports rules that take a second.
+        return torch._VF._make_dual(x, tangent, level=0), x, None
+
+    outs, (found, *others) = levels.push_forward(fn, [x, tangent], [], [])
+    assert outs[0].tolist() == x.tolist()
+    assert found is not None
+    assert found.tolist() == tangent.tolist()
+    assert others == [None, None]
+    assert outs[2] is None
+
+
 @expects(
     *("GRAD", "are_all_vmaps", "base_tensor", "below_all_levels", "grad_level"),
     *("is_of_level_above", "is_of_torch_func", "leaf_at", "unwrap_dead"),
-    *("levels_here", "without_node"),
+    "without_node",
 )
 def _a_level_is_opened() -> None:
     x = torch.ones(2)
@@ -98,7 +114,6 @@ def _a_level_is_opened() -> None:
         assert layer is not None
         assert levels.kind_of(layer) == levels.GRAD
         assert levels.are_all_vmaps() is False
-        assert levels.levels_here() == [(levels.GRAD, level)]
         alone = levels.without_node(t.sin())
         assert alone.grad_fn is None
         assert levels.maybe_get_level(alone) == level

@@ -6,6 +6,7 @@ private API, but cost 1.2 and 2.7 million instructions a call where this costs a
 of a million (torch 2.13).
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -38,9 +39,11 @@ from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
 )
 from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
-from torch.autograd import function
+from torch.autograd import forward_ad, function
 
 from remat._torch.autograd import (
+    Outputs,
+    dual_level_active,
     is_forward_ad_enabled,
     set_forward_ad,
     set_grad_enabled,
@@ -246,12 +249,6 @@ def are_all_vmaps() -> bool:
     return all(layer.key().value == VMAP for layer in get_interpreter_stack() or ())
 
 
-def levels_here() -> list[tuple[int, int]]:
-    """Return the kind and the number of each active level, from the outermost in."""
-    layers = get_interpreter_stack() or ()
-    return [(kind_of(layer), layer.level()) for layer in layers]
-
-
 How: TypeAlias = tuple[Flat, int, str]  # in_dims, batch size, randomness
 
 
@@ -330,3 +327,54 @@ def is_shared_by_examples(tensor: Tensor) -> bool:
     if CVmapInterpreterPtr(layer).randomness() != RandomnessType.Different:
         return False
     return not is_batchedtensor(tensor) or maybe_get_level(tensor) != layer.level()
+
+
+# Deleted by: `torch.func.jvp` telling which outputs have no tangent, and working within
+# a `forward_ad.dual_level`.
+def push_forward(
+    fn: Callable[..., Outputs],
+    primals: Sequence[Tensor],
+    given: Sequence[int],
+    tangents: Sequence[Tensor],
+) -> tuple[list[Any], list[Any]]:
+    """Call `fn` on dual numbers of a new jvp level; return its results, taken apart.
+
+    Args:
+        fn: to call.
+        primals: its arguments.
+        given: those that have tangents.
+        tangents: of those.
+
+    Returns:
+        The values of the results, and their tangents, None where there is none.
+    """
+    with (
+        eager_transforms.jvp_increment_nesting() as level,
+        forward_ad._set_fwd_grad_enabled(True),
+        contextlib.nullcontext() if dual_level_active() else forward_ad.dual_level(),
+    ):
+        duals = [_wrap_for_grad(t, level) for t in primals]
+        for i, t in zip(given, tangents, strict=True):
+            duals[i] = forward_ad.make_dual(primals[i], t)
+        pairs = [
+            (None, None) if o is None else taken_apart_at_jvp(level, o)
+            for o in fn(*duals)
+        ]
+    return [o for o, _ in pairs], [t for _, t in pairs]
+
+
+def taken_apart_at_jvp(level: int, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a tensor of a jvp level, and its tangent, from below that level."""
+    primal, tangent = unpack_dual(tensor)
+    if tangent is None:
+        return _unwrap_for_grad(tensor, level), None
+    return _unwrap_for_grad(primal, level), _unwrap_for_grad(tangent, level)
+
+
+def unpack_dual(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a tensor of the innermost level and its tangent, None if it has none."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        primal, tangent = forward_ad.unpack_dual(tensor)
+        if tangent is not None:
+            return primal, tangent
+    return tensor, None

@@ -21,7 +21,7 @@ Under base autograd: plain's own graph, which holds handles.
     filling             the hook of the recompute: it fills the handles
     leaves              what a recompute must leave as it was
 
-Under torch.func: one Function, whose rules are again programs.
+Under torch.func: one Function, whose backward is again a program.
 
     call                a user's call, taken apart
     primal              the call as a program: the forward, then recomputes
@@ -30,7 +30,7 @@ Under torch.func: one Function, whose rules are again programs.
     checks              what a call must not do, and a recompute must do
     reached             what the graph of a call reaches
     state               what recomputes restore
-    rules               the vjp, jvp and batching of a program, as programs
+    vjp, batch, dual    a program's vjp, under vmap and under jvp, as programs
     outer_levels        refuses tensors and graphs of levels further up
     changes             what changes an input in place, for an error
     buffers             what a function updates in place is updated once

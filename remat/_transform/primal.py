@@ -45,10 +45,10 @@ class Primal(Program):
         evaluation: of the forward; None until then.
     """
 
-    __slots__ = ("__weakref__", "call", "evaluation", "state")
+    __slots__ = ("__weakref__", "_counts", "call", "evaluation", "state")
 
     def __init__(self, call: Call) -> None:
-        self.call = call
+        self.call, self._counts = call, (0, 0)  # of inputs and outputs
         self.state: State | None = None
         self.evaluation: Evaluation | None = None
 
@@ -76,10 +76,17 @@ class Primal(Program):
     def forward(
         self, program: Program, inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
-        """Evaluate for the first time, as `program`: this, or this under vmap."""
-        found = evaluate_forward(self.call, program, inputs, request)
-        results, self.evaluation, self.state = found
-        return results, self.evaluation
+        """Evaluate for the first time, as `program`: this, or one that evaluates it."""
+        results, evaluation, state = evaluate_forward(
+            self.call, program, inputs, request
+        )
+        self.evaluation, self.state = evaluation, state
+        if request.in_forward_mode:  # recomputes are given no tangents beside primals
+            arity, count = self._counts
+            differentiable = evaluation.differentiable[:count]
+            self.evaluation = evaluation._replace(differentiable=differentiable)
+            self.state = state.of_first(arity)
+        return results, evaluation
 
     @override
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
@@ -111,7 +118,9 @@ class Primal(Program):
                 result = self._under(mode, call.run_forward, inputs)
         finally:
             context.functions -= 1
-        return call.split(result, inputs)
+        outs = call.split(result, inputs)
+        self._counts = len(inputs), len(outs)
+        return outs
 
     def _recompute(self, out: Out, inputs: Sequence[Tensor], mode: Any) -> Outputs:
         result, inputs = self.again(self.call.run_again, inputs, mode, self.state)

@@ -52,6 +52,14 @@ class State(NamedTuple):
                 values[i] = FunctionalValue(value)
         return self._replace(versions=versions, values=values)
 
+    def of_first(self, count: int) -> "State":
+        """Return it for the first inputs: those of the call, without their tangents."""
+        return self._replace(
+            versions=self.versions[:count],
+            classes=self.classes[:count],
+            values=self.values[:count],
+        )
+
     def refuse_changed(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
         """Refuse inputs that were changed in place since, while a graph is made.
 

@@ -17,12 +17,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.errors import CaptureError
-from remat._base.program import Evaluation, Program, Request
+from remat._base.program import Evaluation, Program, Request, has_derivatives
 from remat._base.types import Outputs
-from remat._torch import requires_grad_at_any_level
+from remat._torch import is_under_jvp, requires_grad_at_any_level
+from remat._transform.batch import Batch
+from remat._transform.dual import Dual
 from remat._transform.function import call as evaluate
 from remat._transform.primal import Primal
-from remat._transform.rules import Batch
 from remat.chain._forward import CHANGED, ChainCall
 from remat.chain._reversal import Reversal, is_recorded
 from remat.chain._segment import Segment
@@ -123,7 +124,10 @@ def _cut_rows(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
 def _needs_of(program: Program, request: Request) -> Sequence[bool]:
     """Return which inputs some level differentiates, inside a vmap or outside."""
     needs = request.needs
-    while isinstance(program, Batch):
+    while isinstance(program, (Batch, Dual)):
+        if isinstance(program, Dual):
+            needs, program = needs[: program.arity], program.primal
+            continue
         pairs = zip(needs, program.needs_outside, strict=True)
         needs = [inside or outside for inside, outside in pairs]
         program = program.unbatched
@@ -141,10 +145,13 @@ def _connected(
     ends = [t for t in inputs if requires_grad_at_any_level(t)]
     if not ends:
         return tuple(outs)
+    if is_under_jvp():  # tangents depend on all inputs, if one has a tangent
+        ends = [*filter(has_derivatives, inputs)]
     # To wait for an accelerator takes longer than to send it a zero.
     devices = [t.device for t in ends]
     device = next((d for d in devices if d.type != "cpu"), devices[0])
-    zero = functools.reduce(torch.add, (_nothing_of(t).to(device) for t in ends))
+    total = functools.reduce(torch.add, (_nothing_of(t).to(device) for t in ends))
+    zero = torch.expm1(total)  # not linear, so its tangent leads to them, too
     pairs = zip(outs, needs, strict=True)
     return tuple(o - zero.to(o.device, o.dtype) if need else o for o, need in pairs)
 

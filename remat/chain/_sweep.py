@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from remat._base.context import of_rule
 from remat._base.errors import MutationError
 from remat._base.program import fresh_leaves
 from remat._base.tensors import versions_of
@@ -51,23 +50,23 @@ def cutting(
         needs: which of them require grad.
         are_leaves: whether those are leaves already that require grad.
     """
-    with grad_mode(True):
-        if current_layer() is None:
+    if current_layer() is None:
+        with grad_mode(True):
             # What requires grad only at a level of torch.func does not show down here.
             leaves = inputs if are_leaves else fresh_leaves(inputs, needs)
             yield Cut(leaves, _leaf, Tensor.detach)
-            return
-        plain = [t.detach() for t in inputs]
-        with grad_level() as level, of_rule(level):
+        return
+    # No level below records a graph: it is entered without grad mode. To detach the
+    # inputs would do the same, and take their tangents.
+    with grad_mode(False), grad_level() as level, grad_mode(True):
 
-            def leaf(t: Tensor, need: bool) -> Tensor:
-                return leaf_at(level, t, requires_grad=need)
+        def leaf(t: Tensor, need: bool) -> Tensor:
+            return leaf_at(level, t, requires_grad=need)
 
-            def value(t: Tensor) -> Tensor:
-                return unwrap_for_grad(t, level)
+        def value(t: Tensor) -> Tensor:
+            return unwrap_for_grad(t, level)
 
-            leaves = [*map(leaf, plain, needs)]
-            yield Cut(leaves, leaf, value)
+        yield Cut([*map(leaf, inputs, needs)], leaf, value)
 
 
 def _leaf(tensor: Tensor, need: bool) -> Tensor:

@@ -185,24 +185,24 @@ SECOND = {
     ),
     "grad_of_autograd": second(grad_of_autograd),
     "jvp_of_grad": second(
-        lambda loss, w, x: jvp(grad(loss, BOTH), (w, x), (V, V)), 4, 7
+        lambda loss, w, x: jvp(grad(loss, BOTH), (w, x), (V, V)), 2, 3
     ),
-    "grad_of_jvp": second(grad_of_jvp, 4, 7),
+    "grad_of_jvp": second(grad_of_jvp, 2, 3),
     "jacrev_jacfwd": second(
-        lambda loss, w, x: jacrev(jacfwd(loss, BOTH), BOTH)(w, x), 4, 7
+        lambda loss, w, x: jacrev(jacfwd(loss, BOTH), BOTH)(w, x), 2, 3
     ),
     "jacfwd_jacrev": second(
-        lambda loss, w, x: jacfwd(jacrev(loss, BOTH), BOTH)(w, x), 3, 5
+        lambda loss, w, x: jacfwd(jacrev(loss, BOTH), BOTH)(w, x), 2, 3
     ),
     "jacfwd_jacfwd": forward(
         lambda loss, w, x: jacfwd(jacfwd(loss, BOTH), BOTH)(w, x), order=2
     ),
-    "vmap_hessian": second(lambda loss, w, x: vmap(hessian(loss), OVER_X)(w, XS), 3, 5),
+    "vmap_hessian": second(lambda loss, w, x: vmap(hessian(loss), OVER_X)(w, XS), 2, 3),
     "vmap_grad_grad": second(vmap_grad_grad),
     "grad_vmap_grad": second(grad_vmap_grad),
     "backward_vmap_grad": second(backward_vmap_grad, spared=1),
-    "vmap_jvp_grad": second(vmap_jvp_grad, 4, 7),
-    "grad_vmap_jvp": second(grad_vmap_jvp, 4, 7),
+    "vmap_jvp_grad": second(vmap_jvp_grad, 2, 3),
+    "grad_vmap_jvp": second(grad_vmap_jvp, 2, 3),
     "vmap_jacrev_jacrev": second(
         lambda loss, w, x: vmap(jacrev(jacrev(loss)), OVER_X)(w, XS)
     ),
@@ -236,20 +236,21 @@ def third(run, evaluations=8, nested=20, **row):
     return Transform(run, order=3, evaluations=evaluations, nested=nested, **row)
 
 
-# Each order recomputes each of the calls before it once: 2^3. That of the gradient is
-# left out where the result is a Hessian, which does not depend on the gradient.
+# Each order of reverse mode recomputes each of the calls before it once: 2^3. That of
+# the gradient is left out where the result is a Hessian, which does not depend on the
+# gradient. Forward mode recomputes nothing.
 THIRD = {
     "autograd_thrice": third(at_leaves(autograd_thrice), backwards=3),
     "grad_thrice": third(grad_thrice),
-    "jvp_of_grad_of_grad": third(jvp_of_grad_of_grad),
+    "jvp_of_grad_of_grad": third(jvp_of_grad_of_grad, 4, 8),
     "backward_of_hessian": third(
-        then_backward(lambda loss, w, x: hessian(loss)(w, x)), 7, 17, spared=1
+        then_backward(lambda loss, w, x: hessian(loss)(w, x)), 4, 8, spared=1
     ),
     "backward_of_jacrev_jacrev": third(
         then_backward(lambda loss, w, x: jacrev(jacrev(loss))(w, x)), 7, 17, spared=4
     ),
     "backward_of_jacfwd_jacfwd": third(
-        then_backward(lambda loss, w, x: jacfwd(jacfwd(loss))(w, x)), 8, 17, spared=1
+        then_backward(lambda loss, w, x: jacfwd(jacfwd(loss))(w, x)), 2, 3, spared=1
     ),
 }
 

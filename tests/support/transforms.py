@@ -249,6 +249,11 @@ def second(
     return Transform(run, order=2, evaluations=evaluations, nested=nested, **row)
 
 
+def mixed(run: Callable[..., Any], **row: Any) -> Transform:
+    """Forward mode and reverse mode: an evaluation gives values and tangents at once."""
+    return second(run, 2, 3, forward=True, **row)
+
+
 TRANSFORMS = {
     "backward": Transform(backward, backwards=1),
     "twice": second(twice, backwards=2),
@@ -264,9 +269,7 @@ TRANSFORMS = {
     "grad_vmap": Transform(grad_vmap, batched=True),
     "grad_grad": second(grad_grad),
     "jacrev_jacrev": second(every_of_two(jacrev, jacrev), spared=1),
-    # The level of jacrev is gone when it pulls back, so that under jacfwd the
-    # recompute runs on dual numbers and is no call.
-    "hessian": second(every_of(hessian), 3, 5, exact=True, forward=True),
+    "hessian": mixed(every_of(hessian), exact=True),
 }
 
 
@@ -284,11 +287,11 @@ OTHERS = {
     "grad_vmap_of_last": Transform(grad_vmap_of_last, batched=True),
     "vmap_jvp": forward(vmap_jvp, batched=True),
     "twice_grad": second(twice_grad),
-    "jvp_grad": second(jvp_grad, forward=True),
-    "grad_jvp": second(grad_jvp, forward=True),
-    "jacrev_jacfwd": second(every_of_two(jacrev, jacfwd), forward=True),
-    "jacfwd_jacrev": second(every_of_two(jacfwd, jacrev), forward=True),
-    "vmap_hessian": second(vmap_hessian, batched=True, forward=True),
+    "jvp_grad": mixed(jvp_grad),
+    "grad_jvp": mixed(grad_jvp),
+    "jacrev_jacfwd": mixed(every_of_two(jacrev, jacfwd)),
+    "jacfwd_jacrev": mixed(every_of_two(jacfwd, jacrev)),
+    "vmap_hessian": mixed(vmap_hessian, batched=True),
 }
 
 

@@ -100,17 +100,17 @@ def test_a_wrapped_function_is_used_over_and_over(how):
 # --- Forward mode ---
 
 
-def test_a_backward_through_the_value_alone_recomputes_only_that():
+def test_a_backward_through_the_value_alone():
     def transform(f):
         w, x = leaves_of(W, X)
         value, _ = jvp(f, (w, x), (V, V))
         value.sum().backward()
         return w.grad, x.grad
 
-    assert_rematerialized(transform, matmul, evaluations=3)
+    assert_rematerialized(transform, matmul, evaluations=2)
 
 
-def test_tangents_that_the_gradient_does_not_reach_are_not_recomputed():
+def test_a_gradient_of_tangents_alone():
     def transform(f):
         def loss(w):
             _, (da, db) = jvp(f, (w, X), (V, V))
@@ -118,8 +118,8 @@ def test_tangents_that_the_gradient_does_not_reach_are_not_recomputed():
 
         return grad(loss)(W)
 
-    # The value, the tangents, and one recompute of those alone.
-    assert_rematerialized(transform, lambda w, x: (w.sin(), x.cos()), evaluations=3)
+    # One evaluation for the value and the tangents, and one recompute.
+    assert_rematerialized(transform, lambda w, x: (w.sin(), x.cos()), evaluations=2)
 
 
 def test_an_output_has_no_tangent_under_jvp_where_it_has_none_in_plain():
@@ -134,7 +134,7 @@ def test_an_output_has_no_tangent_under_jvp_where_it_has_none_in_plain():
         return w.sin() * y, y.exp(), torch.ones(3)
 
     # Reassociated: second order.
-    assert_rematerialized(transform, fn, evaluations=4, reassociated=True)
+    assert_rematerialized(transform, fn, evaluations=2, reassociated=True)
 
 
 # --- Dual levels of base ---
@@ -155,7 +155,7 @@ def test_outputs_have_no_tangent_within_a_dual_level_where_they_have_none_in_pla
     def fn(x, y):
         return x.sin(), y.exp(), x.argmax(), y.detach().cos()
 
-    assert_rematerialized(transform, fn, evaluations=3)
+    assert_rematerialized(transform, fn, evaluations=2)
 
 
 def test_a_backward_within_a_dual_level_without_tangents():
@@ -178,7 +178,7 @@ def test_a_backward_after_a_dual_level_is_gone():
         out.sum().backward()
         return w.grad, x.grad
 
-    assert_rematerialized(transform, matmul, evaluations=3)
+    assert_rematerialized(transform, matmul, evaluations=2)
 
 
 def test_after_the_forward_only_inputs_and_tangents_are_alive():
@@ -202,5 +202,5 @@ def test_the_dual_level_of_the_caller_is_left_as_it_was():
         assert unpack_dual(dual).tangent is V
         with pytest.raises(RuntimeError, match="Nested forward mode AD is not supp"):
             dual_level().__enter__()
-    assert len(calls) == 3
+    assert len(calls) == 2
     assert torch.autograd.forward_ad._current_level == -1

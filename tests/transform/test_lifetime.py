@@ -150,8 +150,8 @@ USES = {
     "vjp": (under(lambda f: lambda x: vjp(f, x), of_x), 1),
     "vmap": (under_vmap, 2),
     "vmap(grad)": (under(vmap_of_grad), 2),
-    "jvp(grad)": (under(lambda f: lambda x: jvp(grad(f), (x,), (x,))), 4),
-    "hessian": (under(hessian), 4),
+    "jvp(grad)": (under(lambda f: lambda x: jvp(grad(f), (x,), (x,))), 2),
+    "hessian": (under(hessian), 2),
 }
 
 

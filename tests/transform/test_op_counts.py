@@ -70,9 +70,9 @@ COUNTS = {
         matmul,
         {"tanh": (1, 2), "tanh_backward": (1, 1)},
     ),
-    # Once for the value, once more for the tangent, and once more for its gradient.
-    "grad_of_tangent": (grad_of_tangent, torch.exp, {"exp": (1, 3)}),
-    "backward_of_dual": (backward_of_dual, cosine_sine, {"sin": (4, 7)}),
+    # Once for the value and the tangent, and once more for its gradient.
+    "grad_of_tangent": (grad_of_tangent, torch.exp, {"exp": (1, 2)}),
+    "backward_of_dual": (backward_of_dual, cosine_sine, {"sin": (4, 6)}),
     # The value, and the value within the backward: both are linear in what follows, so
     # that the outer derivative recomputes the second alone.
     "grad_grad": (partial(second, grad, grad), torch.exp, {"exp": (1, 3)}),

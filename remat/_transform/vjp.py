@@ -1,11 +1,10 @@
-"""The rules: the vjp of a program, its jvp, and its batching, as programs.
+"""The vjp of a program, as a program: it recomputes, and pulls cotangents back.
 
-`function` makes one of them for each rule that a transform asks its node for, and
-evaluates it like the program itself.
+The backward of a node, in `function`, makes one and evaluates it like any program.
 
-Invariant: each recomputes what it needs and keeps nothing.
-Rejected: `torch.func.vjp` and `jvp` at the base. Plain autograd and dual numbers cost
-half of that there. Below a vmap a level of `grad` and `torch.func.jvp` are used.
+Invariant: it recomputes what it needs and keeps nothing.
+Rejected: `torch.func.vjp` at the base. Plain autograd costs half of that there. Under
+transforms a level of `grad` is used.
 """
 
 import functools
@@ -16,28 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from typing_extensions import override
 
-from remat._base.context import differentiated, of_rule
-from remat._base.program import (
-    Evaluation,
-    OutsideVmap,
-    Program,
-    Request,
-    fresh_leaves,
-    has_derivatives,
-)
+from remat._base.context import differentiated
+from remat._base.program import Evaluation, Program, fresh_leaves
 from remat._base.types import Outputs
 from remat._graph.edges import edge_of, edges_behind
 from remat._partial.barrier import behind, recomputing_after
 from remat._torch import (
-    base_dual_level_active,
-    batch,
     call_below_vmap,
-    counted_levels,
     current_layer,
-    forward_ad_enabled,
+    dual_level_active,
     grad_level,
     grad_mode,
     has_proxies,
@@ -48,10 +36,8 @@ from remat._torch import (
     pull_back,
     pull_in_grad_mode,
     requires_grad_at_any_level,
-    unwrap_for_grad,
     without_hooks,
 )
-from remat._transform.reached import reached_inputs
 
 
 class Vjp(Program):
@@ -102,10 +88,9 @@ class Vjp(Program):
         saved, cts = inputs[: self._arity], inputs[self._arity :]
         if has_proxies():
             self._program.refuse_changed(saved)
-            with counted_levels(), recomputing_after(cts) as after:
+            with recomputing_after(cts) as after:
                 return self._recompute_and_pull(behind(saved, after), cts)
-        with counted_levels():
-            return self._recompute_and_pull(saved, cts)
+        return self._recompute_and_pull(saved, cts)
 
     @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
@@ -132,6 +117,9 @@ class Vjp(Program):
             is_checked = program.check_outputs(outs)
         elif self._evaluation.request.is_batched or not is_batch_of_cotangents(primals):
             create_graph = torch.is_grad_enabled()  # perhaps below this level
+            if self._in_grad_mode and self._evaluation.asks_grad_mode:
+                # Kernels for a backward without a graph lose tangents.
+                create_graph = create_graph or dual_level_active()
             inner, outs = self._recompute_at_level(primals, mode)
         else:
             # One recompute, and one set of draws, serves a batch of cotangents. Below
@@ -224,7 +212,7 @@ class Vjp(Program):
         self, primals: Sequence[Tensor], mode: Any
     ) -> tuple[Sequence[Tensor], Outputs]:
         """Recompute under transforms: in a level of its own."""
-        with grad_level() as level, of_rule(level), grad_mode(True):
+        with grad_level() as level, grad_mode(True):
             leaves = [
                 leaf_at(level, primals[i], requires_grad=True) for i in self._wanted
             ]
@@ -267,183 +255,6 @@ _ONCE = (
     "remat: trying to differentiate twice a function that was marked with "
     "@once_differentiable: {name}. Its second derivative would be lost."
 )
-
-
-class Jvp(Program):
-    """`(*primals, *tangents) -> tangents` of a program.
-
-    Args:
-        program: to be differentiated.
-        evaluation: of its forward.
-        arity: how many primals it has.
-        given: those that have tangents.
-    """
-
-    __slots__ = ("_arity", "_evaluation", "_given", "_program")
-
-    def __init__(
-        self, program: Program, evaluation: Evaluation, arity: int, given: Sequence[int]
-    ) -> None:
-        self._program, self._evaluation = program, evaluation
-        self._arity, self._given = arity, given
-
-    @override
-    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
-        """Recompute the program and push the tangents forward through it."""
-        del mode
-        if not self._evaluation.differentiable:
-            return ()  # its results are inputs as they are
-        primals, tangents = inputs[: self._arity], inputs[self._arity :]
-        if has_proxies():
-            self._program.refuse_changed(primals)
-        with counted_levels():
-            return self._push(primals, tangents)
-
-    @override
-    def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
-        """Refuse what the program refuses."""
-        self._program.refuse_changed(inputs[: self._arity])
-
-    def _push(self, primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Outputs:
-        if base_dual_level_active():
-            return self._push_dual(primals, tangents)
-        positions: list[int] = []
-        count = 0
-
-        def of_given(*given: Tensor) -> Outputs:
-            nonlocal positions, count
-            layer = current_layer()
-            assert layer is not None
-            with of_rule(layer.level()):
-                outs = self._program.run(*replace(primals, self._given, given))
-            positions = [j for j, o in enumerate(outs) if has_derivatives(o)]
-            count = len(outs)
-            # torch refuses a function without outputs.
-            return tuple(outs[j] for j in positions) or given[:1]
-
-        given = tuple(primals[i] for i in self._given)
-        found = torch.func.jvp(of_given, given, tuple(tangents))[1]
-        return tuple(replace([None] * count, positions, found[: len(positions)]))
-
-    def _push_dual(
-        self, primals: Sequence[Tensor], tangents: Sequence[Tensor]
-    ) -> Outputs:
-        # torch.func.jvp would open a second dual level, which torch refuses.
-        with forward_ad_enabled(True):
-            pairs = zip(self._given, tangents, strict=True)
-            duals = [forward_ad.make_dual(primals[i], t) for i, t in pairs]
-            outs = self._program.run(*replace(primals, self._given, duals))
-            return tuple(map(_tangent, outs))
-
-
-def _tangent(output: Tensor | None) -> Tensor | None:
-    if output is None or not has_derivatives(output):
-        return None
-    tangent = forward_ad.unpack_dual(output).tangent
-    # Plain code has no tangent here; torch wants one of every differentiable output.
-    return torch.zeros_like(output) if tangent is None else tangent
-
-
-class Batch(Program):
-    """A program under vmap: the same call, seen from below that level.
-
-    Args:
-        unbatched: the program.
-        needs_outside: which inputs are differentiated only outside the vmap.
-        vmap: in_dims, batch size and randomness.
-
-    Attributes:
-        unbatched: the program.
-        out_dims: where its outputs are batched, once it has run.
-    """
-
-    __slots__ = (
-        *("needs_outside", "_vmap", "once", "out_dims", "outside", "unbatched"),
-    )
-    once: Mapping[int, Any]
-    outside: tuple[OutsideVmap, ...]
-
-    def __init__(
-        self,
-        unbatched: Program,
-        needs_outside: Sequence[bool],
-        vmap: tuple[Any, int, str],
-    ) -> None:
-        self.unbatched, self.needs_outside, self._vmap = unbatched, needs_outside, vmap
-        self.out_dims: tuple[Any, ...] = ()
-        self.outside = ()
-        self.once = _NONE
-
-    @override
-    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
-        """Evaluate the program on every element of the batch."""
-        program = self.unbatched
-        is_marked = program.is_forward and True in self.needs_outside
-        run = self._run_forward if is_marked else program.run
-        run = functools.partial(run, mode=mode)
-        outs, self.out_dims = batch(run, *self._vmap)(*inputs)
-        if not is_marked:
-            self.outside = program.outside
-        self.once = program.once
-        return outs
-
-    @property
-    @override
-    def signature(self) -> tuple[Any, ...]:
-        """That of the program, and how it is batched."""
-        return (*self.unbatched.signature, *self.needs_outside, *self._vmap)
-
-    def _run_forward(self, *inputs: Tensor, mode: Any) -> Outputs:
-        # As plain code sees them: requiring grad outside the vmap and not inside it,
-        # where other kernels would be chosen.
-        with grad_level() as level, of_rule(level):
-            pairs = zip(inputs, self.needs_outside, strict=True)
-            inner = [leaf_at(level, t, requires_grad=need) for t, need in pairs]
-            outs = self.unbatched.run(*inner, mode=mode)
-            if mode is not None:
-                mode.note_saved(outs)
-            differentiable = [j for j, o in enumerate(outs) if requires_grad(o)]
-            used, asks_grad_mode, certain = reached_inputs(outs, inner)
-            found = OutsideVmap(used, differentiable, asks_grad_mode, certain)
-            self.outside = (*self.unbatched.outside, found)
-            return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
-
-    @override
-    def uses(self, count: int) -> Sequence[int]:
-        """Return what the program uses."""
-        return self.unbatched.uses(count)
-
-    @override
-    def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
-        """Refuse what the program refuses."""
-        self.unbatched.refuse_changed(inputs)
-
-    @override
-    def check_reached(
-        self, outs: Sequence[Any], inputs: Sequence[Tensor], missing: Sequence[int]
-    ) -> None:
-        """Check that the program reaches what it reached."""
-        self.unbatched.check_reached(outs, inputs, missing)
-
-    @property
-    @override
-    def is_forward(self) -> bool:
-        """Whether the next run is the forward of a user's call."""
-        return self.unbatched.is_forward
-
-    @override
-    def forward(
-        self, program: Program, inputs: Sequence[Tensor], request: Request
-    ) -> tuple[Sequence[Any], Evaluation]:
-        """Evaluate the forward of the user's call."""
-        return self.unbatched.forward(program, inputs, request)
-
-    @override
-    def pulled(
-        self, program: Program, wanted: Sequence[int], given: Sequence[int]
-    ) -> Program | None:
-        """Return the vjp that the user's call has for it, if any."""
-        return self.unbatched.pulled(program, wanted, given)
 
 
 def requires_grad(tensor: Tensor | None) -> bool:
