@@ -75,11 +75,13 @@ class Dual(Program):
         return (*self.primal.signature, "dual", *self._given)
 
     @property
+    @override
     def once(self) -> Mapping[int, Any]:  # pyrefly: ignore[bad-override]
         """That of the program."""
         return self.primal.once
 
     @property
+    @override
     def outside(self) -> tuple[OutsideVmap, ...]:  # pyrefly: ignore[bad-override]
         """That of the program."""
         return self.primal.outside

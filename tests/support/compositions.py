@@ -244,13 +244,13 @@ THIRD = {
     "grad_thrice": third(grad_thrice),
     "jvp_of_grad_of_grad": third(jvp_of_grad_of_grad, 4, 8),
     "backward_of_hessian": third(
-        then_backward(lambda loss, w, x: hessian(loss)(w, x)), 4, 8, spared=1
+        then_backward(lambda loss, w, x: hessian(loss)(w, x)), 4, 8
     ),
     "backward_of_jacrev_jacrev": third(
         then_backward(lambda loss, w, x: jacrev(jacrev(loss))(w, x)), 7, 17, spared=4
     ),
     "backward_of_jacfwd_jacfwd": third(
-        then_backward(lambda loss, w, x: jacfwd(jacfwd(loss))(w, x)), 2, 3, spared=1
+        then_backward(lambda loss, w, x: jacfwd(jacfwd(loss))(w, x)), 2, 3
     ),
 }
 

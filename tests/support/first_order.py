@@ -288,7 +288,7 @@ def reverse_over_forward(loss, w, x):
 FORWARD_AND_REVERSE = {
     # One evaluation gives the value and its tangent, and one recompute both again.
     **{
-        f"backward_{name}": second(then_backward(run), 2, 3, spared=1)
+        f"backward_{name}": second(then_backward(run), 2, 3)
         for name, run in FORWARD.items()
     },
     "forward_over_reverse": second(at_leaves(forward_over_reverse), 2, 3, exact=True),

@@ -207,9 +207,9 @@ TRANSFORMS = {
         eager=1,
     ),
     "grad_grad": Transform(_grad_grad, factor=4, eager=4, reassociated=True),
-    "jvp_grad": Transform(_jvp_grad, factor=4, eager=3, reassociated=True),
+    "jvp_grad": Transform(_jvp_grad, factor=2, eager=2, reassociated=True),
     "hessian": Transform(
-        lambda loss: hessian(loss, 1), factor=3, eager=2.5, reassociated=True
+        lambda loss: hessian(loss, 1), factor=2, eager=2, reassociated=True
     ),
 }
 STEP = Transform(_step, _run_step)

@@ -250,7 +250,7 @@ def second(
 
 
 def mixed(run: Callable[..., Any], **row: Any) -> Transform:
-    """Forward mode and reverse mode: an evaluation gives values and tangents at once."""
+    """Forward and reverse mode: one evaluation gives values and tangents."""
     return second(run, 2, 3, forward=True, **row)
 
 

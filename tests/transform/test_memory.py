@@ -110,9 +110,9 @@ PEAKS = {
     "vmap(grad)": (lambda f: vmap(grad(f))(rows()), 25, 0.25),
     "grad(vmap)": (lambda f: grad(lambda x: vmap(f)(x).sum())(rows()), 25, 0.25),
     "vmap(grad(grad))": (lambda f: vmap(grad_of_grad(f))(rows()), 54, 0.25),
-    "backward(grad)": (backward_of_grad, 54, 0.25),
-    "grad(jvp)": (grad_of_jvp, 55, 0.25),
-    "jvp(grad)": (lambda f: jvp(grad(f), (ramp(),), (ramp(),)), 55, 0.25),
+    "backward(grad)": (backward_of_grad, 42, 0.25),
+    "grad(jvp)": (grad_of_jvp, 56, 0.25),
+    "jvp(grad)": (lambda f: jvp(grad(f), (ramp(),), (ramp(),)), 52, 0.25),
 }
 SECOND_ORDER = {"grad(grad)", "vmap(grad(grad))", "backward(grad)", "grad(jvp)"}
 

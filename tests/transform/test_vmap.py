@@ -283,7 +283,7 @@ OF_CAPTURED = {
         lambda loss: grad(lambda w: vmap(loss, (None, 0))(w, XS).sum())(W),
         2,
     ),
-    "jvp": (lambda loss: then_backward(tangents)(loss, WS, XS), 4),
+    "jvp": (lambda loss: then_backward(tangents)(loss, WS, XS), 2),
 }
 
 
