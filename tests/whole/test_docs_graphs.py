@@ -188,10 +188,10 @@ def test_a_tangent_that_plain_leaves_none_is_none():
         plain = forward_ad.unpack_dual(both(dual, y)[1])
         outs = remat(both)(dual, y)
         ours = forward_ad.unpack_dual(outs[1])
-        outs[0].sum().backward()
+        outs[1].sum().backward()
     assert plain.tangent is None
     assert ours.tangent is None
-    assert ops["sin"] == 3
+    assert ops["exp"] == 3
 
 
 def test_a_constant_requires_no_grad_under_forward_mode():
