@@ -67,8 +67,8 @@ TARGETS = {
     (FIRST_ORDER, DEFAULT): 16,
     (FIRST_ORDER, HIGHER): 17,
     (SECOND_ORDER, HIGHER): 42,
-    ("func.grad", DEFAULT): 24,
-    ("vmap of grad", DEFAULT): 25,
+    ("func.grad", DEFAULT): 23,
+    ("vmap of grad", DEFAULT): 23,
     ("grad of grad", DEFAULT): 55,
     ("grad of jvp", DEFAULT): 53,
 }

@@ -7,9 +7,10 @@ Rejected: nodes alone. The outputs of one node may depend on different inputs.
 """
 
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from remat._torch import AccumulateGrad
 
@@ -18,12 +19,32 @@ Edge: TypeAlias = tuple[Any, int]
 
 
 def edge_of(value: Any) -> Edge:
-    """Return where the graph of a tensor begins; a GradientEdge as that."""
+    """Return where the graph of a tensor begins; a GradientEdge or a Root as that."""
     if isinstance(value, Tensor):
         node = value.grad_fn
         return (id(value), 0) if node is None else (node, value.output_nr)
-    node, number = value[:2]
+    node, number = value[:2]  # of a Root, too
     return (id(node.variable), 0) if type(node) is AccumulateGrad else (node, number)
+
+
+class Root(NamedTuple):
+    """Where the graph of an output begins. It does not hold the value of the output."""
+
+    grad_fn: Any
+    output_nr: int
+    requires_grad: bool = True
+
+    @property
+    def edge(self) -> GradientEdge:
+        """The same, for autograd."""
+        return GradientEdge(self.grad_fn, self.output_nr)
+
+
+def root_of(output: Tensor | None) -> Tensor | Root | None:
+    """Return where the graph of an output begins; the output if it has no node."""
+    if output is None or output.grad_fn is None:
+        return output
+    return Root(output.grad_fn, output.output_nr)
 
 
 def edges_behind(edges: Iterable[Edge]) -> set[Edge]:

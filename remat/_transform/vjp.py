@@ -20,7 +20,7 @@ from typing_extensions import override
 from remat._base.context import differentiated
 from remat._base.program import Evaluation, Program, fresh_leaves
 from remat._base.types import Outputs
-from remat._graph.edges import edge_of, edges_behind
+from remat._graph.edges import edge_of, edges_behind, root_of
 from remat._partial.barrier import behind, recomputing_after
 from remat._torch import (
     call_below_vmap,
@@ -128,6 +128,7 @@ class Vjp(Program):
             create_graph = create_graph or is_recorded_below(tensors)
             inner, outs = call_below_vmap(self._recompute, primals, create_graph, mode)
             is_checked = program.check_outputs(outs)
+        outs = tuple(map(root_of, outs))  # the values may be freed
         grads = self._pull_back(
             outs, cts, inner, create_graph=create_graph, is_checked=is_checked
         )
@@ -153,12 +154,12 @@ class Vjp(Program):
         self, outs: Sequence[Any], cts: Sequence[Tensor], inner: Sequence[Tensor]
     ) -> Outputs:
         """Pull cotangents back through what `recorded` returned."""
-        whole = tuple(outs)
-        return self._pull_back(whole, cts, inner, create_graph=False, is_checked=False)
+        roots = tuple(map(root_of, outs))
+        return self._pull_back(roots, cts, inner, create_graph=False, is_checked=False)
 
     def _pull_back(
         self,
-        outs: Outputs,
+        outs: Sequence[Any],
         cts: Sequence[Tensor],
         inner: Sequence[Tensor],
         *,
@@ -178,7 +179,8 @@ class Vjp(Program):
         inputs = tuple(map(inner.__getitem__, self._wanted))
         if create_graph:
             self.once = _once_differentiable(given, inputs, at_base=self._at_base)
-        return pull_back(given, tuple(cts), inputs, create_graph=create_graph)
+        edges = tuple(o if isinstance(o, Tensor) else o.edge for o in given)
+        return pull_back(edges, tuple(cts), inputs, create_graph=create_graph)
 
     def _check_once(self, grads: Outputs) -> None:
         """Refuse second derivatives that torch refuses, and would be lost here.
@@ -233,7 +235,7 @@ def vjp_of(
 
 
 def _once_differentiable(
-    outs: Sequence[Tensor], inputs: Sequence[Tensor], *, at_base: bool
+    roots: Sequence[Any], inputs: Sequence[Tensor], *, at_base: bool
 ) -> dict[int, tuple[Any, bool]]:
     """Return which inputs lead to a Function that is marked `once_differentiable`.
 
@@ -241,7 +243,7 @@ def _once_differentiable(
     and raises no error.
     """
     found: dict[int, tuple[Any, bool]] = {}
-    for node, number in edges_behind(map(edge_of, outs)):
+    for node, number in edges_behind(map(edge_of, roots)):
         function = once_differentiable_function(node)
         if function is not None:
             behind = edges_behind([(node, number)])
