@@ -24,11 +24,17 @@ from remat._torch import (
 )
 
 
+_aten = torch.ops.aten
 # Autograd detaches the results that it saves. That is no operation of the function.
 DETACH = torch.ops.aten.detach.default
-# Neither are names, and what is asked of fake tensors.
+# Neither are names, what is asked of fake tensors, and what forward mode asks of the
+# layouts of a value and its tangent.
 IGNORED = frozenset(
-    {DETACH, named, torch.ops.prim.device.default, torch.ops.prim.layout.default}
+    {
+        *(DETACH, named),
+        *(torch.ops.prim.device.default, torch.ops.prim.layout.default),
+        *(_aten.is_same_size.default, _aten._has_same_storage_numel.default),
+    }
 )
 
 
@@ -37,6 +43,7 @@ LIKE = {
     *("empty_like", "full_like", "ones_like", "zeros_like"),
     *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
     *("rand_like", "randn_like", "randint_like"),
+    *("is_same_size", "_has_same_storage_numel"),
 }
 
 
@@ -112,7 +119,7 @@ class Absent(Tensor):
     ) -> Any:
         del types
         read = [t for t in inputs_of(args, kwargs) if type(t) is Absent]
-        if func is DETACH:
+        if func is DETACH or func is _aten.alias.default:
             return like(read[0])
         if func.overloadpacket.__name__ in LIKE:
             return func(*present(args), **present(kwargs or {}))

@@ -31,12 +31,15 @@ class Request(NamedTuple):
         at_base: whether no level is around the call. Then the evaluation must tell
             exactly which outputs require grad.
         in_forward_mode: whether a level, or the user, differentiates it forward.
+        is_split: whether a node further up is of values alone, where tangents are
+            evaluated with them. Records are of both.
         is_batched: whether a vmap is around the call.
     """
 
     needs: Sequence[bool]
     at_base: bool
     in_forward_mode: bool = False
+    is_split: bool = False
     is_batched: bool = False
 
 
@@ -54,7 +57,8 @@ class Evaluation(NamedTuple):
         residuals: how many there are.
         recomputation: how the program is recomputed; None to run it as it is.
         shared: the outputs that share memory with an input or with another output.
-        asks_grad_mode: whether its backward depends on whether grad mode is on.
+        asks_grad_mode: whether its backward depends on whether grad mode is on. Where
+            nobody looked, as for rules, it may.
         certain: the inputs that the outputs of its forward depended on, for certain.
         has_inference: whether some input is an inference tensor.
     """
@@ -189,14 +193,20 @@ class Program:
             return self.forward(self, inputs, request)
         used = self.uses(len(inputs))
         if not request.at_base:
-            outs = self.run(*inputs)
-            return outs, Evaluation(request, used, [*map(has_derivatives, outs)])
+            outs = [*map(_without_graph, self.run(*inputs))]
+            differentiable = [*map(has_derivatives, outs)]
+            return outs, Evaluation(request, used, differentiable, asks_grad_mode=True)
         set_grad_enabled(True)
         outs = without_hooks(self.run, *fresh_leaves(inputs, request.needs))
         set_grad_enabled(False)
         differentiable = [o is not None and o.requires_grad for o in outs]
         results = [None if o is None else o.detach() for o in outs]
-        return results, Evaluation(request, used, differentiable)
+        return results, Evaluation(request, used, differentiable, asks_grad_mode=True)
+
+
+def _without_graph(output: Tensor | None) -> Tensor | None:
+    """Detach an output that has a graph, where a rule had to turn grad mode on."""
+    return output.detach() if output is not None and output.requires_grad else output
 
 
 def has_derivatives(tensor: Tensor | None) -> bool:

@@ -137,8 +137,13 @@ class Duals(NamedTuple):
 
     def request(self, request: Request) -> Request:
         """Return what is asked of that program, given what is asked of its primal."""
+        below = [*map(requires_grad_at_any_level, self.primals)]
         needs = [*request.needs, *map(requires_grad_at_any_level, self.tangents)]
-        return request._replace(needs=needs, in_forward_mode=True)
+        return request._replace(
+            needs=needs,
+            in_forward_mode=True,
+            is_split=request.is_split or request.at_base or below != [*request.needs],
+        )
 
 
 def duals_at_level(layer: Any, inputs: Sequence[Tensor]) -> Duals:
@@ -148,8 +153,8 @@ def duals_at_level(layer: Any, inputs: Sequence[Tensor]) -> Duals:
     return _duals(pairs)
 
 
-def duals_at_base(inputs: Sequence[Tensor]) -> Duals:
-    """Take inputs apart that may be dual numbers of the user's `dual_level`."""
+def duals_here(inputs: Sequence[Tensor]) -> Duals:
+    """Take inputs apart that may be dual numbers of a `dual_level` of the user's."""
     return _duals([*map(unpack_dual, inputs)])
 
 
@@ -190,13 +195,16 @@ def taken_apart(dual: Dual, results: Sequence[Any], evaluation: Evaluation) -> F
     count, end = dual.count, dual.count + len(positions)
     tangents = dict(zip(positions, results[count:end], strict=True))
     request, differentiable = evaluation.request, evaluation.differentiable
+    last = len(results) - evaluation.residuals
     of_primal = evaluation._replace(
+        residuals=0,
+        recomputation=None,
         request=request._replace(needs=request.needs[: dual.arity]),
         used=[i for i in evaluation.used if i < dual.arity],
-        differentiable=[*differentiable[:count], *differentiable[end:]],
+        differentiable=[*differentiable[:count], *differentiable[end:last]],
         shared=[j for j in evaluation.shared if j < count],
     )
-    return Found([*results[:count], *results[end:]], tangents, of_primal)
+    return Found([*results[:count], *results[end:last]], tangents, of_primal)
 
 
 def _dense(tensor: Tensor) -> Tensor:

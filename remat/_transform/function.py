@@ -54,10 +54,11 @@ from remat._torch import (
     unwrap_dead,
     unwrap_for_grad,
     without_grad_mode,
+    without_node,
     wrap_for_grad,
 )
 from remat._transform.batch import Batch
-from remat._transform.dual import Found, duals_at_base, duals_at_level, taken_apart
+from remat._transform.dual import Duals, duals_at_level, duals_here, taken_apart
 from remat._transform.vjp import is_recorded, replace, vjp_of
 
 
@@ -70,9 +71,8 @@ def call(program: Program, inputs: Sequence[Tensor]) -> Sequence[Any]:
         if outs is not None:
             return outs
     layer = current_layer()
-    if layer is None and _is_dual_at_base():
-        request = Request([False] * len(inputs), at_base=False)
-        return _dispatch_at_base(program, inputs, request)[0]
+    if (layer is None or kind_of(layer) == GRAD) and _are_dual():
+        return dispatch(program, inputs, Request([False] * len(inputs), False))[0]
     if layer is None or kind_of(layer) != GRAD:
         return program.run(*inputs)
     # In a level of its own it would run other operations than the forward did.
@@ -121,6 +121,10 @@ def _dispatch_at(
     level = layer.level()
     if dual_level_active():
         inputs = lifted(layer, kind, inputs)
+        if _are_dual():
+            duals = duals_here(inputs)
+            if duals.given:
+                return _dispatch_dual(layer, program, inputs, duals, request)
     below = [unwrap_for_grad(t, level) for t in inputs]
     results, evaluation = call_below(layer, kind, dispatch, program, below, request)
     outs = [None if o is None else wrap_for_grad(o, level) for o in results]
@@ -156,38 +160,40 @@ def _dispatch_at_jvp(
 def _dispatch_at_base(
     program: Program, inputs: Sequence[Tensor], request: Request
 ) -> Evaluated:
-    if not _is_dual_at_base():
+    if not _are_dual():
         return _evaluate_at_base(program, inputs, request)
-    duals = duals_at_base(inputs)
-    dual, flat = duals.of(program), [*duals.primals, *duals.tangents]
-    evaluated = _evaluate_at_base(dual, flat, duals.request(request))
-    found = taken_apart(dual, *evaluated)
-    outs = _with_node_of_values(program, inputs, duals.primals, found)
-    return found.joined(outs), found.evaluation
+    return _dispatch_dual(None, program, inputs, duals_here(inputs), request)
 
 
-def _is_dual_at_base() -> bool:
-    """Say whether tensors of the base may be dual numbers, made by the user."""
+def _are_dual() -> bool:
+    """Say whether tensors here may be dual numbers of a `dual_level` of the user's."""
     return base_dual_level_active() and is_forward_ad_enabled()
 
 
-def _with_node_of_values(
+def _dispatch_dual(
+    layer: Any,
     program: Program,
     inputs: Sequence[Tensor],
-    primals: Sequence[Tensor],
-    found: Found,
-) -> Sequence[Any]:
-    """Return outputs whose node is that of the program, evaluated on dual numbers.
+    duals: Duals,
+    request: Request,
+) -> Evaluated:
+    """Evaluate a program on dual numbers that the user made, at this level.
 
-    So gradients of values have tangents. The node that values and tangents have in
-    common, which was made before, gives the gradients of the tangents.
+    Values and tangents have a node in common, for gradients of the tangents. Values
+    get another one, evaluated on dual numbers, so that their gradients have tangents.
     """
-    evaluation = found.evaluation._replace(shared=())
-    ends = _ends(evaluation, primals) if is_recorded(primals) else ()
-    if not ends:
-        return found.outs
-    outs = [None if o is None else o.detach() for o in found.outs]
-    return _apply((program, evaluation, inputs, outs), *ends)
+    dual, flat = duals.of(program), [*duals.primals, *duals.tangents]
+    evaluate = _evaluate_at_base if layer is None else _dispatch_at
+    at = () if layer is None else (layer,)
+    found = taken_apart(dual, *evaluate(*at, dual, flat, duals.request(request)))
+    evaluation, outs = found.evaluation._replace(shared=()), found.outs
+    is_needed = is_recorded(duals.primals)
+    ends = _ends(evaluation, duals.primals) if is_needed else ()
+    if ends:
+        alone = Tensor.detach if layer is None else without_node
+        outs = [None if o is None else alone(o) for o in outs]
+        outs = apply_at_level(_apply, (program, evaluation, inputs, outs), *ends)
+    return found.joined(outs), found.evaluation
 
 
 def _evaluate_at_base(

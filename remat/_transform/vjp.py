@@ -214,7 +214,9 @@ class Vjp(Program):
         self, primals: Sequence[Tensor], mode: Any
     ) -> tuple[Sequence[Tensor], Outputs]:
         """Recompute under transforms: in a level of its own."""
-        with grad_level() as level, grad_mode(True):
+        # Formulas of forward mode ask for the grad mode below, too.
+        mode_below = torch.is_grad_enabled() or dual_level_active()
+        with grad_mode(mode_below), grad_level() as level, grad_mode(True):
             leaves = [
                 leaf_at(level, primals[i], requires_grad=True) for i in self._wanted
             ]

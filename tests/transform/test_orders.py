@@ -80,6 +80,25 @@ def in_dual_level(fn):
     return run
 
 
+def tangent_inside(fn):
+    """A number made of a tangent, by a dual level that is inside of other levels."""
+    return lambda x: in_dual_level(fn)(x).sin().sum()
+
+
+def gradient_inside(fn):
+    """The same with a gradient of plain autograd, and its tangent."""
+
+    def run(x):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x * 1, torch.cos(x).detach())
+            out = fn(dual).sin().sum()
+            (found,) = torch.autograd.grad(out, dual, create_graph=True)
+            value, along = forward_ad.unpack_dual(found)
+            return value.square().sum() + along.sum()
+
+    return run
+
+
 def gradient(fn):
     return grad(lambda x: fn(x).sum())
 
@@ -113,6 +132,19 @@ RIGHT = {
     "jvp of jvp of grad of jvp": (lambda fn: push(push(gradient(push(fn)))), 15, 19),
     "jvp of jvp, around a call": (lambda fn: push(push(remat(gradient(fn)))), 7, 9),
     "jvp of jvp, one within a call": (lambda fn: push(remat(push(gradient(fn)))), 7, 9),
+    "grad of a dual level": (lambda fn: grad(tangent_inside(fn)), 5, 5),
+    "grad of grad of a dual level": (
+        lambda fn: grad(lambda x: grad(tangent_inside(fn))(x).sum()),
+        *(14, 16),
+    ),
+    "grad of a gradient in a dual level": (
+        lambda fn: grad(gradient_inside(fn)),
+        *(15, 23),
+    ),
+    "grad of grad of a gradient in a dual level": (
+        lambda fn: grad(lambda x: grad(gradient_inside(fn))(x).sum()),
+        *(40, 68),
+    ),
     "a dual level around grad": (lambda fn: in_dual_level(gradient(fn)), 3, 4),
 }
 
