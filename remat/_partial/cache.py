@@ -25,6 +25,7 @@ from remat._base.types import TENSORS
 from remat._partial.naming import names_given
 from remat._partial.options import reference
 from remat._partial.plans import Plans
+from remat._torch import has_hooks_on_all_modules
 from remat.policies import Policy
 
 
@@ -156,6 +157,10 @@ class _Caches:
         self._caches: OrderedDict[Hashable, CallCache] = OrderedDict()
 
     def __getitem__(self, key: Hashable) -> CallCache:
+        if has_hooks_on_all_modules():
+            # Those of a FLOP counter run operations of their own. What is recorded
+            # under them fits no other call.
+            key = key, "hooks on all modules"
         with self._lock:
             cache = self._caches.get(key)
             if cache is None:

@@ -11,9 +11,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from remat._base.absent import IGNORED
 from remat._base.errors import RecomputeError
-from remat._partial.match import CAST, CLONE, described, is_reflection
+from remat._partial.match import CAST, CLONE, UNRECORDED, described, is_reflection
 from remat._partial.plan import Step
 from remat._partial.schedule import Follow, Schedule
 from remat._torch import call_kernel, eager_only, is_view_op
@@ -70,7 +69,7 @@ class Check(Follow):
 
 def _may_differ(func: Any) -> bool:
     """Say whether a recompute may run an operation more or less often."""
-    return func in (CLONE, CAST) or func in IGNORED or is_view_op(func)
+    return func in (CLONE, CAST) or func in UNRECORDED or is_view_op(func)
 
 
 def _are_constant(steps: Sequence[Step]) -> list[bool]:

@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from remat._base.absent import IGNORED, inputs_of, tensors_of
+from remat._base.absent import inputs_of, tensors_of
 from remat._partial.match import (
+    UNRECORDED,
     fits_metadata,
     has_same_statics,
     is_reflection,
@@ -57,7 +58,7 @@ class Collect(Follow):
         if self._funcs[i] is not func:
             if is_reflection(func, of=self._funcs[i]):
                 return self.__torch_dispatch__(self._funcs[i], types, args[::-1])
-            if func not in IGNORED:
+            if func not in UNRECORDED:
                 self._give_up()
             return func(*args, **kwargs) if kwargs else func(*args)
         self._next = i + 1

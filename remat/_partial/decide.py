@@ -30,7 +30,7 @@ class Situation:
         is_saved: whether its graph is plain's own, with handles.
         is_compiled: whether it reaches code of torch.compile or TorchScript.
         is_traced: whether a graph is made, whose maker drops what nobody reads.
-        in_forward_mode: whether forward mode differentiates it.
+        in_forward_mode: whether forward mode differentiates its backward.
         kind: the class of an input that sees the operations done with it; "" if there
             is none.
         elements: how many its inputs have in all.
@@ -50,6 +50,7 @@ class Situation:
 # A reason that is known after a forward only.
 ACCUMULATES = "it changes gradients inside, as by .backward()"
 ASSIGNS = "it assigns to the .data of an input"
+UNSEEN = "torch compiles a part of it, such as a branch of torch.cond"
 
 SMALL = 2**15  # elements, below which "auto" has too little to leave out
 WORTH_DROPPING = 2**16  # bytes, below which "auto" keeps inputs that nothing reads
@@ -170,8 +171,19 @@ def warn_if_asked(
     policy: Policy | None, prune: Prune, call: Situation, label: str, why: str
 ) -> None:
     """Warn, once for each function, that a policy or `prune=True` is not followed."""
-    asked = asked_for(policy, prune)
-    if why and asked and not (call.in_forward_mode or call.is_traced):
+    if why and not (call.in_forward_mode or call.is_traced):
+        warn_if_not_followed(asked_for(policy, prune), label, why)
+
+
+def warn_if_not_followed(asked: str, label: str, why: str) -> None:
+    """Warn, once for each function, that what was asked for, if anything, is not done.
+
+    Args:
+        asked: the policy or `prune=True`, in words; "" if there is none.
+        label: what the function is called.
+        why: the reason.
+    """
+    if asked:
         warn_once(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
 
 

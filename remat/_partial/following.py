@@ -27,7 +27,7 @@ from remat._graph.residual import Offloaded, Residual, store
 from remat._partial.cache import CallCache
 from remat._partial.check import Check
 from remat._partial.collect import Verify
-from remat._partial.decide import ACCUMULATES, ASSIGNS
+from remat._partial.decide import ACCUMULATES, ASSIGNS, UNSEEN
 from remat._partial.forward_plan import ForwardPlan, is_droppable, is_of_memory
 from remat._partial.plans import Plans
 from remat._partial.recorder import Recorder
@@ -118,6 +118,8 @@ class Following:
             why = ACCUMULATES
         elif is_recorded and mode.assigns:
             why = ASSIGNS
+        elif is_recorded and mode.misses:
+            why = UNSEEN
         if why:
             self._cache.refuse(why)
         return why

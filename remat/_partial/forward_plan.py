@@ -18,9 +18,11 @@ from remat._partial.cache import CallCache
 from remat._partial.candidates import Candidates
 from remat._partial.collect import Collect, Verify
 from remat._partial.decide import (
+    UNSEEN,
     asked_for,
     inputs_to_drop,
     planned,
+    warn_if_not_followed,
     warn_if_overdrawn,
     warn_if_unpruned,
 )
@@ -127,6 +129,10 @@ class ForwardPlan:
             The plans for this call; None if a replay is not worth it.
         """
         cache, policy, prune = self.cache, self._policy, self._prune
+        if recorder.misses:
+            cache.refuse(UNSEEN)
+            warn_if_not_followed(asked_for(policy, prune), self._label, UNSEEN)
+            return None
         decisions, exposed = recorder.decisions(record), recorder.exposed
         found = planned(record, decisions, policy, prune, exposed)
         unpruned = found.why_unpruned

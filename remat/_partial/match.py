@@ -16,13 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from remat._base.absent import are_tensors, tensors_of
+from remat._base.absent import IGNORED, are_tensors, tensors_of
 from remat._base.op import Op, Value
 from remat._base.source import user_line
 from remat._partial.plan import Step
+from remat._torch import SNAPSHOT
 
 
+# No record has these. A nested call takes snapshots of what it may update (see
+# `_transform.buffers`), and how it does so depends on who differentiates it. Autograd
+# asks subclasses for sizes and strides, and how often depends on that, too.
+UNRECORDED = IGNORED | {*SAC_IGNORED_OPS, SNAPSHOT}
 CLONE = torch.ops.aten.clone.default
 # Autocast runs it on weights, unless its cache has the result from another call.
 CAST = torch.ops.aten._to_copy.default

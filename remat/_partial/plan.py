@@ -126,6 +126,7 @@ class Record:
         packs: what each handle stands for; None where the tensor itself is saved.
         inside: for wrappers of one tensor, the number of the wrapper and that of the
             storage inside.
+        transforms: of torch.func that it ran under, but for those of `grad`.
     """
 
     steps: tuple[Step, ...]
@@ -134,6 +135,7 @@ class Record:
     outputs: tuple[int | None, ...] = ()
     packs: tuple[Pack | None, ...] = ()
     inside: tuple[tuple[int, int], ...] = ()
+    transforms: tuple[int, ...] = ()
 
     @property
     def names(self) -> frozenset[str]:

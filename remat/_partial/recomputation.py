@@ -4,7 +4,8 @@
 `Recomputation` carried out.
 
 Invariant: a cache is only an optimization. A replay that does not fit is given up, and
-the function runs as it is. Inputs are dropped only if replays of this cache have
+the function runs as it is. Under more transforms of torch.func than the forward ran
+under, none is tried. Inputs are dropped only if replays of this cache have
 succeeded, and a mode saw this forward do the same.
 Rejected: one plan for all calls of a module. Their cotangents differ, and so does what
 is read.
@@ -28,7 +29,13 @@ from remat._partial.forward_plan import ForwardPlan, is_of_memory
 from remat._partial.plans import Plans
 from remat._partial.recorder import Recorder
 from remat._partial.replay import Replay, input_dropped, what_differs
-from remat._torch import base_tensor, current_layer, is_lazy
+from remat._torch import (
+    base_tensor,
+    current_layer,
+    is_batch_of_cotangents,
+    is_lazy,
+    transforms,
+)
 
 
 def finish(
@@ -131,6 +138,8 @@ class Recomputation:
             MutationError: a residual was changed since.
         """
         leaves, residuals = self._put_back(saved)
+        if not (self.dropped or self._is_comparable(leaves)):
+            return pull(leaves, None)
         schedule = self.plans.schedule_for(given)
         replay = Replay(schedule, residuals, self._taker(residuals), self.statics)
         replay.start(leaves)
@@ -151,6 +160,17 @@ class Recomputation:
                 return grads
             self._note(replay, None)
         return pull(leaves, Check(schedule) if self._seen else None)
+
+    def _is_comparable(self, leaves: Sequence[Tensor]) -> bool:
+        """Say whether a recompute runs under the transforms of the forward.
+
+        Under others torch makes other operations of composite ones, such as `linear`.
+        """
+        now, then = transforms(), self.plans.record.transforms
+        if is_batch_of_cotangents(leaves):
+            # The function runs below this vmap, unless it is in a vmap of its own.
+            return not then
+        return now == then[: len(now)]  # the program enters the rest
 
     def _put_back(
         self, saved: Sequence[Tensor]

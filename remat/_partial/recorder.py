@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._base.absent import IGNORED
 from remat._partial.assemble import completed
 from remat._partial.candidates import Candidates
 from remat._partial.classify import Seen, may_be_saved, step_of
@@ -29,7 +28,7 @@ from remat._partial.effects import (
     updated_statistics,
 )
 from remat._partial.exposures import Exposures
-from remat._partial.match import statics_of
+from remat._partial.match import UNRECORDED, statics_of
 from remat._partial.measured import Timing
 from remat._partial.naming import tell_no_more, tell_of_names
 from remat._partial.plan import Record, Step
@@ -37,12 +36,14 @@ from remat._partial.roots import Roots
 from remat._partial.storages import Storages
 from remat._partial.values import Arguments, Results
 from remat._torch import (
+    SNAPSHOT,
     LeanDispatchMode,
     base_tensor,
     call_kernel,
     current_task,
     eager_only,
     no_torch_functions,
+    transforms,
 )
 from remat.policies import Decision, Policy
 from remat.policies._within import times_operations
@@ -68,6 +69,7 @@ class Recorder(LeanDispatchMode):
         candidates: what may be saved for the policy.
         assigns: whether an input was given memory of the record, by `.data`. A replay
             may leave that value out, and the user's tensor would have no memory.
+        misses: whether operations ran that it did not see.
         copies_gradients: whether a backward inside copied a gradient for a leaf, which
             it does only while something else holds it, as candidates do.
     """
@@ -91,7 +93,7 @@ class Recorder(LeanDispatchMode):
         self.roots = Roots(storages, self.steps, self._made)
         self.candidates = Candidates(policy)
         self.copies_gradients, self._task = False, current_task()
-        self.assigns = False
+        self.assigns = self.misses = False
 
     @override
     @eager_only
@@ -100,8 +102,12 @@ class Recorder(LeanDispatchMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if func in IGNORED:
-            return func(*args, **kwargs)
+        if func in UNRECORDED:
+            result = func(*args, **kwargs)
+            if func is SNAPSHOT:
+                # The values that it stands for are needed where it is read.
+                self._storages.alias(result, self._storages.number(args[0]))
+            return result
         # A TorchFunctionMode of the user's is not to see what is asked of tensors here.
         with no_torch_functions():
             traits = traits_of(func)
@@ -144,6 +150,7 @@ class Recorder(LeanDispatchMode):
         tell_of_names(self)
         self._exposures = Exposures(self.expose, self.assign)
         self._exposures.__enter__()
+        self._transforms = transforms()
         return super().__enter__()
 
     @override
@@ -152,6 +159,11 @@ class Recorder(LeanDispatchMode):
         super().__exit__(exc_type, exc_val, exc_tb)
         self._exposures.__exit__(exc_type, exc_val, exc_tb)
         del self._exposures  # which refers to this
+
+    @override
+    def note_unseen(self) -> None:
+        """Note that the record lacks operations."""
+        self.misses = True
 
     def end(self) -> None:
         """Let go of the graph; raise what the policy raised, if it did."""
@@ -193,7 +205,15 @@ class Recorder(LeanDispatchMode):
         roots = self.roots
         inside = tuple(self._storages.inside.items())
         packs = roots.packs()
-        return Record(steps, self.inputs, roots.roots(gone), ends, packs, inside)
+        return Record(
+            steps,
+            self.inputs,
+            roots.roots(gone),
+            ends,
+            packs,
+            inside,
+            self._transforms,
+        )
 
     def decisions(self, record: Record) -> list[Decision]:
         """Return what the policy says of each operation of the record."""

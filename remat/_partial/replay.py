@@ -19,7 +19,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.absent import (
-    IGNORED,
     Absent,
     Shared,
     Trouble,
@@ -36,6 +35,7 @@ from remat._base.types import TENSORS
 from remat._partial.match import (
     CAST,
     CLONE,
+    UNRECORDED,
     fits_metadata,
     is_reflection,
     statics_of,
@@ -107,8 +107,8 @@ class Replay(Follow):
         """Return the result of an operation that the record does not have next."""
         if func is named:
             return None  # the record has the name
-        if func in IGNORED:
-            return func(*args)
+        if func in UNRECORDED:
+            return func(*args, **(kwargs or {}))
         if is_reflection(func, of=self._funcs[i]):
             return self.__torch_dispatch__(self._funcs[i], (), args[::-1])
         if args and type(args[0]) is Absent:

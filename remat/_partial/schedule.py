@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from remat._base.absent import MismatchError
 from remat._base.op import Op
 from remat._partial.match import Expected, described
@@ -106,6 +108,11 @@ class Follow(LeanDispatchMode):
         """
         if self._funcs[self._next] is not None:
             raise self._differs(None)
+
+    @override
+    def note_unseen(self) -> None:
+        """Let nothing fit: the record has no operations that a mode does not see."""
+        self._differs(None)
 
     def _differs(self, func: Any) -> Exception:
         """Return the error that another operation ran than was recorded."""

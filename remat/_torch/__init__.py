@@ -114,6 +114,7 @@ from remat._torch.levels import (
     push_forward as push_forward,
     requires_grad_at_any_level as requires_grad_at_any_level,
     taken_apart_at_jvp as taken_apart_at_jvp,
+    transforms as transforms,
     unbatched as unbatched,
     unpack_dual as unpack_dual,
     unwrap_dead as unwrap_dead,
@@ -127,6 +128,7 @@ from remat._torch.modes import (
     alias as alias,
     below_autograd as below_autograd,
     call_kernel as call_kernel,
+    compiled_outside_modes as compiled_outside_modes,
     detached as detached,
     flat_view as flat_view,
     function_mode_count as function_mode_count,
@@ -181,6 +183,7 @@ from remat._torch.renorms import (
 )
 from remat._torch.seeds import seed as seed
 from remat._torch.storages import (
+    SNAPSHOT as SNAPSHOT,
     StorageRef as StorageRef,
     is_shared as is_shared,
     preserved_version as preserved_version,
@@ -192,9 +195,12 @@ from remat._torch.surroundings import (
     autocast_depth as autocast_depth,
     checkpoint_depth as checkpoint_depth,
     checkpoint_settings as checkpoint_settings,
+    has_hooks_on_all_modules as has_hooks_on_all_modules,
+    hooks_of_trackers as hooks_of_trackers,
     is_autocast_active as is_autocast_active,
     is_of_checkpoint as is_of_checkpoint,
     parametrization_cache as parametrization_cache,
+    remove_hooks_since as remove_hooks_since,
     selective_policy as selective_policy,
     swap_parametrization_cache as swap_parametrization_cache,
 )

@@ -151,7 +151,7 @@ def _levels_below_are_asked() -> None:
 
 @expects(
     *("VMAP", "batch", "batched", "batched_again", "batched_here", "call_below_vmap"),
-    *("is_batch_of_cotangents", "unbatched"),
+    *("is_batch_of_cotangents", "transforms", "unbatched"),
 )
 def _a_batch_is_sent_below() -> None:
     x = torch.ones(2, 3)
@@ -169,6 +169,7 @@ def _a_batch_is_sent_below() -> None:
         assert levels.is_batch_of_cotangents([x]) is True
         assert levels.is_batch_of_cotangents([t]) is False
         assert levels.are_all_vmaps() is True
+        assert levels.transforms() == (levels.VMAP,)
         below, hows = levels.unbatched([t])
         again = levels.batched_again(_sine_of, hows)
         (outs, dims) = levels.below_all_levels(again, *below)
@@ -183,6 +184,7 @@ def _a_batch_is_sent_below() -> None:
 
     assert same(torch.func.vmap(mapped, in_dims=1, out_dims=1)(x), x.sin())
     assert levels.is_batch_of_cotangents([x]) is False
+    assert levels.transforms() == ()
 
 
 def _sine_of(x: Tensor) -> tuple[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 from typing_extensions import override
 
-from remat._torch import modes, tensors
+from remat._torch import modes, storages, tensors
 from remat._torch.selftest import expects, same
 
 
@@ -63,6 +63,40 @@ def _torch_functions_are_switched() -> None:
         "Silent", (Tensor,), {"__torch_function__": tensors.no_torch_function}
     )
     assert type(torch.neg(torch.ones(2).as_subclass(silent))) is Tensor
+
+
+class _Seen(modes.LeanDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@expects("SNAPSHOT")
+def _a_mode_sees_snapshots() -> None:
+    with _Seen() as mode:
+        storages.snapshot(torch.ones(2))
+    assert mode.ops[-1] is storages.SNAPSHOT
+
+
+@expects("compiled_outside_modes")
+def _what_torch_compiles_is_out_of_sight() -> None:
+    utils: Any = modes._higher_order
+    names = utils._maybe_compile_and_run_fn.__code__.co_names
+    assert utils._hop_compile_and_call.__name__ in names
+    assert hasattr(utils._hop_compile_and_call, "__wrapped__")
+    count = torch._C._len_torch_dispatch_stack
+    depth = modes.compiled_outside_modes(count)
+    with _Seen():
+        assert (count(), depth()) == (1, 0)
+        assert modes._read_flags(modes._dispatch)[0] is True
+    assert count() == 0
 
 
 @expects("call_kernel")

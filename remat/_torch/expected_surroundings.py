@@ -9,9 +9,10 @@ import types
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree, checkpoint
+from torch.utils.module_tracker import ModuleTracker
 
 from remat._torch import (
     noted,
@@ -34,6 +35,21 @@ def _settings_are_read_and_written() -> None:
         put(*value) if isinstance(value, tuple) else put(value)
     assert process.write_settings(then) is None
     assert process.read_settings() == then
+
+
+@expects("has_hooks_on_all_modules", "hooks_of_trackers", "remove_hooks_since")
+def _hooks_of_trackers_are_removed() -> None:
+    assert surroundings.has_hooks_on_all_modules() is False
+    assert not surroundings.hooks_of_trackers()
+    with ModuleTracker() as tracker:
+        assert surroundings.has_hooks_on_all_modules() is True
+        nn.Linear(1, 1)(leaf().sum(0, keepdim=True))
+        before = len(tracker._hooks)
+        then = surroundings.hooks_of_trackers()
+        nn.Linear(1, 1)(leaf().sum(0, keepdim=True))
+        assert len(tracker._hooks) == 2 * before > 0
+        surroundings.remove_hooks_since(then)
+        assert len(tracker._hooks) == before
 
 
 @expects("default_generators", "device_generators")

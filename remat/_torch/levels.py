@@ -178,6 +178,14 @@ def is_batch_of_cotangents(primals: Sequence[Tensor]) -> bool:
     )
 
 
+# Deleted by: a public list of the transforms that are active.
+def transforms() -> tuple[int, ...]:
+    """Return the kinds of the levels, outermost first, but for those of `grad`."""
+    layers: Any = get_interpreter_stack() or ()
+    kinds = [layer.key().value for layer in layers]
+    return (*[kind for kind in kinds if kind != GRAD],)
+
+
 def call_below_vmap(fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn` below the innermost level."""
     popped = pop_dynamic_layer_stack()

@@ -85,11 +85,17 @@ _FLAGS = (
     "_is_in_any_mode_without_ignore_compile_internals",
 )
 _dispatch: Any = _python_dispatch
-_tell_dynamo = getattr(
+_tell_dynamo: Any = getattr(
     _dispatch, "set_is_in_mode_without_ignore_compile_internals", None
 )
 _has_flags = _tell_dynamo is not None and all(hasattr(_dispatch, n) for n in _FLAGS)
 _read_flags = operator.attrgetter(*_FLAGS)
+
+
+def _write_flags(values: Sequence[bool]) -> None:
+    for name, value in zip(_FLAGS, values, strict=True):
+        setattr(_dispatch, name, value)
+    _tell_dynamo(values[-1])
 
 
 # Deleted by: TorchDispatchMode not importing Dynamo to keep it out of its subclasses,
@@ -125,9 +131,7 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         if not _has_flags:
             return super().__exit__(exc_type, exc_val, exc_tb)
-        for name, value in zip(_FLAGS, self._before, strict=True):
-            setattr(_dispatch, name, value)
-        _tell_dynamo(self._before[-1])
+        _write_flags(self._before)
         self._before = ()
         torch._C._pop_torch_dispatch_stack(None)
         return None
@@ -136,6 +140,9 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
     @override
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def note_unseen(self) -> None:
+        """Be told that the function runs operations that this mode does not see."""
 
 
 # Deleted by: a dispatch mode that can be left by those inside of it.
@@ -160,8 +167,11 @@ def without_dispatch_mode(mode: Any) -> Iterator[None]:
 def outside_dispatch_mode(mode: Any) -> Iterator[None]:
     """Run the body as if a mode, and modes of ours inside of it, were not entered."""
     popped = list[Any]()
-    before = dynamo.set_eval_frame(None)
     stack = _python_dispatch._get_current_dispatch_mode_stack()
+    if not any(each is mode for each in stack):  # it was left already
+        yield
+        return
+    before = dynamo.set_eval_frame(None)
     inside = [*map(id, stack)].index(id(mode))
     for _ in stack[inside:]:
         popped.append(_python_dispatch._pop_mode())
@@ -178,7 +188,38 @@ def outside_dispatch_mode(mode: Any) -> Iterator[None]:
         dynamo.set_eval_frame(before)
 
 
-# Deleted by: the same.
+# Deleted by: Dynamo compiling the branches of `torch.cond`, and the bodies of loops,
+# under a dispatch mode. Uncompiled they are not what these operators expect.
+def compiled_outside_modes(compile_and_call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that leaves remat's modes for what torch compiles by itself."""
+
+    @functools.wraps(compile_and_call)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        stack = _dispatch._get_current_dispatch_mode_stack()
+        is_ours = [isinstance(mode, LeanDispatchMode) for mode in stack]
+        if not (stack and all(is_ours) and _has_flags):
+            return compile_and_call(*args, **kwargs)
+        for mode in stack:
+            mode.note_unseen()
+        flags = _read_flags(_dispatch)
+        with outside_dispatch_mode(stack[0]):
+            _write_flags(stack[0]._before)
+            try:
+                return compile_and_call(*args, **kwargs)
+            finally:
+                _write_flags(flags)
+
+    return call
+
+
+_higher_order: Any = torch._higher_order_ops.utils
+if hasattr(_higher_order, "_hop_compile_and_call"):  # else it is of another torch
+    _higher_order._hop_compile_and_call = compiled_outside_modes(
+        _higher_order._hop_compile_and_call
+    )
+
+
+# Deleted by: a dispatch mode that can be left by those inside of it.
 def leave_dispatch_mode(mode: LeanDispatchMode) -> None:
     """Leave a mode, also if others that were entered inside of it are still active."""
     stack = _python_dispatch._get_current_dispatch_mode_stack()

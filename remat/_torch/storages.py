@@ -65,6 +65,10 @@ def snapshot(tensor: Tensor) -> Tensor | None:
         return None
 
 
+# Deleted by: the same. This is what a dispatch mode sees of a snapshot.
+SNAPSHOT: Any = torch.ops.aten._lazy_clone.default
+
+
 _is_cow: Callable[[Tensor], bool] = vars(torch._C)["_is_cow_tensor"]
 
 

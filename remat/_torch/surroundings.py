@@ -6,12 +6,14 @@ would have to patch torch.
 
 import inspect
 import sys
+from collections.abc import Sequence
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
+from torch.utils.module_tracker import ModuleTracker
 
 
 # Deleted by: a public way to ask whether any device type autocasts.
@@ -94,3 +96,35 @@ def checkpoint_depth() -> int:
         depth += frame.f_code is _CHECKPOINT
         frame = frame.f_back
     return depth
+
+
+# Deleted by: a public way to ask for the hooks on all modules.
+_modules: Any = torch.nn.modules.module
+
+
+def has_hooks_on_all_modules() -> bool:
+    """Say whether the forward of every module calls hooks."""
+    return bool(_modules._global_forward_pre_hooks or _modules._global_forward_hooks)
+
+
+Tracked: TypeAlias = Sequence[tuple[list[Any], int]]
+
+
+# Deleted by: a ModuleTracker that holds no graph by the hooks that it sets on it. A
+# FLOP counter has such a tracker.
+def hooks_of_trackers() -> Tracked:
+    """Return the hooks on graphs of each ModuleTracker, and how many there are now."""
+    hooks = _modules._global_forward_pre_hooks
+    if not hooks:
+        return ()
+    owners = [getattr(hook, "__self__", None) for hook in hooks.values()]
+    found = [owner._hooks for owner in owners if isinstance(owner, ModuleTracker)]
+    return [(hooks, len(hooks)) for hooks in found]
+
+
+def remove_hooks_since(then: Tracked) -> None:
+    """Remove the hooks that were set on graphs since `hooks_of_trackers`."""
+    for hooks, count in then:
+        for hook in hooks[count:]:
+            hook.remove()
+        del hooks[count:]

@@ -121,8 +121,8 @@ def remat(
             objects that hold tensors; see `remat.register`. Other values pass through.
         policy: which results to save. It is one of `remat.policies`, or anything that
             `remat.policies.as_policy` accepts, such as a function of an operation.
-            `None` saves no result. A call within another call follows both policies. In
-            forward mode nothing is saved.
+            `None` saves no result. A call within another call follows both policies.
+            Under forward mode around reverse mode nothing is saved.
         prune: whether a recompute skips operations that the backward does not need.
             `True` always skips them, and `False` never. `"auto"` skips them if that
             saves more FLOPs and bytes than it costs; with a policy it always does.

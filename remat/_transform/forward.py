@@ -29,7 +29,13 @@ from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import reference
 from remat._partial.recomputation import Recomputation, finish
 from remat._partial.recorder import Recorder
-from remat._torch import is_below_tracer, set_grad_enabled, without_hooks
+from remat._torch import (
+    hooks_of_trackers,
+    is_below_tracer,
+    remove_hooks_since,
+    set_grad_enabled,
+    without_hooks,
+)
 from remat._transform.buffers import copy_buffers, update, written_to
 from remat._transform.call import Call
 from remat._transform.changes import changes_of
@@ -109,7 +115,8 @@ def _evaluate(
     results = [*map(Tensor.detach, outs), *before.values()]
     outside, recomputation, residuals = program.outside, None, 0
     if plan is not None:
-        recomputation, tensors = _finish(plan, outs, outside)
+        may_drop = not (outside or request.in_forward_mode)
+        recomputation, tensors = _finish(plan, outs, may_drop=may_drop)
         results += tensors
         residuals = len(tensors)
         differentiable += [False] * residuals
@@ -164,7 +171,7 @@ def _plan(
         is_saved=False,
         is_compiled=call.snapshot.compiled,
         is_traced=is_below_tracer(),
-        in_forward_mode=request.in_forward_mode,
+        in_forward_mode=request.is_split,
         kind=next((type(t).__name__ for t in others), ""),
         elements=sum(map(Tensor.numel, inputs)),
     )
@@ -181,6 +188,7 @@ def _run(
     call: Call, program: Program, inner: list[Tensor], mode: Any, state: State
 ) -> Sequence[Any]:
     """Run with grad mode on, under a mode if there is one."""
+    tracked = hooks_of_trackers()
     set_grad_enabled(True)
     try:
         outs = without_hooks(_run_once, call, program, inner, mode)
@@ -188,6 +196,7 @@ def _run(
         state.ambient.forget_casts()
         raise
     set_grad_enabled(False)
+    remove_hooks_since(tracked)  # they are on the graph that is dropped, and hold it
     state.ambient.forward_done()
     return outs
 
@@ -272,9 +281,9 @@ def _reached(
 
 
 def _finish(
-    plan: ForwardPlan, outs: Sequence[Any], outside: Sequence[OutsideVmap]
+    plan: ForwardPlan, outs: Sequence[Any], *, may_drop: bool
 ) -> tuple[Recomputation | None, list[Tensor]]:
     """Return how the call is recomputed, and the residuals."""
     if isinstance(plan.mode, Recorder):
         plan.mode.note_saved(outs)
-    return finish(plan, outs, may_drop=not outside and not here().only_our_hooks)
+    return finish(plan, outs, may_drop=may_drop and not here().only_our_hooks)

@@ -183,9 +183,12 @@ def _dispatch_dual(
     get another one, evaluated on dual numbers, so that their gradients have tangents.
     """
     dual, flat = duals.of(program), [*duals.primals, *duals.tangents]
-    evaluate = _evaluate_at_base if layer is None else _dispatch_at
-    at = () if layer is None else (layer,)
-    found = taken_apart(dual, *evaluate(*at, dual, flat, duals.request(request)))
+    request = duals.request(request)
+    if layer is None:
+        evaluated = _evaluate_at_base(dual, flat, request)
+    else:
+        evaluated = _dispatch_at(layer, dual, flat, request)
+    found = taken_apart(dual, *evaluated)
     evaluation, outs = found.evaluation._replace(shared=()), found.outs
     is_needed = is_recorded(duals.primals)
     ends = _ends(evaluation, duals.primals) if is_needed else ()

@@ -1,0 +1,342 @@
+"""A policy and `prune=True` where a recompute looks different from its forward.
+
+Under transforms of torch.func, composite operations become other operations; hooks of a
+FLOP counter and subclasses add some; torch compiles parts of a function by itself. None
+of this may be an error, and a policy is followed wherever it can be.
+"""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from support.zoo import counted
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
+
+from remat import policies, remat
+from remat.testing import assert_same, count_ops
+
+
+DOUBLE = {"dtype": torch.double}
+X = torch.linspace(-1, 1, 32, **DOUBLE).reshape(2, 4, 4)
+V = torch.linspace(0, 1, 4, **DOUBLE)
+OPTIONS = {
+    "dots": {"policy": policies.dots_saveable},
+    "everything": {"policy": policies.everything_saveable},
+    "prune": {"prune": True},
+}
+each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+# --- Transforms ---
+
+
+def entropy(x):
+    return (
+        nn.functional.binary_cross_entropy_with_logits(x.sin(), torch.ones_like(x))
+        * x.tanh()
+    )
+
+
+ATTENTION = nn.MultiheadAttention(4, 2, batch_first=True, **DOUBLE)
+
+
+def attention(x):
+    x = x.sin()
+    return ATTENTION(x, x, x)[0].tanh()
+
+
+def linear(x):
+    return nn.functional.linear(x.sin(), X[0], V).tanh()
+
+
+def jacobian_of_batch(f):
+    return jacrev(vmap(f))(torch.stack([X, X + 1]))
+
+
+TRANSFORMS = {
+    "grad": lambda f: grad(lambda x: f(x).sum())(X),
+    "jacrev": lambda f: jacrev(f)(X),
+    "hessian": lambda f: hessian(lambda x: f(x).sum())(X),
+    "twice": lambda f: jacrev(jacrev(f))(X),
+    "of_batch": jacobian_of_batch,
+    "of_each": lambda f: vmap(jacrev(grad(lambda x: f(x).sum())))(torch.stack([X, X])),
+}
+
+
+@each_option
+@pytest.mark.parametrize("program", [entropy, attention, linear])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_composite_operations_may_become_others(transform, program, options):
+    """At second order, `linear` is other operations than in the forward."""
+    wrapped, expected = remat(program, **options), transform(program)
+    with count_ops() as plain:
+        transform(program)
+    for _ in range(3):
+        with count_ops() as ops:
+            torch.testing.assert_close(transform(wrapped), expected)
+        if "prune" in options:
+            assert ops["sin"] > plain["sin"]  # it was computed again
+
+
+@each_option
+def test_a_call_inside_takes_a_snapshot_in_one_run_only(options):
+    """Of a vector that it is passed, which it may update, as batch norm does."""
+
+    def inner(x, v):
+        return (x.sin() * v).tanh()
+
+    def outer(x, v, of=inner):
+        return (of(of(x, v) @ x, v * 1)).exp()
+
+    wrapped = remat(lambda x, v: outer(x, v, remat(inner)), **options)
+    cotangent = torch.ones(2, 4, 4, **DOUBLE)
+
+    def pulled(f):
+        return vjp(lambda x: f(x, V), X)[1](cotangent)[0]
+
+    for _ in range(3):
+        with warnings.catch_warnings(), count_ops() as ops:
+            warnings.simplefilter("error")
+            assert_same(pulled(wrapped), pulled(outer))
+        if options != OPTIONS["everything"]:
+            assert ops["sin"] > 4  # beside two of each forward
+        assert_same(jacrev(wrapped)(X, V), jacrev(outer)(X, V))
+
+
+# --- Hooks on all modules ---
+
+
+def model(**options):
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8, **DOUBLE), nn.Tanh(), nn.Linear(8, 4, **DOUBLE), nn.Tanh()
+    plain = nn.Sequential(*layers)
+    return plain, remat(plain, **options)
+
+
+TRACKERS = {"flops": lambda: FlopCounterMode(display=False), "modules": ModuleTracker}
+each_tracker = pytest.mark.parametrize("tracker", TRACKERS.values(), ids=TRACKERS)
+
+
+def gradients(net):
+    values = {name: p.detach() for name, p in net.named_parameters()}
+    return grad(lambda p: functional_call(net, p, (X,)).sum())(values)
+
+
+@each_tracker
+@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["none", *OPTIONS])
+def test_a_tracker_of_modules_holds_no_graph(tracker, options):
+    """Its hooks are on the graph of a forward, which is dropped. It isn't a leak."""
+    plain, wrapped = model(**options)
+    expected = gradients(plain)
+    with tracker() as tracking, count_ops() as ops:
+        found = gradients(wrapped)
+    assert_same([*found.values()], [*expected.values()])
+    assert ops["tanh"] + ops["addmm"] > 4 or "policy" in options
+    if isinstance(tracking, FlopCounterMode) and not options:
+        with FlopCounterMode(display=False) as once:
+            gradients(plain)
+        assert tracking.get_total_flops() > once.get_total_flops()
+
+
+@each_tracker
+def test_a_step_recorded_under_a_tracker_keeps_its_policy_later(tracker):
+    """The tracker's hooks make views, which no later step makes."""
+    _, wrapped = model(policy=policies.dots_saveable)
+
+    def step():
+        with count_ops() as ops:
+            wrapped(X.clone().requires_grad_()).sum().backward()
+        return ops["addmm"], ops["tanh"]
+
+    with tracker():
+        step()
+    assert [step() for _ in range(5)] == [(2, 4)] * 5
+    with tracker():
+        step()
+    assert step() == (2, 4)
+
+
+# --- What torch compiles by itself ---
+
+
+FRESH = """
+import contextlib, os, sys, warnings
+import torch
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as mapped
+from remat import policies, remat, scope
+
+# Not in a list: what a recompute appends to one is dropped.
+READ, WRITE = os.pipe()
+
+def first(tree):
+    return tree[0] if isinstance(tree, tuple) else tree
+
+def cond(x):
+    os.write(WRITE, b"e")
+    y = x.exp()
+    return torch.cond(y.sum() > 99, lambda x: x.sin() @ x, lambda x: x.cos() @ x, (y,))
+
+def each(x):
+    os.write(WRITE, b"e")
+    return first(mapped(lambda y: y.sin() * 2, x.exp())).tanh()
+
+def scanned(x):
+    os.write(WRITE, b"e")
+    multiply = lambda a, b: a * b
+    return associative_scan(multiply, x.exp(), dim=0, combine_mode="generic").tanh()
+
+def backward(f, around=contextlib.nullcontext()):
+    x = X.clone().requires_grad_()
+    with around:
+        y = f(x)
+    y.sum().backward()
+    return x.grad
+
+X = torch.linspace(-1, 1, 16, dtype=torch.double).reshape(4, 4)
+f = globals()[sys.argv[1]]
+expected = backward(f)
+assert os.read(READ, 99) == b"e"
+for options in dict(policy=policies.dots_saveable), dict(prune=True):
+    wrapped = remat(f, **options)
+    for _ in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.testing.assert_close(backward(wrapped), expected, rtol=0, atol=0)
+        evaluations = os.read(READ, 99)
+        assert evaluations == b"ee", evaluations
+        if f is not scanned and not _:
+            assert any("torch.cond" in str(w.message) for w in caught), caught
+    around = scope(policies.dots_saveable)
+    torch.testing.assert_close(backward(f, around), expected, rtol=0, atol=0)
+    os.read(READ, 99)
+if f is scanned:  # torch.func has no rule for the others
+    x, summed = X.clone(), lambda f: lambda x: f(x).sum()
+    found = torch.func.grad(summed(remat(f, prune=True)))(x)
+    torch.testing.assert_close(found, torch.func.grad(summed(f))(x), rtol=0, atol=0)
+"""
+
+
+@pytest.mark.parametrize("program", ["cond", "each", "scanned"])
+def test_a_higher_order_operator_is_compiled_as_without_remat(program):
+    """Outside of remat's modes, under which torch compiles nothing."""
+    command = [sys.executable, "-W", "ignore", "-c", FRESH, program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# --- Custom Functions that share a record ---
+
+
+def function(forward, saved, backward):
+    class Custom(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return forward(x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*saved(inputs[0], output))
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return cotangent * backward(*ctx.saved_tensors)
+
+    return Custom.apply
+
+
+FUNCTIONS = [
+    function(torch.sin, lambda x, y: [x], torch.cos),
+    function(torch.sin, lambda x, y: [y], lambda y: y * 2),
+    function(torch.sin, lambda x, y: [x, y], torch.mul),
+    function(torch.exp, lambda x, y: [y], lambda y: y),
+]
+CHOSEN = [FUNCTIONS[0]]
+
+
+def chosen_by_flag(pair, x, k):
+    return (pair[k](x.tanh() @ x) * 2).exp()
+
+
+def chosen_by_global(pair, x, k):
+    CHOSEN[0] = pair[k]
+    return (CHOSEN[0](x.tanh() @ x) * 2).exp()
+
+
+@each_option
+@pytest.mark.parametrize("second", FUNCTIONS[1:], ids=["output", "both", "other"])
+@pytest.mark.parametrize("program", [chosen_by_flag, chosen_by_global])
+def test_two_functions_of_the_same_shapes_share_a_name(program, second, options):
+    """They save other tensors of the same shapes, and run the same operations."""
+    pair = FUNCTIONS[0], second
+    wrapped = remat(lambda x, k: program(pair, x, k), **options)
+
+    def by_backward(f, k):
+        x = X[0].clone().requires_grad_()
+        f(x, k).sum().backward()
+        return x.grad
+
+    def by_transform(f, k):
+        return grad(lambda x: f(x, k).sum())(X[0])
+
+    for differentiate in by_backward, by_transform:
+        for k in (0, 1, 0, 1, 1, 0):
+            expected = differentiate(lambda x, k: program(pair, x, k), k)
+            with warnings.catch_warnings(), count_ops() as ops:
+                warnings.simplefilter("ignore")  # that the record fits no more
+                assert_same(differentiate(wrapped, k), expected)
+            assert ops["tanh"] + ops["mm"] + ops["exp"] > 3 + 2 or "policy" in options
+
+
+# --- Subclasses that see what is asked of them ---
+
+
+class Sized(torch.Tensor):
+    """A wrapper whose sizes and strides are asked for by operations."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            dispatch_sizes_strides_policy="sizes",
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        unwrapped = [a.inner if isinstance(a, Sized) else a for a in args]
+        result = func(*unwrapped, **(kwargs or {}))
+        return Sized(result) if isinstance(result, torch.Tensor) else result
+
+
+@each_option
+def test_what_a_subclass_is_asked_is_not_compared(options):
+    """How often autograd asks for sizes depends on what it differentiates."""
+
+    def program(x):
+        return torch.mm(x.sin(), x).tanh().reshape(2, 8).cos()
+
+    def differentiated(f, wrap):
+        x = wrap(X[0].clone()).requires_grad_()
+        f(x).sum().backward()
+        return x.grad
+
+    expected = differentiated(program, torch.clone)
+    fn, calls = counted(program)
+    wrapped = remat(fn, **options)
+    for k in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nothing of a subclass is left out
+            found = differentiated(wrapped, Sized)
+        assert_same(found.inner, expected)
+        assert len(calls) == 2 * (k + 1)
