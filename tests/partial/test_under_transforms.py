@@ -339,4 +339,5 @@ def test_what_a_subclass_is_asked_is_not_compared(options):
             warnings.simplefilter("ignore")  # nothing of a subclass is left out
             found = differentiated(wrapped, Sized)
         assert_same(found.inner, expected)
-        assert len(calls) == 2 * (k + 1)
+        saves_all = options.get("policy") is policies.everything_saveable
+        assert len(calls) == (1 if saves_all else 2) * (k + 1)
