@@ -31,8 +31,8 @@ class Request(NamedTuple):
         at_base: whether no level is around the call. Then the evaluation must tell
             exactly which outputs require grad.
         in_forward_mode: whether a level, or the user, differentiates it forward.
-        is_split: whether a node further up is of values alone, where tangents are
-            evaluated with them. Records are of both.
+        is_split: whether a node further up is of values alone, which are evaluated
+            with tangents below. A record would be of both.
         is_batched: whether a vmap is around the call.
     """
 
@@ -133,7 +133,7 @@ class Program:
         """Evaluate the forward of a user's call.
 
         Args:
-            program: to run: this, or this under vmap.
+            program: to run: this, or this under vmap or in forward mode.
             inputs: to run it on.
             request: what is asked.
         """

@@ -108,7 +108,7 @@ class Forward(Run):
         owners |= dict(zip(map(id, self.tensors), self._found, strict=True))
         for node, now in changes:
             _refuse_registered(node, originals[id(node)])
-            owned = {key: owners.get(id(v), v) for key, v in now.items()}
+            owned = {key: _owned(v, owners) for key, v in now.items()}
             _assign(node, originals[id(node)], owned)
 
     def changed(self) -> str:
@@ -144,6 +144,14 @@ def _changed(noted: Iterable[_Noted]) -> Iterator[tuple[_Noted, dict[Any, Any]]]
         now = _state(was.node, was.value)
         if now.keys() != was.state.keys() or differing(now, was.state):
             yield was, now
+
+
+def _owned(value: Any, owners: dict[int, Any]) -> Any:
+    """Return the user's own value; a list that is new gets those that it holds."""
+    own = owners.get(id(value), value)
+    if own is value and type(value) is list:
+        value[:] = [owners.get(id(v), v) for v in value]
+    return own
 
 
 def _named(value: Any, before: dict[Any, Any], now: dict[Any, Any]) -> str:

@@ -30,7 +30,7 @@ class Situation:
         is_saved: whether its graph is plain's own, with handles.
         is_compiled: whether it reaches code of torch.compile or TorchScript.
         is_traced: whether a graph is made, whose maker drops what nobody reads.
-        in_forward_mode: whether forward mode differentiates its backward.
+        is_split: whether forward mode differentiates its backward.
         kind: the class of an input that sees the operations done with it; "" if there
             is none.
         elements: how many its inputs have in all.
@@ -41,7 +41,7 @@ class Situation:
     is_saved: bool
     is_compiled: bool = False
     is_traced: bool = False
-    in_forward_mode: bool = False
+    is_split: bool = False
     kind: str = ""
     elements: int = 0
     given_up: str = ""
@@ -69,8 +69,8 @@ def why_no_record(policy: Policy | None, prune: Prune, call: Situation) -> str:
             return f"its inputs have only {call.elements:,} elements in all"
     if call.is_compiled:
         return "it calls compiled code, whose operations cannot be left out"
-    if call.in_forward_mode:
-        return "forward mode differentiates it"
+    if call.is_split:
+        return "forward mode differentiates its backward"
     if call.kind:
         return f"an input is a {call.kind}, which sees what is done with it"
     return call.given_up
@@ -171,7 +171,7 @@ def warn_if_asked(
     policy: Policy | None, prune: Prune, call: Situation, label: str, why: str
 ) -> None:
     """Warn, once for each function, that a policy or `prune=True` is not followed."""
-    if why and not (call.in_forward_mode or call.is_traced):
+    if why and not (call.is_split or call.is_traced):
         warn_if_not_followed(asked_for(policy, prune), label, why)
 
 

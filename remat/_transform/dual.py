@@ -6,11 +6,13 @@
 does with `Batch` under a vmap. The levels below see a program like any other: they
 batch it, or make a node of it, whose backward recomputes values and tangents at once.
 
-Invariant: no node relies on forward mode. torch turns it off within `Function.jvp`, so
+Invariant: the function sees inputs that require grad where it does in plain code. And
+no node relies on forward mode. torch turns it off within `Function.jvp`, so
 a second level of it around would see tangents of zero.
 Rejected: a node with a jvp rule. It evaluates the program once more for the tangents.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,15 +21,22 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from typing_extensions import override
 
+from remat._base.errors import MutationError
 from remat._base.program import Evaluation, OutsideVmap, Program, Request
+from remat._base.tensors import versions_of
 from remat._base.types import Outputs
 from remat._torch import (
     JVP,
+    base_tensor,
+    grad_level,
+    has_proxies,
+    leaf_at,
     lifted,
     push_forward,
     requires_grad_at_any_level,
     taken_apart_at_jvp,
     unpack_dual,
+    unwrap_for_grad,
 )
 
 
@@ -36,37 +45,64 @@ class Dual(Program):
 
     Args:
         primal: the program.
-        arity: how many inputs it has.
-        given: those that have tangents.
+        given: the inputs that have tangents.
+        needs: which inputs some level differentiates that does not show below: one
+            above this, or that of the user's dual numbers.
 
     Attributes:
+        is_split: whether there is such a level. Its node is of values alone.
         primal: the program.
         arity: see above.
         count: how many outputs it has, once it has run.
         positions: of those that have tangents, once it has run.
     """
 
-    __slots__ = ("_given", "arity", "count", "positions", "primal")
+    __slots__ = (
+        *("_given", "_marked", "_needs", "_versions", "arity", "count", "is_split"),
+        *("positions", "primal"),
+    )
 
-    def __init__(self, primal: Program, arity: int, given: Sequence[int]) -> None:
-        self.primal, self.arity, self._given = primal, arity, given
-        self.count = 0
+    def __init__(
+        self, primal: Program, given: Sequence[int], needs: Sequence[bool]
+    ) -> None:
+        self.primal, self.arity, self._given = primal, len(needs), given
+        self.count, self._needs = 0, needs
+        self.is_split = True in needs
+        self._marked = self.is_split and primal.is_forward
         self.positions: list[int] | None = None
+        self._versions: Sequence[int | None] | None = None
 
     @override
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Evaluate the program on dual numbers, in a level of their own."""
         primals, tangents = inputs[: self.arity], inputs[self.arity :]
-
-        def run(*duals: Tensor) -> Outputs:
-            return self.primal.run(*duals, mode=mode)
-
+        self._refuse_changed(tangents)
+        run = self._run_marked if self._marked else self.primal.run
+        run = functools.partial(run, mode=mode)
         outs, found = push_forward(run, primals, self._given, tangents)
         self.count = len(outs)
         if self.positions is None:
             self.positions = [j for j, t in enumerate(found) if t is not None]
         pairs = ((outs[j], found[j]) for j in self.positions)
         return (*outs, *(torch.zeros_like(o) if t is None else t for o, t in pairs))
+
+    def _run_marked(self, *duals: Tensor, mode: Any) -> Outputs:
+        # As plain code sees them: requiring grad.
+        with grad_level() as level:
+            pairs = zip(duals, self._needs, strict=True)
+            inner = [leaf_at(level, t, requires_grad=need) for t, need in pairs]
+            outs = self.primal.run(*inner, mode=mode)
+            return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
+
+    def _refuse_changed(self, tangents: Sequence[Tensor]) -> None:
+        """Refuse tangents that were changed in place since the first run."""
+        if has_proxies():
+            return
+        versions = versions_of([*map(base_tensor, tangents)])
+        if self._versions is None:
+            self._versions = versions
+        elif versions != self._versions:
+            raise MutationError(_CHANGED)
 
     @property
     @override
@@ -131,19 +167,15 @@ class Duals(NamedTuple):
     given: Sequence[int]
     tangents: Sequence[Tensor]
 
-    def of(self, program: Program) -> Dual:
-        """Return a program that is evaluated on these."""
-        return Dual(program, len(self.primals), self.given)
+    def of(self, program: Program, needs: Sequence[bool]) -> Dual:
+        """Return a program that is evaluated on these. `needs` is as of `Dual`."""
+        return Dual(program, self.given, needs)
 
-    def request(self, request: Request) -> Request:
+    def request(self, dual: Dual, request: Request) -> Request:
         """Return what is asked of that program, given what is asked of its primal."""
-        below = [*map(requires_grad_at_any_level, self.primals)]
         needs = [*request.needs, *map(requires_grad_at_any_level, self.tangents)]
-        return request._replace(
-            needs=needs,
-            in_forward_mode=True,
-            is_split=request.is_split or request.at_base or below != [*request.needs],
-        )
+        is_split = request.is_split or dual.is_split
+        return request._replace(needs=needs, in_forward_mode=True, is_split=is_split)
 
 
 def duals_at_level(layer: Any, inputs: Sequence[Tensor]) -> Duals:
@@ -222,3 +254,9 @@ def _is_expanded(tensor: Tensor) -> bool:
         return False
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in pairs)
+
+
+_CHANGED = (
+    "remat: a tangent was changed in place since the forward, and a backward needs it "
+    "as it was. Change a copy, or take the backward first."
+)

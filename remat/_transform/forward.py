@@ -68,7 +68,8 @@ def evaluate_forward(
 
     Args:
         call: the call.
-        program: what to run: the call as a program, or that under vmap.
+        program: what to run: the call as a program, or that under vmap or in forward
+            mode.
         inputs: to run it on.
         request: what is asked.
 
@@ -171,7 +172,7 @@ def _plan(
         is_saved=False,
         is_compiled=call.snapshot.compiled,
         is_traced=is_below_tracer(),
-        in_forward_mode=request.is_split,
+        is_split=request.is_split,
         kind=next((type(t).__name__ for t in others), ""),
         elements=sum(map(Tensor.numel, inputs)),
     )

@@ -108,8 +108,21 @@ def dispatch(program: Program, inputs: Sequence[Tensor], request: Request) -> Ev
 
 
 def _dispatch_at(
-    layer: Any, program: Program, inputs: Sequence[Tensor], request: Request
+    layer: Any,
+    program: Program,
+    inputs: Sequence[Tensor],
+    request: Request,
+    saved: Sequence[Tensor] | None = None,
 ) -> Evaluated:
+    """Evaluate `program` at a level.
+
+    Args:
+        layer: the level; None for the base.
+        program: to evaluate.
+        inputs: to evaluate it on.
+        request: what is asked.
+        saved: what a node saves in place of the inputs.
+    """
     if layer is None:
         return _dispatch_at_base(program, inputs, request)
     kind = kind_of(layer)
@@ -134,7 +147,8 @@ def _dispatch_at(
         ends = lifted(layer, kind, inputs)
     ends = _ends(evaluation, ends)
     if ends:
-        outs = apply_at_level(_apply, (program, evaluation, inputs, outs), *ends)
+        evaluated = program, evaluation, saved or inputs, outs
+        outs = apply_at_level(_apply, evaluated, *ends)
     return outs, evaluation
 
 
@@ -149,9 +163,12 @@ def _dispatch_at_jvp(
         return [
             None if o is None else wrap_for_grad(o, level) for o in results
         ], evaluation
-    dual, flat = duals.of(program), [*duals.primals, *duals.tangents]
-    below = call_below(layer, JVP, dispatch, dual, flat, duals.request(request))
-    results, evaluation = below
+    below = [*map(requires_grad_at_any_level, duals.primals)]
+    pairs = zip(request.needs, below, strict=True)
+    dual = duals.of(program, [need and not low for need, low in pairs])
+    flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
+    found_below = call_below(layer, JVP, dispatch, dual, flat, request)
+    results, evaluation = found_below
     outs = [None if o is None else wrap_for_grad(o, level) for o in results]
     found = taken_apart(dual, outs, evaluation)
     return found.joined(found.outs), found.evaluation
@@ -160,9 +177,11 @@ def _dispatch_at_jvp(
 def _dispatch_at_base(
     program: Program, inputs: Sequence[Tensor], request: Request
 ) -> Evaluated:
-    if not _are_dual():
-        return _evaluate_at_base(program, inputs, request)
-    return _dispatch_dual(None, program, inputs, duals_here(inputs), request)
+    if _are_dual():
+        duals = duals_here(inputs)
+        if duals.given:
+            return _dispatch_dual(None, program, inputs, duals, request)
+    return _evaluate_at_base(program, inputs, request)
 
 
 def _are_dual() -> bool:
@@ -182,12 +201,13 @@ def _dispatch_dual(
     Values and tangents have a node in common, for gradients of the tangents. Values
     get another one, evaluated on dual numbers, so that their gradients have tangents.
     """
-    dual, flat = duals.of(program), [*duals.primals, *duals.tangents]
-    request = duals.request(request)
+    dual = duals.of(program, [*map(_requires_grad, duals.primals)])
+    flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
+    saved = [*inputs, *duals.tangents]  # so that gradients of tangents have tangents
     if layer is None:
-        evaluated = _evaluate_at_base(dual, flat, request)
+        evaluated = _evaluate_at_base(dual, flat, request, saved)
     else:
-        evaluated = _dispatch_at(layer, dual, flat, request)
+        evaluated = _dispatch_at(layer, dual, flat, request, saved)
     found = taken_apart(dual, *evaluated)
     evaluation, outs = found.evaluation._replace(shared=()), found.outs
     is_needed = is_recorded(duals.primals)
@@ -200,14 +220,17 @@ def _dispatch_dual(
 
 
 def _evaluate_at_base(
-    program: Program, inputs: Sequence[Tensor], request: Request
+    program: Program,
+    inputs: Sequence[Tensor],
+    request: Request,
+    saved: Sequence[Tensor] | None = None,
 ) -> Evaluated:
     outs, evaluation = without_grad_mode(program.evaluate, inputs, request)
     # If only levels above differentiate, nothing is to be saved down here.
     if request.at_base or is_recorded(inputs):
         ends = _ends(evaluation, inputs)
         if ends:
-            outs = _apply((program, evaluation, inputs, outs), *ends)
+            outs = _apply((program, evaluation, saved or inputs, outs), *ends)
     return outs, evaluation
 
 

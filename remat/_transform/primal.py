@@ -1,7 +1,7 @@
 """A user's call as a program: its first run is the forward, later ones recompute.
 
-`api` makes one, and `function` evaluates it. It is the program that the rules are made
-of: they run it again.
+`api` makes one, and `function` evaluates it. The vjp of it runs it again, and so do
+`Batch` and `Dual`.
 
 Invariant: the forward fixes the structure of the result and the state that recomputes
 restore and are checked against.

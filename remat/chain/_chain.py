@@ -151,7 +151,8 @@ def _connected(
     devices = [t.device for t in ends]
     device = next((d for d in devices if d.type != "cpu"), devices[0])
     total = functools.reduce(torch.add, (_nothing_of(t).to(device) for t in ends))
-    zero = torch.expm1(total)  # not linear, so its tangent leads to them, too
+    # The tangent of a sum does not depend on what is summed, and that of this does.
+    zero = torch.expm1(total)
     pairs = zip(outs, needs, strict=True)
     return tuple(o - zero.to(o.device, o.dtype) if need else o for o, need in pairs)
 

@@ -19,7 +19,7 @@ from support.zoo import (
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import grad, grad_and_value, jvp, vjp
 
-from remat import remat
+from remat import MutationError, policies, remat
 from remat.testing import assert_same, live_bytes
 
 
@@ -204,3 +204,101 @@ def test_the_dual_level_of_the_caller_is_left_as_it_was():
             dual_level().__enter__()
     assert len(calls) == 2
     assert torch.autograd.forward_ad._current_level == -1
+
+
+# --- What the function sees ---
+
+
+def by_requiring_grad(x):
+    return (x * x).exp() if x.requires_grad else x.exp() * 3
+
+
+def with_a_gradient_inside(x):
+    y = x.sin().exp()
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return first * y
+
+
+def dual_around_backward(f):
+    (w,) = leaves_of(W)
+    with dual_level():
+        out = f(make_dual(w, V)).square().sum()
+        (found,) = torch.autograd.grad(out, w)
+        return out.detach(), found, unpack_dual(found).tangent
+
+
+def dual_of_tangent(f):
+    (w,) = leaves_of(W)
+    with dual_level():
+        tangent = unpack_dual(f(make_dual(w, V))).tangent
+        (found,) = torch.autograd.grad(tangent.sum(), w)
+        return tangent.detach(), unpack_dual(found).primal
+
+
+SEEING = {
+    "jvp of grad": lambda f: jvp(grad(lambda w: f(w).square().sum()), (W,), (V,)),
+    "jvp of jvp of grad": lambda f: jvp(
+        lambda w: jvp(grad(lambda w: f(w).square().sum()), (w,), (V,))[1], (W,), (V,)
+    ),
+    "a dual level around a backward": dual_around_backward,
+    "a gradient of a tangent": dual_of_tangent,
+}
+
+
+@pytest.mark.parametrize("transform", SEEING.values(), ids=SEEING.keys())
+@pytest.mark.parametrize("fn", [by_requiring_grad, with_a_gradient_inside])
+def test_a_function_sees_what_requires_grad_in_plain_code(transform, fn):
+    assert_rematerialized(transform, fn, evaluations=2, reassociated=True)
+
+
+def test_the_tangent_of_a_gradient_of_a_tangent_is_a_third_derivative():
+    """In plain code it is not: a formula there saves values without their tangents."""
+    fn, calls = counted(by_requiring_grad)
+    (w,) = leaves_of(W)
+    with dual_level():
+        tangent = unpack_dual(remat(fn)(make_dual(w, V))).tangent
+        (found,) = torch.autograd.grad(tangent.sum(), w)
+        along = unpack_dual(found).tangent
+    assert len(calls) == 2
+
+    def curve(w):
+        return (w * w).exp()
+
+    slope = grad(lambda w: jvp(curve, (w,), (V,))[1].sum())
+    assert_same(along, jvp(slope, (W,), (V,))[1], reassociated=True)
+
+
+def test_a_dual_level_in_which_nothing_is_dual_changes_nothing():
+    def transform(f):
+        (w,) = leaves_of(W)
+        with dual_level():
+            f(w).sum().backward()
+        return w.grad
+
+    assert_rematerialized(transform, by_requiring_grad, evaluations=2)
+
+
+def test_a_policy_within_a_dual_level_around_grad():
+    """Base autograd differentiates the tangent of a gradient."""
+
+    def run(f):
+        (w,) = leaves_of(W)
+        with dual_level():
+            dual = make_dual(w, V.clone())
+            found = grad(lambda w: f(w, X).pow(2).sum())(dual)
+            return torch.autograd.grad(unpack_dual(found).tangent.sum(), w)[0]
+
+    fn, calls = counted(matmul)
+    wrapped = remat(fn, policy=policies.dots_saveable)
+    for k in range(3):
+        assert_same(run(wrapped), run(matmul), reassociated=True)
+        assert len(calls) >= 3 * (k + 1)
+
+
+def test_a_tangent_that_was_changed_is_refused():
+    (w,), tangent = leaves_of(W), V.clone()
+    with dual_level():
+        out = remat(elementwise)(make_dual(w * 1, tangent), X)
+        tangent.mul_(2)
+        with pytest.raises(MutationError, match="a tangent was changed in place"):
+            torch.autograd.grad(unpack_dual(out).tangent.sum(), w)
