@@ -201,7 +201,7 @@ SINES = {
     "twice": (6, 8),
     "grad_grad": (6, 9),
     "jacrev_jacrev": (2, 5),
-    "hessian": (2, 4),
+    "hessian": (2, 3),
 }
 
 
