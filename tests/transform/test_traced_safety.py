@@ -26,10 +26,10 @@ from torch._subclasses import FakeTensorMode
 from torch.func import grad, jvp
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat import OffloadError, policies, remat
+from remat import OffloadError, policies, random, remat
 from remat._partial.tape import Entry
 from remat.policies import Decision
-from remat.testing import assert_same
+from remat.testing import assert_same, count_ops
 
 
 BOTH = {k: TRANSFORMS[k] for k in ("backward", "grad")}
@@ -273,6 +273,32 @@ def test_tangents_are_not_zero():
         assert all(t.any() for t in values)
         assert_same(values, pushed(W, X), reassociated=True)
     torch._dynamo.reset()
+
+
+def test_nodes_of_ours_are_right_under_two_levels_of_forward_mode():
+    """The barrier's and the dropout's rules of forward mode are linear."""
+    key = random.key(3)
+
+    def fn(w, x):
+        return torch.tanh(random.dropout(key, torch.tanh(x @ w), 0.5) @ w)
+
+    def twice(fn):
+        def along(w):
+            first = grad(lambda w: fn(w, X).square().sum())
+            return jvp(first, (w,), (w.cos(),))[1]
+
+        return lambda w: jvp(along, (w,), (w.sin(),))
+
+    with count_ops() as ops:
+        want = twice(fn)(W)
+    assert all(t.any() for t in want)
+    with count_ops() as again:
+        got = twice(remat(fn))(W)
+    assert again["tanh"] == 2 * ops["tanh"]
+    assert_same(got, want, reassociated=True)
+    graph = make_fx(twice(remat(fn)))(W)
+    assert begins_again(operations(graph))
+    assert_same(graph(W), want, reassociated=True)
 
 
 # --- Policies ---
