@@ -18,7 +18,13 @@ from torch.autograd.function import FunctionCtx
 from remat._base.errors import RecomputeError
 from remat._base.source import user_line
 from remat._graph.handles import Handle, meta_of
-from remat._torch import is_of_torch_func, unwrap_dead, without_node
+from remat._torch import (
+    is_below_tracer,
+    is_fake,
+    is_of_torch_func,
+    unwrap_dead,
+    without_node,
+)
 
 
 class Stop(BaseException):
@@ -63,6 +69,8 @@ class Filling:
 
     def pack(self, t: Tensor) -> Any:
         """Be the hook that saves a tensor."""
+        if type(t) is not Tensor and is_of_trace(t):
+            return t
         if not self.left and self._stops:
             raise Stop
         saved, metas = self._saved, self._metas
@@ -128,6 +136,14 @@ class Filling:
                 where=where,
             )
         )
+
+
+def is_of_trace(t: Tensor) -> bool:
+    """Say whether torch traces a part of the function, as the body of its `scan`.
+
+    What the graph of that trace saves is none of what the graph of the call saves.
+    """
+    return is_fake(t) and is_below_tracer()
 
 
 def _name_of(node: type) -> str:

@@ -19,6 +19,7 @@ from remat._base.context import here
 from remat._base.tensors import version_of
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, meta_of
 from remat._torch import is_of_torch_func, unwrap_dead, without_node
+from remat._transform.filling import is_of_trace
 from remat._transform.saved_call import SavedCall
 
 
@@ -64,6 +65,8 @@ class Packing:
 
     def pack(self, t: Tensor) -> Any:
         """Be the hook that saves a tensor."""
+        if type(t) is not Tensor and is_of_trace(t):
+            return t
         i = self._index.get(id(t))
         if i is not None:
             version = self._versions[i]

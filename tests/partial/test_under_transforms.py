@@ -169,6 +169,7 @@ import contextlib, os, sys, warnings
 import torch
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as mapped
+from torch._higher_order_ops.scan import scan
 from remat import policies, remat, scope
 
 # Not in a list: what a recompute appends to one is dropped.
@@ -191,6 +192,11 @@ def scanned(x):
     multiply = lambda a, b: a * b
     return associative_scan(multiply, x.exp(), dim=0, combine_mode="generic").tanh()
 
+def looped(x):
+    os.write(WRITE, b"e")
+    step = lambda c, y: (torch.tanh(c * y) + y, c.sin())
+    return torch.cat([part.reshape(-1) for part in scan(step, x.exp()[0], x)])
+
 def backward(f, around=contextlib.nullcontext()):
     x = X.clone().requires_grad_()
     with around:
@@ -202,7 +208,7 @@ X = torch.linspace(-1, 1, 16, dtype=torch.double).reshape(4, 4)
 f = globals()[sys.argv[1]]
 expected = backward(f)
 assert os.read(READ, 99) == b"e"
-for options in dict(policy=policies.dots_saveable), dict(prune=True):
+for options in {}, dict(policy=policies.dots_saveable), dict(prune=True):
     wrapped = remat(f, **options)
     for _ in range(3):
         with warnings.catch_warnings(record=True) as caught:
@@ -210,7 +216,7 @@ for options in dict(policy=policies.dots_saveable), dict(prune=True):
             torch.testing.assert_close(backward(wrapped), expected, rtol=0, atol=0)
         evaluations = os.read(READ, 99)
         assert evaluations == b"ee", evaluations
-        if f is not scanned and not _:
+        if options and f in (cond, each) and not _:
             assert any("torch.cond" in str(w.message) for w in caught), caught
     around = scope(policies.dots_saveable)
     torch.testing.assert_close(backward(f, around), expected, rtol=0, atol=0)
@@ -222,7 +228,7 @@ if f is scanned:  # torch.func has no rule for the others
 """
 
 
-@pytest.mark.parametrize("program", ["cond", "each", "scanned"])
+@pytest.mark.parametrize("program", ["cond", "each", "scanned", "looped"])
 def test_a_higher_order_operator_is_compiled_as_without_remat(program):
     """Outside of remat's modes, under which torch compiles nothing."""
     command = [sys.executable, "-W", "ignore", "-c", FRESH, program]
