@@ -78,8 +78,7 @@ def call(program: Program, inputs: Sequence[Tensor]) -> Sequence[Any]:
     # In a level of its own it would run other operations than the forward did.
     level = layer.level()
     below = [unwrap_for_grad(t, level) for t in inputs]
-    outs = call_below(layer, GRAD, call, program, below)
-    return [None if o is None else wrap_for_grad(o, level) for o in outs]
+    return _wrapped(call_below(layer, GRAD, call, program, below), level)
 
 
 @eager_only
@@ -140,7 +139,7 @@ def _dispatch_at(
                 return _dispatch_dual(layer, program, inputs, duals, request)
     below = [unwrap_for_grad(t, level) for t in inputs]
     results, evaluation = call_below(layer, kind, dispatch, program, below, request)
-    outs = [None if o is None else wrap_for_grad(o, level) for o in results]
+    outs = _wrapped(results, level)
     ends = inputs
     if True in map(_requires_grad, below):
         # A constant of this level must have no edge to what is differentiated below.
@@ -158,20 +157,21 @@ def _dispatch_at_jvp(
     """Evaluate values and tangents below. There is no node at this level."""
     level, duals = layer.level(), duals_at_level(layer, inputs)
     if not duals.given:
-        below = call_below(layer, JVP, dispatch, program, duals.primals, request)
-        results, evaluation = below
-        return [
-            None if o is None else wrap_for_grad(o, level) for o in results
-        ], evaluation
-    below = [*map(requires_grad_at_any_level, duals.primals)]
-    pairs = zip(request.needs, below, strict=True)
-    dual = duals.of(program, [need and not low for need, low in pairs])
+        below = duals.primals
+        results, evaluation = call_below(layer, JVP, dispatch, program, below, request)
+        return _wrapped(results, level), evaluation
+    needs_below = map(requires_grad_at_any_level, duals.primals)
+    pairs = zip(request.needs, needs_below, strict=True)
+    dual = duals.of(program, [need and not below for need, below in pairs])
     flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
-    found_below = call_below(layer, JVP, dispatch, dual, flat, request)
-    results, evaluation = found_below
-    outs = [None if o is None else wrap_for_grad(o, level) for o in results]
-    found = taken_apart(dual, outs, evaluation)
+    results, evaluation = call_below(layer, JVP, dispatch, dual, flat, request)
+    found = taken_apart(dual, _wrapped(results, level), evaluation)
     return found.joined(found.outs), found.evaluation
+
+
+def _wrapped(results: Sequence[Any], level: int) -> list[Any]:
+    """Return results from below a level as tensors of that level."""
+    return [None if o is None else wrap_for_grad(o, level) for o in results]
 
 
 def _dispatch_at_base(
