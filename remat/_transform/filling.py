@@ -47,8 +47,8 @@ class Filling:
     """
 
     __slots__ = (
-        *("_compares", "_handles", "_is_replay", "_label", "_metas", "_saved"),
-        *("_stops", "left"),
+        *("_compares", "_handles", "_is_replay", "_is_traced", "_label", "_metas"),
+        *("_saved", "_stops", "left"),
     )
 
     def __init__(
@@ -62,6 +62,7 @@ class Filling:
         is_replay: bool = False,
     ) -> None:
         self._stops, self._compares, self._is_replay = stops, compares, is_replay
+        self._is_traced = is_below_tracer()
         self._handles = {handle.position: handle for handle in handles}
         self._metas, self._label = metas, label
         self._saved: list[Any] = []
@@ -69,7 +70,7 @@ class Filling:
 
     def pack(self, t: Tensor) -> Any:
         """Be the hook that saves a tensor."""
-        if type(t) is not Tensor and is_of_trace(t):
+        if type(t) is not Tensor and is_of_trace(t, self._is_traced):
             return t
         if not self.left and self._stops:
             raise Stop
@@ -138,12 +139,16 @@ class Filling:
         )
 
 
-def is_of_trace(t: Tensor) -> bool:
+def is_of_trace(t: Tensor, is_traced: bool) -> bool:
     """Say whether torch traces a part of the function, as the body of its `scan`.
 
     What the graph of that trace saves is none of what the graph of the call saves.
+
+    Args:
+        t: what is saved.
+        is_traced: whether the function itself runs below a tracer, or on fake tensors.
     """
-    return is_fake(t) and is_below_tracer()
+    return is_fake(t) and not is_traced and is_below_tracer()
 
 
 def _name_of(node: type) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from remat._base.context import here
 from remat._base.tensors import version_of
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, meta_of
-from remat._torch import is_of_torch_func, unwrap_dead, without_node
+from remat._torch import is_below_tracer, is_of_torch_func, unwrap_dead, without_node
 from remat._transform.filling import is_of_trace
 from remat._transform.saved_call import SavedCall
 
@@ -37,8 +37,8 @@ class Packing:
     """
 
     __slots__ = (
-        *("_call", "_frozen", "_index", "_observe", "_saved", "_reach", "_versions"),
-        *("handles", "metas"),
+        *("_call", "_frozen", "_index", "_is_traced", "_observe", "_saved", "_reach"),
+        *("_versions", "handles", "metas"),
     )
 
     def __init__(
@@ -55,7 +55,7 @@ class Packing:
         if False in needs[first:]:
             pairs = zip(inputs[first:], needs[first:], strict=True)
             self._frozen = {id(t) for t, need in pairs if not need}
-        self._versions = call.inputs.versions
+        self._versions, self._is_traced = call.inputs.versions, is_below_tracer()
         self.handles: list[weakref.ref[Handle] | None] = []
         self.metas: list[Any] = []
         examining = here().examining
@@ -65,7 +65,7 @@ class Packing:
 
     def pack(self, t: Tensor) -> Any:
         """Be the hook that saves a tensor."""
-        if type(t) is not Tensor and is_of_trace(t):
+        if type(t) is not Tensor and is_of_trace(t, self._is_traced):
             return t
         i = self._index.get(id(t))
         if i is not None:
