@@ -41,6 +41,8 @@ SLOW := transform/test_traced_% transform/test_adversarial.py \
 	offload/test_offload_files.py offload/test_offload_ranks.py partial/test_pruning_zoo.py \
 	partial/test_pruning_draws.py partial/test_pruning_properties.py \
 	partial/test_pruning_safety.py partial/test_pruning_state.py \
+	partial/test_under_transforms.py parity/test_nestings.py \
+	parity/test_opinfo_forward.py \
 	report/test_compare.py report/test_sources.py whole/%
 QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py)) \
 	tests/whole/test_docs_state.py tests/whole/test_rooms.py
