@@ -12,15 +12,13 @@ one, JAX's counts are those that the golden table holds, and the title says so.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
+from _jax import counted_by_jax
 from _results import Results
 
 from remat.testing import count_ops
@@ -37,16 +35,10 @@ Both = tuple[Counter[str], Counter[str]]  # forward and backward
 
 def by_jax() -> tuple[str, dict[str, Both]]:
     """Return the version of JAX and its counts, or those of the golden table."""
-    python = os.environ.get("JAX_PYTHON", sys.executable)
-    done = subprocess.run(
-        [python, COUNTER], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        if "No module named 'jax'" not in done.stderr:
-            raise SystemExit(f"JAX could not count:\n{done.stderr}")
+    found = counted_by_jax(COUNTER)
+    if found is None:
         noted = {name: (table(row[2]), table(row[3])) for name, row in ROWS.items()}
         return "0.10.2, not run: as the golden table has it", noted
-    found = json.loads(done.stdout)
     counts = {name: tuple(map(Counter, both)) for name, both in found["rows"].items()}
     return f"{found['version']}, run here", counts
 

@@ -18,15 +18,12 @@ inputs of calls and nothing else.
 
 import argparse
 import gc
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from _jax import counted_by_jax
 from _results import Results
 from _systems import DEFAULT, PLAIN, SYSTEMS, Wrapper
 from torch import Tensor
@@ -164,16 +161,8 @@ def counted(name: str, system: str) -> tuple[int, int, int]:
 
 def by_jax() -> tuple[str, dict[str, Any]]:
     """Return the version of JAX, and its counts; none where there is no JAX."""
-    python = os.environ.get("JAX_PYTHON", sys.executable)
-    done = subprocess.run(
-        [python, COUNTER], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        if "No module named 'jax'" not in done.stderr:
-            raise SystemExit(f"JAX could not count:\n{done.stderr}")
-        return "not run", {}
-    found = json.loads(done.stdout)
-    return found["version"], found["rows"]
+    found = counted_by_jax(COUNTER)
+    return ("not run", {}) if found is None else (found["version"], found["rows"])
 
 
 def main() -> None:

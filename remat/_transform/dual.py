@@ -52,7 +52,7 @@ class Dual(Program):
     Attributes:
         is_split: whether there is such a level. Its node is of values alone.
         primal: the program.
-        arity: see above.
+        arity: how many inputs it has.
         count: how many outputs it has, once it has run.
         positions: of those that have tangents, once it has run.
     """
