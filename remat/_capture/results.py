@@ -98,6 +98,8 @@ class Emptied:
         """Put tensors in, and return the result."""
         if self._node is None:
             return self._value
+        if type(self._node) is TensorNode:
+            return tensors[self._node.index]
         filling = _Filling(tensors, self._values)
         value = self._node.build(filling)
         filling.end()

@@ -56,6 +56,17 @@ SMALL = 2**15  # elements, below which "auto" has too little to leave out
 WORTH_DROPPING = 2**16  # bytes, below which "auto" keeps inputs that nothing reads
 
 
+def has_no_reason(policy: Policy | None, prune: Prune, elements: int) -> bool:
+    """Say whether nothing would be gained by a record, whatever the call is.
+
+    Args:
+        policy: the policy.
+        prune: the option of that name.
+        elements: how many the inputs have in all.
+    """
+    return policy is None and (prune is False or (prune == "auto" and elements < SMALL))
+
+
 def why_no_record(policy: Policy | None, prune: Prune, call: Situation) -> str:
     """Say why a call is neither recorded nor follows a record; "" if it does."""
     if call.is_traced:

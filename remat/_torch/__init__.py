@@ -110,6 +110,7 @@ from remat._torch.levels import (
     is_shared_by_examples as is_shared_by_examples,
     kind_of as kind_of,
     leaf_at as leaf_at,
+    levels_requiring_grad as levels_requiring_grad,
     lifted as lifted,
     push_forward as push_forward,
     requires_grad_at_any_level as requires_grad_at_any_level,

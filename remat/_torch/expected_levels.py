@@ -96,7 +96,7 @@ def _dual_numbers_are_pushed_forward() -> None:
 @expects(
     *("GRAD", "are_all_vmaps", "base_tensor", "below_all_levels", "grad_level"),
     *("is_of_level_above", "is_of_torch_func", "leaf_at", "unwrap_dead"),
-    "without_node",
+    *("levels_requiring_grad", "without_node"),
 )
 def _a_level_is_opened() -> None:
     x = torch.ones(2)
@@ -106,6 +106,7 @@ def _a_level_is_opened() -> None:
         assert t is not x
         assert levels.maybe_get_level(t) == level
         assert levels.base_tensor(t) is x
+        assert levels.levels_requiring_grad(t) == 1
         assert levels.unwrap_dead(t) is t
         assert levels.is_of_level_above(t) is False
         assert levels.call_below_vmap(levels.is_of_level_above, t) is True

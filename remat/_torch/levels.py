@@ -110,6 +110,15 @@ def requires_grad_at_any_level(tensor: Tensor) -> bool:
     return True
 
 
+def levels_requiring_grad(tensor: Tensor) -> int:
+    """Return how many levels, the base included, differentiate a tensor backward."""
+    count = int(tensor.requires_grad)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+        count += tensor.requires_grad
+    return count
+
+
 # Deleted by: `Function.apply` sending a call to torch.func's levels only where the
 # Function asks for it. (Up to torch 2.13 it also inspects signatures on each call.)
 class SingleLevelFunction(function._SingleLevelFunction):
@@ -254,7 +263,8 @@ batch = restore_vmap
 
 def are_all_vmaps() -> bool:
     """Say whether no active level differentiates."""
-    return all(layer.key().value == VMAP for layer in get_interpreter_stack() or ())
+    layers: Any = get_interpreter_stack() or ()
+    return {layer.key().value for layer in layers} <= {VMAP}
 
 
 How: TypeAlias = tuple[Flat, int, str]  # in_dims, batch size, randomness

@@ -9,6 +9,7 @@ Rejected: a program for each module of a model. What a function reaches is one s
 inputs, whatever holds it.
 """
 
+import functools
 import operator
 import warnings
 from collections.abc import Sequence
@@ -27,8 +28,12 @@ from remat._capture.search import Search
 from remat._capture.snapshot import Bound, Snapshot, call_under
 from remat._capture.structure import Out, slots_of
 from remat._partial.options import DEFAULT, Options
-from remat._torch import current_layer, requires_grad_at_any_level, unwrap_dead
-from remat._transform.outer_levels import holds_graph
+from remat._torch import (
+    current_layer,
+    levels_requiring_grad,
+    unwrap_dead,
+)
+from remat._transform.outer_levels import RefuseOuterLevels, holds_graph
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -43,13 +48,14 @@ class Call:
         snapshot: what it refers to, without the tensors.
         wrapped: the inputs as they were passed, where the function runs below levels
             that they are of; empty at the base, and once the forward has run.
+        is_differentiated_once: whether one level at most differentiates each input.
         structure: of the result; None until the forward has run.
         hidden: what in the result may hold a tensor that cannot be seen.
     """
 
     __slots__ = (
         *("_emptied", "_fn", "_inputs", "_search", "hidden", "policy", "prune"),
-        *("snapshot", "structure", "wrapped"),
+        *("is_differentiated_once", "snapshot", "structure", "wrapped"),
     )
 
     def __init__(
@@ -67,6 +73,7 @@ class Call:
         self.hidden: Sequence[Hidden] = ()
         self._emptied: Emptied | None = None
         self.wrapped: Sequence[Tensor] = ()
+        self.is_differentiated_once = True
         self._fn: Any = fn
         self._search: Search | None = Search()
         self.snapshot = Snapshot(fn, label, args, kwargs, self._search)
@@ -97,7 +104,9 @@ class Call:
         if current_layer() is None:
             return inputs, [*map(_requires_grad, inputs)]
         self.wrapped = passed
-        return inputs, [*map(requires_grad_at_any_level, inputs)]
+        counts = [*map(levels_requiring_grad, inputs)]
+        self.is_differentiated_once = max(counts, default=0) < 2
+        return inputs, [count > 0 for count in counts]
 
     def body(self, fn: Bound, run: Forward) -> Fn:
         """Return what the forward calls: the function, or what calls it repeatedly.
@@ -130,7 +139,12 @@ class Call:
         with run:
             fn, *around = self.snapshot.built(run)
             run.note()
-            value = call_under(self.body(fn, run), *around)
+            body = self.body(fn, run)
+            if self.wrapped:
+                refused = RefuseOuterLevels(self.wrapped, inputs, self.snapshot.name_of)
+                body = functools.partial(_called_under, refused, body)
+            value = call_under(body, *around)
+            self.wrapped = ()
             self.hand_on(run)
             if type(value) is Tensor:
                 return Result(value)
@@ -160,6 +174,11 @@ class Call:
         """Call the function on other tensors; what it does to objects is dropped."""
         with Run(inputs) as run:
             return Result(self.snapshot.call(run))
+
+
+def _called_under(mode: RefuseOuterLevels, fn: Fn) -> Any:
+    with mode:
+        return fn()
 
 
 _PULLBACK = (

@@ -24,7 +24,12 @@ from remat._base.errors import CaptureError
 from remat._base.program import Evaluation, OutsideVmap, Program, Request, fresh_leaves
 from remat._base.types import Fn
 from remat._partial.cache import cache_of
-from remat._partial.decide import Situation, warn_if_asked, why_no_record
+from remat._partial.decide import (
+    Situation,
+    has_no_reason,
+    warn_if_asked,
+    why_no_record,
+)
 from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import reference
 from remat._partial.recomputation import Recomputation, finish
@@ -116,7 +121,10 @@ def _evaluate(
     results = [*map(Tensor.detach, outs), *before.values()]
     outside, recomputation, residuals = program.outside, None, 0
     if plan is not None:
-        may_drop = not (outside or request.in_forward_mode)
+        # A vmap of second order may make other operations of composite ones: no
+        # recompute follows the plan there, and it needs the inputs.
+        may_drop = call.is_differentiated_once
+        may_drop = may_drop and not (outside or request.in_forward_mode)
         recomputation, tensors = _finish(plan, outs, may_drop=may_drop)
         results += tensors
         residuals = len(tensors)
@@ -167,6 +175,9 @@ def _plan(
 ) -> ForwardPlan | None:
     """Return what the forward does with the records of calls like it, if anything."""
     policy, prune, label = call.policy, call.prune, call.snapshot.label
+    elements = sum(map(Tensor.numel, inputs))
+    if has_no_reason(policy, prune, elements):
+        return None
     others = filterfalse(may_be_absent, inputs if state.classes else ())
     situation = Situation(
         is_saved=False,
@@ -174,7 +185,7 @@ def _plan(
         is_traced=is_below_tracer(),
         is_split=request.is_split,
         kind=next((type(t).__name__ for t in others), ""),
-        elements=sum(map(Tensor.numel, inputs)),
+        elements=elements,
     )
     why = why_no_record(policy, prune, situation)
     warn_if_asked(policy, prune, situation, label, why)

@@ -28,7 +28,7 @@ from remat._base.absent import inputs_of
 from remat._base.errors import CaptureError
 from remat._base.tensors import describe
 from remat._graph.edges import Edge, edge_of, edges_behind
-from remat._torch import current_layer, is_of_level_above
+from remat._torch import current_layer, is_of_level_above, is_of_torch_func
 from remat._transform.reached import NOT_LIFTED
 
 
@@ -57,14 +57,19 @@ class RefuseOuterLevels(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        for tensor in inputs_of(args, kwargs):
-            if is_of_level_above(tensor):
-                raise CaptureError(NOT_LIFTED.format(what=describe(tensor)))
+        tensors = inputs_of(args, kwargs)
+        if True in map(is_of_torch_func, tensors):
+            self._check_levels(tensors)
         if func is torch.autograd.grad:
             self._check_graph(*args, **(kwargs or {}))
         elif func is Tensor.requires_grad_ and current_layer() is None:
             raise RuntimeError(_REQUIRES_GRAD)  # as torch does within a level
         return func(*args, **(kwargs or {}))
+
+    def _check_levels(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if is_of_level_above(tensor):
+                raise CaptureError(NOT_LIFTED.format(what=describe(tensor)))
 
     def _check_graph(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
         """Refuse a gradient along a path that leads through an outer level."""

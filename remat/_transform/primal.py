@@ -26,7 +26,6 @@ from remat._transform import checks, reached
 from remat._transform.buffers import copies_of_buffers
 from remat._transform.call import Call
 from remat._transform.forward import evaluate_forward
-from remat._transform.outer_levels import RefuseOuterLevels
 
 
 if TYPE_CHECKING:
@@ -110,12 +109,7 @@ class Primal(Program):
             context.examining.entered(self, inputs)
         context.functions += 1
         try:
-            if call.wrapped:
-                with RefuseOuterLevels(call.wrapped, inputs, self.name_of):
-                    result = self._under(mode, call.run_forward, inputs)
-                call.wrapped = ()
-            else:
-                result = self._under(mode, call.run_forward, inputs)
+            result = self._under(mode, call.run_forward, inputs)
         finally:
             context.functions -= 1
         outs = call.split(result, inputs)

@@ -83,6 +83,35 @@ def test_composite_operations_may_become_others(transform, program, options):
             assert ops["sin"] > plain["sin"]  # it was computed again
 
 
+def affine(x, b):
+    """Of which no backward reads an input but the matrix."""
+    return nn.functional.linear(x, X[0], b)
+
+
+@pytest.mark.parametrize("outer", [jacrev, grad, vmap], ids=["jacrev", "grad", "vmap"])
+def test_inputs_are_not_dropped_where_several_levels_differentiate(outer):
+    """The first backward in a vmap of second order may be other operations."""
+
+    def second(f):
+        inner = jacrev(f)
+        if outer is grad:
+            return grad(lambda x, b: inner(x, b).exp().sum())(X, V)
+        if outer is vmap:
+            return vmap(jacrev(inner, argnums=1), (0, None))(X, V)
+        return jacrev(inner)(X, V)
+
+    wrapped = remat(affine, prune=True)
+    for _ in range(4):  # until inputs are dropped
+        with count_ops() as ops:
+            first = grad(lambda x: wrapped(x, V).sum())(X)
+        assert_same(first, grad(lambda x: affine(x, V).sum())(X))
+    assert ops["addmm"] == 1  # the other is left out
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.testing.assert_close(second(wrapped), second(affine))
+
+
 @each_option
 def test_a_call_inside_takes_a_snapshot_in_one_run_only(options):
     """Of a vector that it is passed, which it may update, as batch norm does."""
