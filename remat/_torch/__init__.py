@@ -67,6 +67,12 @@ from remat._torch.autograd import (
     when_done as when_done,
     without_hooks as without_hooks,
 )
+from remat._torch.bodies import (
+    UnknownLevelError as UnknownLevelError,
+    inputs_of_body as inputs_of_body,
+    is_body as is_body,
+    run_body as run_body,
+)
 from remat._torch.distributed import finished as finished, wait_for as wait_for
 from remat._torch.fakes import (
     NO_VALUES as NO_VALUES,
@@ -149,10 +155,7 @@ from remat._torch.modes import (
 from remat._torch.nodes import (
     as_node as as_node,
     faking as faking,
-    inputs_of_body as inputs_of_body,
-    is_body as is_body,
     let_dynamo_see_nodes as let_dynamo_see_nodes,
-    run_body as run_body,
 )
 from remat._torch.noted import Noted as Noted
 from remat._torch.operators import (

@@ -17,7 +17,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._higher_order_ops.wrap import DynamoBypassingWrapper
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import maybe_get_fake_mode
-from torch.fx import GraphModule, Interpreter
 from torch.utils import _python_dispatch
 from typing_extensions import override
 
@@ -72,7 +71,10 @@ def _stack_may_change(tracer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        tracer.output.side_effects.id_to_variable.pop(id(key), None)
+        for each in (effects, tracer.output.side_effects):
+            each.id_to_variable.pop(id(key), None)
+            # `cond`, `scan` and `map` look each of these up when branches have ended.
+            each.keepalive[:] = [value for value in each.keepalive if value is not key]
 
 
 @contextmanager
@@ -117,22 +119,6 @@ _ADVICE = (
 )
 
 
-def is_body(fn: Any) -> bool:
-    """Say whether a function is what Dynamo traced for a node."""
-    return isinstance(fn, GraphModule)
-
-
-def run_body(body: Any, *args: Any) -> Any:
-    """Run what Dynamo traced for a node, and hold on to nothing of it."""
-    return Interpreter(body).run(*args)
-
-
-def inputs_of_body(body: Any) -> list[Any]:
-    """Return the fake inputs that Dynamo traced a body with."""
-    nodes = body.graph.find_nodes(op="placeholder")
-    return [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
-
-
 # Deleted by: a public context outside of a trace.
 @contextmanager
 def faking(examples: Sequence[Any]) -> Iterator[list[Any] | None]:
@@ -150,7 +136,7 @@ def faking(examples: Sequence[Any]) -> Iterator[list[Any] | None]:
         torch._C.DisableTorchFunctionSubclass(),
         _python_dispatch._disable_current_modes(),
         mode,
-        torch.no_grad(),
+        torch.enable_grad(),  # a body may differentiate inside
     ):
         yield [_empty_like(e) if isinstance(e, Tensor) else e for e in examples]
 

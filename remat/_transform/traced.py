@@ -135,7 +135,8 @@ def _run_node(
     """
     if not is_body(body):
         return _call(body, label, options, args, kwargs)
-    changed, is_shared = changed_by(body)
+    with counted_levels():
+        changed, is_shared = changed_by(body)
     if is_shared:
         warn_once(_SHARED.format(label=label))
         return _plain(functools.partial(run_body, body), label, options)(*args)
