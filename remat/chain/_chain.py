@@ -19,7 +19,7 @@ from typing_extensions import override
 from remat._base.errors import CaptureError
 from remat._base.program import Evaluation, Program, Request, has_derivatives
 from remat._base.types import Outputs
-from remat._torch import is_under_jvp, requires_grad_at_any_level
+from remat._torch import current_layer, requires_grad_at_any_level
 from remat._transform.batch import Batch
 from remat._transform.dual import Dual
 from remat._transform.function import call as evaluate
@@ -145,7 +145,9 @@ def _connected(
     ends = [t for t in inputs if requires_grad_at_any_level(t)]
     if not ends:
         return tuple(outs)
-    if is_under_jvp():  # tangents depend on all inputs, if one has a tangent
+    if current_layer() is not None:
+        # Tangents depend on all inputs, if one has a tangent. And a recompute, for a
+        # level that differentiates fewer of them, is to be the same operations.
         ends = [*filter(has_derivatives, inputs)]
     # To wait for an accelerator takes longer than to send it a zero.
     devices = [t.device for t in ends]
