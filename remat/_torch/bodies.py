@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 from torch.autograd import forward_ad
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter
 from typing_extensions import override
 
 from remat._torch.autograd import (
+    are_hooks_left_on,
     dual_level_active,
     is_forward_ad_enabled,
     set_forward_ad,
@@ -116,6 +117,11 @@ class _Run(Interpreter):
         del target, args, kwargs
         return 0
 
+    def allow_hooks(self, target: Any, args: Any, kwargs: Any) -> None:
+        """Switch hooks for saved tensors off or on, unless they may stay on."""
+        if not are_hooks_left_on():
+            target(*args, **kwargs)
+
     def hook(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Register a hook, unless nothing differentiates the tensor in this run."""
         if requires_grad_at_any_level(args[0]):
@@ -136,7 +142,11 @@ def _name(target: Any) -> str:
     return target.__name__ if is_ours else ""
 
 
-_OF_LEVELS = "torch._functorch.predispatch", "torch._C._functorch", "torch._C"
+_OF_LEVELS = (
+    "torch._functorch.predispatch",
+    "torch._C._functorch",
+    "torch._C._autograd",
+)
 
 # Where among the arguments of a function the number of a level is.
 _LEVEL_AT = {
@@ -152,6 +162,8 @@ _RUNS: dict[str, Callable[[_Run, Any, Any, Any], Any]] = {
     **dict.fromkeys(_LEVEL_AT, _Run.use),
     "_enter_dual_level": _Run.skip,
     "_exit_dual_level": _Run.skip,
+    "_saved_tensors_hooks_disable": _Run.allow_hooks,
+    "_saved_tensors_hooks_enable": _Run.allow_hooks,
     "register_hook": _Run.hook,
     "invoke_subgraph": _Run.inline,
 }
@@ -171,7 +183,7 @@ def _levels_outside(graph: Any) -> int:
     return max(found, default=0)
 
 
-def _of_levels(graph: Any) -> Iterator[tuple[str, Node]]:
+def _of_levels(graph: Any) -> Iterator[tuple[str, Any]]:
     for node in graph.nodes:
         if node.op == "call_function" and (name := _name(node.target)):
             yield name, node

@@ -85,15 +85,18 @@ def _hooks_are_left_on() -> None:
     manager: Any = graph.disable_saved_tensors_hooks
     (cell,) = manager.__closure__
     before = cell.cell_contents  # remat's own, after its import
+    asked = [*autograd._HARMLESS]
     assert autograd.are_hooks_allowed() is True
     try:
         for harmless in (True, False):
             cell.cell_contents = manager.__wrapped__
             autograd.leave_hooks_on(_always if harmless else bool)
+            assert autograd.are_hooks_left_on() is harmless
             with manager("refused"):
                 assert autograd.are_hooks_allowed() is harmless
     finally:
         cell.cell_contents = before
+        autograd._HARMLESS[:] = asked
 
 
 def _always() -> bool:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch import predispatch
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat._torch import graphs, levels, nodes
+from remat._torch import bodies, graphs, levels, nodes
 from remat._torch.selftest import expects, replaced, same
 
 
@@ -59,28 +60,40 @@ def _tracers_are_seen() -> None:
     )
 
 
-@expects("faking", "inputs_of_body", "is_body", "run_body")
+@expects("UnknownLevelError", "faking", "inputs_of_body", "is_body", "run_body")
 def _bodies_are_run() -> None:
     graph: Any = fx.Graph()
     graph.placeholder("x").meta["example_value"] = "fake"
     body: Any = nn.Module()
     body.graph, body.meta = graph, dict[str, Any]()
-    assert nodes.is_body(object.__new__(fx.GraphModule))
-    assert not nodes.is_body(body)
-    assert nodes.inputs_of_body(body) == ["fake"]
+    assert bodies.is_body(object.__new__(fx.GraphModule))
+    assert not bodies.is_body(body)
+    assert bodies.inputs_of_body(body) == ["fake"]
     with nodes.faking([torch.ones(2)]) as copies:
         assert copies is None  # nothing is fake
     # To run a real one imports locks of processes.
-    with replaced(vars(nodes), "Interpreter", _Interpreter):
-        assert nodes.run_body(body, 1, 2) == (body, 1, 2)
+    with replaced(vars(bodies), "_Run", _Run):
+        assert bodies.run_body(body, 1, 2) == (body, 1, 2)
+    # The names of what opens levels, and of what is told their numbers.
+    functorch: Any = torch._C._functorch
+    hooks: Any = torch._C._autograd
+    assert bodies._name(functorch._wrap_for_grad) in bodies._RUNS
+    assert bodies._name(predispatch._add_batch_dim) in bodies._RUNS
+    assert bodies._name(hooks._saved_tensors_hooks_disable) in bodies._RUNS
+    assert issubclass(bodies.UnknownLevelError, RuntimeError)
+    known = vars(functorch).keys() | vars(predispatch).keys() | vars(hooks).keys()
+    assert bodies._RUNS.keys() - known == {"invoke_subgraph", "register_hook"}
 
 
-class _Interpreter:
+class _Run:
     def __init__(self, body: Any) -> None:
         self._body = body
 
     def run(self, *args: Any) -> Any:
         return self._body, *args
+
+    def close_all(self) -> None:
+        """Nothing is open."""
 
 
 @expects("FunctionalValue")

@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from remat._base.context import within
+from remat._base.errors import CaptureError
 from remat._base.labels import Label, label_of
 from remat._base.types import Fn, Opaque
 from remat._partial.decide import warn_once
 from remat._partial.options import DEFAULT, Options
 from remat._partial.tape import Kept
 from remat._torch import (
+    UnknownLevelError,
     as_node,
     base_dual_level_active,
     constant_in_traces,
@@ -135,6 +137,19 @@ def _run_node(
     """
     if not is_body(body):
         return _call(body, label, options, args, kwargs)
+    try:
+        return _run_body_of_node(body, label, options, args)
+    except UnknownLevelError:
+        raise CaptureError(_OTHER_LEVEL.format(label=label)) from None
+
+
+_OTHER_LEVEL = (
+    "remat: {label} uses a level of torch.func that it did not open, in compiled code. "
+    "Pass it the tensors as arguments, or open the level inside."
+)
+
+
+def _run_body_of_node(body: Any, label: Label, options: Options, args: Any) -> Any:
     with counted_levels():
         changed, is_shared = changed_by(body)
     if is_shared:
