@@ -153,6 +153,7 @@ from remat._torch.modes import (
     without_dispatch_mode as without_dispatch_mode,
 )
 from remat._torch.nodes import (
+    OF_THIS_PROCESS as OF_THIS_PROCESS,
     as_node as as_node,
     faking as faking,
     let_dynamo_see_nodes as let_dynamo_see_nodes,

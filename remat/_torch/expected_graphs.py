@@ -26,11 +26,14 @@ def _text(*path: str) -> str:
     return Path(torch.__file__).parent.joinpath(*path).read_text("utf-8")
 
 
-@expects("as_node", "let_dynamo_see_nodes")
+@expects("OF_THIS_PROCESS", "as_node", "let_dynamo_see_nodes")
 def _nodes_run_what_lowers_them() -> None:
     text = _text("_higher_order_ops", "wrap.py")
     assert "return wrapper_fn(inner_fn)(*args, **kwargs)" in text
     assert nodes.as_node.name() == "remat"
+    assert nodes.as_node.cacheable() is True
+    assert nodes._uncached.cacheable() is False
+    assert isinstance(nodes.OF_THIS_PROCESS, str)
     name = "torch._dynamo.variables.higher_order_ops"
     table: dict[str, Any] = {}
     base = type("Base", (), {"_call_function": lambda *_: "traced"})

@@ -28,11 +28,14 @@ class _Node(DynamoBypassingWrapper):
     That runs when the graph runs, and when AOTAutograd traces it.
     """
 
-    def __init__(self) -> None:
-        HigherOrderOperator.__init__(self, "remat")
+    def __init__(self, name: str, *, cacheable: bool) -> None:
+        HigherOrderOperator.__init__(self, name, cacheable=cacheable)
 
 
-as_node: Any = _Node()
+as_node: Any = _Node("remat", cacheable=True)
+_uncached: Any = _Node("remat_uncached", cacheable=False)
+
+OF_THIS_PROCESS = "of this process"  # is in the keys of nodes that no cache may hold
 
 
 # Deleted by: the same. Dynamo has a table of the operators that it knows.
@@ -53,7 +56,28 @@ def _traced_under_modes(variable: Any, tracer: Any, args: Any, kwargs: Any) -> A
     """
     modes = tracer.symbolic_torch_function_state.mode_stack
     with _stack_may_change(tracer), _modes_may_change([m.mutation_type for m in modes]):
-        return variable._call_function(tracer, args, kwargs)
+        result = variable._call_function(tracer, args, kwargs)
+    _show_key(tracer.output, args[0].as_python_constant().args[0])
+    return result
+
+
+# Deleted by: Dynamo naming in the graph what lowers a node.
+def _show_key(output: Any, key: str) -> None:
+    """Write the key of the node that was made last into the graph.
+
+    Dynamo names a place in the metadata of the body, which is the same for all nodes.
+    """
+    node = next(n for n in reversed(output.graph.nodes) if n.target is as_node)
+    place, body, *rest = node.args
+    graph = output.nn_modules[body.target]
+    graph.meta[key] = graph.meta.pop(place)
+    node.args = key, body, *rest
+    if OF_THIS_PROCESS in key or any(map(_is_uncached, graph.graph.nodes)):
+        node.target = _uncached
+
+
+def _is_uncached(node: Any) -> bool:
+    return node.target is _uncached
 
 
 @contextmanager

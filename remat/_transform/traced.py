@@ -41,6 +41,7 @@ from remat._torch import (
     run_body,
     uncompiled,
 )
+from remat._transform import node_keys
 from remat._transform.changes import changed_by
 from remat._transform.lowered import call_as_function, call_lowered
 from remat._transform.lowering import Lowering, lowering_of
@@ -86,11 +87,6 @@ def call_as_node(key: str, fn: Fn, /, *args: Any, **kwargs: Any) -> Any:
     return as_node(functools.partial(_lower, key), fn, *args, **kwargs)
 
 
-# A node holds a key, as it takes constants and no objects.
-_KEYS: dict[tuple[Any, ...], str] = {}
-_CALLS: dict[str, tuple[Label, Options]] = {}
-
-
 @constant_in_traces
 def _key_of(name: str, where: str, others: Any, part: Any, policy: Any) -> str:
     options = Options(whole(part, policy), *others)
@@ -114,16 +110,12 @@ uncompiled(
 def key_of(name: str, where: str, options: Options) -> str:
     """Return what tells a node's label and options. Dynamo calls it as it traces."""
     let_dynamo_see_nodes()
-    call = name, where, options
-    if call not in _KEYS:
-        key = _KEYS[call] = f"{name} {len(_KEYS)}"
-        _CALLS[key] = label_of(name, where), options
-    return _KEYS[call]
+    return node_keys.key_of(name, where, options)
 
 
 def _lower(key: str, body: Any) -> Fn:
     """Return what runs a node that Dynamo made of a call."""
-    return functools.partial(_run_node, body, *_CALLS[key])
+    return functools.partial(_run_node, body, *node_keys.call_of(key))
 
 
 @eager_only
