@@ -24,8 +24,8 @@ from torch import Tensor
 RUN = ("2.13.0", "2.14.1")
 
 _MODULES = (
-    *("autograd", "distributed", "fakes", "graphs", "levels", "modes", "nodes"),
-    *("operators", "process", "pytrees", "storages", "surroundings"),
+    *("autograd", "bodies", "distributed", "fakes", "graphs", "levels", "modes"),
+    *("nodes", "operators", "process", "pytrees", "storages", "surroundings"),
     *("tensors", "tracing"),
 )
 _CHECKS = (

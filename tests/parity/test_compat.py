@@ -15,6 +15,7 @@ from torch.utils import _python_dispatch
 from remat import _torch
 from remat._torch import (
     autograd,
+    bodies,
     distributed,
     fakes,
     graphs,
@@ -38,9 +39,9 @@ from remat._torch import (
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    *(autograd, distributed, fakes, graphs, levels, modes, nodes, noted, operators),
-    *(process, pytrees, renorms, seeds, storages, surroundings, tensors, tracing),
-    twisters,
+    *(autograd, bodies, distributed, fakes, graphs, levels, modes, nodes, noted),
+    *(operators, process, pytrees, renorms, seeds, storages, surroundings, tensors),
+    *(tracing, twisters),
 )
 SHIMS = sorted(
     name
