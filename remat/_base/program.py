@@ -104,6 +104,14 @@ class Program:
     once: Mapping[int, Any] = {}  # never changed, only replaced
     outside: tuple[OutsideVmap, ...] = ()
 
+    def may_read_early(self, tensor: Tensor) -> bool:
+        """Say whether a recompute in a graph may read an input before the cotangents.
+
+        Else it is given what is read after them.
+        """
+        del tensor
+        return False
+
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Run in the ambient modes: autograd records exactly if it does for the caller.
 

@@ -21,6 +21,7 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
     following, recomputation    what a call saves and replays: at base, under torch.func
     naming, names               `checkpoint_name`
     tape, barrier, sketch       in a graph: what is kept, and read after the cotangents
+    order                       in a graph: what may be read before them
 
 Called by `_transform` if there is a policy or pruning, and by `_scope` and `_report`.
 """

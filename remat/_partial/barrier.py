@@ -52,9 +52,9 @@ class _Barrier(torch.autograd.Function):
         return _Barrier.apply(x, *after), in_dims[0]
 
 
-def behind(saved: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Any]:
+def behind(saved: Tensor, cotangents: Sequence[Tensor]) -> Any:
     """Return what was saved, to be read after the cotangents."""
-    return [_Barrier.apply(t, *cotangents) for t in saved]
+    return _Barrier.apply(saved, *cotangents)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ Rejected: record, plan and replay, as outside of graphs. Who makes a graph drops
 nobody reads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from typing_extensions import override
 
 from remat._ambient.draws import drew_in, is_tagged_random
+from remat._base.absent import inputs_of
 from remat._base.errors import OffloadError, RandomnessError, RecomputeError
 from remat._base.op import Op
 from remat._base.operators import named
 from remat._base.source import user_line
 from remat._partial.barrier import after_cotangents
 from remat._partial.effects import declared_writes, traits_of
+from remat._partial.order import Order
 from remat._partial.sketch import Sketch
 from remat._partial.values import Arguments, Results
 from remat._torch import (
@@ -53,9 +55,13 @@ class Kept:
         entries: what was kept of each operation, in order.
         draws: each draw, in order, and the state of the random stream before it.
         is_first: whether the next run is the forward.
+        order: what the forward read.
     """
 
-    __slots__ = (*("draws", "entries", "is_first", "label", "policy", "refuses_draws"),)
+    __slots__ = (
+        *("draws", "entries", "is_first", "label", "order", "policy"),
+        "refuses_draws",
+    )
 
     def __init__(
         self, label: str, policy: Policy | None, *, refuses_draws: bool = False
@@ -63,13 +69,18 @@ class Kept:
         self.label, self.policy, self.refuses_draws = label, policy, refuses_draws
         self.entries: list[Entry] = []
         self.draws: list[tuple[Any, Any]] = []
-        self.is_first = True
+        self.is_first, self.order = True, Order(())
 
-    def next_tape(self) -> "Tape":
-        """Return the mode for the next run."""
-        kind = Forward if self.is_first else Recompute
-        self.is_first = False
-        return kind(self)
+    def next_tape(self, inputs: Iterable[Any]) -> "Tape":
+        """Return the mode for the next run, which is given these inputs."""
+        if not self.is_first:
+            return Recompute(self)
+        self.is_first, self.order = False, Order(inputs)
+        return Forward(self)
+
+    def may_read_early(self, tensor: Tensor) -> bool:
+        """Say whether a recompute may read an input before the cotangents."""
+        return self.order.is_free(tensor)
 
 
 class Entry:
@@ -159,8 +170,12 @@ class Tape(TracedMode):
             return self._draw(func, args, kwargs)
         is_ours = self._is_copying or func in SAC_IGNORED_OPS or func is draw_again
         if self._kept.policy is None or is_ours:
-            return func(*args, **kwargs)
+            return self.call(func, args, kwargs)
         return self.run(func, args, kwargs)
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation."""
+        return func(*args, **kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation that draws nothing."""
@@ -261,11 +276,19 @@ class Forward(Tape):
     @override
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         self._made.clear()
+        self._kept.order.close()
         return super().__exit__(exc_type, exc_val, exc_tb)
+
+    @override
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        self._kept.order.note(func, inputs_of(args, kwargs), out)
+        return out
 
     @override
     def drawn(self, func: Any, draw: Any, args: Any, kwargs: Any) -> Any:
         state, out = draw_and_keep_state(draw, *args, **kwargs)
+        self._kept.order.note(draw, inputs_of(args, kwargs), out)
         self._kept.draws.append((func, state))
         if self._kept.policy is not None:
             self._note(draw, Arguments(args, kwargs), out)
@@ -274,7 +297,7 @@ class Forward(Tape):
     @override
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         arguments = Arguments(args, kwargs)
-        out = func(*args, **kwargs)
+        out = self.call(func, args, kwargs)
         written = declared_writes(traits_of(func), args, kwargs)
         self._note(func, arguments, out, written)
         for tensor in written:

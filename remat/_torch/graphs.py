@@ -91,7 +91,9 @@ def unlevelled() -> Any:
 def bottoms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the tensors below all levels of torch.func, detached."""
     with unlevelled():
-        return tuple(base_tensor(t).detach() for t in tensors)
+        bases = map(base_tensor, tensors)
+        # A graph has one node for each that is detached.
+        return tuple(t.detach() if t.requires_grad else t for t in bases)
 
 
 # Deleted by: AOTAutograd counting the changes of a tensor that autograd saved. It makes

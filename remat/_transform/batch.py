@@ -102,6 +102,11 @@ class Batch(Program):
         """Check that the program reaches what it reached."""
         self.unbatched.check_reached(outs, inputs, missing)
 
+    @override
+    def may_read_early(self, tensor: Tensor) -> bool:
+        """Ask the program."""
+        return self.unbatched.may_read_early(tensor)
+
     @property
     @override
     def is_forward(self) -> bool:

@@ -12,7 +12,7 @@ inputs, whatever holds it.
 import functools
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -49,13 +49,16 @@ class Call:
         wrapped: the inputs as they were passed, where the function runs below levels
             that they are of; empty at the base, and once the forward has run.
         is_differentiated_once: whether one level at most differentiates each input.
+        may_read_early: says of an input, in a graph, whether a recompute may read it
+            before the cotangents; None if none is.
         structure: of the result; None until the forward has run.
         hidden: what in the result may hold a tensor that cannot be seen.
     """
 
     __slots__ = (
         *("_emptied", "_fn", "_inputs", "_search", "hidden", "policy", "prune"),
-        *("is_differentiated_once", "snapshot", "structure", "wrapped"),
+        *("is_differentiated_once", "may_read_early", "snapshot", "structure"),
+        "wrapped",
     )
 
     def __init__(
@@ -74,6 +77,7 @@ class Call:
         self._emptied: Emptied | None = None
         self.wrapped: Sequence[Tensor] = ()
         self.is_differentiated_once = True
+        self.may_read_early: Callable[[Tensor], bool] | None = None
         self._fn: Any = fn
         self._search: Search | None = Search()
         self.snapshot = Snapshot(fn, label, args, kwargs, self._search)

@@ -7,7 +7,10 @@ Invariant: if there is nothing to differentiate, the function is just called.
 Rejected: to do this in the class that `remat` returns. A checkpoint has no such object.
 """
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from remat._ambient.draws import without_draws
 from remat._base.labels import Label
@@ -44,9 +47,16 @@ def call_as_function(
     kwargs: dict[str, Any],
     options: Options,
     plain: Fn,
+    *,
+    may_read_early: Callable[[Tensor], bool] | None = None,
 ) -> Any:
-    """Call a function as one Function; if nothing is differentiated, call `plain`."""
+    """Call a function as one Function; if nothing is differentiated, call `plain`.
+
+    `may_read_early` says of an input whether a recompute in a graph may read it before
+    the cotangents.
+    """
     call = Call(fn, label, args, kwargs, options)
+    call.may_read_early = may_read_early
     inputs, needs = call.take_inputs()
     outs = None
     if not call.is_lazy:

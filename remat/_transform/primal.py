@@ -56,6 +56,12 @@ class Primal(Program):
     def signature(self) -> tuple[Any, ...]:
         return self.call.snapshot.signature
 
+    @override
+    def may_read_early(self, tensor: Tensor) -> bool:
+        """Ask who traces the call."""
+        says = self.call.may_read_early
+        return says is not None and says(tensor)
+
     @property
     @override
     def is_forward(self) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from remat._base.context import within
 from remat._base.errors import CaptureError
@@ -202,7 +203,15 @@ def _call(fn: Fn, label: Label, options: Options, args: Any, kwargs: Any) -> Any
     kept = Kept(label, followed, refuses_draws=options.rng == "error")
     taped = _taped(fn, policy, Opaque(kept))
     with counted_levels():
-        return call_as_function(taped, label, args, kwargs, DEFAULT, plain)
+        return call_as_function(
+            taped,
+            label,
+            args,
+            kwargs,
+            DEFAULT,
+            plain,
+            may_read_early=kept.may_read_early,
+        )
 
 
 def _plain(fn: Fn, label: Label, options: Options) -> Fn:
@@ -216,7 +225,7 @@ def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:
     def taped(*args: Any, **kwargs: Any) -> Any:
         if not has_proxies():
             return fn(*args, **kwargs)
-        tape = kept.value.next_tape()
+        tape = kept.value.next_tape(tree_leaves((args, kwargs)))
         with within(policy, followed=True), tape:
             out = fn(*args, **kwargs)
             tape.choose(out)

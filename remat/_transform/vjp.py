@@ -89,8 +89,13 @@ class Vjp(Program):
         if has_proxies():
             self._program.refuse_changed(saved)
             with recomputing_after(cts) as after:
-                return self._recompute_and_pull(behind(saved, after), cts)
+                late = self._read_late(saved, after)
+                return self._recompute_and_pull(late, cts)
         return self._recompute_and_pull(saved, cts)
+
+    def _read_late(self, saved: Sequence[Tensor], after: Sequence[Tensor]) -> list[Any]:
+        may_read_early = self._program.may_read_early
+        return [t if may_read_early(t) else behind(t, after) for t in saved]
 
     @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:

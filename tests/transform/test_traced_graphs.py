@@ -99,6 +99,45 @@ def test_a_trace_without_a_gradient_holds_the_function():
     assert operations(graph)["remat::barrier"] == 0
 
 
+# A function of two inputs, and how many of them are read after the cotangents.
+READ_LATE = {
+    "products": (block, 1),
+    "a view": (lambda w, x: torch.tanh(x @ w.t()), 1),
+    "a sum": (lambda w, x: torch.tanh(x + w[:4]), 1),
+    "one after the other": (lambda w, x: torch.tanh(torch.tanh(x) @ w), 1),
+    "a change in place": (lambda w, x: torch.tanh(x.exp().add_(w[:4])), 1),
+    "a product of one": (lambda w, x: torch.tanh((w @ w) * x.mean()), 2),
+    "a cast": (lambda w, x: torch.tanh(x.sin() @ w.float().double()), 2),
+    "a norm": (lambda w, x: torch.tanh(x.sin() @ (w / w.norm())), 2),
+    "a layer norm": (
+        lambda w, x: torch.tanh(nn.functional.layer_norm(x, (8,), w[0])),
+        1,
+    ),
+    "two norms": (
+        lambda w, x: torch.tanh(nn.functional.layer_norm(x, (8,), w[0].sin())),
+        2,
+    ),
+    "a quotient": (lambda w, x: torch.tanh(x / w[:4]), 2),
+}
+
+
+@pytest.mark.parametrize("name", READ_LATE)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_inputs_that_only_products_read_pass_no_barrier(name, mapped):
+    fn, late = READ_LATE[name]
+
+    def transformed(fn):
+        loss = loss_of(fn)
+        return vmap(grad(loss), (None, 0)) if mapped else grad(loss)
+
+    x = torch.stack([X, X + 1]) if mapped else X
+    graph = make_fx(transformed(remat(fn)))(W, x)
+    assert_same(graph(W, x), transformed(fn)(W, x))
+    found, plain = (operations(g) for g in (graph, make_fx(transformed(fn))(W, x)))
+    assert found["remat::barrier"] == late
+    assert found["tanh"] == 2 * plain["tanh"]
+
+
 # --- AOTAutograd by itself ---
 
 
