@@ -14,6 +14,7 @@ from remat._base.errors import RecomputeError
 from remat._base.types import Outputs
 from remat._capture.paths import Path, written
 from remat._capture.results import Result
+from remat._torch import are_sizes_equal, is_below_tracer
 
 
 class Out:
@@ -73,9 +74,18 @@ class Out:
         metas = _metas_of(outs)
         if not {*map(id, inputs)}.isdisjoint(map(id, outs)):
             raise RecomputeError(_DIFFERENT.format(now="an input", then="a result"))
-        if metas != self.metas:
+        if not (
+            self._is_equal_in_graph(metas) if is_below_tracer() else metas == self.metas
+        ):
             raise RecomputeError(_DIFFERENT.format(now=metas, then=self.metas))
         return tuple(outs)
+
+    def _is_equal_in_graph(self, metas: Sequence[tuple[Any, ...]]) -> bool:
+        """Compare what a graph computes, where sizes may depend on values."""
+        return len(metas) == len(self.metas) and all(
+            are_sizes_equal(now[0], then[0]) and now[1:] == then[1:]
+            for now, then in zip(metas, self.metas, strict=True)
+        )
 
 
 def slots_of(inputs: Sequence[Tensor]) -> dict[int, int]:

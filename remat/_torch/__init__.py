@@ -217,6 +217,7 @@ from remat._torch.tensors import (
     tensor_without_data as tensor_without_data,
 )
 from remat._torch.tracing import (
+    are_sizes_equal as are_sizes_equal,
     constant_in_traces as constant_in_traces,
     eager_only as eager_only,
     has_proxies as has_proxies,

@@ -86,9 +86,12 @@ def _torchscript_is_refused() -> None:
     assert "__script_unsupported" in text
 
 
-@expects("is_symbolic", "size_hint")
+@expects("are_sizes_equal", "is_symbolic", "size_hint")
 def _sizes_that_vary_have_hints() -> None:
     size: Any = torch.SymInt(SimpleNamespace(hint=5))  # pyrefly: ignore
     assert tracing.is_symbolic(size) is True
     assert tracing.is_symbolic(5) is False
     assert tracing.size_hint(size) == tracing.size_hint(5) == 5
+    assert tracing.are_sizes_equal((2, 3), (2, 3)) is True
+    assert tracing.are_sizes_equal((2, 3), (2, 4)) is False
+    assert tracing.are_sizes_equal((2, 3), (2,)) is False

@@ -5,7 +5,7 @@ Rejected: `torch.compiler.disable` and the like, which import it.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -89,6 +89,22 @@ def size_hint(size: Any) -> int | None:
     Nothing is guarded: the graph is used for other sizes too.
     """
     return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+# Deleted by: graphs whose recompute has the sizes of its forward.
+def are_sizes_equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Compare two shapes; sizes that depend on values are equal when the graph runs.
+
+    The graph checks that then.
+    """
+    if len(sizes) != len(others):
+        return False
+    for size, other in zip(sizes, others, strict=True):
+        if size_hint(size) is None and size_hint(other) is None:
+            torch._check(size == other)
+        elif size != other:
+            return False
+    return True
 
 
 # Deleted by: `torch.compiler.assume_constant_result` not importing Dynamo.

@@ -228,6 +228,51 @@ def test_dynamic_sizes_are_compiled_once():
     assert graphs == 1
 
 
+# What the shape of each result depends on are values.
+DEPENDING = {
+    "mask": lambda y: y[y > 0],
+    "nonzero": lambda y: y[(y.sum(1) > 0).nonzero().squeeze(1)],
+    "item": lambda y: y.flatten()[: (y > 0).sum().item()],
+}
+
+
+def depending(name):
+    """A call whose result has a shape of its own, and one that is given it."""
+
+    def program(wrap):
+        first = wrap(lambda w, x: DEPENDING[name](torch.tanh(x @ w)))
+        second = wrap(lambda w, y: torch.tanh(y * w.sum()))
+        return lambda w, x: second(w, first(w, x)).square().sum()
+
+    return program
+
+
+@rows("transform", {k: k for k in ("backward", "grad", "vjp")}, fast=["grad"])
+@pytest.mark.parametrize("name", DEPENDING)
+def test_shapes_of_results_may_depend_on_values(name, transform):
+    assert_traced(depending(name), TRANSFORMS[transform], "aot_eager")
+
+
+@slow
+@pytest.mark.filterwarnings("default")  # inductor warns of slow numerics
+@pytest.mark.parametrize(
+    ("policy", "factor"), [(None, 3 / 2), (policies.dots_saveable, 1)]
+)
+def test_shapes_of_results_may_depend_on_values_with_inductor(policy, factor):
+    kind, wrap = TRANSFORMS["backward"], remat(policy=policy)
+    options = {"wrap": wrap, "read": "mm", "factor": factor}
+    assert_traced(depending("mask"), kind, "inductor", **options)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_shapes_that_depend_on_values_need_no_graph_break(captures):
+    """Dynamo breaks the graph at them unless it is told to go on."""
+    config = torch._dynamo.config
+    with config.patch(capture_dynamic_output_shape_ops=captures):
+        kind = TRANSFORMS["backward"]
+        assert_traced(depending("mask"), kind, "aot_eager", fullgraph=False)
+
+
 # --- Where nothing is differentiated ---
 
 
