@@ -16,7 +16,7 @@
     storages        numbers of storages, references to them, copies that share one
     pytrees         torch's registry of pytree classes
     process         settings, and the global generators
-    distributed     collectives that are under way
+    distributed     collectives under way, and in a graph
     surroundings    autocast, cached parametrizations, torch's checkpoint
     selftest, expected_*    what each name expects of torch, checked
 
@@ -73,7 +73,11 @@ from remat._torch.bodies import (
     is_body as is_body,
     run_body as run_body,
 )
-from remat._torch.distributed import finished as finished, wait_for as wait_for
+from remat._torch.distributed import (
+    CollectivesInGraph as CollectivesInGraph,
+    finished as finished,
+    wait_for as wait_for,
+)
 from remat._torch.fakes import (
     NO_VALUES as NO_VALUES,
     copied_as_fake as copied_as_fake,

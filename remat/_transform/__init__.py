@@ -8,6 +8,7 @@ To follow a call, read the files in this order.
     module              what it returns for a module: a module
     lowering            the one file that chooses
     lowered, traced     runs a call as chosen: outside of graphs, and in one
+    node_keys           what tells a call in a graph from others, in every process
 
 Under base autograd: plain's own graph, which holds handles.
 

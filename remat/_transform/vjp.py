@@ -20,9 +20,11 @@ from typing_extensions import override
 from remat._base.context import differentiated
 from remat._base.program import Evaluation, Program, fresh_leaves
 from remat._base.types import Outputs
+from remat._base.wrappers import taken_apart
 from remat._graph.edges import edge_of, edges_behind, root_of
 from remat._partial.barrier import behind, recomputing_after
 from remat._torch import (
+    CollectivesInGraph,
     call_below_vmap,
     current_layer,
     dual_level_active,
@@ -87,11 +89,21 @@ class Vjp(Program):
         del mode
         saved, cts = inputs[: self._arity], inputs[self._arity :]
         if has_proxies():
-            self._program.refuse_changed(saved)
-            with recomputing_after(cts) as after:
-                late = self._read_late(saved, after)
-                return self._recompute_and_pull(late, cts)
+            return self._run_in_graph(saved, cts)
         return self._recompute_and_pull(saved, cts)
+
+    def _run_in_graph(
+        self, saved: Sequence[Tensor], cts: tuple[Tensor, ...]
+    ) -> Outputs:
+        self._program.refuse_changed(saved)
+        collectives = CollectivesInGraph()
+        with recomputing_after(cts) as after:
+            grads = self._recompute_and_pull(self._read_late(saved, after), cts)
+        if current_layer() is None and not is_recorded((*saved, *cts)):
+            # Nobody reads the recompute from here on.
+            given = [taken_apart(g)[0] for g in grads if isinstance(g, Tensor)]
+            collectives.drop_unread(given)
+        return grads
 
     def _read_late(self, saved: Sequence[Tensor], after: Sequence[Tensor]) -> list[Any]:
         may_read_early = self._program.may_read_early

@@ -13,6 +13,7 @@ from support.processes import in_two_processes, local
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -65,15 +66,44 @@ def ddp(is_rematerialized, compiled, rank):
     return gradients(model, compiled(model), rank)
 
 
-def tensor_parallel(is_rematerialized, compiled, rank):
-    model = blocks(False)
-    mesh = init_device_mesh("cpu", (2,))
+def parallel(model, mesh=None):
+    mesh = mesh or init_device_mesh("cpu", (2,))
     for block in model:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(block, mesh, plan)
+    return model
+
+
+def tensor_parallel(is_rematerialized, compiled, rank, kind=Block):
+    torch.manual_seed(0)
+    model = parallel(nn.Sequential(kind(), kind()))
     if is_rematerialized:
-        remat.nn.apply(model, Block)
+        remat.nn.apply(model, kind)
     return gradients(model, compiled(model), 0)
+
+
+class Residual(Block):
+    """The backward reads nothing of its last collective."""
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+def tensor_parallel_residual(is_rematerialized, compiled, rank):
+    return tensor_parallel(is_rematerialized, compiled, rank, Residual)
+
+
+def titan(is_rematerialized, compiled, rank):
+    """Tensor parallel, then remat, then compiled by block, then FSDP2."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = parallel(nn.Sequential(Residual(), Residual()), mesh["tensor"])
+    if is_rematerialized:
+        remat.nn.apply(model, Residual)
+    calls = [compiled(block) for block in model]
+    for block in model:
+        fully_shard(block, mesh=mesh["data"])
+    return gradients(model, lambda x: calls[1](calls[0](x)), 0)
 
 
 def block(w, x):
@@ -105,6 +135,8 @@ def of_function(fn, policy=None, *, are_dtensors=False):
 STEPS = {
     "DDP": (ddp, 0),
     "tensor parallel": (tensor_parallel, 2),  # as with torch's checkpoint
+    "tensor parallel, residual": (tensor_parallel_residual, 0),
+    "tensor parallel by block, FSDP2": (titan, 0),
     "DTensors": (of_function(block, are_dtensors=True), 2),
     "DTensors, dots": (
         of_function(block, policies.dots_saveable, are_dtensors=True),
