@@ -4,6 +4,10 @@ The order of a set is that of the slots of its table. The hash of a value names 
 one after the other, and the value goes to the first one that is free. So the order
 depends on the order of insertion, the size of the table and what was discarded since.
 
+`set.pop` begins where the last one ended. That place is put back to the start, so a
+recompute pops in the order of the set. It is not right for a set that had values popped,
+and then others added, before the call.
+
 Invariant: the order is compared after writing, so what is known of the table here is
 never trusted. `order` finds slots that rise in the order that is wanted, and the values
 are added so that each finds all earlier slots of its own taken.
@@ -42,6 +46,8 @@ def write_set(holder: Any, values: Sequence[Any]) -> None:
     """
     for value in set.difference(holder, values):
         set.discard(holder, value)
+    if len(holder) < len(values):  # perhaps some were popped
+        _pop_from_the_start(holder, 2 * len(values) + _SIZES[0])
     set.update(holder, values)
     if in_order(holder, values):
         return
@@ -78,6 +84,27 @@ class _Place:
         return self._hash
 
 
+class _Last(_Place):
+    """What takes the last slot of any table."""
+
+    def __init__(self) -> None:
+        super().__init__((1 << 30) - 1)
+
+
+def _pop_from_the_start(holder: Any, room: int) -> None:
+    """Have the next `pop` begin at the start of a table with less than twice the room.
+
+    The set is written anew, in the order that it has.
+    """
+    values, last = [*set.__iter__(holder)], _Last()
+    set.clear(holder)
+    set.update(holder, dict.fromkeys([last, *map(_Place, range(room))]))
+    while set.pop(holder) is not last:
+        pass
+    set.clear(holder)
+    set.update(holder, values)
+
+
 def _write_in_table(holder: Any, values: Sequence[Any], size: int) -> bool:
     """Fill a set anew, in a table of a size; return whether the order is right."""
     probes = [[*_probes(hash(value), size)] for value in values]
@@ -90,6 +117,7 @@ def _write_in_table(holder: Any, values: Sequence[Any], size: int) -> bool:
     # and nothing moves, while the values are added. Those that fill it up come last.
     first = added[: size // 2 - 1]
     places += [_Place(k) for k in range(max(size // 4, 5) - len(first))]
+    _pop_from_the_start(holder, size)  # the table may grow by chance
     set.clear(holder)
     if size > _SIZES[0]:
         set.update(holder, dict.fromkeys([*first, *places]))

@@ -50,6 +50,20 @@ def test_a_set_gets_the_order_that_it_had(change, history):
         assert len(found) == count
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_a_set_that_was_popped_is_popped_in_its_order_again(seed):
+    draw = random.Random(seed)
+    for count in [3, 8, 8, 8, 20, 70, 300]:
+        values = [*(found := set(draw.sample(range(1 << 41), count)))]
+        for popped in range(1, 1 + draw.randrange(count)):
+            assert found.pop() is values[popped - 1]
+        if draw.random() < 0.3:
+            found.update(range(draw.randrange(50)))
+        with contextlib.suppress(RecomputeError):
+            write_set(found, values)
+            assert [found.pop() for _ in values] == values
+
+
 class Same:
     """All instances have one hash."""
 
