@@ -5,8 +5,8 @@ one after the other, and the value goes to the first one that is free. So the or
 depends on the order of insertion, the size of the table and what was discarded since.
 
 `set.pop` begins where the last one ended. That place is put back to the start, so a
-recompute pops in the order of the set. It is not right for a set that had values popped,
-and then others added, before the call.
+recompute pops in the order of the set. It is not right for a set that had values
+popped, and then others added, before the call.
 
 Invariant: the order is compared after writing, so what is known of the table here is
 never trusted. `order` finds slots that rise in the order that is wanted, and the values
