@@ -1,9 +1,10 @@
-"""Compiled code: peak bytes, time and products, plain and with remat.
+"""Compiled code: peak bytes, time, products and the cost to compile.
 
 Six blocks of a perceptron are differentiated by each transform, compiled by inductor.
 Torch's checkpoints, torch_remat and the memory budget of torch.compile work for
 `.backward()` alone. Bytes are those of the allocator's events. All steps take turns,
-and of the times the ratio in each round counts. Reproduce with
+and of the times the ratio in each round counts. The last table has what it costs to
+compile 6, 12 and 24 blocks: without caches on disk, and with them. Reproduce with
 
     python benchmarks/compiled.py
 """
@@ -12,12 +13,14 @@ import argparse
 import functools
 import importlib
 import itertools
+import statistics
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from _compile_times import COMPARED, DEPTHS, Found, all_rounds
 from _results import Results
 from _systems import BASELINE, REENTRANT, SYSTEMS, TORCH_REMAT, brief
 from _times import Ratio, Step, Times, interleaved
@@ -195,6 +198,47 @@ def systems_of(case: Case) -> dict[str, Way]:
     return WAYS if case.transform is None else {n: WAYS[n] for n in TRANSFORMED}
 
 
+def compile_times(rounds: int, results: Results) -> None:
+    """Measure and print what it costs to compile."""
+    found, title = all_rounds(rounds), "The cost to compile, in CPU seconds"
+    columns = {
+        "cold": ".2f",
+        "cold, of torch's": ".3f",
+        "C++ compilers": ".2f",
+        "warm": ".2f",
+        "warm, of torch's": ".3f",
+        "warm hits": ",",
+        "nodes of the backward": ",",
+    }
+    cells = results.table("compile", title, "system, blocks", columns)
+    for blocks in DEPTHS:
+        other = seconds(found[BASELINE, blocks])
+        nodes = found[BASELINE, blocks][0][0]["nodes"]
+        for system in COMPARED:
+            own, row = found[system, blocks], f"{system}, {blocks}"
+            cold, warm = map(Ratio.of, seconds(own), other)
+            (first, second), *_ = own
+            cells.add(
+                row,
+                *(statistics.median(seconds(own)[0]), cold),
+                statistics.median(pair[0]["of compilers"] for pair in own),
+                *(statistics.median(seconds(own)[1]), warm),
+                *(second["hits"], first["nodes"]),
+            )
+            if system == REMAT:
+                share = first["nodes"] / nodes
+                cells.aim(row, "cold <= 1.2 of torch's", cold, cold.low <= 1.2)
+                cells.aim(row, "warm <= 1 of torch's", warm, warm.low <= 1)
+                cells.aim(row, "nodes <= 1.05", f"{share:.3f}", share <= 1.05)
+    results.show(cells)
+
+
+def seconds(pairs: list[tuple[Found, Found]]) -> tuple[list[float], list[float]]:
+    """Return the seconds without caches and with them, by round."""
+    cold, warm = zip(*pairs, strict=True)
+    return [one["seconds"] for one in cold], [one["seconds"] for one in warm]
+
+
 def run(options: argparse.Namespace, results: Results) -> None:
     """Measure all cases."""
     for name, case in CASES.items():
@@ -220,10 +264,12 @@ def main() -> None:
     """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--processes", type=int, default=5, help="rounds of compiling")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(__file__)
     run(options, results)
+    compile_times(options.processes, results)
     results.finish()
 
 

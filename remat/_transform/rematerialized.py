@@ -26,7 +26,7 @@ from remat._partial.options import Options
 from remat._torch import is_traced_symbolically
 from remat._transform.lowered import call_lowered
 from remat._transform.lowering import Lowering, lowering_of
-from remat._transform.traced import call_traced
+from remat._transform.traced import call_in_graph
 
 
 P = ParamSpec("P")
@@ -66,8 +66,10 @@ class Rematerialized(Generic[P, R]):
         """Call the function. A backward recomputes it."""
         fn, options = self.__wrapped__, self._options
         lowering = lowering_of(options)
-        if lowering is Lowering.INLINED or lowering is Lowering.TRACED:
-            return call_traced(fn, self._name, self._where, options, *args, **kwargs)
+        if lowering is Lowering.TRACED:
+            return call_in_graph(fn, self._name, self._where, options, *args, **kwargs)
+        if lowering is Lowering.INLINED:
+            return fn(*args, **kwargs)
         label = self._label or self.__remat_label__
         examining = here().examining
         if examining is not None:

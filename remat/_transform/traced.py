@@ -54,7 +54,19 @@ def call_traced(
 ) -> Any:
     """Call a function in a trace. Its recompute becomes part of a graph that is made.
 
-    Dynamo traces this.
+    Dynamo traces this. The arguments are those of `call_in_graph`.
+    """
+    if lowering_of(options) is Lowering.INLINED:
+        return fn(*args, **kwargs)
+    return call_in_graph(fn, name, where, options, *args, **kwargs)
+
+
+def call_in_graph(
+    fn: Fn, name: str, where: str, options: Options, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function whose lowering is `TRACED`.
+
+    Dynamo traces this, for each call: what is asked here costs time to compile.
 
     Args:
         fn: the function.
@@ -64,8 +76,6 @@ def call_traced(
         *args: its arguments.
         **kwargs: its keyword arguments.
     """
-    if lowering_of(options) is Lowering.INLINED:
-        return fn(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
         policy = parts_of(options.policy)
         others = options.prune, options.rng, options.higher_order

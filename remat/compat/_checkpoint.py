@@ -33,7 +33,7 @@ from remat._transform.lowered import call_lowered
 from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.refused import refuse_function
 from remat._transform.rematerialized import Rematerialized
-from remat._transform.traced import call_as_node, call_traced, key_of
+from remat._transform.traced import call_as_node, call_in_graph, call_traced, key_of
 from remat.compat._debug import Log
 from remat.compat._selective import policy_of
 from remat.compat._settings import with_signature_of
@@ -235,7 +235,7 @@ def call(
         fn, options = _prepared(fn, asked)
     if lowering is Lowering.TRACED:  # by make_fx
         where = f"{shown(file)}:{line}"
-        return call_traced(fn, name, where, options, *args, **kwargs)
+        return call_in_graph(fn, name, where, options, *args, **kwargs)
     if here().examining is not None:  # a report, which asks each block how to run
         block = Rematerialized(fn, f"{shown(file)}:{line}", options, name)
         return block(*args, **kwargs)
