@@ -75,6 +75,46 @@ def is_tagged_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Say whether an operation draws random numbers, by its tag and its arguments."""
+    if not is_tagged_random(func):
+        return False
+    # Attention draws only for its dropout.
+    for k, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[k] if k < len(args) else kwargs.get("dropout_p", 0.0)
+            return given != 0.0
+    return True
+
+
+def out_of_place(func: Any) -> Any:
+    """Return the operation that returns what this one, a draw, writes."""
+    base, overload = func._schema.name.removeprefix("aten::"), func._overloadname
+    name = f"{base}.{overload}"
+    base, overload = _OUT_OF_PLACE.get(name, name.replace("_.", ".")).split(".")
+    return getattr(getattr(torch.ops.aten, base), overload)
+
+
+_OUT_OF_PLACE = {
+    "bernoulli_.float": "bernoulli.p",
+    "normal_.default": "normal_functional.default",
+    "random_.default": "random.default",
+    "random_.from": "random.from",
+    "random_.to": "random.to",
+    "rrelu_with_noise.default": "rrelu_with_noise_functional.default",
+}
+
+
+def with_defaults(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return positional arguments with those that torch.fx drops, as default values.
+
+    The operation out of place may have no defaults: `bernoulli_(p=0.5)`, `bernoulli`.
+    """
+    missing = func._schema.arguments[len(args) :]
+    rest = [a for a in missing if not a.kwarg_only and a.name not in kwargs]
+    return *args, *(a.default_value for a in rest)
+
+
 def without_draws(fn: Fn, label: str) -> Fn:
     """Return `fn` refusing to draw from a global stream, torch's or another.
 

@@ -4,9 +4,10 @@ The order of a set is that of the slots of its table. The hash of a value names 
 one after the other, and the value goes to the first one that is free. So the order
 depends on the order of insertion, the size of the table and what was discarded since.
 
-`set.pop` begins where the last one ended. That place is put back to the start, so a
-recompute pops in the order of the set. It is not right for a set that had values
-popped, and then others added, before the call.
+`set.pop` begins where the last one ended. Where values are missing, that place is put
+back to the start, so a recompute pops in the order of the set. It is not right for a
+set that had values popped, and then others added, before the call, and for one that a
+function pops from and that has all its values again.
 
 Invariant: the order is compared after writing, so what is known of the table here is
 never trusted. `order` finds slots that rise in the order that is wanted, and the values
@@ -28,6 +29,7 @@ from remat._base.errors import RecomputeError
 _LINEAR, _SHIFT = 9, 5
 _PROBES = 40  # slots that are tried for each value
 _SIZES = [2**k for k in range(3, 17)]  # of tables
+_GROWTH = 7  # a table that grew has less than seven slots for each value
 _FAR = 1 << 40  # no other hash, but the same slot
 _ORDER = (
     "remat: a set of {count} values, which the function reached at the call, changed "
@@ -44,15 +46,19 @@ def write_set(holder: Any, values: Sequence[Any]) -> None:
     Raises:
         RecomputeError: no such order was found.
     """
-    for value in set.difference(holder, values):
-        set.discard(holder, value)
-    if len(holder) < len(values):  # perhaps some were popped
-        _pop_from_the_start(holder, 2 * len(values) + _SIZES[0])
+    slots = _GROWTH * max(len(holder), len(values)) + _SIZES[0]
+    if others := set.difference(holder, values):
+        set.difference_update(holder, others)
+    if others or len(holder) < len(values):  # perhaps some were popped
+        _pop_from_the_start(holder, slots)
     set.update(holder, values)
     if in_order(holder, values):
         return
     for size in _SIZES:
-        if 5 * len(values) < 3 * (size - 1) and _write_in_table(holder, values, size):
+        if 5 * len(values) >= 3 * (size - 1):
+            continue
+        _pop_from_the_start(holder, max(slots, 4 * size))
+        if _write_in_table(holder, values, size):
             return
     raise RecomputeError(_ORDER.format(count=len(values)))
 
@@ -84,22 +90,17 @@ class _Place:
         return self._hash
 
 
-class _Last(_Place):
-    """What takes the last slot of any table."""
-
-    def __init__(self) -> None:
-        super().__init__((1 << 30) - 1)
-
-
-def _pop_from_the_start(holder: Any, room: int) -> None:
-    """Have the next `pop` begin at the start of a table with less than twice the room.
+def _pop_from_the_start(holder: Any, slots: int) -> None:
+    """Have the next `pop` begin at the start of any table of up to this many slots.
 
     The set is written anew, in the order that it has.
     """
-    values, last = [*set.__iter__(holder)], _Last()
+    values = [*set.__iter__(holder)]
+    last = (1 << 30) - 1  # takes the last slot of any table
     set.clear(holder)
-    set.update(holder, dict.fromkeys([last, *map(_Place, range(room))]))
-    while set.pop(holder) is not last:
+    # A dict gives a set room for twice its entries at once.
+    set.update(holder, dict.fromkeys([last, *range(slots // 2)]))
+    while set.pop(holder) != last:
         pass
     set.clear(holder)
     set.update(holder, values)
@@ -117,7 +118,6 @@ def _write_in_table(holder: Any, values: Sequence[Any], size: int) -> bool:
     # and nothing moves, while the values are added. Those that fill it up come last.
     first = added[: size // 2 - 1]
     places += [_Place(k) for k in range(max(size // 4, 5) - len(first))]
-    _pop_from_the_start(holder, size)  # the table may grow by chance
     set.clear(holder)
     if size > _SIZES[0]:
         set.update(holder, dict.fromkeys([*first, *places]))

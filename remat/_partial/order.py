@@ -7,8 +7,8 @@ nodes in the forward and the backward.
 
 Invariant: an operation of a recompute comes after the cotangents if it reads an input,
 or what was computed from one. Views do not count: they move nothing.
-Rejected: a barrier where an operation reads nothing that comes later. It stands between
-the operation and the input, which other operations may read as well.
+Rejected: a barrier for each operation that reads nothing that comes later. It is put on
+an input, and other operations may read that input as well.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ from remat._torch import base_tensor, is_view_op, storage_id
 
 _aten = torch.ops.aten
 
-# What the derivative of one computes reads the cotangent, or another operand's value.
+# A derivative reads the cotangent, and the value of another operand.
 LINEAR = frozenset(
     (
         *(_aten.add, _aten.add_, _aten.sub, _aten.sub_, _aten.mul, _aten.mul_),
@@ -32,7 +32,7 @@ LINEAR = frozenset(
         *(_aten.addmv, _aten.convolution, _aten.embedding),
     )
 )
-# Linear in each operand but the first, of which they compute a mean.
+# Linear in each operand but the first.
 NORMS = frozenset((_aten.native_layer_norm, _aten.native_group_norm))
 
 
@@ -62,7 +62,7 @@ class Order:
         if packet in NORMS:
             early = [k for k in read[:1] if k in self._free]
         elif packet in LINEAR:
-            early = early[: not is_late]
+            early = [] if is_late else early[:1]
         if not (is_late or early):
             return
         self._free.difference_update(early)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from typing_extensions import override
 
-from remat._ambient.draws import drew_in, is_tagged_random
+from remat._ambient.draws import draws, drew_in, out_of_place, with_defaults
 from remat._base.absent import inputs_of
 from remat._base.errors import OffloadError, RandomnessError, RecomputeError
 from remat._base.op import Op
@@ -166,7 +166,7 @@ class Tape(TracedMode):
         if func is named:
             self.name(*args)
             return None
-        if _is_draw(func, args, kwargs):
+        if func is draw_and_keep_state or draws(func, args, kwargs):
             return self._draw(func, args, kwargs)
         is_ours = self._is_copying or func in SAC_IGNORED_OPS or func is draw_again
         if self._kept.policy is None or is_ours:
@@ -207,8 +207,8 @@ class Tape(TracedMode):
         if not inner._schema.is_mutable:
             state, out = self.drawn(func, inner, args, kwargs)
         else:
-            args = _with_defaults(inner, args, kwargs)
-            state, out = self.drawn(func, _out_of_place(inner), args, kwargs)
+            args = with_defaults(inner, args, kwargs)
+            state, out = self.drawn(func, out_of_place(inner), args, kwargs)
             if isinstance(out, tuple):  # of rrelu: its result, and the noise
                 out, noise = out
                 args[1].copy_(noise)
@@ -217,48 +217,10 @@ class Tape(TracedMode):
         return (state, out) if is_nested else out
 
 
-def _is_draw(func: Any, args: Any, kwargs: Any) -> bool:
-    if func is draw_and_keep_state:
-        return True
-    if not is_tagged_random(func):
-        return False
-    # Attention draws only for its dropout.
-    for k, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[k] if k < len(args) else kwargs.get("dropout_p", 0.0)
-            return given != 0.0
-    return True
-
-
 _GENERATOR = (
     "remat: {op} draws from an explicit generator in {label}, while a graph is made. A "
     "graph holds no states of generators. Draw with a key of remat.random."
 )
-
-
-def _with_defaults(func: Any, args: Any, kwargs: Any) -> Any:
-    # torch.fx drops arguments equal to their default, and the operation out of place
-    # may have none: `bernoulli_(p=0.5)` and `bernoulli`.
-    missing = func._schema.arguments[len(args) :]
-    rest = [a for a in missing if not a.kwarg_only and a.name not in kwargs]
-    return *args, *(a.default_value for a in rest)
-
-
-def _out_of_place(func: Any) -> Any:
-    base, overload = func._schema.name.removeprefix("aten::"), func._overloadname
-    name = f"{base}.{overload}"
-    base, overload = _OUT_OF_PLACE.get(name, name.replace("_.", ".")).split(".")
-    return getattr(getattr(torch.ops.aten, base), overload)
-
-
-_OUT_OF_PLACE = {
-    "bernoulli_.float": "bernoulli.p",
-    "normal_.default": "normal_functional.default",
-    "random_.default": "random.default",
-    "random_.from": "random.from",
-    "random_.to": "random.to",
-    "rrelu_with_noise.default": "rrelu_with_noise_functional.default",
-}
 
 
 class Forward(Tape):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 
 _WORK = "__torch__.torch.classes.c10d.Work"
@@ -44,13 +44,14 @@ class CollectivesInGraph:
     """
 
     def __init__(self) -> None:
-        self._tracer: Any = _mode(_PROXY).tracer
+        mode: Any = get_proxy_mode()
+        self._tracer = mode.tracer
         self._last = self._tracer.graph._root.prev
 
     def drop_unread(self, results: Iterable[Tensor]) -> None:
-        """Take out of the graph those that nobody has read but for what nobody reads.
+        """Take those out of the graph that none of these results needs.
 
-        These results are read, and sizes are.
+        What was computed from them alone goes as well. A size that was read stays.
         """
         kept = {self._node_of(t) for t in results}
         added = [*self._added()]
@@ -74,10 +75,6 @@ class CollectivesInGraph:
             tensor = torch._from_functional_tensor(tensor.elem)
         slot: Any = get_proxy_slot(tensor, self._tracer, None)
         return None if slot is None else slot.proxy.node
-
-
-_mode: Any = torch._C._get_dispatch_mode
-_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY
 
 
 def _read(node: Any) -> Sequence[Any]:

@@ -56,11 +56,7 @@ def _nodes_run_what_lowers_them() -> None:
 def _tracers_are_seen() -> None:
     assert not graphs.is_below_tracer()
     keys = torch._C._TorchDispatchModeKey
-    assert (graphs._PROXY, graphs._FUNCTIONAL, graphs._FAKE) == (
-        keys.PROXY,
-        keys.FUNCTIONAL,
-        keys.FAKE,
-    )
+    assert (graphs._FUNCTIONAL, graphs._FAKE) == (keys.FUNCTIONAL, keys.FAKE)
 
 
 @expects("UnknownLevelError", "faking", "inputs_of_body", "is_body", "run_body")

@@ -6,6 +6,7 @@ Rejected: torch's node for activation checkpoints. It is refused under torch.fun
 in one graph with forward and backward its recompute has no order.
 """
 
+import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,12 +73,21 @@ def _show_key(output: Any, key: str) -> None:
     graph = output.nn_modules[body.target]
     graph.meta[key] = graph.meta.pop(place)
     node.args = key, body, *rest
-    if OF_THIS_PROCESS in key or any(map(_is_uncached, graph.graph.nodes)):
+    if OF_THIS_PROCESS in key or not _is_cacheable(graph):
         node.target = _uncached
 
 
-def _is_uncached(node: Any) -> bool:
-    return node.target is _uncached
+# Deleted by: the check of AOTAutograd's cache looking into bodies.
+def _is_cacheable(body: Any) -> bool:
+    """Say whether a graph holds nothing that AOTAutograd's cache cannot tell."""
+    cache = importlib.import_module("torch._functorch._aot_autograd.autograd_cache")
+    graphs = [m for m in body.modules() if isinstance(m, torch.fx.GraphModule)]
+    try:
+        for graph in graphs:
+            cache.check_cacheable(graph)
+    except cache.BypassAOTAutogradCache:
+        return False
+    return True
 
 
 @contextmanager

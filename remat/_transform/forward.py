@@ -121,8 +121,8 @@ def _evaluate(
     results = [*map(Tensor.detach, outs), *before.values()]
     outside, recomputation, residuals = program.outside, None, 0
     if plan is not None:
-        # A vmap of second order may make other operations of composite ones: no
-        # recompute follows the plan there, and it needs the inputs.
+        # Under a second vmap the recompute may run other operations than the plan
+        # holds. Then it does not follow the plan, and needs the inputs.
         may_drop = call.is_differentiated_once
         may_drop = may_drop and not (outside or request.in_forward_mode)
         recomputation, tensors = _finish(plan, outs, may_drop=may_drop)

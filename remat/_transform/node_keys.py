@@ -48,8 +48,8 @@ def call_of(key: str) -> tuple[Label, Options]:
 
 
 def _digest_of(name: str, where: str, policy: str, options: Options) -> str:
-    flags = options.prune, options.rng, options.higher_order, options.stops_early
-    flags = *flags, options.compares, options.hooks_residuals
+    # The others are for a recompute in the backward, and a graph holds its own.
+    flags = options.prune, options.rng, options.higher_order
     text = repr((name, where, policy, flags, _sources()))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -58,10 +58,13 @@ def _digest_of(name: str, where: str, policy: str, options: Options) -> str:
 def _sources() -> str:
     """Return a digest of remat's own code, which lowers a node.
 
-    Its version would not do: of an editable install the code changes without it.
+    Its version would not do: of an editable install the code changes without it. Code
+    that cannot be read, as in a zip file, has another digest in each process.
     """
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
+    if not root.is_dir():
+        return _PROCESS
     for file in sorted(root.rglob("*.py")):
         digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()

@@ -24,6 +24,7 @@ from remat._base.context import within
 from remat._base.errors import CaptureError
 from remat._base.labels import Label, label_of
 from remat._base.types import Fn, Opaque
+from remat._partial.barrier import behind
 from remat._partial.decide import warn_once
 from remat._partial.options import DEFAULT, Options
 from remat._partial.tape import Kept
@@ -159,9 +160,12 @@ def _run_body_of_node(body: Any, label: Label, options: Options, args: Any) -> A
         warn_once(_SHARED.format(label=label))
         return _plain(functools.partial(run_body, body), label, options)(*args)
     fn = _of_tensors(Opaque(body), args, changed)
-    # The recompute starts from what a changed input was before.
-    places = _tensors_at(args)
-    tensors = [args[i].clone() if i in changed else args[i] for i in places]
+    # The recompute starts from what a changed input was before. The barrier copies it:
+    # inductor makes a clone again in the backward, from what the input is by then.
+    tensors = [
+        behind(args[i], [args[i]]) if i in changed else args[i]
+        for i in _tensors_at(args)
+    ]
     out = _call(fn, label, options, tensors, {})
     if not changed:
         return out

@@ -64,6 +64,20 @@ def test_a_set_that_was_popped_is_popped_in_its_order_again(seed):
             assert [found.pop() for _ in values] == values
 
 
+def test_a_set_that_grew_before_it_was_popped_is_popped_in_its_order_again():
+    def program(wrap):
+        found, x = {3, 4, 5}, leaf()
+
+        def fn(x):
+            found.update(range(1000))
+            return curve(x, 1 + found.pop())
+
+        y = wrap(fn)(x).sum()
+        return torch.autograd.grad(y, x), len(found)
+
+    assert_replayed(program, sin=(1, 2))
+
+
 class Same:
     """All instances have one hash."""
 

@@ -61,6 +61,21 @@ def found(loss):
 def asks(op):
     return "mm" in str(op.func)
 
+FACTOR = 2.0
+
+@torch._dynamo.allow_in_graph
+def opaque(x):
+    return x.sin() * FACTOR
+
+def with_a_name_alone():
+    fn = remat(lambda w, x: torch.tanh(opaque(x @ w) @ w))
+    return lambda w, x: fn(w, fn(w, x)).square().sum()
+
+def with_a_name_inside():
+    inner = remat(lambda w, x: torch.tanh(opaque(x @ w) @ w))
+    fn = remat(lambda w, x: inner(w, x).sin())
+    return lambda w, x: fn(w, fn(w, x)).square().sum()
+
 LOSSES = eval(sys.argv[1])
 print(json.dumps({name: found(loss) for name, loss in LOSSES.items()}))
 """
@@ -122,6 +137,12 @@ def test_a_second_process_takes_what_the_first_has_compiled(tmp_path):
         "from remat._transform import node_keys; node_keys._sources = lambda: 'new'\n"
     )
     assert found(tmp_path, written({"none": "rows(None)"}), newer) == {"none": MISS}
+
+
+def test_what_a_graph_only_names_is_not_stored(tmp_path):
+    losses = {"once": "with_a_name_alone()", "nested": "with_a_name_inside()"}
+    for _ in range(2):
+        assert found(tmp_path, written(losses)) == dict.fromkeys(losses, BYPASS)
 
 
 BUILT_IN = {

@@ -142,6 +142,39 @@ def by_data(x, b):
     return x * b
 
 
+class Centred(nn.Module):
+    """Reads a mean, and then moves it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8, dtype=torch.double)
+        self.register_buffer("mean", torch.ones(8, dtype=torch.double))
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        z = torch.tanh(y - self.mean)
+        self.mean.lerp_(y.detach().mean(0), 0.5)
+        return self.linear(z)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_recompute_reads_what_a_buffer_was_before_its_update(backend):
+    x = torch.linspace(0, 1, 32, dtype=torch.double).reshape(4, 8)
+
+    def steps(wrap):
+        torch._dynamo.reset()
+        module = Centred()
+        fn = wrap(module)
+        for _ in range(3):
+            fn(x).square().sum().backward()
+        return module.linear.weight.grad, module.mean
+
+    for policy in None, policies.dots_saveable:
+        found = steps(lambda m, p=policy: compiled(remat(m, policy=p), backend))
+        torch.testing.assert_close(found, steps(lambda m: m))
+
+
 @pytest.mark.parametrize("change", [by_list, by_data])
 def test_a_change_that_counts_no_version_happens_once(change):
     g = remat(change)
