@@ -62,7 +62,7 @@ class Order:
         if packet in NORMS:
             early = [k for k in read[:1] if k in self._free]
         elif packet in LINEAR:
-            early = [] if is_late else early[:1]
+            early = early[: 0 if is_late else 1]
         if not (is_late or early):
             return
         self._free.difference_update(early)
