@@ -129,7 +129,9 @@ class Recording(LeanDispatchMode):
             operation.settings, operation.line = read_settings(), user_line()
             operation.grad_mode = torch.is_grad_enabled()
             self._note_writes(operation, written, args, kwargs)
-            self._note_new(operation, new, args, kwargs, result)
+            # Statistics that it updates are no result that anybody saves.
+            asks = not written_to
+            self._note_new(operation, new, args, kwargs, result, asks=asks)
         self._tie(tensors_of(result))
         return result
 
@@ -207,10 +209,12 @@ class Recording(LeanDispatchMode):
         args: Any,
         kwargs: dict[str, Any],
         result: Any,
+        *,
+        asks: bool,
     ) -> None:
         block = self.blocks[-1]
         makes = [(Made(block.part(), Layout.of(t), operation), t) for _, t in new]
-        if block.policy is not None and not operation.written:
+        if block.policy is not None and asks:
             makes = self._chosen(makes, args, kwargs, result)
         numbers = {id(t): k for k, t in new}
         for made, t in makes:

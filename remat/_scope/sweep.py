@@ -146,6 +146,9 @@ class Sweep:
         self._uses[made] -= 1
         if self._uses[made] <= 0:
             del self.values[made]
+            # With it, what it was made of would stay to the end of the backward.
+            del self._uses[made]
+            self._given_away.discard(made)
 
     def _compute(self, target: Made) -> None:
         """Compute a value, and what it needs before it."""

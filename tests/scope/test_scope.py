@@ -247,6 +247,16 @@ def test_batch_norm_in_a_block_updates_its_statistics_once():
     assert_scoped(program, native_batch_norm=1)
 
 
+def test_a_policy_may_save_the_result_of_a_batch_norm():
+    def program(block):
+        norm = nn.BatchNorm1d(3)
+        with block(policies.save_ops(torch.ops.aten.native_batch_norm)):
+            x = norm(A).sin()
+        return [*grads((x * C).sum(), A, C), *norm.state_dict().values()]
+
+    assert_scoped(program, sin=1)
+
+
 def test_memory_that_python_writes_to_is_stored():
     def program(block):
         with block():

@@ -390,3 +390,17 @@ def test_a_long_chain_does_not_recurse():
     with count_ops() as ops:
         grads(y, C)
     assert ops["add"] == 3000
+
+
+def test_what_a_value_was_made_of_is_freed_after_its_last_use():
+    weights = [leaf(SIZE, seed=k) for k in range(20)]
+
+    def step():
+        with remat.scope(policies.save_ops(torch.ops.aten.mul)):
+            y = A
+            for w in weights:
+                y = (y * w).sin()
+        return torch.autograd.grad(y.sum(), weights)
+
+    # A saved product is freed when the gradient of its weight is made.
+    assert peak_bytes(step) // BYTES <= 20 + 6
