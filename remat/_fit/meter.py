@@ -12,6 +12,8 @@ and the user's code hold at each moment; running them tells.
 
 import bisect
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -139,24 +141,20 @@ class Meter(LeanDispatchMode):
         if func in IGNORED:
             return func(*args, **kwargs)
         self._settle()
-        _refuse_real(func, (args, kwargs))
         task = current_task()
         if task != -1:
             self._find_window()
         before = self.live
-        try:
+        with values_refused(func, args, kwargs):
             result = call_kernel(func, *args, **kwargs)
-        except NO_VALUES as error:
-            where = user_line() or "the step"
-            raise CaptureError(_VALUE.format(where=where, op=_name(func))) from error
         for tensor in tensors_of(result):
             self.hold(tensor)
-        if task != -1 and _may_accumulate(func, args, result):
-            self._replaced = storage_id(args[0]), self.live, _name(func)
+        if task != -1 and may_accumulate(func, args, result):
+            self._replaced = storage_id(args[0]), self.live, name_of(func)
         else:
             copies = copied_inside(func, args)
             inside = max(self.live, before + held_inside(func, args))
-            self._note(inside + copies, _name(func))
+            self._note(inside + copies, name_of(func))
         self._count(func, args, kwargs, result, in_backward=task != -1)
         return result
 
@@ -207,11 +205,26 @@ class Meter(LeanDispatchMode):
             window.seconds += spent
 
 
+@contextmanager
+def values_refused(func: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    """Run an operation on fake tensors; say what cannot be run on them.
+
+    Raises:
+        CaptureError: it asks for a value, or reads a parameter of the user's.
+    """
+    _refuse_real(func, (args, kwargs))
+    try:
+        yield
+    except NO_VALUES as error:
+        where = user_line() or "the step"
+        raise CaptureError(_VALUE.format(where=where, op=name_of(func))) from error
+
+
 def _refuse_real(func: Any, args: Any) -> None:
     """Refuse a parameter that is not part of the copy: its gradient would be fake."""
     for tensor in tensors_of(args):
         if tensor.requires_grad and type(tensor) is not Absent and not is_fake(tensor):
-            what = f"{_name(func)} reads {describe(tensor)}"
+            what = f"{name_of(func)} reads {describe(tensor)}"
             raise CaptureError(_REAL.format(what=what))
 
 
@@ -228,11 +241,12 @@ _VALUE = (
 )
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
+    """Return the name of an operation for messages."""
     return getattr(getattr(func, "overloadpacket", func), "__name__", str(func))
 
 
-def _may_accumulate(func: Any, args: Any, result: Any) -> bool:
+def may_accumulate(func: Any, args: Any, result: Any) -> bool:
     """Say whether the engine may be adding two gradients."""
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
         return False

@@ -27,7 +27,14 @@ from torch import Tensor
 from remat._base.errors import MutationError
 from remat._base.tensors import describe, version_of
 from remat._base.types import TENSORS
-from remat._torch import below_autograd, detached, flat_view, is_of_torch_func, viewed
+from remat._torch import (
+    below_autograd,
+    detached,
+    flat_view,
+    is_fake,
+    is_of_torch_func,
+    viewed,
+)
 
 
 if TYPE_CHECKING:
@@ -109,7 +116,7 @@ class Layout(NamedTuple):
 def has_layout(tensor: Tensor) -> bool:
     """Say whether a tensor is a strided view of one storage, and nothing more."""
     return (
-        type(tensor) in TENSORS
+        (type(tensor) in TENSORS or is_fake(tensor))
         and not is_of_torch_func(tensor)
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_nested)

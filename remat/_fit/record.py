@@ -1,0 +1,351 @@
+"""A record of one training step: its operations, and the storages that they read.
+
+Called by `planning`. The step runs on a copy, on fake tensors: once forward with
+nothing saved, which tells when Python lets go of each value, and once as it is, which
+tells when autograd does.
+
+Invariant: a result is optional here exactly if `remat.scope` asks its policy about it.
+The same code tells: `Positions` is the recording of a scope that saves everything.
+Rejected: a graph of `make_fx`. It says nothing of lifetimes, of what kernels hold, and
+of the order in which a real backward runs.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from remat._base.absent import IGNORED, Absent, inputs_of, tensors_of
+from remat._base.op import Op
+from remat._fit.meter import allocated, may_accumulate, name_of, values_refused
+from remat._fit.training_step import TrainingStep, backward, losses, resident
+from remat._fit.workspace import copied_inside, held_inside
+from remat._partial.cost import flops, seconds
+from remat._partial.effects import declared_writes, traits_of
+from remat._partial.plan import Step
+from remat._partial.values import Arguments, Results
+from remat._scope.recording import Recording
+from remat._scope.table import Table
+from remat._scope.values import Block
+from remat._torch import (
+    LeanDispatchMode,
+    call_kernel,
+    current_task,
+    eager_only,
+    is_view_op,
+    storage_id,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of a step that computes something.
+
+    Attributes:
+        name: of the overload.
+        module: in whose forward it ran; "" in the backward, and outside of all.
+        reads: the storages of its arguments.
+        makes: the storages of its results that did not exist.
+        writes: those that it changed in place.
+        seconds: the time that it takes at nominal rates.
+        flops: its floating-point operations.
+        inside: the bytes that it holds while it runs, beside what it reads and makes;
+            less than zero where the engine adds in place what a mode sees added.
+        fate: what a scope does with what it makes.
+    """
+
+    name: str
+    module: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    writes: tuple[int, ...]
+    seconds: float
+    flops: int
+    inside: int
+    fate: str
+
+
+# What a scope does with a result: it asks its policy, recomputes or stores it.
+ASKED, AGAIN, STORED = "asked", "again", "stored"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step: operations and storages, both by number.
+
+    Attributes:
+        operations: in the order in which they ran.
+        loss: how many of them ran before the loss.
+        turn: how many of them are of the forward, with the loss.
+        sizes: the bytes of each storage.
+        born: the operation that made it; -1 for what was there before.
+        left: the operation before which the forward lets go of it, if nothing saves it.
+        dies: the operation before which it is freed in a step without remat.
+        resident: the bytes that were there before.
+    """
+
+    operations: tuple[Operation, ...]
+    loss: int
+    turn: int
+    sizes: tuple[int, ...]
+    born: tuple[int, ...]
+    left: tuple[int, ...]
+    dies: tuple[int, ...]
+    resident: int
+
+
+def record(step: TrainingStep, mode: Any) -> StepRecord:
+    """Run a step twice, and return what it did.
+
+    Args:
+        step: a copy of the user's.
+        mode: the mode of its fake tensors; a context that does nothing for real ones.
+    """
+    grads = [(t, t.grad) for t in resident(step) if t.is_leaf and t.requires_grad]
+    forward, whole = Watch(), Watch()
+    with mode:
+        with forward.watching(step), torch.autograd.graph.saved_tensors_hooks(
+            _let_go, _let_go
+        ):
+            kept = _forward(step, forward)
+        del kept
+        for tensor, grad in grads:
+            tensor.grad = grad
+        with whole.watching(step):
+            result, outs = _forward(step, whole)
+            whole.turn = len(whole.operations)
+            backward(outs)
+            whole.settle()
+            found = whole.record(forward)
+            del result, outs
+        for tensor, grad in grads:
+            tensor.grad = grad
+    return found
+
+
+def _let_go(tensor: Any) -> None:
+    del tensor
+
+
+def _forward(step: TrainingStep, watch: "Watch") -> tuple[Any, list[Tensor]]:
+    with watch.asking():
+        result = step.fn(*step.args, **step.kwargs)
+        watch.loss = len(watch.operations)
+        return result, losses(result, step.loss)
+
+
+class Watch(LeanDispatchMode):
+    """Sees the operations of a step, and when storages are made and freed.
+
+    Attributes:
+        operations: those that were seen.
+        loss: how many there were before the loss.
+        turn: how many there were before the backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.loss = self.turn = 0
+        self._numbers: dict[int, tuple[int, Any]] = {}
+        self._sizes: list[int] = []
+        self._born: list[int] = []
+        self._dies: dict[int, int] = {}
+        self._modules: list[str] = []
+        self._replaced: tuple[int, int] | None = None
+        self._resident = 0
+        self._is_over = False
+
+    @contextmanager
+    def watching(self, step: TrainingStep) -> Iterator[None]:
+        """See the operations of the body."""
+        with ExitStack() as stack:
+            stack.enter_context(self)
+            for tensor in resident(step):
+                self._number(tensor)
+            self._resident = sum(self._sizes)
+            model = step.model()
+            for name, module in model.named_modules() if model is not None else ():
+                for handle in self._hook(name, module):
+                    stack.callback(handle.remove)
+            yield
+            self._is_over = True
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Note what a scope around the body would ask its policy about."""
+        positions = Positions(self)
+        positions.begin()
+        try:
+            yield
+        finally:
+            positions.end()
+
+    def _hook(self, name: str, module: nn.Module) -> Sequence[Any]:
+        def enter(*_: Any) -> None:
+            self._modules.append(name)
+
+        def leave(*_: Any) -> None:
+            self._modules.pop()
+
+        return (
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        )
+
+    def note_fate(self, fate: str) -> None:
+        """Note what a scope does with what the last operation made."""
+        last = self.operations[-1]
+        self.operations[-1] = Operation(*_fields(last)[:-1], fate)
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func in IGNORED:
+            return func(*args, **kwargs)
+        self.settle()
+        with values_refused(func, args, kwargs):
+            read = [*map(self._number, inputs_of(args, kwargs))]
+            result = call_kernel(func, *args, **kwargs)
+        if not is_view_op(func):
+            self._see(func, args, kwargs, result, read)
+        return result
+
+    def _see(
+        self, func: Any, args: Any, kwargs: Any, result: Any, read: Sequence[int]
+    ) -> None:
+        at, known = len(self.operations), len(self._sizes)
+        found = [*map(self._number, tensors_of(result))]
+        makes = [*dict.fromkeys(n for n in found if n >= known)]
+        written = declared_writes(traits_of(func), args, kwargs)
+        writes = [*dict.fromkeys(map(self._number, written))]
+        if not (makes or writes):
+            return
+        if current_task() != -1 and may_accumulate(func, args, result):
+            self._replaced = at, read[0]
+        self.operations.append(
+            Operation(
+                name_of(func),
+                self._modules[-1] if self._modules else "",
+                tuple(dict.fromkeys(n for n in read if n >= 0)),
+                tuple(makes),
+                tuple(n for n in writes if n >= 0),
+                *_costs(func, args, kwargs, result),
+                self._inside(func, args, makes),
+                STORED,
+            )
+        )
+
+    def _inside(self, func: Any, args: Any, makes: Sequence[int]) -> int:
+        made = sum(self._sizes[n] for n in makes)
+        return max(0, held_inside(func, args) - made) + copied_inside(func, args)
+
+    def settle(self) -> None:
+        """Take an accumulation of gradients for one in place, if it freed the sum."""
+        if self._replaced is not None:
+            at, before = self._replaced
+            self._replaced = None
+            if before in self._dies:
+                fields = _fields(self.operations[at])
+                self.operations[at] = Operation(
+                    *fields[:-2], -self._sizes[before], fields[-1]
+                )
+
+    def _number(self, tensor: Tensor) -> int:
+        """Return the number of the storage of a tensor; -1 if it has none."""
+        if type(tensor) is Absent or tensor.layout is not torch.strided:
+            return -1
+        if tensor.is_nested:
+            return -1
+        key = storage_id(tensor)
+        known = self._numbers.get(key)
+        if known is not None:
+            return known[0]
+        storage, number = tensor.untyped_storage(), len(self._sizes)
+        freed = weakref.ref(storage, partial(self._free, key, number))
+        self._numbers[key] = number, freed
+        self._sizes.append(allocated(storage.nbytes(), tensor.device))
+        self._born.append(len(self.operations))
+        return number
+
+    def _free(self, key: int, number: int, _: Any) -> None:
+        if self._is_over:
+            return
+        del self._numbers[key]
+        self._dies[number] = len(self.operations)
+
+    def record(self, forward: "Watch") -> StepRecord:
+        """Return the record, with the lifetimes of a forward that saves nothing."""
+        born = [-1 if not self._is_made(n) else b for n, b in enumerate(self._born)]
+        end = len(self.operations) + 1
+        same = self._same_in(forward)
+        return StepRecord(
+            tuple(self.operations),
+            self.loss,
+            self.turn,
+            tuple(self._sizes),
+            tuple(born),
+            tuple(forward._dies.get(same.get(n, -1), end) for n in range(len(born))),
+            tuple(self._dies.get(n, end) for n in range(len(born))),
+            self._resident,
+        )
+
+    def _is_made(self, number: int) -> bool:
+        at = self._born[number]
+        return at < len(self.operations) and number in self.operations[at].makes
+
+    def _same_in(self, forward: "Watch") -> dict[int, int]:
+        """Return the numbers that storages have in the other run."""
+        pairs = zip(self.operations, forward.operations, strict=False)
+        made = (zip(a.makes, b.makes, strict=False) for a, b in pairs)
+        return {n: m for each in made for n, m in each}
+
+
+def _fields(operation: Operation) -> list[Any]:
+    return [getattr(operation, name) for name in Operation.__slots__]
+
+
+def _costs(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:
+    arguments = Arguments(args, kwargs)
+    results = Results(result, arguments)
+    op = Op(func, *arguments.described, tuple(results.values))
+    step = Step(op, result=results.form)
+    return seconds(step), flops(step)
+
+
+class Positions(Recording):
+    """The recording of a scope whose policy saves everything.
+
+    Args:
+        watch: is told what the scope does with each result.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__(Table())
+        self._watch = watch
+        self.blocks.append(Block(None))
+
+    @override
+    def _note_new(
+        self,
+        operation: Any,
+        new: Sequence[tuple[int, Tensor]],
+        args: Any,
+        kwargs: dict[str, Any],
+        result: Any,
+        *,
+        asks: bool,
+    ) -> None:
+        if new:
+            has_tensors = bool(inputs_of(args, kwargs))
+            self._watch.note_fate(ASKED if asks and has_tensors else AGAIN)
