@@ -14,8 +14,10 @@ import torch
 
 from remat._base.sizes import bytes_in
 from remat._base.types import Fn
-from remat._fit.fitting import fitted, over_blocks, over_function
+from remat._fit.fitting import fitted, over_blocks
 from remat._fit.plan import FitPlan
+from remat._fit.planning import planned
+from remat._fit.step_plan import StepPlan
 from remat._fit.training_step import TrainingStep, resident
 from remat._report.labels import refuse_transforms
 
@@ -25,12 +27,12 @@ def fit(
     /,
     *args: Any,
     budget: int | str,
-    over: Literal["blocks"] | None = "blocks",
+    over: Literal["step", "blocks"] | None = None,
     select: Any = None,
     loss: Callable[[Any], Any] | None = None,
     device: torch.device | str | None = None,
     **kwargs: Any,
-) -> FitPlan:
+) -> StepPlan | FitPlan:
     """Choose what each block of a model keeps, so that a step stays under a budget.
 
     A step is the forward, the loss and the backward. Its peak is the most bytes that
@@ -87,13 +89,19 @@ def fit(
     limit = bytes_in(budget, "fit")
     step = TrainingStep(fn, args, kwargs, loss)
     where = _device_of(step) if device is None else _available(torch.device(device))
-    if over is None:
-        fitting = over_function(step, where)
-    elif over == "blocks":
-        fitting = over_blocks(step, where, select)
-    else:
-        raise ValueError(f'remat.fit: over is "blocks" or None, got {over!r}')
-    return fitted(fitting, limit)
+    if over not in (None, "step", "blocks"):
+        raise ValueError(f'remat.fit: over is "step", "blocks" or None, got {over!r}')
+    if over == "blocks":
+        return fitted(over_blocks(step, where, select), limit)
+    if select is not None:
+        raise ValueError(_SELECT)
+    return planned(step, where, limit)
+
+
+_SELECT = (
+    "remat.fit: select= says which modules are blocks, and a plan for a whole step "
+    "knows no blocks. Leave it out, or pass over='blocks'."
+)
 
 
 def _available(device: torch.device) -> torch.device:

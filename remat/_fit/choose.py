@@ -44,6 +44,24 @@ def chosen_for(walker: Walker, budget: int, tries: int = 2000) -> Chosen | None:
     return improved(walker, best, budget, tries)
 
 
+def lowest(walker: Walker) -> Chosen:
+    """Return a choice of nearly the lowest peak that can be found, by bisection."""
+    extremes: list[Chosen] = [frozenset(walker.choices), frozenset()]
+    best = min(extremes, key=lambda chosen: walker(chosen).peak)
+    low, high = max(walker.base), walker(best).peak
+    while high - low > high * _NEAR:
+        middle = (low + high) // 2
+        found = solved(walker, middle) if has_solver() else greedy(walker, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, walker(found).peak
+    return best
+
+
+_NEAR = 2e-3
+
+
 # --- Without a solver --------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from remat._base.errors import BudgetError
 from remat._fit.options import PLAIN, Option, has_solver, options_for
 from remat._fit.plan import FitBlock, FitCandidate, FitPlan
 from remat._fit.search import Candidate, Picks, Search, search
-from remat._fit.simulate import Part, Simulation, simulate, undisturbed
+from remat._fit.simulate import Part, Simulation, place, simulate, undisturbed
 from remat._fit.training_step import TrainingStep
 from remat._report.labels import label_of
 from remat._report.render import size
@@ -141,7 +141,7 @@ def _too_small(fitting: Fitting, searched: Search, plain: Candidate) -> BudgetEr
         label=fitting.label,
         budget=_bytes(searched.budget),
         least=f"{least.peak:,}",
-        at=_place(least),
+        at=place(least),
         resident=f"{least.resident:,}",
         plain=f"{plain.found.peak:,}",
     )
@@ -178,7 +178,7 @@ def _plan(
         found.flops - before.flops,
         before.flops,
         found.seconds - before.seconds,
-        _place(found),
+        place(found),
         tuple(blocks),
         tuple(_candidate(c, before) for c in searched.candidates),
         lacks_budgets=not searched.fits(plain) and not has_solver(),
@@ -214,12 +214,6 @@ def _parts(found: Simulation, name: str) -> Iterator[Part]:
             yield from step[first:end]
             return
     yield from (part for part in step if not name or part.name == name)
-
-
-def _place(found: Simulation) -> str:
-    phase = "backward" if found.in_backward else "forward"
-    of = f" of {found.block}" if found.block else ""
-    return f"in {found.op} in the {phase}{of}"
 
 
 _NO_MODEL = (

@@ -72,6 +72,9 @@ class Window:
 class Meter(LeanDispatchMode):
     """Counts bytes and work.
 
+    Args:
+        is_real: whether tensors have values.
+
     Attributes:
         live: the bytes alive now.
         peak: the most bytes alive so far.
@@ -79,8 +82,9 @@ class Meter(LeanDispatchMode):
         windows: those that have begun, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_real: bool = False) -> None:
         super().__init__()
+        self._is_real = is_real
         self.live = self.peak = 0
         self.where = "", "", False
         self.windows: list[Window] = []
@@ -145,7 +149,7 @@ class Meter(LeanDispatchMode):
         if task != -1:
             self._find_window()
         before = self.live
-        with values_refused(func, args, kwargs):
+        with values_refused(func, args, kwargs, is_real=self._is_real):
             result = call_kernel(func, *args, **kwargs)
         for tensor in tensors_of(result):
             self.hold(tensor)
@@ -206,12 +210,17 @@ class Meter(LeanDispatchMode):
 
 
 @contextmanager
-def values_refused(func: Any, args: Any, kwargs: Any) -> Iterator[None]:
+def values_refused(
+    func: Any, args: Any, kwargs: Any, *, is_real: bool
+) -> Iterator[None]:
     """Run an operation on fake tensors; say what cannot be run on them.
 
     Raises:
         CaptureError: it asks for a value, or reads a parameter of the user's.
     """
+    if is_real:
+        yield
+        return
     _refuse_real(func, (args, kwargs))
     try:
         yield

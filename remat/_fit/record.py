@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from remat._base.absent import IGNORED, Absent, inputs_of, tensors_of
 from remat._base.op import Op
-from remat._fit.meter import allocated, may_accumulate, name_of, values_refused
+from remat._fit.meter import allocated, may_accumulate, values_refused
 from remat._fit.training_step import TrainingStep, backward, losses, resident
 from remat._fit.workspace import copied_inside, held_inside
 from remat._partial.cost import flops, seconds
@@ -100,18 +100,20 @@ class StepRecord:
     resident: int
 
 
-def record(step: TrainingStep, mode: Any) -> StepRecord:
+def record(step: TrainingStep, mode: Any, *, is_real: bool = False) -> StepRecord:
     """Run a step twice, and return what it did.
 
     Args:
         step: a copy of the user's.
         mode: the mode of its fake tensors; a context that does nothing for real ones.
+        is_real: whether its tensors have values.
     """
     grads = [(t, t.grad) for t in resident(step) if t.is_leaf and t.requires_grad]
-    forward, whole = Watch(), Watch()
+    forward, whole = Watch(is_real=is_real), Watch(is_real=is_real)
     with mode:
-        with forward.watching(step), torch.autograd.graph.saved_tensors_hooks(
-            _let_go, _let_go
+        with (
+            forward.watching(step),
+            torch.autograd.graph.saved_tensors_hooks(_let_go, _let_go),
         ):
             kept = _forward(step, forward)
         del kept
@@ -147,10 +149,14 @@ class Watch(LeanDispatchMode):
         operations: those that were seen.
         loss: how many there were before the loss.
         turn: how many there were before the backward.
+
+    Args:
+        is_real: whether tensors have values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_real: bool) -> None:
         super().__init__()
+        self._is_real = is_real
         self.operations: list[Operation] = []
         self.loss = self.turn = 0
         self._numbers: dict[int, tuple[int, Any]] = {}
@@ -214,7 +220,7 @@ class Watch(LeanDispatchMode):
         if func in IGNORED:
             return func(*args, **kwargs)
         self.settle()
-        with values_refused(func, args, kwargs):
+        with values_refused(func, args, kwargs, is_real=self._is_real):
             read = [*map(self._number, inputs_of(args, kwargs))]
             result = call_kernel(func, *args, **kwargs)
         if not is_view_op(func):
@@ -235,7 +241,7 @@ class Watch(LeanDispatchMode):
             self._replaced = at, read[0]
         self.operations.append(
             Operation(
-                name_of(func),
+                str(func),
                 self._modules[-1] if self._modules else "",
                 tuple(dict.fromkeys(n for n in read if n >= 0)),
                 tuple(makes),

@@ -12,7 +12,7 @@ done here as it is done in training.
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from remat._ambient.streams import global_streams, stream_of
 from remat._base.context import is_recomputing
 from remat._fit.meter import Meter, Window
-from remat._fit.training_step import TrainingStep, backward, copied, resident
+from remat._fit.training_step import (
+    TrainingStep,
+    backward,
+    copied,
+    copied_for_real,
+    resident,
+)
 from remat._partial.cache import CACHES
 from remat._partial.naming import told_of_names
 from remat._torch import device_generators, fake_mode
@@ -90,6 +96,13 @@ class Simulation:
     names: frozenset[str]
 
 
+def place(found: Simulation) -> str:
+    """Return where the peak of a step is: "mm in the backward of layers.3"."""
+    phase = "backward" if found.in_backward else "forward"
+    of = f" of {found.block}" if found.block else ""
+    return f"in {found.op} in the {phase}{of}"
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Leave random streams as they are, and collect no garbage in the block.
@@ -125,6 +138,8 @@ def simulate(
     change: Callable[[TrainingStep], TrainingStep],
     blocks: Iterable[str] = (),
     around: Iterable[str] = (),
+    *,
+    is_real: bool = False,
 ) -> Simulation:
     """Run a step twice on fake tensors, where it is `undisturbed`.
 
@@ -134,15 +149,16 @@ def simulate(
         change: what is to be measured, done to the copy.
         blocks: the names of the modules whose calls are windows.
         around: the names of modules around them.
+        is_real: whether it runs on real tensors.
     """
-    mode = fake_mode()
+    mode = nullcontext() if is_real else fake_mode()
     # Choices before have left records of calls of the same kinds.
     with CACHES.set_aside(), ExitStack() as stack:
-        made = copied(step, mode, device)
+        made = copied_for_real(step) if is_real else copied(step, mode, device)
         grads = [t.grad for t in _parameters(made)]
         made = change(made)
         stack.enter_context(mode)
-        meter = Meter()
+        meter = Meter(is_real=is_real)
         watch = _Watch(meter)
         watch.see(made, blocks, around)
         with meter, told_of_names(watch):

@@ -7,7 +7,9 @@ Rejected: to take the step apart by its closure. A model that a function refers 
 have to be replaced in there.
 """
 
+import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from remat._base import pytree
 from remat._base.errors import CaptureError
-from remat._torch import copied_as_fake
+from remat._torch import copied_as_fake, is_fake
 
 
 class TrainingStep(NamedTuple):
@@ -27,12 +29,16 @@ class TrainingStep(NamedTuple):
         args: its arguments.
         kwargs: its keyword arguments.
         loss: a function of its result; None for the default.
+        around: makes a context in which forward and loss run.
+        around_forward: makes one in which the forward runs.
     """
 
     fn: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Callable[[Any], Any] | None
+    around: Callable[[], Any] = nullcontext
+    around_forward: Callable[[], Any] = nullcontext
 
     def model(self) -> nn.Module | None:
         """Return the model: what is called, or the first module that is passed."""
@@ -44,8 +50,10 @@ class TrainingStep(NamedTuple):
 
     def forward(self) -> tuple[Any, list[Tensor]]:
         """Return the result, and what is differentiated."""
-        result = self.fn(*self.args, **self.kwargs)
-        return result, losses(result, self.loss)
+        with self.around():
+            with self.around_forward():
+                result = self.fn(*self.args, **self.kwargs)
+            return result, losses(result, self.loss)
 
     def run(self) -> None:
         """Run the step. The result is alive until the end, as in a training loop."""
@@ -85,6 +93,20 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
         if tensor.grad is not None:
             twin.grad = copied_as_fake(tensor.grad, mode, device)
     return made
+
+
+def copied_for_real(step: TrainingStep) -> TrainingStep:
+    """Return a copy of a step whose tensors are real, with the gradients there are."""
+    made = copy.deepcopy(step)
+    for tensor, twin in zip(_leaves(step), _leaves(made), strict=True):
+        if tensor.grad is not None:
+            twin.grad = tensor.grad.clone()
+    return made
+
+
+def is_there(step: TrainingStep) -> bool:
+    """Say whether the tensors of a step have values."""
+    return not any(t.is_meta or is_fake(t) for t in _leaves(step))
 
 
 def refuse_lazy(step: TrainingStep) -> None:

@@ -42,9 +42,11 @@ class Walker:
 
     Args:
         record: the record.
+        upto: the results of so many operations may be recomputed; None for those of the
+            whole forward, with the loss.
 
     Attributes:
-        record: the record.
+        record, upto: those.
         targets: the storages that the backward reads and that may be recomputed.
         choices: the operations whose results may be saved, and these storages. A policy
             is asked once about all results of an operation.
@@ -55,16 +57,18 @@ class Walker:
             saved: from its last use in the forward to the first in the backward.
     """
 
-    def __init__(self, record: StepRecord) -> None:
+    def __init__(self, record: StepRecord, upto: int | None = None) -> None:
         self.record = record
+        self.upto = record.turn if upto is None else upto
         end, turn = len(record.operations), record.turn
-        forward = record.operations[:turn]
+        forward = record.operations[: self.upto]
+        late = {n for op in record.operations[self.upto : turn] for n in op.writes}
         again = {
             n
             for op in forward
             if op.fate in (ASKED, AGAIN)
             for n in op.makes
-            if record.left[n] <= turn
+            if record.left[n] <= turn and n not in late
         }
         self.makers: dict[int, list[int]] = {n: [] for n in again}
         for i, op in enumerate(forward):
@@ -132,7 +136,9 @@ class Walker:
             change[min(max(self.record.dies[n], t + 1), self._end)] -= (
                 self.record.sizes[n]
             )
-        pairs = zip(self._fixed, self.record.operations, _summed(0, change), strict=False)
+        pairs = zip(
+            self._fixed, self.record.operations, _summed(0, change), strict=False
+        )
         return [fixed + op.inside + read for fixed, op, read in pairs]
 
     def storages(self, chosen: Iterable[int]) -> set[int]:
@@ -188,9 +194,7 @@ class Walker:
                 found[t] = max(found[t], before + highest)
         at = max(range(self._end), key=found.__getitem__)
         spent = sum(operations[i].seconds for i in runs)
-        return Walked(
-            found[at], at, found, frozenset(runs), frozenset(needed), spent
-        )
+        return Walked(found[at], at, found, frozenset(runs), frozenset(needed), spent)
 
     def _with_saved(
         self, saved: set[int], needed: set[int], runs: set[int]
@@ -202,9 +206,7 @@ class Walker:
             size = self.record.sizes[n]
             change[max(self.record.left[n], self.record.born[n] + 1)] += size
             change[min(ends[n], self._end + 1)] -= size
-        return [
-            a + b for a, b in zip(self._fixed, _summed(0, change), strict=False)
-        ]
+        return [a + b for a, b in zip(self._fixed, _summed(0, change), strict=False)]
 
     def _ends(
         self, needed: set[int], saved: set[int], runs: set[int]

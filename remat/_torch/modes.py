@@ -287,6 +287,9 @@ def viewed(
 # Deleted by: views of another dtype whatever the shape, which modes do not see.
 def flat_view(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the whole storage of a tensor as a row of elements of a dtype."""
+    if hasattr(tensor, "fake_mode"):  # its storage is on another device
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor.as_strided((count,), (1,), 0).view(dtype)
     with unseen():
         row = torch.empty(0, dtype=dtype, device=tensor.device)
         return row.set_(tensor.untyped_storage())

@@ -23,6 +23,7 @@ from remat._transform.module import (
 )
 from remat.nn._blocks import blocks
 from remat.nn._enable import switch_off
+from remat.nn._followed import unfollow
 from remat.nn._select import as_selectors, selected
 
 
@@ -103,7 +104,7 @@ def apply_from(
 
 
 def remove(model: M) -> M:
-    """Undo `remat.nn.apply` and `remat.nn.enable`: the model stores its values again.
+    """Undo `remat.nn.apply`, `remat.nn.enable` and plans: the model stores its values.
 
     Args:
         model: the model, which is changed in place. Where `remat.remat` returned one of
@@ -133,6 +134,7 @@ def remove(model: M) -> M:
             raise TypeError(_DERIVED.format(name=_shown(name), kind=kind))
     model = _undone(model)
     for module in model.modules():
+        unfollow(module)
         children = module._modules
         for name, child in children.items():
             children[name] = _undone(child)

@@ -1,0 +1,255 @@
+"""Plans a whole step: records it, chooses what it saves, and runs it once to be sure.
+
+Called by `api`.
+
+    1. The step is recorded on a copy, on fake tensors; on real ones if the model asks
+       for values.
+    2. `choose` finds which results are saved, once for a scope around the forward, and
+       once for one around the forward and the loss.
+    3. The copy runs the step as planned, and `Meter` counts. Where it is over the
+       budget, the excess is subtracted, and the choice is made again.
+
+Invariant: what is returned was run as a whole, and stays under the budget.
+Rejected: to trust the walk. A user's code may hold what no operation made.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from remat import nn as remat_nn
+from remat._base.errors import BudgetError, CaptureError
+from remat._fit.choose import Chosen, chosen_for, lowest
+from remat._fit.options import has_solver
+from remat._fit.record import ASKED, StepRecord, record
+from remat._fit.simulate import place, simulate, undisturbed
+from remat._fit.step_plan import FitSegment, Followed, StepPlan
+from remat._fit.training_step import (
+    TrainingStep,
+    copied,
+    copied_for_real,
+    is_there,
+    refuse_lazy,
+)
+from remat._fit.walk import Walker
+from remat._report.labels import label_of
+from remat._report.render import size
+from remat._scope.api import scope
+from remat._scope.following import Course, Following
+from remat._torch import fake_mode
+
+
+_TIMES = 3  # that a choice is made again
+
+
+def planned(step: TrainingStep, device: torch.device, budget: int) -> StepPlan:
+    """Return a plan for a step.
+
+    Raises:
+        BudgetError: no plan stays under the budget.
+    """
+    refuse_lazy(step)
+    with undisturbed():
+        return _Planning(step, device, budget).plan()
+
+
+class _Found(NamedTuple):
+    """What was chosen, and what a step does that follows it."""
+
+    followed: Followed
+    chosen: Chosen
+    walker: Walker
+
+
+class _Planning:
+    """What is known while a plan is made.
+
+    Attributes:
+        record: of the step.
+        other: of the step with the model in evaluation mode if it trains, or the other
+            way round; None if that runs the same operations.
+    """
+
+    def __init__(self, step: TrainingStep, device: torch.device, budget: int) -> None:
+        self._step, self._device, self._budget = step, device, budget
+        model = step.model()
+        is_model = model is not None and model is step.fn
+        self.label = type(model).__name__ if is_model else label_of(step.fn)
+        self._blocks = tuple(remat_nn.blocks(model)) if model is not None else ()
+        self.record, self._is_real = _recorded(step, device)
+        self.other = self._record_of_other_mode()
+
+    def plan(self) -> StepPlan:
+        """Return the plan."""
+        record, turn = self.record, self.record.turn
+        around = self._found(turn)
+        applied = around if record.loss == turn else self._found(record.loss)
+        found = applied or around
+        if found is None:
+            raise self._too_small()
+        return StepPlan(
+            self.label,
+            self._budget,
+            record.resident,
+            Walker(record, 0)(()).peak,
+            sum(op.flops for op in record.operations),
+            None if applied is None else applied.followed,
+            (around or found).followed,
+            tuple(_segments(found, self._blocks)),
+            lacks_solver=not has_solver() and bool(found.followed.seconds),
+        )
+
+    def _found(self, upto: int) -> _Found | None:
+        """Choose, for a scope around the first operations; None if nothing fits."""
+        walker, aim = Walker(self.record, upto), self._budget
+        for _ in range(_TIMES):
+            chosen = chosen_for(walker, aim)
+            if chosen is None:
+                break
+            found = self._run(walker, chosen)
+            over = found.followed.peak - self._budget
+            if over <= 0:
+                return found
+            aim -= over
+        found = self._run(walker, lowest(walker))
+        return found if found.followed.peak <= self._budget else None
+
+    def _run(self, walker: Walker, chosen: Chosen) -> _Found:
+        """Run a step that follows a choice."""
+        courses = (_course(walker, chosen), *self._other_course(walker))
+        is_around = walker.upto == self.record.turn
+
+        def change(step: TrainingStep) -> TrainingStep:
+            def following() -> scope:
+                return scope(Following(self.label, courses))
+
+            if is_around:
+                return step._replace(around=following)
+            return step._replace(around_forward=following)
+
+        device, blocks = self._device, self._blocks
+        done = simulate(self._step, device, change, blocks, is_real=self._is_real)
+        plain = sum(op.flops for op in self.record.operations)
+        again, seconds = done.flops - plain, walker.seconds(chosen)
+        return _Found(
+            Followed(done.peak, place(done), again, seconds, courses), chosen, walker
+        )
+
+    # --- The other mode ---
+
+    def _record_of_other_mode(self) -> StepRecord | None:
+        model = self._step.model()
+        if model is None:
+            return None
+        is_training = model.training
+
+        def change(made: TrainingStep) -> None:
+            twin = made.model()
+            assert twin is not None
+            twin.train(not is_training)
+
+        try:
+            found, _ = _recorded(self._step, self._device, change)
+        except Exception:  # noqa: BLE001 - the user may never run it
+            return None
+        return None if _names(found) == _names(self.record) else found
+
+    def _other_course(self, walker: Walker) -> Iterator[Course]:
+        if self.other is None:
+            return
+        is_around = walker.upto == self.record.turn
+        other = Walker(self.other, self.other.turn if is_around else self.other.loss)
+        chosen = chosen_for(other, self._budget)
+        yield _course(other, lowest(other) if chosen is None else chosen)
+
+    # --- Errors ---
+
+    def _too_small(self) -> BudgetError:
+        uptos = {self.record.loss, self.record.turn}
+        walkers = [Walker(self.record, upto) for upto in sorted(uptos)]
+        found = [self._run(walker, lowest(walker)).followed for walker in walkers]
+        least = min(found, key=lambda each: each.peak)
+        message = _TOO_SMALL.format(
+            label=self.label,
+            budget=size(self._budget),
+            least=f"{least.peak:,}",
+            unit=size(least.peak),
+            at=least.peak_at,
+            resident=size(self.record.resident),
+            plain=size(Walker(self.record, 0)(()).peak),
+        )
+        return BudgetError(message, least.peak)
+
+
+def _recorded(
+    step: TrainingStep,
+    device: torch.device,
+    change: Callable[[TrainingStep], None] | None = None,
+) -> tuple[StepRecord, bool]:
+    """Return the record of a step, and whether it was made with real tensors."""
+    mode = fake_mode()
+    try:
+        made = copied(step, mode, device)
+        if change is not None:
+            change(made)
+        return record(made, mode), False
+    except CaptureError:
+        if not is_there(step):
+            raise
+    made = copied_for_real(step)
+    if change is not None:
+        change(made)
+    return record(made, contextlib.nullcontext(), is_real=True), True
+
+
+def _names(record: StepRecord) -> list[str]:
+    return [op.name for op in record.operations if op.fate == ASKED]
+
+
+def _course(walker: Walker, chosen: Chosen) -> Course:
+    """Return what a policy answers. It saves what the backward does not need, too."""
+    needed = walker.closure(walker.storages(chosen))[0] - walker.storages(chosen)
+    asked = [
+        (op.name, not needed.intersection(op.makes))
+        for op in walker.record.operations[: walker.upto]
+        if op.fate == ASKED
+    ]
+    names, saves = zip(*asked, strict=True) if asked else ((), ())
+    return Course(tuple(names), tuple(saves))
+
+
+def _segments(found: _Found, blocks: tuple[str, ...]) -> Iterator[FitSegment]:
+    """Yield what is done with each block, in the order of the forward."""
+    walker, record = found.walker, found.walker.record
+    needed, runs = walker.closure(walker.storages(found.chosen))
+    kept = walker.storages(found.chosen) & needed
+    rows: dict[str, list[int]] = {}
+    for i, op in enumerate(record.operations[: record.turn]):
+        name = _LOSS if i >= record.loss else _segment_of(op.module, blocks)
+        row = rows.setdefault(name, [0, 0, 0])
+        row[0] += 1
+        for n in op.makes:
+            is_kept = n in kept if n in walker.makers else record.dies[n] > record.turn
+            row[1] += record.sizes[n] if is_kept else 0
+        row[2] += op.flops if i in runs else 0
+    for name, row in rows.items():
+        yield FitSegment(name, *row)
+
+
+_LOSS = "the loss"
+
+
+def _segment_of(module: str, blocks: tuple[str, ...]) -> str:
+    """Return the block that a module is in, or the module itself."""
+    around = (name for name in blocks if f"{module}.".startswith(f"{name}."))
+    return next(around, module.partition(".")[0] or "the function")
+
+
+_TOO_SMALL = (
+    "remat.fit: no plan for {label} stays under {budget}. The least budget for which "
+    "there is one is {least} bytes ({unit}), with the peak {at}; {resident} are there "
+    "before the step. Without remat the peak is {plain}. Pass a larger budget, or a "
+    "smaller batch."
+)

@@ -1,0 +1,274 @@
+"""The plan for a whole step: which results are saved, operation by operation.
+
+Invariant: a plan holds names and numbers, neither tensors nor modules. So it pickles,
+compares, and can be made on one machine and followed on another.
+Rejected: a plan that keeps the model. It is followed by the real one, which may not
+exist yet.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+from torch import nn
+from typing_extensions import override
+
+from remat._base.errors import BudgetError
+from remat._report import plots as _plots, render as _render
+from remat._scope.api import scope
+from remat._scope.following import Course, Following
+from remat.nn._followed import follow
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class FitSegment:
+    """What a plan does with the operations of a block, or between two blocks.
+
+    Attributes:
+        name: of the block in `model.named_modules()`, or of the module that is not in
+            a block; "the loss" for what comes after the forward.
+        operations: how many operations it runs.
+        saved: the bytes that its forward leaves alive for the backward.
+        recomputed: the FLOPs that the backward runs again.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> import remat
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(*[layer() for _ in range(4)])
+        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+        >>> [segment.name for segment in plan.segments]
+        ['0', '1', '2', '3']
+    """
+
+    name: str
+    operations: int
+    saved: int
+    recomputed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What a step does that follows a plan.
+
+    Attributes:
+        peak: the most bytes that are alive.
+        peak_at: where that is: "mm in the backward of layers.3".
+        recomputed: the FLOPs that run again.
+        seconds: what runs again, at nominal rates of FLOPs and bytes.
+        courses: which results are saved: in training, in evaluation.
+    """
+
+    peak: int
+    peak_at: str
+    recomputed: int
+    seconds: float
+    courses: tuple[Course, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class StepPlan(_render.Shown):
+    """The plan of `remat.fit` for a whole step. It prints as a table of segments.
+
+    `plan.apply(model)` has each forward of the model follow it, whatever the loss is.
+    `with plan:` around forward and loss recomputes in the loss, too. Without grad, both
+    do nothing. Inputs of other sizes follow the plan; the budget holds for those that
+    it was made for.
+
+    Attributes:
+        label: the name of the model or function.
+        budget: the bytes that a step may take.
+        resident: the bytes that exist before the step.
+        plain_peak: the peak without remat.
+        flops: those of a step without remat.
+        applied: what a step does after `plan.apply(model)`; None if only `with plan:`
+            stays under the budget.
+        around: what it does in `with plan:`.
+        segments: what is saved where.
+        lacks_solver: whether the plan was chosen without scipy, which was not
+            installed. It may recompute more than necessary then.
+        is_applied: whether `apply` or `with` was called.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> import remat
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(*[layer() for _ in range(4)])
+        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+        >>> plan.plain_peak, plan.peak <= plan.budget
+        (461984, True)
+    """
+
+    label: str
+    budget: int
+    resident: int
+    plain_peak: int
+    flops: int
+    applied: Followed | None
+    around: Followed
+    segments: tuple[FitSegment, ...]
+    lacks_solver: bool = False
+    is_applied: bool = field(default=False, compare=False)
+
+    @property
+    def _shown(self) -> Followed:
+        return self.applied or self.around
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are alive in a step after `plan.apply(model)`."""
+        return self._shown.peak
+
+    @property
+    def peak_at(self) -> str:
+        """Where the peak is."""
+        return self._shown.peak_at
+
+    @property
+    def recomputed(self) -> int:
+        """The FLOPs that run again after `plan.apply(model)`."""
+        return self._shown.recomputed
+
+    @property
+    def seconds(self) -> float:
+        """What runs again after `plan.apply(model)`, at nominal rates."""
+        return self._shown.seconds
+
+    @property
+    def share(self) -> float:
+        """The recomputed FLOPs, as a share of those of a step without remat."""
+        return self.recomputed / self.flops if self.flops else 0.0
+
+    def apply(self, model: M) -> M:
+        """Have each forward of a model follow the plan.
+
+        Args:
+            model: a model that does what the plan was made for; or the function, if it
+                was made for a function.
+
+        Returns:
+            The model, changed in place. `remat.nn.remove(model)` undoes it. For a
+            function, another function.
+
+        Raises:
+            BudgetError: the loss holds so much that only `with plan:` stays under the
+                budget.
+            ValueError: the model follows a plan, or is recomputed, already.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> import remat
+            >>> def layer():
+            ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+            >>> model = nn.Sequential(*[layer() for _ in range(4)])
+            >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+            >>> model is plan.apply(model)
+            True
+        """
+        if self.applied is None:
+            raise BudgetError(_ONLY_AROUND.format(label=self.label), self.around.peak)
+        object.__setattr__(self, "is_applied", True)
+        if not isinstance(model, nn.Module):
+            return _following(model, self.label, self.applied.courses)
+        follow(model, self.label, self.applied.courses)
+        return model
+
+    def __enter__(self) -> Self:
+        object.__setattr__(self, "is_applied", True)
+        entered = scope(Following(self.label, self.around.courses))
+        entered.__enter__()
+        _OPEN.scopes.append(entered)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        _OPEN.scopes.pop().__exit__(*raised)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw peak and recomputed FLOPs, beside those of a step without remat.
+
+        Args:
+            ax: the matplotlib axes to draw on; None for new ones.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        found = {"fit": self.applied, "with plan": self.around}
+        shown = {k: v for k, v in found.items() if v is not None}
+        labels = ["plain", *shown]
+        peaks = [self.plain_peak, *(each.peak for each in shown.values())]
+        costs = [0, *(each.recomputed for each in shown.values())]
+        title = f"peak of {self.label}, budget {_render.size(self.budget)}"
+        axes = _plots.points(labels, peaks, costs, title, ax)
+        axes.set_xlabel("peak MiB")
+        axes.axvline(self.budget / _plots.MIB, color="#9a9a9a", linestyle=":")
+        return axes
+
+    @override
+    def __repr__(self) -> str:
+        saved = f"{self.share:.1%} of its FLOPs recomputed"
+        text = f"StepPlan of {self.label}: {saved}, peak {_render.size(self.peak)}"
+        return f"<{text}{'' if self.is_applied else ', ' + _NOT_APPLIED}>"
+
+    @override
+    def _table(self) -> _render.Table:
+        return _render.Table(
+            title=f"{self.label} in {_render.size(self.budget)}",
+            columns=("segment", "#operations", "#saved", "#recomputed FLOPs"),
+            rows=tuple(map(_row, self.segments)),
+            kinds=tuple(
+                "recomputed" if each.recomputed else "saved" for each in self.segments
+            ),
+            notes=(
+                *([] if self.is_applied else [_NOT_APPLIED]),
+                f"peak: {self.peak:,} bytes, {self.peak_at}",
+                f"peak without remat: {self.plain_peak:,} bytes",
+                f"before the step: {self.resident:,} bytes",
+                f"recomputed: {self.recomputed:,} FLOPs, {self.share:.1%} of a step",
+                *([_NO_SOLVER] if self.lacks_solver else []),
+            ),
+        )
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.scopes: list[scope] = []
+
+
+_OPEN = _Open()
+
+
+def _row(segment: FitSegment) -> tuple[str, ...]:
+    counts = segment.operations, segment.saved, segment.recomputed
+    return segment.name, *(f"{count:,}" for count in counts)
+
+
+def _following(fn: Callable[..., Any], label: str, courses: Sequence[Course]) -> Any:
+    @functools.wraps(fn)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        with scope(Following(label, courses)):
+            return fn(*args, **kwargs)
+
+    return followed
+
+
+_NOT_APPLIED = "not applied yet: plan.apply(model)"
+_NO_SOLVER = "without a solver: scipy is not installed (pip install 'remat[budget]')"
+_ONLY_AROUND = (
+    "remat: the plan for {label} stays under its budget only if it covers the loss. "
+    "Run forward and loss in `with plan:`, or pass a larger budget to remat.fit."
+)
