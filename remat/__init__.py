@@ -25,6 +25,11 @@ from remat._fit.plan import (
     FitCandidate as FitCandidate,
     FitPlan as FitPlan,
 )
+from remat._fit.step_plan import (
+    FitSegment as FitSegment,
+    Followed as Followed,
+    StepPlan as StepPlan,
+)
 from remat._partial.names import checkpoint_name as checkpoint_name
 from remat._report.compare import compare as compare
 from remat._report.explain import explain as explain

@@ -31,6 +31,7 @@ class Context:
             Those leave alone what torch.func saves at levels inside the call.
         after: the cotangents that a recompute is to read first, while a graph is made.
         functions: how many calls run as Functions of remat.
+        plans: how many plans for whole steps are followed here.
         scope_pack: the hook of `remat.scope` at the bottom of the stack of hooks; None
             where no value of a block is left.
     """
@@ -38,12 +39,12 @@ class Context:
     __slots__ = (
         *("after", "cells", "decisions", "examining", "followed", "functions"),
         *("inside", "listeners", "only_our_hooks", "policy", "recomputing"),
-        "scope_pack",
+        *("plans", "scope_pack"),
     )
 
     def __init__(self) -> None:
         self.policy: Any = None
-        self.followed = self.functions = 0
+        self.followed = self.functions = self.plans = 0
         self.recomputing: tuple[Any, ...] = ()
         self.decisions: Decisions | None = None
         self.examining: Any = None

@@ -20,6 +20,7 @@ from remat._fit.planning import planned
 from remat._fit.step_plan import StepPlan
 from remat._fit.training_step import TrainingStep, resident
 from remat._report.labels import refuse_transforms
+from remat.nn._followed import can_follow
 
 
 def fit(
@@ -91,6 +92,9 @@ def fit(
     where = _device_of(step) if device is None else _available(torch.device(device))
     if over not in (None, "step", "blocks"):
         raise ValueError(f'remat.fit: over is "step", "blocks" or None, got {over!r}')
+    model = step.model()
+    if over is None and model is not None and not can_follow(model):
+        over = "blocks"
     if over == "blocks":
         return fitted(over_blocks(step, where, select), limit)
     if select is not None:

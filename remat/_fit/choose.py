@@ -1,6 +1,6 @@
 """Chooses what a step saves, so that its peak fits and least is recomputed.
 
-Called by `planning`, on the record of a whole step, and by `segments` on parts of it.
+Called by `planning`.
 
     greedy     drop what frees most for its work, until the peak fits
     solved     a mixed-integer program, whose limits a walk corrects
@@ -9,39 +9,32 @@ Called by `planning`, on the record of a whole step, and by `segments` on parts 
 Invariant: a walk has found that the peak fits, or `None` is returned.
 Rejected: the program alone. Just-in-time recomputes hold memory that depends on what
 else is saved, which is no linear function of it.
+Rejected: to cut the record into segments and solve each. The program for 96 blocks is
+solved in a quarter of a second: only the limits that a walk found exceeded are in it.
 Rejected: a time limit. Two processes would choose differently.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
 
 from remat._fit.options import has_solver
+from remat._fit.program import Chosen, Program, idle_at
 from remat._fit.walk import Walked, Walker
 
 
-Chosen = frozenset[int]
-
-
-def chosen_for(walker: Walker, budget: int, tries: int = 2000) -> Chosen | None:
+def chosen_for(walker: Walker, budget: int) -> Chosen | None:
     """Return the operations whose results are saved; None if nothing was found.
 
     Args:
         walker: over the record.
         budget: the most bytes that there may be.
-        tries: how many walks may be spent on making it better.
     """
     every = frozenset(walker.choices)
     if walker(every).peak <= budget:
         return every
-    found = [greedy(walker, budget)]
-    if has_solver():
-        found.append(solved(walker, budget))
-    fits = [one for one in found if one is not None]
-    if not fits:
-        return None
-    best = min(fits, key=walker.seconds)
-    return improved(walker, best, budget, tries)
+    found = solved(walker, budget) if has_solver() else None
+    if found is None:
+        found = greedy(walker, budget)
+    return None if found is None else improved(walker, found, budget)
 
 
 def lowest(walker: Walker) -> Chosen:
@@ -67,146 +60,28 @@ _NEAR = 2e-3
 
 def greedy(walker: Walker, budget: int) -> Chosen | None:
     """Drop what frees most bytes at the peak for its work, until the peak fits."""
-    chosen, walked = {*walker.choices}, walker(walker.choices)
-    lowest: Chosen | None = None
+    chosen = {*walker.choices}
+    walked = walker(chosen)
     while walked.peak > budget:
-        found = [*_idle_at(walker, chosen, walked.at)]
+        saved = walker.storages(chosen)
+        found = [
+            (walker.more(i, saved, walked) / size, i, size)
+            for i, size in idle_at(walker, chosen, walked.at)
+        ]
         if not found:
-            return lowest
-        before = walked.seconds
-        _, dropped = min(
-            ((walker.seconds(chosen - {i}) - before) / size, i) for i, size in found
-        )
-        chosen.discard(dropped)
+            return None
+        found.sort()
+        freed = 0
+        for _, i, size in found:
+            chosen.discard(i)
+            freed += size
+            if freed >= walked.peak - budget:
+                break
         walked = walker(chosen)
     return frozenset(chosen)
 
 
-def _idle_at(
-    walker: Walker, chosen: Iterable[int], at: int
-) -> Iterable[tuple[int, int]]:
-    """Yield what is saved and not used at an operation, and its bytes."""
-    sizes = walker.record.sizes
-    for i in chosen:
-        size = sum(sizes[n] for n in walker.choices[i] if walker.is_idle(n, at))
-        if size:
-            yield i, size
-
-
-# --- A mixed-integer program -------------------------------------------------------
-
-
-@dataclass
-class Program:
-    """Which operations to save: least work, with a limit at some operations.
-
-    The variables are whether an operation is saved, whether a storage is needed,
-    whether an operation runs again, and whether one of several results that are saved
-    is kept, as the backward needs it.
-
-    Attributes:
-        walker: over the record.
-        limits: the bytes that may be saved and idle at an operation.
-    """
-
-    walker: Walker
-    limits: dict[int, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        walker = self.walker
-        self.choices = sorted(walker.choices)
-        self.numbers = sorted(walker.makers)
-        self.runs = sorted({i for each in walker.makers.values() for i in each})
-        count = len(self.choices)
-        self._saved = {i: k for k, i in enumerate(self.choices)}
-        self._needed = {n: count + k for k, n in enumerate(self.numbers)}
-        count += len(self.numbers)
-        self._again = {i: count + k for k, i in enumerate(self.runs)}
-        count += len(self.runs)
-        self._kept = {n: count + k for k, n in enumerate(self._perhaps_kept())}
-        self._count = count + len(self._kept)
-        self._rows = [*self._closure()]
-
-    def _perhaps_kept(self) -> Iterable[int]:
-        walker = self.walker
-        several = (each for each in walker.choices.values() if len(each) > 1)
-        return (n for each in several for n in each if n not in walker.targets)
-
-    def _closure(self) -> Iterable[tuple[float, list[tuple[int, float]]]]:
-        """Yield rows, and the least value that each may have."""
-        walker = self.walker
-        for n, makers in walker.makers.items():
-            born = walker.record.born[n]
-            saved = [(self._saved[born], 1.0)] if n in self._stored(born) else []
-            for i in makers:
-                yield 0, [(self._again[i], 1.0), *saved, (self._needed[n], -1.0)]
-        for i in self.runs:
-            for n in walker.touched(i):
-                yield 0, [(self._needed[n], 1.0), (self._again[i], -1.0)]
-        for n, kept in self._kept.items():
-            saved = self._saved[walker.record.born[n]]
-            yield -1, [(kept, 1.0), (saved, -1.0), (self._needed[n], -1.0)]
-
-    def _stored(self, operation: int) -> Sequence[int]:
-        return self.walker.choices.get(operation, ())
-
-    def idle(self, at: int) -> dict[int, int]:
-        """Return the bytes that each choice keeps idle at an operation."""
-        return dict(_idle_at(self.walker, self.choices, at))
-
-    def _idle_row(self, at: int) -> Iterable[tuple[int, float]]:
-        walker = self.walker
-        for n, born in ((n, i) for i in self.choices for n in walker.choices[i]):
-            if walker.is_idle(n, at):
-                column = self._kept.get(n, self._saved[born])
-                yield column, -walker.record.sizes[n] / _UNIT
-
-    def solve(self, nodes: int = 200, gap: float = 1e-3) -> Chosen | None:
-        """Return what is saved at least work; None if there is nothing.
-
-        Args:
-            nodes: of the search tree, at most.
-            gap: to the optimum at which the search may end.
-        """
-        import numpy as np
-        from scipy import optimize, sparse
-
-        walker = self.walker
-        least = [value for value, _ in self._rows]
-        rows = [row for _, row in self._rows]
-        for at, limit in self.limits.items():
-            rows.append([*self._idle_row(at)])
-            least.append(-limit / _UNIT)
-        entries = [(r, k, x) for r, row in enumerate(rows) for k, x in row]
-        at, columns, values = zip(*entries, strict=True)
-        matrix = sparse.csr_array(
-            (values, (at, columns)), shape=(len(rows), self._count)
-        )
-        low = np.zeros(self._count)
-        for n in walker.targets:
-            low[self._needed[n]] = 1
-        costs = np.zeros(self._count)
-        operations, sizes = walker.record.operations, walker.record.sizes
-        for i in self.runs:
-            costs[self._again[i]] = operations[i].seconds * 1e6
-        for i in self.choices:
-            costs[self._saved[i]] = 1e-7 * sum(sizes[n] for n in walker.choices[i])
-        whole = np.zeros(self._count)
-        whole[: len(self.choices)] = 1
-        found: Any = optimize.milp(
-            costs,
-            integrality=whole,
-            bounds=optimize.Bounds(low, 1),
-            constraints=optimize.LinearConstraint(matrix, lb=least),
-            options={"node_limit": nodes, "mip_rel_gap": gap},
-        )
-        self.bound = found.mip_dual_bound
-        if found.x is None:
-            return None
-        return frozenset(i for i, k in self._saved.items() if found.x[k] > 0.5)
-
-
-_UNIT = 1e4  # bytes, so that numbers are of one order
+# --- With a solver ---------------------------------------------------------------
 
 
 def solved(walker: Walker, budget: int, rounds: int = 30) -> Chosen | None:
@@ -251,43 +126,31 @@ def _correct(program: Program, chosen: Chosen, walked: Walked, budget: int) -> N
 # --- Better ------------------------------------------------------------------------
 
 
-def improved(walker: Walker, chosen: Chosen, budget: int, tries: int) -> Chosen:
+def improved(walker: Walker, chosen: Chosen, budget: int) -> Chosen:
     """Save more, and exchange what is saved, while the peak fits and work shrinks."""
     best, work = chosen, walker.seconds(chosen)
-    while tries > 0:
-        found = None
-        for candidate, seconds in _neighbours(walker, best, work):
-            tries -= 1
-            if walker(candidate).peak <= budget:
-                found = candidate, seconds
+    tries = iter(range(_STEPS // len(walker.record.operations)))
+    while True:
+        for candidate in _neighbours(walker, best):
+            if next(tries, None) is None:
+                return best
+            seconds = walker.seconds(candidate)
+            if seconds < work * _LESS and walker(candidate).peak <= budget:
+                best, work = candidate, seconds
                 break
-            if tries <= 0:
-                break
-        if found is None:
+        else:
             return best
-        best, work = found
-    return best
 
 
-def _neighbours(
-    walker: Walker, chosen: Chosen, work: float
-) -> Iterable[tuple[Chosen, float]]:
-    """Yield sets that differ in one or two choices and have less work."""
-    others = sorted(set(walker.choices) - chosen)
-    added = []
-    for j in others:
-        more = chosen | {j}
-        seconds = walker.seconds(more)
-        if seconds < work * _LESS:
-            added.append((seconds, j, more))
-    added.sort()
-    yield from ((more, seconds) for seconds, _, more in added)
-    for seconds, j, more in added:
-        for i in sorted(chosen):
-            less = more - {i}
-            exchanged = walker.seconds(less)
-            if exchanged < work * _LESS:
-                yield less, exchanged
-
-
+_STEPS = 400_000  # operations that are walked over: a second or two
 _LESS = 1 - 1e-9
+
+
+def _neighbours(walker: Walker, chosen: Chosen) -> Iterator[Chosen]:
+    """Yield choices that save one operation more, then those that exchange one."""
+    runs = walker.closure(walker.storages(chosen))[1]
+    operations = walker.record.operations
+    others = sorted(runs.intersection(walker.choices))
+    others.sort(key=lambda i: -operations[i].seconds)
+    yield from (chosen | {i} for i in others)
+    yield from ((chosen | {i}) - {k} for i in others for k in sorted(chosen))

@@ -15,7 +15,7 @@ Rejected: to trust the walk. A user's code may hold what no operation made.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -98,6 +98,7 @@ class _Planning:
             None if applied is None else applied.followed,
             (around or found).followed,
             tuple(_segments(found, self._blocks)),
+            tuple(_recomputed(found, self._blocks)),
             lacks_solver=not has_solver() and bool(found.followed.seconds),
         )
 
@@ -236,6 +237,16 @@ def _segments(found: _Found, blocks: tuple[str, ...]) -> Iterator[FitSegment]:
         row[2] += op.flops if i in runs else 0
     for name, row in rows.items():
         yield FitSegment(name, *row)
+
+
+def _recomputed(found: _Found, blocks: tuple[str, ...]) -> Iterator[str]:
+    """Yield the blocks in which something runs again."""
+    walker = found.walker
+    runs = walker.closure(walker.storages(found.chosen))[1]
+    modules = {walker.record.operations[i].module for i in runs}
+    for name in blocks:
+        if any(f"{module}.".startswith(f"{name}.") for module in modules):
+            yield name
 
 
 _LOSS = "the loss"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from remat._base.absent import IGNORED, Absent, inputs_of, tensors_of
+from remat._base.context import here
 from remat._base.op import Op
 from remat._fit.meter import allocated, may_accumulate, values_refused
 from remat._fit.training_step import TrainingStep, backward, losses, resident
@@ -38,6 +39,8 @@ from remat._torch import (
     call_kernel,
     current_task,
     eager_only,
+    hooks_here,
+    is_of_checkpoint,
     is_view_op,
     storage_id,
 )
@@ -230,6 +233,8 @@ class Watch(LeanDispatchMode):
     def _see(
         self, func: Any, args: Any, kwargs: Any, result: Any, read: Sequence[int]
     ) -> None:
+        if current_task() == -1:
+            self._refuse_recomputed()
         at, known = len(self.operations), len(self._sizes)
         found = [*map(self._number, tensors_of(result))]
         makes = [*dict.fromkeys(n for n in found if n >= known)]
@@ -251,6 +256,13 @@ class Watch(LeanDispatchMode):
                 STORED,
             )
         )
+
+    def _refuse_recomputed(self) -> None:
+        is_torchs = any(is_of_checkpoint(pack) for pack, _ in hooks_here())
+        if is_torchs or here().is_in_call():
+            by = "torch.utils.checkpoint" if is_torchs else "remat"
+            name = self._modules[-1] if self._modules else "the function"
+            raise ValueError(_RECOMPUTED.format(name=name, by=by))
 
     def _inside(self, func: Any, args: Any, makes: Sequence[int]) -> int:
         made = sum(self._sizes[n] for n in makes)
@@ -315,6 +327,13 @@ class Watch(LeanDispatchMode):
         pairs = zip(self.operations, forward.operations, strict=False)
         made = (zip(a.makes, b.makes, strict=False) for a, b in pairs)
         return {n: m for each in made for n, m in each}
+
+
+_RECOMPUTED = (
+    "remat.fit: {name} is recomputed already, by {by}. A plan for a whole step says "
+    "what is recomputed: undo that first (remat.nn.remove(model), or the switch of the "
+    "model), or pass over='blocks'."
+)
 
 
 def _fields(operation: Operation) -> list[Any]:

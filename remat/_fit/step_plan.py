@@ -17,9 +17,9 @@ from typing_extensions import override
 
 from remat._base.errors import BudgetError
 from remat._report import plots as _plots, render as _render
-from remat._scope.api import scope
-from remat._scope.following import Course, Following
-from remat.nn._followed import follow
+from remat._scope.following import Course
+from remat._transform.api import caller
+from remat.nn._followed import FollowedScope, follow
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -93,6 +93,9 @@ class StepPlan(_render.Shown):
             stays under the budget.
         around: what it does in `with plan:`.
         segments: what is saved where.
+        blocks: those in which something is recomputed. They are recomputed as a whole
+            where a plan for a whole step cannot be followed: in compiled code, under
+            torch.func and with FSDP.
         lacks_solver: whether the plan was chosen without scipy, which was not
             installed. It may recompute more than necessary then.
         is_applied: whether `apply` or `with` was called.
@@ -118,6 +121,7 @@ class StepPlan(_render.Shown):
     applied: Followed | None
     around: Followed
     segments: tuple[FitSegment, ...]
+    blocks: tuple[str, ...]
     lacks_solver: bool = False
     is_applied: bool = field(default=False, compare=False)
 
@@ -182,12 +186,13 @@ class StepPlan(_render.Shown):
         object.__setattr__(self, "is_applied", True)
         if not isinstance(model, nn.Module):
             return _following(model, self.label, self.applied.courses)
-        follow(model, self.label, self.applied.courses)
+        courses = self.applied.courses
+        follow(model, self.label, courses, self.blocks, caller())
         return model
 
     def __enter__(self) -> Self:
         object.__setattr__(self, "is_applied", True)
-        entered = scope(Following(self.label, self.around.courses))
+        entered = FollowedScope(self.label, self.around.courses)
         entered.__enter__()
         _OPEN.scopes.append(entered)
         return self
@@ -246,7 +251,7 @@ class StepPlan(_render.Shown):
 
 class _Open(threading.local):
     def __init__(self) -> None:
-        self.scopes: list[scope] = []
+        self.scopes: list[FollowedScope] = []
 
 
 _OPEN = _Open()
@@ -260,7 +265,7 @@ def _row(segment: FitSegment) -> tuple[str, ...]:
 def _following(fn: Callable[..., Any], label: str, courses: Sequence[Course]) -> Any:
     @functools.wraps(fn)
     def followed(*args: Any, **kwargs: Any) -> Any:
-        with scope(Following(label, courses)):
+        with FollowedScope(label, courses):
             return fn(*args, **kwargs)
 
     return followed

@@ -1,6 +1,6 @@
 """Predicts the peak of a step for any set of saved storages: a walk over its record.
 
-Called by `choose`, `segments` and `planning`, thousands of times for one plan.
+Called by `choose`, thousands of times for one plan.
 
 What is not saved is recomputed just in time, operation by operation, and freed after
 its last use: that is how `remat.scope` runs a plan. What is saved lives as long as a
@@ -171,6 +171,23 @@ class Walker:
     def seconds(self, chosen: Iterable[int]) -> float:
         """Return the seconds of what runs again if some operations are saved."""
         runs = self.closure(self.storages(chosen))[1]
+        return sum(self.record.operations[i].seconds for i in runs)
+
+    def more(self, choice: int, saved: set[int], walked: Walked) -> float:
+        """Return the seconds of what also runs again if a choice is not saved.
+
+        Args:
+            choice: an operation that is saved.
+            saved: the storages that are.
+            walked: what a walk with them found.
+        """
+        runs = set[int]()
+        todo = [n for n in self.choices[choice] if n in walked.needed]
+        while todo:
+            for i in self.makers[todo.pop()]:
+                if i not in runs and i not in walked.runs:
+                    runs.add(i)
+                    todo += [n for n in self._touched[i] if n not in saved]
         return sum(self.record.operations[i].seconds for i in runs)
 
     # --- The walk ---

@@ -32,6 +32,8 @@ class Options:
         compares: whether what a recompute saves must be like what the forward saved.
         hooks_residuals: whether the hooks for saved tensors around the call are given
             what its policy saves.
+        unless_followed: whether the function is called as it is where a plan for a
+            whole step is followed.
         describe: what to add to an error of the recompute; None for nothing.
     """
 
@@ -42,6 +44,7 @@ class Options:
     stops_early: bool = True
     compares: bool = True
     hooks_residuals: bool = True
+    unless_followed: bool = False
     describe: Callable[[], str] | None = None
 
     @property

@@ -16,6 +16,7 @@ from enum import Enum
 
 import torch
 
+from remat._base.context import here
 from remat._partial.options import Options
 from remat._torch import (
     are_all_vmaps,
@@ -42,7 +43,7 @@ def lowering_of(options: Options) -> Lowering:
     """Return what becomes of a call that is made here."""
     if must_inline():
         return Lowering.TRACED if _is_traced(options) else Lowering.INLINED
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or (options.unless_followed and here().plans):
         return Lowering.PLAIN
     is_differentiated = current_layer() is not None and not are_all_vmaps()
     if options.higher_order or is_differentiated or dual_level_active():

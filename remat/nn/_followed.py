@@ -1,39 +1,95 @@
 """Modules whose forwards follow a plan for a whole step.
 
-`remat.fit`'s plans call `follow`; `remat.nn.remove` calls `unfollow`.
+`remat.fit`'s plans call `follow`, `remat.nn.remove` calls `unfollow`.
+
+A `remat.scope` around each forward follows the plan. A scope can do nothing under
+torch.func, in compiled code and with FSDP. There, blocks in which the plan recomputes
+are recomputed as a whole: their calls have the option `unless_followed`.
 
 Invariant: the module stays what it is, with two hooks more.
-Rejected: a class of its own for the module, as `apply` makes. Other hooks of the module
+Rejected: a class of its own for the module, as its blocks get. Hooks of the module
 would run outside of the plan, and what they compute is part of the forward.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from remat._base.context import here
+from remat._partial.decide import warn_once
+from remat._partial.options import Options
 from remat._scope.api import scope
 from remat._scope.following import Course, Following
-from remat._transform.module import RematModule
+from remat._torch import current_layer
+from remat._transform.module import RematModule, recompute_in_place
 
 
-class _Entering:
-    """The hook before a forward. It begins to follow the plan.
+class FollowedScope:
+    """A context in which a plan is followed, if a scope can.
 
     Args:
         label: what messages call the plan.
         courses: which results are saved.
+        model: what is called; None if that is not known.
     """
+
+    def __init__(
+        self, label: str, courses: Sequence[Course], model: Any = None
+    ) -> None:
+        why = _why_not(model)
+        if why:
+            warn_once(_BY_BLOCKS.format(label=label, why=why))
+        self._scope = None if why else scope(Following(label, courses))
+
+    def __enter__(self) -> None:
+        if self._scope is not None:
+            here().plans += 1
+            self._scope.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._scope is not None:
+            here().plans -= 1
+            self._scope.__exit__(*raised)
+
+
+def _why_not(model: Any) -> str:
+    """Say why a scope cannot follow a plan here; "" if it can."""
+    if current_layer() is not None:
+        return "under a transform of torch.func"
+    return "with FSDP" if model is not None and is_sharded(model) else ""
+
+
+def can_follow(model: nn.Module) -> bool:
+    """Say whether a plan for a whole step can be followed by a model as it is."""
+    compiled = any(m._compiled_call_impl is not None for m in model.modules())
+    is_compiled = compiled or hasattr(model, "_orig_mod")
+    return not (is_compiled or is_sharded(model))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Say whether FSDP frees parameters of a module between forward and backward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return False
+    kinds = fsdp.FSDPModule, fsdp.FullyShardedDataParallel
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+class _Entering:
+    """The hook before a forward."""
 
     def __init__(self, label: str, courses: Sequence[Course]) -> None:
         self.label, self.courses = label, tuple(courses)
-        self.open: list[scope] = []
+        self.open: list[FollowedScope] = []
 
-    def __call__(self, *_: Any) -> None:
-        """Be the hook."""
-        entered = scope(Following(self.label, self.courses))
-        entered.__enter__()
-        self.open.append(entered)
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """Begin to follow the plan, but not while a graph is made of the module."""
+        if not torch.compiler.is_compiling():
+            self.open.append(FollowedScope(self.label, self.courses, module))
+            self.open[-1].__enter__()
 
     def __getstate__(self) -> Any:
         return {**vars(self), "open": []}
@@ -46,20 +102,38 @@ class _Leaving:
         self._entering = entering
 
     def __call__(self, *_: Any) -> None:
-        """Be the hook."""
-        if self._entering.open:
+        """Follow the plan no longer."""
+        if not torch.compiler.is_compiling() and self._entering.open:
             self._entering.open.pop().__exit__(None, None, None)
 
 
-def follow(model: nn.Module, label: str, courses: Sequence[Course]) -> None:
+def follow(
+    model: nn.Module,
+    label: str,
+    courses: Sequence[Course],
+    blocks: Sequence[str],
+    where: str,
+) -> None:
     """Have each forward of a module follow a plan.
+
+    Args:
+        model: the module.
+        label: what messages call the plan.
+        courses: which results are saved.
+        blocks: the modules that are recomputed where no scope can follow the plan.
+        where: the line that asked for it.
 
     Raises:
         ValueError: the module, or one in it, is recomputed or follows a plan.
+        AttributeError: it has no such block.
     """
     for name, module in model.named_modules():
         if is_followed(module) or isinstance(module, RematModule):
             raise ValueError(_TWICE.format(name=name or "the model"))
+    # The names are those of a model that is not compiled.
+    inner: Any = getattr(model, "_orig_mod", model)
+    for module in [inner.get_submodule(name) for name in blocks]:
+        recompute_in_place(module, where, Options(unless_followed=True))
     entering = _Entering(label, courses)
     model.register_forward_pre_hook(entering, prepend=True)
     model.register_forward_hook(_Leaving(entering), always_call=True)
@@ -83,4 +157,9 @@ def unfollow(module: nn.Module) -> None:
 _TWICE = (
     "remat: {name} is recomputed, or follows a plan, already. Call "
     "remat.nn.remove(model) first."
+)
+_BY_BLOCKS = (
+    "remat: the plan for {label} is for a whole step, which cannot be followed {why}. "
+    "Blocks in which it recomputes are recomputed as a whole. For a plan by blocks "
+    "call remat.fit(..., over='blocks')."
 )
