@@ -142,7 +142,7 @@ def improved(walker: Walker, chosen: Chosen, budget: int) -> Chosen:
             return best
 
 
-_STEPS = 400_000  # operations that are walked over: a second or two
+_STEPS = 100_000  # operations that are walked over: less than a second
 _LESS = 1 - 1e-9
 
 

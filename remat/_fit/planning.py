@@ -14,7 +14,8 @@ Rejected: to trust the walk. A user's code may hold what no operation made.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from remat import nn as remat_nn
 from remat._base.errors import BudgetError, CaptureError
 from remat._fit.choose import Chosen, chosen_for, lowest
 from remat._fit.options import has_solver
-from remat._fit.record import ASKED, StepRecord, record
+from remat._fit.record import ASKED, StepRecord, names_asked, record
 from remat._fit.simulate import place, simulate, undisturbed
 from remat._fit.step_plan import FitSegment, Followed, StepPlan
 from remat._fit.training_step import (
@@ -42,6 +43,7 @@ from remat._torch import fake_mode
 
 
 _TIMES = 3  # that a choice is made again
+_LESS = 0.99  # of the work: what is less than that is worth another run
 
 
 def planned(step: TrainingStep, device: torch.device, budget: int) -> StepPlan:
@@ -78,14 +80,16 @@ class _Planning:
         is_model = model is not None and model is step.fn
         self.label = type(model).__name__ if is_model else label_of(step.fn)
         self._blocks = tuple(remat_nn.blocks(model)) if model is not None else ()
-        self.record, self._is_real = _recorded(step, device)
+        found, self._is_real = _recorded(step, device)
+        assert found is not None
+        self.record = found
         self.other = self._record_of_other_mode()
 
     def plan(self) -> StepPlan:
         """Return the plan."""
         record, turn = self.record, self.record.turn
-        around = self._found(turn)
-        applied = around if record.loss == turn else self._found(record.loss)
+        applied = self._found(record.loss)
+        around = self._better(applied) if record.loss < turn else applied
         found = applied or around
         if found is None:
             raise self._too_small()
@@ -101,6 +105,22 @@ class _Planning:
             tuple(_recomputed(found, self._blocks)),
             lacks_solver=not has_solver() and bool(found.followed.seconds),
         )
+
+    def _better(self, applied: _Found | None) -> _Found | None:
+        """Choose for a scope around the loss, too, if that spares work."""
+        walker = Walker(self.record)
+        if applied is not None:
+            chosen = chosen_for(walker, self._budget)
+            work = applied.followed.seconds
+            if chosen is None or walker.seconds(chosen) >= work * _LESS:
+                late = {i for i in walker.choices if i >= self.record.loss}
+                return applied._replace(
+                    followed=replace(
+                        applied.followed,
+                        courses=self._courses(walker, applied.chosen | late),
+                    )
+                )
+        return self._found(self.record.turn)
 
     def _found(self, upto: int) -> _Found | None:
         """Choose, for a scope around the first operations; None if nothing fits."""
@@ -119,7 +139,7 @@ class _Planning:
 
     def _run(self, walker: Walker, chosen: Chosen) -> _Found:
         """Run a step that follows a choice."""
-        courses = (_course(walker, chosen), *self._other_course(walker))
+        courses = self._courses(walker, chosen)
         is_around = walker.upto == self.record.turn
 
         def change(step: TrainingStep) -> TrainingStep:
@@ -131,12 +151,17 @@ class _Planning:
             return step._replace(around_forward=following)
 
         device, blocks = self._device, self._blocks
-        done = simulate(self._step, device, change, blocks, is_real=self._is_real)
+        done = simulate(
+            self._step, device, change, blocks, is_real=self._is_real, times=1
+        )
         plain = sum(op.flops for op in self.record.operations)
         again, seconds = done.flops - plain, walker.seconds(chosen)
         return _Found(
             Followed(done.peak, place(done), again, seconds, courses), chosen, walker
         )
+
+    def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
+        return _course(walker, chosen), *self._other_course(walker)
 
     # --- The other mode ---
 
@@ -152,10 +177,10 @@ class _Planning:
             twin.train(not is_training)
 
         try:
-            found, _ = _recorded(self._step, self._device, change)
+            known = names_asked(self.record.operations)
+            return _recorded(self._step, self._device, change, known)[0]
         except Exception:  # noqa: BLE001 - the user may never run it
             return None
-        return None if _names(found) == _names(self.record) else found
 
     def _other_course(self, walker: Walker) -> Iterator[Course]:
         if self.other is None:
@@ -184,29 +209,29 @@ class _Planning:
         return BudgetError(message, least.peak)
 
 
+def _leave(step: TrainingStep) -> None:
+    del step
+
+
 def _recorded(
     step: TrainingStep,
     device: torch.device,
-    change: Callable[[TrainingStep], None] | None = None,
-) -> tuple[StepRecord, bool]:
+    change: Callable[[TrainingStep], None] = _leave,
+    unless: Sequence[str] | None = None,
+) -> tuple[StepRecord | None, bool]:
     """Return the record of a step, and whether it was made with real tensors."""
     mode = fake_mode()
     try:
         made = copied(step, mode, device)
-        if change is not None:
-            change(made)
-        return record(made, mode), False
+        change(made)
+        return record(made, mode, unless=unless), False
     except CaptureError:
         if not is_there(step):
             raise
     made = copied_for_real(step)
-    if change is not None:
-        change(made)
-    return record(made, contextlib.nullcontext(), is_real=True), True
-
-
-def _names(record: StepRecord) -> list[str]:
-    return [op.name for op in record.operations if op.fate == ASKED]
+    change(made)
+    mode = contextlib.nullcontext()
+    return record(made, mode, is_real=True, unless=unless), True
 
 
 def _course(walker: Walker, chosen: Chosen) -> Course:

@@ -11,7 +11,7 @@ of the order in which a real backward runs.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -103,16 +103,27 @@ class StepRecord:
     resident: int
 
 
-def record(step: TrainingStep, mode: Any, *, is_real: bool = False) -> StepRecord:
+def record(
+    step: TrainingStep,
+    mode: Any,
+    *,
+    is_real: bool = False,
+    unless: Sequence[str] | None = None,
+) -> StepRecord | None:
     """Run a step twice, and return what it did.
 
     Args:
         step: a copy of the user's.
         mode: the mode of its fake tensors; a context that does nothing for real ones.
         is_real: whether its tensors have values.
+        unless: the names of the operations of a forward of which no record is needed.
+
+    Returns:
+        The record; None if it is not needed.
     """
     grads = [(t, t.grad) for t in resident(step) if t.is_leaf and t.requires_grad]
-    forward, whole = Watch(is_real=is_real), Watch(is_real=is_real)
+    forward = Watch(is_real=is_real, counts=False)
+    whole = Watch(is_real=is_real, counts=True)
     with mode:
         with (
             forward.watching(step),
@@ -120,6 +131,8 @@ def record(step: TrainingStep, mode: Any, *, is_real: bool = False) -> StepRecor
         ):
             kept = _forward(step, forward)
         del kept
+        if unless is not None and names_asked(forward.operations) == unless:
+            return None
         for tensor, grad in grads:
             tensor.grad = grad
         with whole.watching(step):
@@ -132,6 +145,11 @@ def record(step: TrainingStep, mode: Any, *, is_real: bool = False) -> StepRecor
         for tensor, grad in grads:
             tensor.grad = grad
     return found
+
+
+def names_asked(operations: Iterable[Operation]) -> list[str]:
+    """Return the names of the operations about which a policy is asked, in order."""
+    return [op.name for op in operations if op.fate == ASKED]
 
 
 def _let_go(tensor: Any) -> None:
@@ -155,10 +173,12 @@ class Watch(LeanDispatchMode):
 
     Args:
         is_real: whether tensors have values.
+        counts: whether the work and the bytes inside of operations are of interest.
     """
 
-    def __init__(self, *, is_real: bool) -> None:
+    def __init__(self, *, is_real: bool, counts: bool) -> None:
         super().__init__()
+        self._counts = counts
         self._is_real = is_real
         self.operations: list[Operation] = []
         self.loss = self.turn = 0
@@ -251,8 +271,7 @@ class Watch(LeanDispatchMode):
                 tuple(dict.fromkeys(n for n in read if n >= 0)),
                 tuple(makes),
                 tuple(n for n in writes if n >= 0),
-                *_costs(func, args, kwargs, result),
-                self._inside(func, args, makes),
+                *self._costs(func, args, kwargs, result, makes),
                 STORED,
             )
         )
@@ -263,6 +282,13 @@ class Watch(LeanDispatchMode):
             by = "torch.utils.checkpoint" if is_torchs else "remat"
             name = self._modules[-1] if self._modules else "the function"
             raise ValueError(_RECOMPUTED.format(name=name, by=by))
+
+    def _costs(
+        self, func: Any, args: Any, kwargs: Any, result: Any, makes: Sequence[int]
+    ) -> tuple[float, int, int]:
+        if not self._counts:
+            return 0.0, 0, 0
+        return *_work(func, args, kwargs, result), self._inside(func, args, makes)
 
     def _inside(self, func: Any, args: Any, makes: Sequence[int]) -> int:
         made = sum(self._sizes[n] for n in makes)
@@ -340,7 +366,7 @@ def _fields(operation: Operation) -> list[Any]:
     return [getattr(operation, name) for name in Operation.__slots__]
 
 
-def _costs(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:
+def _work(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:
     arguments = Arguments(args, kwargs)
     results = Results(result, arguments)
     op = Op(func, *arguments.described, tuple(results.values))

@@ -1,8 +1,8 @@
 """Runs a training step on fake tensors, and tells its peak and its work.
 
-Called by `search`, for each candidate. The copy of the step is changed as the candidate
-says, and runs twice: the first call of a policy records what the function does, and may
-hold more than the calls after it.
+Called by `planning` for a plan, and by `search` for each candidate. The copy of the
+step is changed as that says. Where calls have policies it runs twice: the first call of
+a policy records what the function does, and may hold more than the calls after it.
 
 Invariant: nothing of the user's is touched, no memory is allocated, no number is drawn.
 Rejected: a formula for the peak. Whatever autograd, remat and a model do with memory is
@@ -140,6 +140,7 @@ def simulate(
     around: Iterable[str] = (),
     *,
     is_real: bool = False,
+    times: int = 2,
 ) -> Simulation:
     """Run a step twice on fake tensors, where it is `undisturbed`.
 
@@ -150,6 +151,7 @@ def simulate(
         blocks: the names of the modules whose calls are windows.
         around: the names of modules around them.
         is_real: whether it runs on real tensors.
+        times: how often it runs. Work is counted in the last run.
     """
     mode = nullcontext() if is_real else fake_mode()
     # Choices before have left records of calls of the same kinds.
@@ -166,8 +168,8 @@ def simulate(
                 meter.hold(tensor)
             before = meter.live
             runs = []
-            for costs in (False, True):
-                runs.append(_run(made, meter, watch, costs))
+            for k in range(times):
+                runs.append(_run(made, meter, watch, costs=k == times - 1))
                 for tensor, grad in zip(_parameters(made), grads, strict=True):
                     tensor.grad = grad
     return _outcome(before, runs, watch)
@@ -186,7 +188,7 @@ class _Run:
     last: int
 
 
-def _run(step: TrainingStep, meter: Meter, watch: "_Watch", costs: bool) -> _Run:
+def _run(step: TrainingStep, meter: Meter, watch: "_Watch", *, costs: bool) -> _Run:
     watch.nests = []
     meter.begin(costs=costs)
     result, outs = step.forward()

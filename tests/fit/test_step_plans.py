@@ -1,0 +1,519 @@
+"""Plans for whole steps: the budget holds, the bits are plain's, what runs again."""
+
+import copy
+import pickle
+import sys
+import warnings
+
+import pytest
+import torch
+from support.fitted import (
+    CASES,
+    IDS,
+    Lm,
+    Mlp,
+    ResNet,
+    assert_predicted,
+    bytes_before,
+    llama,
+    measured_peak,
+    mlps,
+    square,
+    step,
+    words,
+)
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import remat
+from remat.testing import assert_same, count_ops, memory_timeline
+
+
+X = torch.randn(256, 8)
+
+
+def least(model, *args, **options):
+    """Return the least budget that there is a plan for."""
+    with pytest.raises(remat.BudgetError, match=r"The least budget") as raised:
+        remat.fit(model, *args, budget=1, **options)
+    return raised.value.least
+
+
+def gradients(model, run, seed=0):
+    torch.manual_seed(seed)
+    model.zero_grad()
+    run()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def around(plan):
+    """Return a step in `with plan:`."""
+
+    def run(model, args, kwargs, loss):
+        with plan:
+            out = model(*args, **kwargs)
+            value = out.loss if loss is None else loss(out)
+        value.backward()
+
+    return run
+
+
+def peak_around(plan, model, args, kwargs, loss):
+    found = []
+    for _ in range(2):
+        timeline = memory_timeline(around(plan), model, args, kwargs, loss)
+        model.zero_grad()
+        found.append(timeline.peak)
+    return bytes_before(model, *args, *kwargs.values()) + max(found)
+
+
+def assert_plan_holds(plan, model, args, kwargs, loss):
+    """Assert that a plan stays under its budget, as applied and as a context."""
+    expected = gradients(model, lambda: step(model, args, kwargs, loss))
+    real = plan.apply(copy.deepcopy(model))
+    applied = measured_peak(real, args, kwargs, loss)
+    assert_same(gradients(real, lambda: step(real, args, kwargs, loss)), expected)
+    remat.nn.remove(real)
+    within = peak_around(plan, real, args, kwargs, loss)
+    run = around(plan)
+    assert_same(gradients(real, lambda: run(real, args, kwargs, loss)), expected)
+    assert max(applied, within) <= plan.budget
+    assert_predicted(plan.applied.peak, applied)
+    assert_predicted(plan.around.peak, within)
+
+
+class Mixed(nn.Module):
+    """Different blocks, one of which is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, 1, 1)
+        self.norm = nn.GroupNorm(4, 16)
+        self.wide, self.narrow = Mlp(16), nn.Linear(16, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x):
+        x = functional.silu(self.norm(self.conv(x))).flatten(2).transpose(1, 2)
+        return self.frozen(self.narrow(self.wide(self.wide(x)))).tanh()
+
+
+def several(out):
+    return [out.square().mean(), {"other": out.abs().sum()}]
+
+
+class Autocast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = mlps(3)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x)
+
+
+MORE = {
+    "mixed": (Mixed, (torch.randn(4, 3, 16, 16),), {}, square),
+    "autocast": (Autocast, (X,), {}, lambda out: out.float().square().mean()),
+}
+
+
+@pytest.mark.parametrize("share", [0.3, 0.8])
+@pytest.mark.parametrize("name", [*CASES, *MORE])
+def test_no_step_is_over_the_budget(name, share):
+    pytest.importorskip("scipy")
+    make, args, kwargs, loss = (CASES | MORE)[name]
+    torch.manual_seed(0)
+    model = make()
+    low = least(model, *args, loss=loss, **kwargs)
+    high = remat.fit(model, *args, loss=loss, budget="1GB", **kwargs).peak
+    budget = int(low + share * (high - low))
+    plan = remat.fit(model, *args, loss=loss, budget=budget, **kwargs)
+    assert plan.seconds > 0
+    assert plan.peak <= budget < plan.plain_peak
+    assert_plan_holds(plan, model, args, kwargs, loss)
+
+
+def test_the_comparison_fails_for_a_plan_that_is_over_its_budget():
+    model = mlps()
+    plan = remat.fit(model, X, loss=square, budget="1GB")
+    worse = copy.copy(plan)
+    object.__setattr__(worse, "budget", plan.peak - 1)
+    with pytest.raises(AssertionError, match=r"<= 1509415"):
+        assert_plan_holds(worse, model, (X,), {}, square)
+
+
+def test_the_recomputed_flops_are_those_that_run():
+    model = mlps()
+    plan = remat.fit(model, X, loss=square, budget=least(model, X, loss=square))
+    counter = torch.utils.flop_counter.FlopCounterMode(display=False)
+    plan.apply(model)
+    with counter:
+        step(model, (X,), {}, square)
+    assert counter.get_total_flops() == plan.flops + plan.recomputed
+    assert plan.recomputed == sum(segment.recomputed for segment in plan.segments) > 0
+
+
+def test_a_large_budget_recomputes_nothing():
+    model = mlps()
+    plan = remat.fit(model, X, loss=square, budget="1 GB")
+    assert plan.recomputed == plan.seconds == 0
+    with count_ops() as plain:
+        step(mlps(), (X,), {}, square)
+    with count_ops() as ops:
+        step(plan.apply(model), (X,), {}, square)
+    assert ops["addmm"] == plain["addmm"]
+
+
+def test_a_plan_for_a_function_wraps_it():
+    model = Lm()
+
+    def run(model, ids):
+        return words(model(ids))
+
+    low = least(run, model, IDS)
+    plan = remat.fit(run, model, IDS, budget=low)
+    assert plan.applied == plan.around
+    followed = plan.apply(run)
+    expected = gradients(model, lambda: run(model, IDS).backward())
+    with count_ops() as ops:
+        found = gradients(model, lambda: followed(model, IDS).backward())
+    assert_same(found, expected)
+    assert ops["gelu"] == 6
+
+
+def test_a_function_without_a_model_is_planned():
+    w = torch.randn(64, 64, requires_grad=True)
+    x = torch.randn(256, 64)
+
+    def chain(x, w):
+        for _ in range(6):
+            x = (x @ w).tanh().sin()
+        return x
+
+    plan = remat.fit(chain, x, w, loss=square, budget=least(chain, x, w, loss=square))
+    with count_ops() as ops:
+        (found,) = torch.autograd.grad(square(plan.apply(chain)(x, w)), w)
+    assert ops["tanh"] > 6
+    assert_same(found, torch.autograd.grad(square(chain(x, w)), w)[0])
+
+
+def test_other_sizes_follow_the_plan():
+    model = mlps()
+    plan = remat.fit(model, X, loss=square, budget=least(model, X, loss=square))
+    other = torch.randn(7, 8)
+    expected = gradients(model, lambda: square(model(other)).backward())
+    plan.apply(model)
+    with count_ops() as ops:
+        found = gradients(model, lambda: square(model(other)).backward())
+    assert_same(found, expected)
+    assert ops["relu"] == 6 + 5
+
+
+class Branching(nn.Module):
+    """Runs other operations if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.other = mlps(), False
+
+    def forward(self, x):
+        x = self.inner[1][:3](self.inner[0](x))
+        return self.inner[1][3:](x.sin() if self.other else x)
+
+
+def test_other_operations_are_recomputed_with_one_warning():
+    model = Branching()
+    plan = remat.fit(model, X, loss=square, budget="1GB")
+    plan.apply(model)
+    model.other = True
+    with pytest.warns(UserWarning, match=r"expects aten\.addmm\.default, but aten.sin"):
+        out = model(X)
+    plain = copy.deepcopy(remat.nn.remove(copy.deepcopy(model)))
+    with count_ops() as ops:
+        found = gradients(model, lambda: square(out).backward())
+    assert ops["relu"] == 3
+    assert_same(found, gradients(plain, lambda: square(plain(X)).backward()))
+
+
+def test_training_and_evaluation_have_a_course_each():
+    model = Lm()
+    plan = remat.fit(model, IDS, loss=words, budget=least(model, IDS, loss=words))
+    assert len(plan.applied.courses) == 2
+    plan.apply(model).eval()
+    plain = remat.nn.remove(copy.deepcopy(model))
+    with count_ops() as ops:
+        found = gradients(model, lambda: words(model(IDS)).backward())
+    assert ops["gelu"] > 3
+    assert_same(found, gradients(plain, lambda: words(plain(IDS)).backward()))
+
+
+def test_without_grad_a_plan_does_nothing():
+    model = mlps()
+    plan = remat.fit(model, X, loss=square, budget=least(model, X, loss=square))
+    expected = model(X)
+    with torch.no_grad(), count_ops() as ops:
+        assert_same(plan.apply(model)(X), expected.detach())
+    assert ops["relu"] == 6
+
+
+def test_two_micro_batches_in_one_context_restart():
+    model = mlps()
+    plan = remat.fit(model, X, loss=square, budget=least(model, X, loss=square))
+    other = torch.randn(256, 8)
+
+    def plainly():
+        square(model(X)).backward()
+        square(model(other)).backward()
+
+    def followed():
+        with plan:
+            square(model(X)).backward()
+            square(model(other)).backward()
+
+    expected = gradients(model, plainly)
+    with count_ops() as ops:
+        assert_same(gradients(model, followed), expected)
+    assert ops["relu"] == 2 * (6 + 5)
+
+
+def test_gradients_that_exist_are_part_of_the_peak():
+    model = mlps()
+    before = remat.fit(model, X, loss=square, budget="1GB")
+    square(model(X)).backward()
+    after = remat.fit(model, X, loss=square, budget="1GB")
+    size = sum(p.nbytes for p in model.parameters())
+    assert after.resident == before.resident + size
+
+
+class Asking(nn.Module):
+    """Asks for a value, as masks of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlps()
+
+    def forward(self, x):
+        return self.inner(x if x.isfinite().all() else x.nan_to_num())
+
+
+def test_a_model_that_asks_for_values_is_recorded_with_real_tensors():
+    model = Asking()
+    state = torch.get_rng_state()
+    before = copy.deepcopy(model.state_dict())
+    plan = remat.fit(model, X, loss=square, budget=least(model, X, loss=square))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(model.state_dict(), before)
+    assert all(p.grad is None for p in model.parameters())
+    assert plan.seconds > 0
+    assert_plan_holds(plan, model, (X,), {}, square)
+
+
+def test_a_model_that_asks_for_values_and_is_not_there_is_refused():
+    with torch.device("meta"):
+        model = Asking()
+    with pytest.raises(remat.CaptureError, match=r"depends on the value of a tensor"):
+        remat.fit(model, X, loss=square, budget="1GB")
+
+
+def test_the_model_need_not_exist():
+    with torch.device("meta"):
+        model = mlps()
+    real = mlps()
+    budget = least(real, X, loss=square)
+    assert least(model, X, loss=square) == budget
+    plan = remat.fit(model, X, budget=budget, loss=square)
+    assert plan == remat.fit(real, X, budget=budget, loss=square)
+    assert measured_peak(plan.apply(real), (X,), {}, square) <= budget
+
+
+def test_the_model_stays_as_it_is():
+    model = ResNet()
+    image = torch.randn(2, 3, 16, 16)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    remat.fit(model, image, loss=square, budget=least(model, image, loss=square))
+    assert_same(model.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+# --- Where no scope can follow a plan ------------------------------------------------
+
+
+def applied_mlps():
+    model = mlps()
+    plan = remat.fit(model, X, loss=square, budget=least(model, X, loss=square))
+    return copy.deepcopy(model), plan.apply(model), plan
+
+
+def test_under_torch_func_blocks_are_recomputed():
+    plain, model, plan = applied_mlps()
+    params = dict(model.named_parameters())
+    assert plan.blocks == ("1.0", "1.1", "1.2", "1.3", "1.4")
+
+    def loss(params, model):
+        return square(torch.func.functional_call(model, params, (X,)))
+
+    with count_ops() as ops, pytest.warns(UserWarning, match=r"under a transform of"):
+        found = torch.func.grad(loss)(params, model)
+    assert ops["relu"] == 6 + 5
+    wanted = torch.func.grad(loss)(dict(plain.named_parameters()), plain)
+    assert_same(found, wanted)
+
+
+def test_in_compiled_code_blocks_are_recomputed():
+    plain, model, _ = applied_mlps()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = gradients(plain, lambda: square(plain(X)).backward())
+    compiled(X)
+    with count_ops() as ops:
+        found = gradients(model, lambda: square(compiled(X)).backward())
+    assert ops["relu"] == 6 + 5
+    assert_same(found, expected)
+
+
+def test_a_compiled_model_is_planned_by_blocks():
+    model = torch.compile(mlps(), backend="aot_eager")
+    plan = remat.fit(model, X, loss=square, budget="1GB")
+    assert isinstance(plan, remat.FitPlan)
+
+
+# --- What is refused -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["remat", "torch"])
+def test_what_is_recomputed_already_is_refused(by):
+    class Recomputed(Mlp):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model = nn.Sequential(Recomputed(8), Mlp(8)) if by == "torch" else mlps()
+    if by == "remat":
+        remat.nn.apply(model)
+    with pytest.raises(ValueError, match=r"is recomputed already, by \S*(remat|check)"):
+        remat.fit(model, X, loss=square, budget="1GB")
+
+
+def test_a_plan_is_applied_once():
+    _, model, plan = applied_mlps()
+    with pytest.raises(ValueError, match=r"follows a plan, already"):
+        plan.apply(model)
+
+
+def test_remove_undoes_apply():
+    _, model, _ = applied_mlps()
+    remat.nn.remove(model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    with count_ops() as ops:
+        step(model, (X,), {}, square)
+    assert ops["relu"] == 6
+
+
+def test_blocks_are_not_selected_for_a_step():
+    with pytest.raises(ValueError, match=r"select= says which modules are blocks"):
+        remat.fit(mlps(), X, budget=1, select="1.*")
+
+
+def test_a_step_without_gradients_is_refused():
+    with pytest.raises(ValueError, match=r"nothing in the result requires grad"):
+        remat.fit(mlps(2).requires_grad_(False), X, budget="1GB")
+
+
+def test_lazy_modules_are_refused():
+    model = nn.Sequential(mlps(2), nn.LazyLinear(3))
+    with pytest.raises(remat.CaptureError, match=r"Call the model once before"):
+        remat.fit(model, X, budget="1GB")
+
+
+def test_a_loss_that_is_too_large_needs_the_context():
+    model = mlps(2)
+
+    def large(out):
+        wide = out.repeat(1, 400)
+        return wide.sin().exp().square().mean()
+
+    low = least(model, X, loss=large)
+    plan = remat.fit(model, X, loss=large, budget=low)
+    assert plan.applied is None
+    with pytest.raises(remat.BudgetError, match=r"only if it covers the loss"):
+        plan.apply(model)
+    assert peak_around(plan, model, (X,), {}, large) <= low
+
+
+# --- How it shows --------------------------------------------------------------------
+
+
+def test_a_plan_is_a_value():
+    model = mlps()
+    plan = remat.fit(model, X, loss=square, budget=least(model, X, loss=square))
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert plan == remat.fit(model, X, loss=square, budget=plan.budget)
+
+
+def test_a_plan_says_that_it_is_not_applied():
+    model = mlps()
+    plan = remat.fit(model, X, loss=square, budget=least(model, X, loss=square))
+    note = "not applied yet: plan.apply(model)"
+    assert note in str(plan)
+    assert note in repr(plan)
+    plan.apply(model)
+    assert note not in str(plan) + repr(plan)
+
+
+def test_a_followed_model_is_copied_and_pickled():
+    _, model, _ = applied_mlps()
+    for made in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        with count_ops() as ops:
+            step(made, (X,), {}, square)
+        assert ops["relu"] == 6 + 5
+
+
+def test_without_scipy_a_plan_is_made_and_says_so(monkeypatch):
+    model = mlps()
+    budget = (least(model, X, loss=square) + 1_500_000) // 2
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    plan = remat.fit(model, X, loss=square, budget=budget)
+    assert plan.lacks_solver
+    assert "scipy is not installed" in " ".join(str(plan).split())
+    assert_plan_holds(plan, model, (X,), {}, square)
+
+
+def test_a_plan_draws_itself():
+    pytest.importorskip("matplotlib").use("Agg")
+    model = mlps()
+    plan = remat.fit(model, X, loss=square, budget=least(model, X, loss=square))
+    axes = plan.plot()
+    assert axes.get_xlabel() == "peak MiB"
+
+
+def test_an_error_in_the_forward_leaves_no_scope_open():
+    class Failing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.fails = mlps(), False
+
+        def forward(self, x):
+            out = self.inner(x)
+            if self.fails:
+                raise RuntimeError("no")
+            return out
+
+    model = Failing()
+    remat.fit(model, X, loss=square, budget="1GB").apply(model)
+    model.fails = True
+    with pytest.raises(RuntimeError, match="no"):
+        model(X)
+    model.fails = False
+    with warnings.catch_warnings(), count_ops() as ops:
+        warnings.simplefilter("error")
+        step(model, (X,), {}, square)
+    assert ops["relu"] == 6
+
+
+def test_a_hugging_face_model_is_planned():
+    pytest.importorskip("scipy")
+    model = llama()
+    plan = remat.fit(model, IDS, labels=IDS, budget=least(model, IDS, labels=IDS))
+    names = [segment.name for segment in plan.segments]
+    assert [f"model.layers.{k}" in names for k in range(3)] == [True] * 3
