@@ -82,7 +82,13 @@ def _text(cell: Value, unit: float, form: str) -> str:
 
 
 ACROSS = 3  # plots of models side by side
-MARKS = {"remat.fit": "o-", "remat, uniform": "s", "torch": "^", "torch.compile": "x"}
+MARKS = {
+    "remat.fit": "o-",
+    "remat.fit, by blocks": ".",
+    "remat, uniform": "s",
+    "torch": "^",
+    "torch.compile": "x",
+}
 
 
 def points(tables: Tables) -> Any:

@@ -1,11 +1,16 @@
-"""What each block of a model keeps, so that a training step stays under a budget.
+"""What a training step saves, so that it stays under a budget.
 
-In: a model or a function, its arguments, a budget. Out: a plan, which is applied to the
-model by `remat.nn.apply`.
+In: a model or a function, its arguments, a budget. Out: a plan, which a model follows.
 
     api             `fit`
-    fitting         what is chosen for, and the plan of what was found
-    plan            the plan: which blocks are recomputed, and what that costs
+    planning        a plan for a whole step
+    step_plan       that plan, and how it is followed
+    choose          which results are saved: least work whose peak fits
+    program         the same as a mixed-integer program, under some limits
+    walk            the peak for any set of saved results
+    record          a step: its operations, storages, and when these are freed
+    fitting         a plan by blocks
+    plan            that plan: which blocks are recomputed, and what that costs
     search          measures options, has them distributed, simulates what may be best
     distribute      distributes memory over blocks: rotor's recursion, on numbers
     options         what a block may keep

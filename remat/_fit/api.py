@@ -1,7 +1,7 @@
-"""`fit`: what each block of a model keeps, so that a step stays under a budget.
+"""`fit`: what a step saves, so that it stays under a budget.
 
-Called by users. It makes data of the step (`training_step`), has `search` simulate
-what may be chosen, and returns the best as a `FitPlan`.
+Called by users. It makes data of the step (`training_step`), and has `planning` plan
+the whole step, or `fitting` the blocks of its model.
 
 Invariant: the model, its gradients, its buffers and random streams stay as they are.
 Rejected: to apply the plan at once. It is made for models that do not exist yet.
@@ -34,28 +34,30 @@ def fit(
     device: torch.device | str | None = None,
     **kwargs: Any,
 ) -> StepPlan | FitPlan:
-    """Choose what each block of a model keeps, so that a step stays under a budget.
+    """Choose which results a training step saves, so that its peak stays in a budget.
 
     A step is the forward, the loss and the backward. Its peak is the most bytes that
     are alive at any one time: parameters, buffers and arguments, gradients that exist
     or are made, and all that the step computes. An optimizer and its state are no part
-    of a step, unless the optimizer is passed. Each block is left as it is, or
-    recomputed under a policy. A module around blocks may be recomputed too, with the
-    blocks in it. Among the choices whose peak is at most the budget, the plan
-    recomputes least.
+    of a step. What is not saved is recomputed when the backward reads it, operation by
+    operation. Of the choices whose peak is at most the budget, the plan recomputes
+    least.
 
     The step runs on fake tensors: nothing is computed or allocated, and the model may
-    be on the meta device or fake. The peak is that of the allocator, without memory
-    that kernels of an accelerator take for themselves, and without fragmentation.
+    be on the meta device or fake. If a model that is there asks for values, a copy
+    runs on real tensors. The peak is that of the allocator, without memory that kernels
+    of an accelerator take for themselves, and without fragmentation.
 
     Args:
-        fn: the model; or a function that is passed the model, and returns the loss or
-            what the loss is made of.
+        fn: the model; or a function that is passed the model, or tensors, and returns
+            the loss or what the loss is made of.
         *args: its arguments, of the shapes of a step.
         budget: bytes, or a text such as "8GB" (8e9) or "8GiB".
-        over: "blocks" for the blocks of the model, or None for the function as a whole.
-        select: which modules are blocks, as of `remat.nn.apply`. None for the repeated
-            blocks: see `remat.nn.blocks`.
+        over: "step" for the whole step, "blocks" for a policy for each block of the
+            model. By default the step, but blocks for models with FSDP and compiled
+            ones, which cannot follow a plan for a step.
+        select: of a plan by blocks: which modules are blocks, as of `remat.nn.apply`.
+            None for the repeated blocks: see `remat.nn.blocks`.
         loss: a function of the result of `fn` that returns the loss. By default the
             loss is the result itself, or its attribute `loss`. Of a result that is
             not a scalar, it is the sum.
@@ -64,13 +66,15 @@ def fit(
         **kwargs: its keyword arguments.
 
     Returns:
-        The plan. `plan.apply(model)` follows it. `print` and notebooks show a table.
+        The plan: a `StepPlan`, or a `FitPlan` by blocks. `plan.apply(model)` has the
+        model follow it. `print` and notebooks show a table.
 
     Raises:
         BudgetError: no plan stays under the budget. The message, and `error.least`, say
             which budget would do.
-        CaptureError: the step reads values, which do not exist before it runs.
-        ValueError: no model is passed, or it has no blocks.
+        CaptureError: the step reads values, and the model has none.
+        ValueError: by blocks no model is passed, or it has no blocks; or something in
+            the model is recomputed already.
 
     Example:
         >>> import torch

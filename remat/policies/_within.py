@@ -175,7 +175,7 @@ def within(
     costs: Costs = "roofline",
     time_limit: float = _TIME_LIMIT,
 ) -> Policy:
-    """Keep at most so many bytes, and recompute the least work that this allows.
+    """Keep at most so many bytes per call, and recompute the least work that allows.
 
     The budget is that of each call of the function: of each block, if the blocks of a
     model are rematerialized. The first call of a kind holds its results until it ends.
