@@ -32,6 +32,7 @@ def fit(
     select: Any = None,
     loss: Callable[[Any], Any] | None = None,
     device: torch.device | str | None = None,
+    accumulates: bool = False,
     **kwargs: Any,
 ) -> StepPlan | FitPlan:
     """Choose which results a training step saves, so that its peak stays in a budget.
@@ -63,6 +64,8 @@ def fit(
             not a scalar, it is the sum.
         device: where tensors will be that are on the meta device now. By default, where
             the others are.
+        accumulates: whether all parameters have gradients before the step, to which it
+            adds. By default those that have one now.
         **kwargs: its keyword arguments.
 
     Returns:
@@ -92,7 +95,7 @@ def fit(
     """
     refuse_transforms("fit", "the model")
     limit = bytes_in(budget, "fit")
-    step = TrainingStep(fn, args, kwargs, loss)
+    step = TrainingStep(fn, args, kwargs, loss, accumulates)
     where = _device_of(step) if device is None else _available(torch.device(device))
     if over not in (None, "step", "blocks"):
         raise ValueError(f'remat.fit: over is "step", "blocks" or None, got {over!r}')

@@ -103,6 +103,7 @@ class _Planning:
             (around or found).followed,
             tuple(_segments(found, self._blocks)),
             tuple(_recomputed(found, self._blocks)),
+            self._device.type,
             lacks_solver=not has_solver() and bool(found.followed.seconds),
         )
 

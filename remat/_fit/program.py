@@ -102,42 +102,52 @@ class Program:
             nodes: of the search tree, at most.
             gap: to the optimum at which the search may end.
         """
-        np = importlib.import_module("numpy")
         optimize = importlib.import_module("scipy.optimize")
-        sparse = importlib.import_module("scipy.sparse")
-        walker = self.walker
-        least = [value for value, _ in self._rows]
-        rows = [row for _, row in self._rows]
-        for at, limit in self.limits.items():
-            rows.append([*self._idle_row(at)])
-            least.append(-limit / _UNIT)
-        entries = [(r, k, x) for r, row in enumerate(rows) for k, x in row]
-        at, columns, values = zip(*entries, strict=True)
-        matrix = sparse.csr_array(
-            (values, (at, columns)), shape=(len(rows), self._count)
-        )
-        low = np.zeros(self._count)
-        for n in walker.targets:
-            low[self._needed[n]] = 1
-        costs = np.zeros(self._count)
-        operations, sizes = walker.record.operations, walker.record.sizes
-        for i in self.runs:
-            costs[self._again[i]] = operations[i].seconds * 1e6
-        for i in self.choices:
-            costs[self._saved[i]] = 1e-7 * sum(sizes[n] for n in walker.choices[i])
-        whole = np.zeros(self._count)
-        whole[: len(self.choices)] = 1
+        whole = [1] * len(self.choices)
         found: Any = optimize.milp(
-            costs,
-            integrality=whole,
-            bounds=optimize.Bounds(low, 1),
-            constraints=optimize.LinearConstraint(matrix, lb=least),
+            self._costs(),
+            integrality=whole + [0] * (self._count - len(whole)),
+            bounds=optimize.Bounds(self._least_values(), 1),
+            constraints=optimize.LinearConstraint(*self._constraints()),
             options={"node_limit": nodes, "mip_rel_gap": gap},
         )
         self.bound = found.mip_dual_bound
         if found.x is None:
             return None
         return frozenset(i for i, k in self._saved.items() if found.x[k] > 0.5)
+
+    def _costs(self) -> list[float]:
+        """Return the microseconds of what runs again; of two choices the smaller."""
+        operations, sizes = self.walker.record.operations, self.walker.record.sizes
+        costs = [0.0] * self._count
+        for i in self.runs:
+            costs[self._again[i]] = operations[i].seconds * 1e6
+        for i in self.choices:
+            kept = sum(sizes[n] for n in self.walker.choices[i])
+            costs[self._saved[i]] = 1e-7 * kept
+        return costs
+
+    def _least_values(self) -> list[int]:
+        """Return 1 for what the backward reads: it is needed."""
+        least = [0] * self._count
+        for n in self.walker.targets:
+            least[self._needed[n]] = 1
+        return least
+
+    def _constraints(self) -> tuple[Any, list[float]]:
+        """Return a matrix, and the least value that each row may have."""
+        sparse = importlib.import_module("scipy.sparse")
+        least = [value for value, _ in self._rows]
+        rows = [row for _, row in self._rows]
+        for at, limit in self.limits.items():
+            rows.append([*self._idle_row(at)])
+            least.append(-limit / _UNIT)
+        entries = [(r, k, x) for r, row in enumerate(rows) for k, x in row]
+        if not entries:  # nothing may be saved
+            return sparse.csr_array((len(rows), self._count)), least
+        at, columns, values = zip(*entries, strict=True)
+        shape = len(rows), self._count
+        return sparse.csr_array((values, (at, columns)), shape=shape), least
 
 
 _UNIT = 1e4  # bytes, so that numbers are of one order

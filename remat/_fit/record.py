@@ -13,7 +13,7 @@ of the order in which a real backward runs.
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -152,7 +152,7 @@ def names_asked(operations: Iterable[Operation]) -> list[str]:
     return [op.name for op in operations if op.fate == ASKED]
 
 
-def _let_go(tensor: Any) -> None:
+def _let_go(tensor: Any) -> Any:
     del tensor
 
 
@@ -230,8 +230,7 @@ class Watch(LeanDispatchMode):
 
     def note_fate(self, fate: str) -> None:
         """Note what a scope does with what the last operation made."""
-        last = self.operations[-1]
-        self.operations[-1] = Operation(*_fields(last)[:-1], fate)
+        self.operations[-1] = replace(self.operations[-1], fate=fate)
 
     @override
     @eager_only
@@ -300,10 +299,8 @@ class Watch(LeanDispatchMode):
             at, before = self._replaced
             self._replaced = None
             if before in self._dies:
-                fields = _fields(self.operations[at])
-                self.operations[at] = Operation(
-                    *fields[:-2], -self._sizes[before], fields[-1]
-                )
+                inside = -self._sizes[before]
+                self.operations[at] = replace(self.operations[at], inside=inside)
 
     def _number(self, tensor: Tensor) -> int:
         """Return the number of the storage of a tensor; -1 if it has none."""
@@ -360,10 +357,6 @@ _RECOMPUTED = (
     "what is recomputed: undo that first (remat.nn.remove(model), or the switch of the "
     "model), or pass over='blocks'."
 )
-
-
-def _fields(operation: Operation) -> list[Any]:
-    return [getattr(operation, name) for name in Operation.__slots__]
 
 
 def _work(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:

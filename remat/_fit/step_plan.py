@@ -96,6 +96,7 @@ class StepPlan(_render.Shown):
         blocks: those in which something is recomputed. They are recomputed as a whole
             where a plan for a whole step cannot be followed: in compiled code, under
             torch.func and with FSDP.
+        device: the kind of device that it was made for.
         lacks_solver: whether the plan was chosen without scipy, which was not
             installed. It may recompute more than necessary then.
         is_applied: whether `apply` or `with` was called.
@@ -122,6 +123,7 @@ class StepPlan(_render.Shown):
     around: Followed
     segments: tuple[FitSegment, ...]
     blocks: tuple[str, ...]
+    device: str
     lacks_solver: bool = False
     is_applied: bool = field(default=False, compare=False)
 
@@ -168,7 +170,8 @@ class StepPlan(_render.Shown):
         Raises:
             BudgetError: the loss holds so much that only `with plan:` stays under the
                 budget.
-            ValueError: the model follows a plan, or is recomputed, already.
+            ValueError: the model follows a plan, or is recomputed, already; or it is on
+                another device than the plan was made for.
 
         Example:
             >>> import torch
@@ -183,12 +186,22 @@ class StepPlan(_render.Shown):
         """
         if self.applied is None:
             raise BudgetError(_ONLY_AROUND.format(label=self.label), self.around.peak)
+        if isinstance(model, nn.Module):
+            self._refuse_another_device(model)
         object.__setattr__(self, "is_applied", True)
         if not isinstance(model, nn.Module):
             return _following(model, self.label, self.applied.courses)
         courses = self.applied.courses
         follow(model, self.label, courses, self.blocks, caller())
         return model
+
+    def _refuse_another_device(self, model: nn.Module) -> None:
+        kinds = {p.device.type for p in model.parameters() if not p.is_meta}
+        if kinds - {self.device}:
+            shown = ", ".join(sorted(kinds))
+            raise ValueError(
+                _OTHER_DEVICE.format(label=self.label, device=self.device, kinds=shown)
+            )
 
     def __enter__(self) -> Self:
         object.__setattr__(self, "is_applied", True)
@@ -273,6 +286,11 @@ def _following(fn: Callable[..., Any], label: str, courses: Sequence[Course]) ->
 
 _NOT_APPLIED = "not applied yet: plan.apply(model)"
 _NO_SOLVER = "without a solver: scipy is not installed (pip install 'remat[budget]')"
+_OTHER_DEVICE = (
+    "remat: the plan for {label} was made for {device}, and the model is on {kinds}. "
+    "Other kernels run there, which hold other bytes. Call remat.fit where the model "
+    "is, or with device=."
+)
 _ONLY_AROUND = (
     "remat: the plan for {label} stays under its budget only if it covers the loss. "
     "Run forward and loss in `with plan:`, or pass a larger budget to remat.fit."

@@ -29,6 +29,7 @@ class TrainingStep(NamedTuple):
         args: its arguments.
         kwargs: its keyword arguments.
         loss: a function of its result; None for the default.
+        accumulates: whether all parameters have gradients before it.
         around: makes a context in which forward and loss run.
         around_forward: makes one in which the forward runs.
     """
@@ -37,6 +38,7 @@ class TrainingStep(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Callable[[Any], Any] | None
+    accumulates: bool = False
     around: Callable[[], Any] = nullcontext
     around_forward: Callable[[], Any] = nullcontext
 
@@ -92,6 +94,9 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
     for tensor, twin in zip(_leaves(step), _leaves(made), strict=True):
         if tensor.grad is not None:
             twin.grad = copied_as_fake(tensor.grad, mode, device)
+        elif step.accumulates and twin.requires_grad:
+            with mode:
+                twin.grad = torch.empty_like(twin)
     return made
 
 
@@ -101,6 +106,8 @@ def copied_for_real(step: TrainingStep) -> TrainingStep:
     for tensor, twin in zip(_leaves(step), _leaves(made), strict=True):
         if tensor.grad is not None:
             twin.grad = tensor.grad.clone()
+        elif step.accumulates and twin.requires_grad:
+            twin.grad = torch.zeros_like(twin)
     return made
 
 

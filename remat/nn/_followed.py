@@ -92,7 +92,8 @@ class _Entering:
             self.open[-1].__enter__()
 
     def __getstate__(self) -> Any:
-        return {**vars(self), "open": []}
+        nothing: list[FollowedScope] = []
+        return {**vars(self), "open": nothing}
 
 
 class _Leaving:

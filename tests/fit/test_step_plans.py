@@ -1,6 +1,7 @@
 """Plans for whole steps: the budget holds, the bits are plain's, what runs again."""
 
 import copy
+import dataclasses
 import pickle
 import sys
 import warnings
@@ -121,7 +122,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("share", [0.3, 0.8])
+@pytest.mark.parametrize("share", [0.3, pytest.param(0.8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*CASES, *MORE])
 def test_no_step_is_over_the_budget(name, share):
     pytest.importorskip("scipy")
@@ -289,6 +290,20 @@ def test_gradients_that_exist_are_part_of_the_peak():
     assert after.resident == before.resident + size
 
 
+def test_a_step_that_accumulates_has_gradients_before():
+    model = mlps()
+    low = least(model, X, loss=square, accumulates=True)
+    plan = remat.fit(model, X, loss=square, budget=low, accumulates=True)
+    assert plan.resident == remat.fit(model, X, budget="1GB").resident + sum(
+        p.nbytes for p in model.parameters()
+    )
+    plan.apply(model)
+    step(model, (X,), {}, square)
+    timeline = memory_timeline(step, model, (X,), {}, square)
+    gradients = sum(p.grad.nbytes for p in model.parameters())
+    assert bytes_before(model, X) + gradients + timeline.peak <= low
+
+
 class Asking(nn.Module):
     """Asks for a value, as masks of transformers do."""
 
@@ -404,6 +419,14 @@ def test_a_plan_is_applied_once():
     _, model, plan = applied_mlps()
     with pytest.raises(ValueError, match=r"follows a plan, already"):
         plan.apply(model)
+
+
+def test_a_plan_for_another_device_is_refused():
+    model = mlps()
+    plan = remat.fit(model, X, loss=square, budget="1GB")
+    other = dataclasses.replace(plan, device="cuda")
+    with pytest.raises(ValueError, match=r"made for cuda, and the model is on cpu"):
+        other.apply(model)
 
 
 def test_remove_undoes_apply():
