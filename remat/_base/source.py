@@ -24,17 +24,16 @@ from remat._base.installed import OURS, TORCH, is_standard
 
 def user_line() -> str:
     """Return the innermost line of the stack that is neither torch's nor remat's."""
-    frame: types.FrameType | None = sys._getframe(1)
     innermost: nn.Module | None = None
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if innermost is None:
-            innermost = _module_of(frame)
-        file = code.co_filename
-        if not file.startswith(_GENERATED) and not _is_trusted_file(file):
-            line = f"{shown(file)}:{frame.f_lineno}, in {code.co_name}"
+        file = frame.f_code.co_filename
+        if not _is_passed(file):
+            line = f"{shown(file)}:{frame.f_lineno}, in {frame.f_code.co_name}"
             path = _path_of(innermost, frame) if is_library(frame.f_globals) else ""
             return f"{line} ({path})" if path else line
+        if innermost is None:
+            innermost = _module_of(frame)
         frame = frame.f_back
     return "an unknown line"
 
@@ -57,6 +56,8 @@ def short(line: str, *, with_module: bool = True) -> str:
 def shown(file: str) -> str:
     """Return a file's name as a reader knows it: a notebook's cell by its number."""
     ipython = sys.modules.get("IPython")
+    if ipython is None:
+        return file
     shell = getattr(ipython, "get_ipython", lambda: None)()
     name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
     cell = None if name_of is None else name_of(file)
@@ -67,9 +68,11 @@ def shown(file: str) -> str:
 _GENERATED = ("<string>", "<frozen", "<eval_with_key>")
 
 
+# Each operation of a block asks this of ten frames.
 @functools.lru_cache(maxsize=4096)
-def _is_trusted_file(file: str) -> bool:
-    return file.startswith((TORCH, OURS)) or is_standard(file)
+def _is_passed(file: str) -> bool:
+    """Say whether a file's lines are torch's, remat's, or of no file at all."""
+    return file.startswith((TORCH, OURS, *_GENERATED)) or is_standard(file)
 
 
 # --- The module that runs a line ---

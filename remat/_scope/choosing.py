@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from remat._base.op import Op
-from remat._base.source import user_line
 from remat._graph.residual import OFFLOAD, Offloads
 from remat._partial.values import Arguments, Results
 from remat._scope.values import Given, Made
@@ -36,7 +35,7 @@ def choose(
     values = tuple(Results(result, arguments).values)
     operation = makes[0][0].operation
     assert operation is not None
-    op = Op(operation.func, *arguments.described, values, source=user_line())
+    op = Op(operation.func, *arguments.described, values, source=operation.line)
     decision = policy(op) if arguments.tensors else Decision.RECOMPUTE
     for made, _ in makes:
         made.op = op

@@ -19,6 +19,7 @@ from typing_extensions import override
 from remat._ambient.streams import Stream, global_streams, stream_of
 from remat._base.absent import IGNORED, inputs_of, tensors_of
 from remat._base.source import user_line
+from remat._base.tensors import version_of
 from remat._partial.effects import (
     Traits,
     declared_writes,
@@ -102,15 +103,15 @@ class Recording(LeanDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         table = self._table
         table.settle()
-        inputs = [t for t in inputs_of(args, kwargs) if has_layout(t)]
         if is_view_op(func) or not _may_run_again(func):
             result = call_kernel(func, *args, **kwargs)
             self._tie(tensors_of(result))
             return result
         traits = traits_of(func)
+        inputs = [t for t in inputs_of(args, kwargs) if has_layout(t)]
         written_to = declared_writes(traits, args, kwargs)
-        self._take_as_given(inputs, written_to)
         statistics = updated_statistics(traits, args, kwargs)
+        self._take_as_given(inputs, written_to)
         self._keep_given([*written_to, *statistics])
         operation = Operation(func, args, kwargs, table.operand_of)
         targets = [(t, table.entry_of(t)) for t in written_to]
@@ -118,8 +119,7 @@ class Recording(LeanDispatchMode):
         result = call_kernel(func, *args, **kwargs)
         operation.streams = [(s, state) for s, state in before if s.read() != state]
         written = [(t, e) for t, e in targets if e is not None]
-        new = self._new_among(results_of(result), inputs)
-        self._drop_parted(tensors_of(result), inputs)
+        new, others = self._sorted(results_of(result), inputs)
         for entry in filter(None, map(table.entry_at, statistics)):
             table.drop(entry)  # a batch norm wrote to it, and counted no version
         if len(written) < len(targets):
@@ -132,7 +132,7 @@ class Recording(LeanDispatchMode):
             # Statistics that it updates are no result that anybody saves.
             asks = not written_to
             self._note_new(operation, new, args, kwargs, result, asks=asks)
-        self._tie(tensors_of(result))
+        self._tie(others)
         return result
 
     def _take_as_given(
@@ -143,14 +143,14 @@ class Recording(LeanDispatchMode):
         That is blank memory which is read, and a storage that an alias with a version
         of its own wrote to, as `.data` has one.
         """
-        ids = {*map(id, written_to)}
+        table = self._table
         for t in inputs:
-            entry = self._table.entry_at(t)
-            if entry is None:
-                continue
-            is_read_blank = entry.made.is_blank and id(t) not in ids
-            if is_read_blank or self._table.entry_of(t) is None:
-                self._table.drop(entry)
+            entry = table.entry_in(storage_id(t))
+            if entry is not None and (
+                entry.version != version_of(t)
+                or (entry.made.is_blank and all(t is not other for other in written_to))
+            ):
+                table.drop(entry)
 
     def _keep_given(self, written_to: Sequence[Tensor]) -> None:
         """Copy what was given, where the block itself writes to it now."""
@@ -158,29 +158,37 @@ class Recording(LeanDispatchMode):
             if self._table.entry_at(t) is None:
                 self._table.keep_given(t)
 
-    def _drop_parted(self, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def _sorted(
+        self, results: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
+        """Return the results, and their numbers, that have storages of their own.
+
+        And the others, which share one.
+        """
+        known = {*map(storage_id, inputs)}
+        new, others, parts = [], [], []
+        fresh = set[int]()
+        for k, t in enumerate(results):
+            if t is None or not has_layout(t):
+                continue
+            key = storage_id(t)
+            if key in known and all(t is not other for other in inputs):
+                parts.append(t)
+            if key in known or key in fresh or self._table.entry_in(key) is not None:
+                others.append(t)
+            else:
+                new.append((k, t))
+            fresh.add(key)
+        self._drop_parted(parts)
+        return new, others
+
+    def _drop_parted(self, parts: Sequence[Tensor]) -> None:
         """Drop what is parted into results that count their versions apart."""
-        ids, known = {*map(id, inputs)}, {*map(storage_id, inputs)}
-        parts = [t for t in results if has_layout(t) and id(t) not in ids]
-        parts = [t for t in parts if storage_id(t) in known]
         for entry in filter(None, map(self._table.entry_at, parts)):
             if len(parts) > 1:
                 self._table.drop(entry)
             else:
                 entry.is_parted = True
-
-    def _new_among(
-        self, results: Sequence[Tensor | None], inputs: Sequence[Tensor]
-    ) -> list[tuple[int, Tensor]]:
-        """Return the results, and their numbers, that have storages of their own."""
-        known = {*map(storage_id, inputs)}
-        new = []
-        for k, t in enumerate(results):
-            if t is not None and has_layout(t) and storage_id(t) not in known:
-                known.add(storage_id(t))
-                if self._table.entry_at(t) is None:
-                    new.append((k, t))
-        return new
 
     def _note_writes(
         self,

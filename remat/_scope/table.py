@@ -25,7 +25,6 @@ from remat._scope.values import (
     Made,
     Operand,
     has_layout,
-    read_by,
 )
 from remat._torch import StorageRef, storage_id
 
@@ -85,7 +84,7 @@ class Table:
     """What the storages of one thread hold.
 
     Attributes:
-        handles: all that stand for values, as long as they live.
+        handles: weak references to all that stand for values.
         sweeps: those of the backwards that run, by their numbers.
         lock: taken by recomputes. A backward may read handles in several threads.
         when_empty: called when the last entry is gone.
@@ -94,9 +93,9 @@ class Table:
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         # By storage and version.
-        self._given: dict[int, Any] = {}
+        self._given: dict[int, dict[int | None, weakref.ref[Given]]] = {}
         self._unsettled: list[tuple[Entry, Tensor]] = []
-        self.handles: Any = weakref.WeakSet()
+        self.handles: set[Any] = set()
         self.sweeps: Any = weakref.WeakValueDictionary()
         self.lock = threading.RLock()
         self.when_empty: Callable[[], None] = _do_nothing
@@ -108,8 +107,7 @@ class Table:
 
     def entry_of(self, tensor: Tensor) -> Entry | None:
         """Return the entry of a tensor, if its storage holds the value still."""
-        if self._unsettled:
-            self.settle()
+        self.settle()
         entry = self.entry_at(tensor)
         if entry is None or entry.version != version_of(tensor):
             return None
@@ -120,6 +118,10 @@ class Table:
         if not (self._entries and has_layout(tensor)):
             return None
         return self._entries.get(storage_id(tensor))
+
+    def entry_in(self, storage: int) -> Entry | None:
+        """Return the entry of the storage of a number."""
+        return self._entries.get(storage)
 
     def enter(self, made: Made, tensor: Tensor) -> None:
         """Note that the storage of a new tensor holds a value."""
@@ -133,6 +135,8 @@ class Table:
 
     def settle(self) -> None:
         """Read the versions of what operations wrote to."""
+        if not self._unsettled:
+            return
         unsettled = [*self._unsettled]
         self._unsettled.clear()
         for entry, tensor in unsettled:
@@ -162,7 +166,11 @@ class Table:
 
         A running mean would hold all that it ever saw. It is given to the next block.
         """
-        self._given = {key: known for key, known in self._given.items() if known}
+        self._given = {
+            key: known
+            for key, known in self._given.items()
+            if any(given() is not None for given in known.values())
+        }
         known: dict[Made, bool] = {}
         for entry in [*self._entries.values()]:
             made = entry.made
@@ -185,24 +193,26 @@ class Table:
 
     def operand_of(self, tensor: Tensor) -> Operand:
         """Return what stands for a tensor in an operation."""
-        entry = self.entry_of(tensor)
-        if entry is not None:
-            return Operand(entry.made, Layout.of(tensor))
         if not has_layout(tensor):
             return Operand(Given(tensor), None)
-        known = self._given.get(storage_id(tensor))
-        if known is None:
-            known = self._given[storage_id(tensor)] = weakref.WeakValueDictionary()
-        given = known.get(version_of(tensor))
+        entry = self._entries.get(storage_id(tensor))
+        if entry is not None and entry.version == version_of(tensor):
+            return Operand.of_layout(entry.made, Layout.of(tensor))
+        known = self._given.setdefault(storage_id(tensor), {})
+        ref = known.get(version_of(tensor))
+        given = None if ref is None else ref()
         if given is None:
-            known[version_of(tensor)] = given = Given(tensor)
-        return Operand(given, Layout.of(tensor))
+            given = Given(tensor)
+            known[version_of(tensor)] = weakref.ref(given)
+        return Operand.of_layout(given, Layout.of(tensor))
 
     def keep_given(self, tensor: Tensor) -> None:
         """Have what was given in the storage of a tensor keep what it holds."""
         if has_layout(tensor):
-            for given in [*self._given.pop(storage_id(tensor), {}).values()]:
-                given.keep()
+            for ref in self._given.pop(storage_id(tensor), {}).values():
+                given = ref()
+                if given is not None:
+                    given.keep()
 
 
 def _is_of_earlier(made: Made, block: Block, known: dict[Made, bool]) -> bool:
@@ -210,9 +220,7 @@ def _is_of_earlier(made: Made, block: Block, known: dict[Made, bool]) -> bool:
     stack = [made]
     while stack:
         top = stack[-1]
-        read: list[Made] = []
-        if top.operation is not None:
-            read = read_by(top.operation)
+        read = [] if top.operation is None else top.operation.reads
         missing = [m for m in read if m.part.block is block and m not in known]
         if top in known or not missing:
             stack.pop()

@@ -237,17 +237,19 @@ def leave_dispatch_mode(mode: LeanDispatchMode) -> None:
 # torch switches that off there, and kernels that are made of others (`pinv`) are wrong.
 def call_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a kernel from a dispatch mode as it is called without one."""
-    before = [*map(_is_excluded, _LAZY)]
-    for key in _LAZY:
-        _set_excluded(key, False)
+    conjugate, negative = _is_excluded(_CONJUGATE), _is_excluded(_NEGATIVE)
+    if not (conjugate or negative):
+        return kernel(*args, **kwargs)
+    _set_excluded(_CONJUGATE, False)
+    _set_excluded(_NEGATIVE, False)
     try:
         return kernel(*args, **kwargs)
     finally:
-        for key, was in zip(_LAZY, before, strict=True):
-            _set_excluded(key, was)
+        _set_excluded(_CONJUGATE, conjugate)
+        _set_excluded(_NEGATIVE, negative)
 
 
-_LAZY = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
+_CONJUGATE, _NEGATIVE = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
