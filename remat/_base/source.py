@@ -24,18 +24,15 @@ from remat._base.installed import OURS, TORCH, is_standard
 
 def user_line() -> str:
     """Return the innermost line of the stack that is neither torch's nor remat's."""
-    innermost: nn.Module | None = None
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not _is_passed(file):
-            line = f"{shown(file)}:{frame.f_lineno}, in {frame.f_code.co_name}"
-            path = _path_of(innermost, frame) if is_library(frame.f_globals) else ""
-            return f"{line} ({path})" if path else line
-        if innermost is None:
-            innermost = _module_of(frame)
+    first = frame = sys._getframe(1)
+    while _is_passed(frame.f_code.co_filename):
+        if frame.f_back is None:
+            return "an unknown line"
         frame = frame.f_back
-    return "an unknown line"
+    code = frame.f_code
+    line = f"{shown(code.co_filename)}:{frame.f_lineno}, in {code.co_name}"
+    path = _path_of(first) if is_library(frame.f_globals) else ""
+    return f"{line} ({path})" if path else line
 
 
 def short(line: str, *, with_module: bool = True) -> str:
@@ -86,12 +83,15 @@ def _module_of(frame: types.FrameType) -> nn.Module | None:
     return called if isinstance(called, nn.Module) else None
 
 
-def _path_of(inner: nn.Module | None, frame: types.FrameType | None) -> str:
-    """Return the path of a module in the outermost one that is running."""
-    outer = inner
+def _path_of(first: types.FrameType) -> str:
+    """Return the path of the innermost module that is called, in the outermost one."""
+    inner: nn.Module | None = None
+    outer: nn.Module | None = None
+    frame: types.FrameType | None = first
     while frame is not None:
         found = _module_of(frame)
-        inner, outer = inner or found, found or outer
+        if found is not None:
+            inner, outer = found if inner is None else inner, found
         frame = frame.f_back
     return "" if inner is None or outer is None else _name_in(outer, inner)
 

@@ -111,8 +111,9 @@ class Recording(LeanDispatchMode):
         inputs = [t for t in inputs_of(args, kwargs) if has_layout(t)]
         written_to = declared_writes(traits, args, kwargs)
         statistics = updated_statistics(traits, args, kwargs)
+        changed = [*written_to, *statistics]
         self._take_as_given(inputs, written_to)
-        self._keep_given([*written_to, *statistics])
+        self._keep_given(changed)
         operation = Operation(func, args, kwargs, table.operand_of)
         targets = [(t, table.entry_of(t)) for t in written_to]
         before = _states_before(traits, args, kwargs)
@@ -125,13 +126,13 @@ class Recording(LeanDispatchMode):
         if len(written) < len(targets):
             new.clear()  # it changed what it was given, so it cannot be run again
         if new or written:
-            operation.written = _places([*written_to, *statistics], args, kwargs)
+            operation.written = _places(changed, args, kwargs)
             operation.settings, operation.line = read_settings(), user_line()
             operation.grad_mode = torch.is_grad_enabled()
             self._note_writes(operation, written, args, kwargs)
             # Statistics that it updates are no result that anybody saves.
             asks = not written_to
-            self._note_new(operation, new, args, kwargs, result, asks=asks)
+            self._note_new(operation, new, result, asks=asks)
         self._tie(others)
         return result
 
@@ -197,14 +198,14 @@ class Recording(LeanDispatchMode):
         args: Any,
         kwargs: dict[str, Any],
     ) -> None:
-        inputs = inputs_of(args, kwargs)
         for t, entry in written:
             if Tag.inplace_view in operation.func.tags:
                 self._table.wrote(entry, t)  # to its shape alone
             elif traits_of(operation.func).is_read_by_python:
                 self._table.drop(entry)  # its storage was exchanged
             else:
-                k = next(i for i, other in enumerate(inputs) if other is t)
+                inputs = enumerate(inputs_of(args, kwargs))
+                k = next(k for k, other in inputs if other is t)
                 made = Made(self.blocks[-1].part(), Layout.of(t), operation)
                 operation.note_made(k, made, is_operand=True)
                 entry.made = made
@@ -214,8 +215,6 @@ class Recording(LeanDispatchMode):
         self,
         operation: Operation,
         new: Sequence[tuple[int, Tensor]],
-        args: Any,
-        kwargs: dict[str, Any],
         result: Any,
         *,
         asks: bool,
@@ -223,17 +222,17 @@ class Recording(LeanDispatchMode):
         block = self.blocks[-1]
         makes = [(Made(block.part(), Layout.of(t), operation), t) for _, t in new]
         if block.policy is not None and asks:
-            makes = self._chosen(makes, args, kwargs, result)
+            makes = self._chosen(makes, result)
         numbers = {id(t): k for k, t in new}
         for made, t in makes:
             operation.note_made(numbers[id(t)], made, is_operand=False)
             self._table.enter(made, t)
 
     def _chosen(
-        self, makes: list[tuple[Made, Tensor]], args: Any, kwargs: Any, result: Any
+        self, makes: list[tuple[Made, Tensor]], result: Any
     ) -> list[tuple[Made, Tensor]]:
         try:
-            return choose(self.blocks[-1].policy, makes, args, kwargs, result)
+            return choose(self.blocks[-1].policy, makes, result)
         except Exception as error:  # noqa: BLE001 - raised at the end
             # Raised here, a TypeError would make `a + b` say that it takes no tensors.
             self._error = self._error or error
@@ -276,6 +275,8 @@ def _places(
     tensors: Sequence[Tensor], args: Any, kwargs: dict[str, Any]
 ) -> frozenset[int]:
     """Return the places of some tensors among the arguments."""
+    if not tensors:
+        return frozenset()
     ids = {*map(id, tensors)}
     return frozenset(k for k, t in enumerate(inputs_of(args, kwargs)) if id(t) in ids)
 

@@ -194,17 +194,18 @@ class Table:
     def operand_of(self, tensor: Tensor) -> Operand:
         """Return what stands for a tensor in an operation."""
         if not has_layout(tensor):
-            return Operand(Given(tensor), None)
-        entry = self._entries.get(storage_id(tensor))
-        if entry is not None and entry.version == version_of(tensor):
-            return Operand.of_layout(entry.made, Layout.of(tensor))
-        known = self._given.setdefault(storage_id(tensor), {})
-        ref = known.get(version_of(tensor))
+            return Operand(Given(tensor, None), None)
+        key, version, layout = storage_id(tensor), version_of(tensor), Layout.of(tensor)
+        entry = self._entries.get(key)
+        if entry is not None and entry.version == version:
+            return Operand.of_layout(entry.made, layout)
+        known = self._given.setdefault(key, {})
+        ref = known.get(version)
         given = None if ref is None else ref()
         if given is None:
-            given = Given(tensor)
-            known[version_of(tensor)] = weakref.ref(given)
-        return Operand.of_layout(given, Layout.of(tensor))
+            given = Given(tensor, layout)
+            known[version] = weakref.ref(given)
+        return Operand.of_layout(given, layout)
 
     def keep_given(self, tensor: Tensor) -> None:
         """Have what was given in the storage of a tensor keep what it holds."""

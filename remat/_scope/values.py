@@ -17,6 +17,7 @@ Rejected: a tape of the operations in their order. It holds what nobody needs an
 and has to be run from the start.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -27,11 +28,12 @@ from torch import Tensor
 from remat._base.errors import MutationError
 from remat._base.tensors import describe, version_of
 from remat._base.types import TENSORS
+from remat._partial.values import shared_value, value_of
 from remat._torch import below_autograd, detached, flat_view, is_of_torch_func, viewed
 
 
 if TYPE_CHECKING:
-    from remat._base.op import Op
+    from remat._base.op import Op, Value
     from remat._graph.residual import Offloaded
 
 
@@ -79,6 +81,7 @@ class Layout(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    device: torch.device
     is_conj: bool
     is_neg: bool
 
@@ -90,10 +93,16 @@ class Layout(NamedTuple):
             tensor.stride(),
             int(tensor.storage_offset()),
             tensor.dtype,
+            tensor.device,
             tensor.is_conj(),
             tensor.is_neg(),
         )
         return tuple.__new__(cls, parts)  # a third of what `cls` costs
+
+    def value(self) -> "Value":
+        """Return what is known of such a tensor."""
+        where = self.stride, self.offset
+        return shared_value(self.shape, self.dtype, self.device, *where)
 
     def view_of(self, tensor: Tensor) -> Tensor:
         """Return the tensor of this layout in the storage of another tensor."""
@@ -122,25 +131,23 @@ class Given:
 
     Args:
         tensor: the tensor. It is held without its graph.
-
-    Attributes:
-        layout: of the tensor; None if it is not strided.
+        layout: of the tensor; None if it has none.
     """
 
     __slots__ = ("__weakref__", "_nbytes", "_tensor", "_version", "layout")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, layout: Layout | None) -> None:
         self._tensor, self._version = detached(tensor), version_of(tensor)
-        self._nbytes = _nbytes_of(tensor)
-        self.layout = Layout.of(tensor) if has_layout(tensor) else None
+        self._nbytes = 0 if layout is None else tensor.untyped_storage().nbytes()
+        self.layout = layout
 
     def keep(self) -> None:
         """Copy the memory, which is about to be written to."""
-        tensor = self._tensor
-        if has_layout(tensor) and version_of(tensor) == self._version:
+        tensor, layout = self._tensor, self.layout
+        if layout is not None and version_of(tensor) == self._version:
             with below_autograd():
                 storage = flat_view(tensor, tensor.dtype).clone()
-                self._tensor = Layout.of(tensor).view_of(storage)
+                self._tensor = layout.view_of(storage)
             self._version = version_of(self._tensor)
 
     def tensor(self, reader: Any, where: str) -> Tensor:
@@ -156,13 +163,13 @@ class Given:
         tensor = self._tensor
         if self._version is not None and tensor._version != self._version:
             raise MutationError(_told(_CHANGED, tensor, reader, where))
-        if _nbytes_of(tensor) < self._nbytes:
+        if self._nbytes and tensor.untyped_storage().nbytes() < self._nbytes:
             raise MutationError(_told(_FREED, tensor, reader, where))
         return tensor
 
-
-def _nbytes_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes() if has_layout(tensor) else 0
+    def value(self) -> "Value":
+        """Return what is known of it."""
+        return value_of(self._tensor)
 
 
 def _told(message: str, tensor: Tensor, reader: Any, where: str) -> str:
@@ -190,9 +197,14 @@ class Made:
     def __init__(self, part: Part, layout: Layout, operation: "Operation") -> None:
         self.part, self.layout = part, layout
         self.op: Op | None = None
-        self.is_blank = operation.func.overloadpacket.__name__ in _BLANK
+        self.is_blank = _makes_blank(operation.func)
         self.operation: Operation | None = operation
         self.stored: Given | Offloaded | None = None
+
+
+@functools.lru_cache(maxsize=4096)
+def _makes_blank(func: Any) -> bool:
+    return func.overloadpacket.__name__ in _BLANK
 
 
 _BLANK = {
@@ -216,6 +228,14 @@ class Operand(NamedTuple):
     def of_layout(cls, of: Given | Made, layout: Layout) -> Self:
         """Return what stands for the tensor of a layout in a value."""
         return tuple.__new__(cls, (of, None if layout == of.layout else layout))
+
+    def value(self) -> "Value":
+        """Return what is known of the tensor."""
+        layout = self.layout or self.of.layout
+        if layout is None:
+            assert isinstance(self.of, Given)
+            return self.of.value()
+        return layout.value()
 
     def tensor_in(self, base: Tensor) -> Tensor:
         """Return the tensor, given that of the value."""
