@@ -30,7 +30,7 @@ from remat._base.types import TENSORS
 from remat._graph.handles import VersionedTensor, unpack
 from remat._scope.sweep import Handle
 from remat._scope.table import Table
-from remat._scope.values import Layout
+from remat._scope.values import Layout, Operand
 from remat._torch import (
     current_task,
     is_of_torch_func,
@@ -160,7 +160,7 @@ def _handle_of(tensor: Tensor, table: Table) -> Handle | None:
     entry = table.entry_of(tensor)
     if entry is None or entry.made.is_blank:
         return None
-    return Handle(table, entry.made, Layout.of(tensor))
+    return Handle(table, Operand.of_layout(entry.made, Layout.of(tensor)))
 
 
 def _itself(tensor: Tensor, hooks: Hooks) -> Any:

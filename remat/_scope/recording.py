@@ -19,7 +19,6 @@ from typing_extensions import override
 from remat._ambient.streams import Stream, global_streams, stream_of
 from remat._base.absent import IGNORED, inputs_of, tensors_of
 from remat._base.source import user_line
-from remat._base.tensors import version_of
 from remat._partial.effects import (
     Traits,
     declared_writes,
@@ -34,6 +33,7 @@ from remat._scope.values import (
     Block,
     Layout,
     Made,
+    Operand,
     Operation,
     has_layout,
     results_of,
@@ -108,19 +108,24 @@ class Recording(LeanDispatchMode):
             self._tie(tensors_of(result))
             return result
         traits = traits_of(func)
-        inputs = [t for t in inputs_of(args, kwargs) if has_layout(t)]
         written_to = declared_writes(traits, args, kwargs)
         statistics = updated_statistics(traits, args, kwargs)
         changed = [*written_to, *statistics]
-        self._take_as_given(inputs, written_to)
         self._keep_given(changed)
-        operation = Operation(func, args, kwargs, table.operand_of)
+        read = set[int]()  # the storages
+
+        def operand_of(tensor: Tensor) -> Operand:
+            return table.operand_of(tensor, read, written_to)
+
+        operation = Operation(func, args, kwargs, operand_of)
         targets = [(t, table.entry_of(t)) for t in written_to]
         before = _states_before(traits, args, kwargs)
         result = call_kernel(func, *args, **kwargs)
         operation.streams = [(s, state) for s, state in before if s.read() != state]
         written = [(t, e) for t, e in targets if e is not None]
-        new, others = self._sorted(results_of(result), inputs)
+        new, others, parts = self._sorted(results_of(result), read)
+        if parts:
+            self._drop_parted(parts, inputs_of(args, kwargs))
         for entry in filter(None, map(table.entry_at, statistics)):
             table.drop(entry)  # a batch norm wrote to it, and counted no version
         if len(written) < len(targets):
@@ -136,55 +141,40 @@ class Recording(LeanDispatchMode):
         self._tie(others)
         return result
 
-    def _take_as_given(
-        self, inputs: Sequence[Tensor], written_to: Sequence[Tensor]
-    ) -> None:
-        """Take memory as given that something wrote to unseen.
-
-        That is blank memory which is read, and a storage that an alias with a version
-        of its own wrote to, as `.data` has one.
-        """
-        table = self._table
-        for t in inputs:
-            entry = table.entry_in(storage_id(t))
-            if entry is not None and (
-                entry.version != version_of(t)
-                or (entry.made.is_blank and all(t is not other for other in written_to))
-            ):
-                table.drop(entry)
-
     def _keep_given(self, written_to: Sequence[Tensor]) -> None:
         """Copy what was given, where the block itself writes to it now."""
         for t in written_to:
-            if self._table.entry_at(t) is None:
+            if self._table.entry_of(t) is None:
                 self._table.keep_given(t)
 
     def _sorted(
-        self, results: Sequence[Tensor | None], inputs: Sequence[Tensor]
-    ) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
-        """Return the results, and their numbers, that have storages of their own.
+        self, results: Sequence[Tensor | None], read: set[int]
+    ) -> tuple[list[tuple[int, Tensor]], list[Tensor], list[Tensor]]:
+        """Sort results by their storages.
 
-        And the others, which share one.
+        Returns:
+            Those that have storages of their own, and their numbers; the others; and
+            those of the others that lie in storages that were read.
         """
-        known = {*map(storage_id, inputs)}
         new, others, parts = [], [], []
-        fresh = set[int]()
+        known = set[int]()
         for k, t in enumerate(results):
             if t is None or not has_layout(t):
                 continue
             key = storage_id(t)
-            if key in known and all(t is not other for other in inputs):
+            if key in read:
                 parts.append(t)
-            if key in known or key in fresh or self._table.entry_in(key) is not None:
+            if key in read or key in known or self._table.has(key):
                 others.append(t)
             else:
                 new.append((k, t))
-            fresh.add(key)
-        self._drop_parted(parts)
-        return new, others
+                known.add(key)
+        return new, others, parts
 
-    def _drop_parted(self, parts: Sequence[Tensor]) -> None:
+    def _drop_parted(self, parts: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Drop what is parted into results that count their versions apart."""
+        ids = {*map(id, inputs)}
+        parts = [t for t in parts if id(t) not in ids]
         for entry in filter(None, map(self._table.entry_at, parts)):
             if len(parts) > 1:
                 self._table.drop(entry)

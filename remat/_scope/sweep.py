@@ -59,14 +59,17 @@ class Handle:
 
     Args:
         table: of the thread that made the value.
+        tensor: stands for the tensor in the value.
+
+    Attributes:
         made: the value.
-        layout: of the tensor in it.
     """
 
-    __slots__ = ("__weakref__", "layout", "made", "table")
+    __slots__ = ("__weakref__", "made", "table", "tensor")
 
-    def __init__(self, table: Table, made: Made, layout: Layout) -> None:
-        self.table, self.made, self.layout = table, made, layout
+    def __init__(self, table: Table, tensor: Operand) -> None:
+        assert isinstance(tensor.of, Made)
+        self.table, self.made, self.tensor = table, tensor.of, tensor
         # The reference takes itself out.
         table.handles.add(weakref.ref(self, table.handles.discard))
 
@@ -141,7 +144,7 @@ class Sweep:
         if made not in self.values:
             with no_torch_functions(), below_autograd(), grad_mode(True):
                 self._compute(made)
-        view = handle.layout.view_of(self.values[made])
+        view = handle.tensor.tensor_in(self.values[made])
         self._given_away.add(made)
         self._use(made)
         return view

@@ -30,7 +30,7 @@ from remat._torch import StorageRef, storage_id
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 class _Tie(weakref.ref[Tensor]):
@@ -119,9 +119,9 @@ class Table:
             return None
         return self._entries.get(storage_id(tensor))
 
-    def entry_in(self, storage: int) -> Entry | None:
-        """Return the entry of the storage of a number."""
-        return self._entries.get(storage)
+    def has(self, key: int) -> bool:
+        """Say whether the storage of a number has an entry."""
+        return key in self._entries
 
     def enter(self, made: Made, tensor: Tensor) -> None:
         """Note that the storage of a new tensor holds a value."""
@@ -191,14 +191,34 @@ class Table:
 
     # --- Operands ---
 
-    def operand_of(self, tensor: Tensor) -> Operand:
-        """Return what stands for a tensor in an operation."""
+    def operand_of(
+        self, tensor: Tensor, read: set[int], written_to: "Sequence[Tensor]"
+    ) -> Operand:
+        """Return what stands for a tensor in an operation.
+
+        What something wrote to unseen is taken as given. That is blank memory which is
+        read, and a storage that an alias with a version of its own wrote to, as `.data`
+        has one.
+
+        Args:
+            tensor: the tensor.
+            read: takes the number of its storage.
+            written_to: what the operation writes to.
+        """
         if not has_layout(tensor):
             return Operand(Given(tensor, None), None)
         key, version, layout = storage_id(tensor), version_of(tensor), Layout.of(tensor)
+        read.add(key)
         entry = self._entries.get(key)
-        if entry is not None and entry.version == version:
-            return Operand.of_layout(entry.made, layout)
+        if entry is not None:
+            is_written = entry.made.is_blank and any(t is tensor for t in written_to)
+            if entry.version == version and (is_written or not entry.made.is_blank):
+                return Operand.of_layout(entry.made, layout)
+            self.drop(entry)
+        return self._given_of(tensor, layout)
+
+    def _given_of(self, tensor: Tensor, layout: Layout) -> Operand:
+        key, version = storage_id(tensor), version_of(tensor)
         known = self._given.setdefault(key, {})
         ref = known.get(version)
         given = None if ref is None else ref()
