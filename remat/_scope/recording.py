@@ -28,12 +28,11 @@ from remat._partial.effects import (
 from remat._partial.exposures import Exposures
 from remat._partial.naming import tell_no_more, tell_of_names
 from remat._scope.choosing import choose, choose_named
-from remat._scope.table import Entry, Table
+from remat._scope.table import Entry, Operands, Table
 from remat._scope.values import (
     Block,
     Layout,
     Made,
-    Operand,
     Operation,
     has_layout,
     results_of,
@@ -43,7 +42,7 @@ from remat._torch import (
     OpOverload,
     call_kernel,
     current_task,
-    default_generators,
+    device_generators,
     eager_only,
     is_view_op,
     leave_dispatch_mode,
@@ -112,18 +111,14 @@ class Recording(LeanDispatchMode):
         statistics = updated_statistics(traits, args, kwargs)
         changed = [*written_to, *statistics]
         self._keep_given(changed)
-        read = set[int]()  # the storages
-
-        def operand_of(tensor: Tensor) -> Operand:
-            return table.operand_of(tensor, read, written_to)
-
-        operation = Operation(func, args, kwargs, operand_of)
+        operands = Operands(table, written_to)
+        operation = Operation(func, args, kwargs, operands, operands.found)
         targets = [(t, table.entry_of(t)) for t in written_to]
         before = _states_before(traits, args, kwargs)
         result = call_kernel(func, *args, **kwargs)
         operation.streams = [(s, state) for s, state in before if s.read() != state]
         written = [(t, e) for t, e in targets if e is not None]
-        new, others, parts = self._sorted(results_of(result), read)
+        new, others, parts = self._sorted(results_of(result), operands.storages)
         if parts:
             self._drop_parted(parts, inputs_of(args, kwargs))
         for entry in filter(None, map(table.entry_at, statistics)):
@@ -164,7 +159,7 @@ class Recording(LeanDispatchMode):
             key = storage_id(t)
             if key in read:
                 parts.append(t)
-            if key in read or key in known or self._table.has(key):
+            if key in read or key in known or self._table.entry_in(key) is not None:
                 others.append(t)
             else:
                 new.append((k, t))
@@ -280,7 +275,8 @@ def _states_before(
     passed = [stream_of(arg) for arg in (*args, *kwargs.values())]
     streams = [s for s in passed if s is not None]
     if not streams:
-        streams = [s for s in map(stream_of, default_generators()) if s is not None]
+        streams = [s for s in map(stream_of, device_generators()) if s is not None]
+        streams.append(global_streams().streams[0])  # the CPU's, read without a copy
     if traits.is_of_others:
         streams += global_streams().streams[1:]  # Python's and NumPy's
     return [(s, s.read()) for s in streams]

@@ -119,9 +119,9 @@ class Table:
             return None
         return self._entries.get(storage_id(tensor))
 
-    def has(self, key: int) -> bool:
-        """Say whether the storage of a number has an entry."""
-        return key in self._entries
+    def entry_in(self, storage: int) -> Entry | None:
+        """Return the entry of the storage of a number, whatever it holds now."""
+        return self._entries.get(storage)
 
     def enter(self, made: Made, tensor: Tensor) -> None:
         """Note that the storage of a new tensor holds a value."""
@@ -191,41 +191,15 @@ class Table:
 
     # --- Operands ---
 
-    def operand_of(
-        self, tensor: Tensor, read: set[int], written_to: "Sequence[Tensor]"
-    ) -> Operand:
-        """Return what stands for a tensor in an operation.
-
-        What something wrote to unseen is taken as given. That is blank memory which is
-        read, and a storage that an alias with a version of its own wrote to, as `.data`
-        has one.
-
-        Args:
-            tensor: the tensor.
-            read: takes the number of its storage.
-            written_to: what the operation writes to.
-        """
-        if not has_layout(tensor):
-            return Operand(Given(tensor, None), None)
-        key, version, layout = storage_id(tensor), version_of(tensor), Layout.of(tensor)
-        read.add(key)
-        entry = self._entries.get(key)
-        if entry is not None:
-            is_written = entry.made.is_blank and any(t is tensor for t in written_to)
-            if entry.version == version and (is_written or not entry.made.is_blank):
-                return Operand.of_layout(entry.made, layout)
-            self.drop(entry)
-        return self._given_of(tensor, layout)
-
-    def _given_of(self, tensor: Tensor, layout: Layout) -> Operand:
-        key, version = storage_id(tensor), version_of(tensor)
-        known = self._given.setdefault(key, {})
-        ref = known.get(version)
+    def given_of(self, tensor: Tensor, layout: Layout) -> Given:
+        """Return a tensor that no block made, as the operations read it."""
+        known = self._given.setdefault(storage_id(tensor), {})
+        ref = known.get(version_of(tensor))
         given = None if ref is None else ref()
         if given is None:
             given = Given(tensor, layout)
-            known[version] = weakref.ref(given)
-        return Operand.of_layout(given, layout)
+            known[version_of(tensor)] = weakref.ref(given)
+        return given
 
     def keep_given(self, tensor: Tensor) -> None:
         """Have what was given in the storage of a tensor keep what it holds."""
@@ -234,6 +208,53 @@ class Table:
                 given = ref()
                 if given is not None:
                     given.keep()
+
+
+class Operands:
+    """Called with each tensor of an operation, in order: returns what stands for it.
+
+    What something wrote to unseen is taken as given. That is blank memory which is
+    read, and a storage that an alias with a version of its own wrote to, as `.data` has
+    one.
+
+    Args:
+        table: the table.
+        written_to: what the operation writes to.
+
+    Attributes:
+        found: what stands for the tensors so far.
+        storages: the numbers of their storages.
+    """
+
+    __slots__ = ("_table", "_written_to", "found", "storages")
+
+    def __init__(self, table: Table, written_to: "Sequence[Tensor]") -> None:
+        self._table, self._written_to = table, written_to
+        self.found: list[Operand] = []
+        self.storages: set[int] = set()
+
+    def __call__(self, tensor: Tensor) -> Operand:
+        """Return what stands for a tensor."""
+        if has_layout(tensor):
+            self.storages.add(storage_id(tensor))
+            layout = Layout.of(tensor)
+            of = self._value_of(tensor) or self._table.given_of(tensor, layout)
+            operand = Operand.of_layout(of, layout)
+        else:
+            operand = Operand(Given(tensor, None), None)
+        self.found.append(operand)
+        return operand
+
+    def _value_of(self, tensor: Tensor) -> Made | None:
+        entry = self._table.entry_in(storage_id(tensor))
+        if entry is None:
+            return None
+        made = entry.made
+        is_read_blank = made.is_blank and all(t is not tensor for t in self._written_to)
+        if is_read_blank or entry.version != version_of(tensor):
+            self._table.drop(entry)
+            return None
+        return made
 
 
 def _is_of_earlier(made: Made, block: Block, known: dict[Made, bool]) -> bool:

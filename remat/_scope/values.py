@@ -270,17 +270,12 @@ class Operation:
         args: Any,
         kwargs: dict[str, Any],
         operand_of: Callable[[Tensor], Operand],
+        operands: Sequence[Operand],
     ) -> None:
         self.func = func
-        self.operands: list[Operand] = []
-
-        def replaced(tensor: Tensor) -> Operand:
-            operand = operand_of(tensor)
-            self.operands.append(operand)
-            return operand
-
-        self.args = mapped(args, Tensor, replaced)
-        self.kwargs = mapped(kwargs, Tensor, replaced) if kwargs else {}
+        self.args = mapped(args, Tensor, operand_of)
+        self.kwargs = mapped(kwargs, Tensor, operand_of) if kwargs else {}
+        self.operands = operands  # `operand_of` has noted them
         found = [o.of for o in self.operands if type(o.of) is Made]
         self.reads: Sequence[Made] = [*dict.fromkeys(found)]
         self.written: frozenset[int] = frozenset()
