@@ -175,9 +175,10 @@ class Sweep:
 
     def _run(self, operation: Operation, settings: Any) -> None:
         values = self._operand_values(operation)
-        operands = iter(values)
+        operands, kwargs = iter(values), operation.kwargs
         args = mapped(operation.args, Operand, lambda _: next(operands))
-        kwargs = mapped(operation.kwargs, Operand, lambda _: next(operands))
+        if kwargs:
+            kwargs = mapped(kwargs, Operand, lambda _: next(operands))
         set_grad_enabled(operation.grad_mode)
         if operation.streams or operation.settings != settings:
             with _as_recorded(operation, settings):

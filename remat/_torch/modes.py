@@ -327,11 +327,9 @@ _ALL = _key_set(
 
 
 # Deleted by: a public context in which operations run as a dispatch mode sees them.
-@contextmanager
-def below_autograd() -> Iterator[None]:
-    """Run the body below autograd and autocast, but above dispatch modes."""
-    with torch._C._ExcludeDispatchKeyGuard(_ABOVE_MODES):
-        yield
+def below_autograd() -> Any:
+    """Return a context below autograd and autocast, but above dispatch modes."""
+    return torch._C._ExcludeDispatchKeyGuard(_ABOVE_MODES)
 
 
 _DEVICES = "CPU", "CUDA", "XPU", "MPS", "HPU", "XLA", "IPU", "MTIA", "PrivateUse1"
