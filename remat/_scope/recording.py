@@ -44,6 +44,7 @@ from remat._torch import (
     current_task,
     device_generators,
     eager_only,
+    is_in_compiled_code,
     is_view_op,
     leave_dispatch_mode,
     leave_function_mode,
@@ -87,6 +88,12 @@ class Recording(LeanDispatchMode):
         leave_function_mode(self.exposures)
         tell_no_more(self)
 
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo compile in a block."""
+        return True
+
     @override
     @eager_only
     def __torch_dispatch__(
@@ -102,7 +109,7 @@ class Recording(LeanDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         table = self._table
         table.settle()
-        if is_view_op(func) or not _may_run_again(func):
+        if is_view_op(func) or not _may_run_again(func) or is_in_compiled_code():
             result = call_kernel(func, *args, **kwargs)
             self._tie(tensors_of(result))
             return result

@@ -120,10 +120,8 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
         if not _has_flags:
             return super().__enter__()
         assert not self._before, "the flags from before would be lost"
-        self._before = _read_flags(_dispatch)
-        for name in _FLAGS:
-            setattr(_dispatch, name, True)
-        _tell_dynamo(True)
+        self._before = before = _read_flags(_dispatch)
+        _write_flags((True, True, before[-1] or not self.ignore_compile_internals()))
         torch._C._push_on_torch_dispatch_stack(self)
         return self
 

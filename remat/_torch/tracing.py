@@ -6,6 +6,7 @@ Rejected: `torch.compiler.disable` and the like, which import it.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -75,6 +76,28 @@ def eager_only(fn: Callable[..., Any]) -> Callable[..., Any]:
     strategy = dynamo._FrameExecStrategy(skip, skip)
     dynamo.set_code_exec_strategy(fn.__code__, strategy)
     return fn
+
+
+# Deleted by: a public way to ask whether compiled code is running. A dispatch mode that
+# ignores what is compiled sees what the result of a compilation dispatches, and not the
+# kernels that it calls itself.
+def is_in_compiled_code() -> bool:
+    """Say whether AOTAutograd's or the Inductor's result calls what asks this."""
+    if _COMPILED[0] not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_COMPILED):
+            return True
+        if module.partition(".")[0] not in _PASSED:
+            return False
+        frame = frame.f_back
+    return False
+
+
+_COMPILED = "torch._functorch._aot_autograd", "torch._inductor"
+_PASSED = {"torch", "remat", ""}  # code of torch.fx is of no module
 
 
 def is_symbolic(size: object) -> bool:
