@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from remat._torch import eager_only
+
 
 class Exposures(TorchFunctionMode):
     """Tells of tensors whose memory Python takes, other than by operations.
@@ -33,6 +35,7 @@ class Exposures(TorchFunctionMode):
         self._expose, self._assign = expose, assign
 
     @override
+    @eager_only  # inlined, it traces
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -33,6 +33,7 @@ from remat._scope.table import Table
 from remat._scope.values import Layout, Operand
 from remat._torch import (
     current_task,
+    eager_only,
     is_of_torch_func,
     resume_hooks,
     suspend_hooks,
@@ -141,6 +142,7 @@ class Asking:
     def __init__(self, hooks: Hooks, inner: Any) -> None:
         self._hooks, self.inner = hooks, inner
 
+    @eager_only
     def __call__(self, tensor: Tensor) -> Any:
         """Be the hook that saves a tensor."""
         hooks, inner = self._hooks, self.inner

@@ -26,7 +26,7 @@ from remat._scope.values import (
     Operand,
     has_layout,
 )
-from remat._torch import StorageRef, storage_id
+from remat._torch import StorageRef, eager_only, storage_id
 
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class _Tie(weakref.ref[Tensor]):
     key: int
 
 
+@eager_only
 def _died(tie: Any) -> None:
     entry: Entry = tie.entry
     entry.ties.pop(tie.key, None)
