@@ -45,7 +45,6 @@ class Exposures(TorchFunctionMode):
             self._notice(func, args)
         return func(*args, **(kwargs or {}))
 
-
     def _notice(self, func: Any, args: Any) -> None:
         if func == _ASSIGNS:
             if self._assign is not None:

@@ -158,8 +158,8 @@ class Recording(LeanDispatchMode):
             Those that have storages of their own, and their numbers; the others; and
             those of the others that lie in storages that were read.
         """
-        new, others, parts = [], [], []
-        known = set[int]()
+        new = list[tuple[int, Tensor]]()
+        others, parts, known = list[Tensor](), list[Tensor](), set[int]()
         for k, t in enumerate(results):
             if t is None or not has_layout(t):
                 continue

@@ -263,7 +263,7 @@ def _is_of_earlier(made: Made, block: Block, known: dict[Made, bool]) -> bool:
     stack = [made]
     while stack:
         top = stack[-1]
-        read = [] if top.operation is None else top.operation.reads
+        read = () if top.operation is None else top.operation.reads
         missing = [m for m in read if m.part.block is block and m not in known]
         if top in known or not missing:
             stack.pop()

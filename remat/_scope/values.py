@@ -74,6 +74,9 @@ class Part:
         self.block, self.is_used_up = block, False
 
 
+_new: Any = tuple.__new__  # costs a third of what calling a NamedTuple does
+
+
 class Layout(NamedTuple):
     """How a tensor lies in its storage."""
 
@@ -97,7 +100,7 @@ class Layout(NamedTuple):
             tensor.is_conj(),
             tensor.is_neg(),
         )
-        return tuple.__new__(cls, parts)  # a third of what `cls` costs
+        return _new(cls, parts)
 
     def value(self) -> "Value":
         """Return what is known of such a tensor."""
@@ -227,7 +230,7 @@ class Operand(NamedTuple):
     @classmethod
     def of_layout(cls, of: Given | Made, layout: Layout) -> Self:
         """Return what stands for the tensor of a layout in a value."""
-        return tuple.__new__(cls, (of, None if layout == of.layout else layout))
+        return _new(cls, (of, None if layout == of.layout else layout))
 
     def value(self) -> "Value":
         """Return what is known of the tensor."""
@@ -331,5 +334,8 @@ _CHANGED = (
 )
 _FREED = (
     "remat: the memory of {what} was freed between a `remat.scope` block and the "
-    "backward that recomputes what the block made of it, with {op} at {where}."
+    "backward that recomputes what the block made of it, with {op} at {where}. FSDP "
+    "frees the parameters that it gathers, once the forward of a module ends. There "
+    "rematerialize the modules, which gather them again: `remat.nn.apply(model, Block)` "
+    "or `remat(block)`, without a block around."
 )
