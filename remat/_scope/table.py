@@ -237,17 +237,22 @@ class Operands:
     def __call__(self, tensor: Tensor) -> Operand:
         """Return what stands for a tensor."""
         if has_layout(tensor):
-            self.storages.add(storage_id(tensor))
-            layout = Layout.of(tensor)
-            of = self._value_of(tensor) or self._table.given_of(tensor, layout)
-            operand = Operand.of_layout(of, layout)
+            key, layout = storage_id(tensor), Layout.of(tensor)
+            self.storages.add(key)
+            made = self._value_of(tensor, key)
+            if made is None:
+                operand = Operand.of_layout(
+                    self._table.given_of(tensor, layout), layout
+                )
+            else:
+                operand = Operand.of_layout(made, layout)
         else:
             operand = Operand(Given(tensor, None), None)
         self.found.append(operand)
         return operand
 
-    def _value_of(self, tensor: Tensor) -> Made | None:
-        entry = self._table.entry_in(storage_id(tensor))
+    def _value_of(self, tensor: Tensor, key: int) -> Made | None:
+        entry = self._table.entry_in(key)
         if entry is None:
             return None
         made = entry.made

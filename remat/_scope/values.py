@@ -336,6 +336,6 @@ _FREED = (
     "remat: the memory of {what} was freed between a `remat.scope` block and the "
     "backward that recomputes what the block made of it, with {op} at {where}. FSDP "
     "frees the parameters that it gathers, once the forward of a module ends. There "
-    "rematerialize the modules, which gather them again: `remat.nn.apply(model, Block)` "
-    "or `remat(block)`, without a block around."
+    "rematerialize the modules, which have them gathered again, and open no block: "
+    "`remat.nn.apply(model, Block)` or `remat(block)`."
 )

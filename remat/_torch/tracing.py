@@ -6,13 +6,15 @@ Rejected: `torch.compiler.disable` and the like, which import it.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
 from torch.fx import _symbolic_trace
 
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 dynamo: Any = eval_frame
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -83,7 +85,7 @@ def eager_only(fn: Callable[..., Any]) -> Callable[..., Any]:
 # kernels that it calls itself.
 def is_in_compiled_code() -> bool:
     """Say whether AOTAutograd's or the Inductor's result calls what asks this."""
-    if _COMPILED[0] not in sys.modules:
+    if _RUNTIME not in sys.modules:  # nothing is compiled
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -97,6 +99,7 @@ def is_in_compiled_code() -> bool:
 
 
 _COMPILED = "torch._functorch._aot_autograd", "torch._inductor"
+_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
 _PASSED = {"torch", "remat", ""}  # code of torch.fx is of no module
 
 
