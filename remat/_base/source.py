@@ -24,19 +24,15 @@ from remat._base.installed import OURS, TORCH, is_standard
 
 def user_line() -> str:
     """Return the innermost line of the stack that is neither torch's nor remat's."""
-    frame: types.FrameType | None = sys._getframe(1)
-    innermost: nn.Module | None = None
-    while frame is not None:
-        code = frame.f_code
-        if innermost is None:
-            innermost = _module_of(frame)
-        file = code.co_filename
-        if not file.startswith(_GENERATED) and not _is_trusted_file(file):
-            line = f"{shown(file)}:{frame.f_lineno}, in {code.co_name}"
-            path = _path_of(innermost, frame) if is_library(frame.f_globals) else ""
-            return f"{line} ({path})" if path else line
+    first = frame = sys._getframe(1)
+    while _is_passed(frame.f_code.co_filename):
+        if frame.f_back is None:
+            return "an unknown line"
         frame = frame.f_back
-    return "an unknown line"
+    code = frame.f_code
+    line = f"{shown(code.co_filename)}:{frame.f_lineno}, in {code.co_name}"
+    path = _path_of(first) if is_library(frame.f_globals) else ""
+    return f"{line} ({path})" if path else line
 
 
 def short(line: str, *, with_module: bool = True) -> str:
@@ -57,6 +53,8 @@ def short(line: str, *, with_module: bool = True) -> str:
 def shown(file: str) -> str:
     """Return a file's name as a reader knows it: a notebook's cell by its number."""
     ipython = sys.modules.get("IPython")
+    if ipython is None:
+        return file
     shell = getattr(ipython, "get_ipython", lambda: None)()
     name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
     cell = None if name_of is None else name_of(file)
@@ -67,9 +65,11 @@ def shown(file: str) -> str:
 _GENERATED = ("<string>", "<frozen", "<eval_with_key>")
 
 
+# Each operation of a block asks this of ten frames.
 @functools.lru_cache(maxsize=4096)
-def _is_trusted_file(file: str) -> bool:
-    return file.startswith((TORCH, OURS)) or is_standard(file)
+def _is_passed(file: str) -> bool:
+    """Say whether a file's lines are torch's, remat's, or of no file at all."""
+    return file.startswith((TORCH, OURS, *_GENERATED)) or is_standard(file)
 
 
 # --- The module that runs a line ---
@@ -83,12 +83,15 @@ def _module_of(frame: types.FrameType) -> nn.Module | None:
     return called if isinstance(called, nn.Module) else None
 
 
-def _path_of(inner: nn.Module | None, frame: types.FrameType | None) -> str:
-    """Return the path of a module in the outermost one that is running."""
-    outer = inner
+def _path_of(first: types.FrameType) -> str:
+    """Return the path of the innermost module that is called, in the outermost one."""
+    inner: nn.Module | None = None
+    outer: nn.Module | None = None
+    frame: types.FrameType | None = first
     while frame is not None:
         found = _module_of(frame)
-        inner, outer = inner or found, found or outer
+        if found is not None:
+            inner, outer = found if inner is None else inner, found
         frame = frame.f_back
     return "" if inner is None or outer is None else _name_in(outer, inner)
 

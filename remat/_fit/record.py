@@ -384,12 +384,10 @@ class Positions(Recording):
         self,
         operation: Any,
         new: Sequence[tuple[int, Tensor]],
-        args: Any,
-        kwargs: dict[str, Any],
         result: Any,
         *,
         asks: bool,
     ) -> None:
         if new:
-            has_tensors = bool(inputs_of(args, kwargs))
-            self._watch.note_fate(ASKED if asks and has_tensors else AGAIN)
+            asks = asks and bool(operation.operands)
+            self._watch.note_fate(ASKED if asks else AGAIN)

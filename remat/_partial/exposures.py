@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from remat._torch import eager_only
+
 
 class Exposures(TorchFunctionMode):
     """Tells of tensors whose memory Python takes, other than by operations.
@@ -33,20 +35,28 @@ class Exposures(TorchFunctionMode):
         self._expose, self._assign = expose, assign
 
     @override
+    @eager_only  # inlined, it traces
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        if func in _TAKES_MEMORY and args and isinstance(args[0], Tensor):
-            self._expose(args[0])
-        elif func == _ASSIGNS and self._assign is not None:
-            self._assign(*args)
+        # One look-up, for this is asked of everything that Python calls.
+        if func in _NOTICED:
+            self._notice(func, args)
         return func(*args, **(kwargs or {}))
+
+    def _notice(self, func: Any, args: Any) -> None:
+        if func == _ASSIGNS:
+            if self._assign is not None:
+                self._assign(*args)
+        elif args and isinstance(args[0], Tensor):
+            self._expose(args[0])
 
 
 _TENSOR: Any = Tensor
 _ASSIGNS = _TENSOR.data.__set__
-_TAKES_MEMORY = {
+_NOTICED = {
+    _ASSIGNS,
     *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr),
     *(Tensor.storage, Tensor.untyped_storage, Tensor.tolist),
 }

@@ -39,9 +39,9 @@ def value_of(tensor: Tensor) -> Value:
 def _value_if(strided: bool, tensor: Tensor) -> Value:
     if strided:
         where = tensor.stride(), int(tensor.storage_offset())
-        return _value(tensor.shape, tensor.dtype, tensor.device, *where)
+        return shared_value(tensor.shape, tensor.dtype, tensor.device, *where)
     shape = () if tensor.is_nested else tensor.shape
-    return _value(shape, tensor.dtype, tensor.device)
+    return shared_value(shape, tensor.dtype, tensor.device)
 
 
 def can_be_viewed_as(tensor: Tensor, value: Value) -> bool:
@@ -55,16 +55,17 @@ def can_be_viewed_as(tensor: Tensor, value: Value) -> bool:
     return end * value.dtype.itemsize <= storage_of(tensor).nbytes()
 
 
-def _value(shape: Sequence[int], *meta: Any) -> Value:
+def shared_value(shape: Sequence[int], *meta: Any) -> Value:
+    """Return a `Value`, one for all that are alike."""
     try:
-        return _shared_value(shape, *meta)
+        return _known_value(shape, *meta)
     except TypeError:  # symbolic sizes do not hash
         return Value(tuple(shape), *meta)
 
 
 # Many tensors are alike, and making a `Value` costs more than finding one here.
 @functools.lru_cache(maxsize=4096)
-def _shared_value(shape: Sequence[int], *meta: Any) -> Value:
+def _known_value(shape: Sequence[int], *meta: Any) -> Value:
     return Value(tuple(shape), *meta)
 
 

@@ -50,7 +50,8 @@ class scope:  # noqa: N801
     Blocks may be nested, may be left in any order, and may be alive together: none
     stores the results of another. It does nothing where no graph is made, inside a call
     of ``remat(fn)`` or of torch's checkpoint, which recompute what is in them anyway,
-    and in what ``torch.compile`` compiles.
+    and in what ``torch.compile`` compiles. Compiled code that is called in a block runs
+    compiled, and is no part of the block.
 
     Args:
         policy: of the results in the block: what it saves is stored as without the
@@ -62,7 +63,7 @@ class scope:  # noqa: N801
         RematError: on entry, inside of ``torch.func.grad``, ``vmap`` or the like. There
             use ``remat(fn)``.
         MutationError: in the backward, if a tensor that the block was given was changed
-            in place since.
+            in place since, or freed, as FSDP does with the parameters that it gathers.
 
     Source: RETURNN's ``gradient_checkpoint_scope`` (rwth-i6/returnn issue 1552), which
     asked for it in pytorch issue 129867.

@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from remat._base.absent import tensors_of
 from remat._base.op import Op
-from remat._base.source import user_line
+from remat._base.types import CONSTANTS
 from remat._graph.residual import OFFLOAD, Offloads
-from remat._partial.values import Arguments, Results
-from remat._scope.values import Given, Made
+from remat._partial.values import value_of
+from remat._scope.values import Given, Made, Operand
 from remat._torch import is_lazy, storage_id
 from remat.policies import Decision, Policy
 
@@ -25,22 +27,35 @@ from remat.policies import Decision, Policy
 def choose(
     policy: Policy,
     makes: Sequence[tuple[Made, Tensor]],
-    args: Any,
-    kwargs: dict[str, Any],
     result: Any,
 ) -> list[tuple[Made, Tensor]]:
     """Ask about the results of an operation; return those that graphs do not store."""
     if not makes:
         return []
-    arguments = Arguments(args, kwargs)
-    values = tuple(Results(result, arguments).values)
     operation = makes[0][0].operation
     assert operation is not None
-    op = Op(operation.func, *arguments.described, values, source=user_line())
-    decision = policy(op) if arguments.tensors else Decision.RECOMPUTE
+    new = {id(tensor): made.layout.value() for made, tensor in makes}
+    op = Op(
+        operation.func,
+        _described(operation.args),
+        tuple((name, _described(arg)) for name, arg in operation.kwargs.items()),
+        tuple(new.get(id(t)) or value_of(t) for t in tensors_of(result)),
+        source=operation.line,
+    )
+    decision = policy(op) if operation.operands else Decision.RECOMPUTE
     for made, _ in makes:
         made.op = op
     return [(m, t) for m, t in makes if not _is_stored(m, t, decision)]
+
+
+def _described(arg: Any) -> Any:
+    """Return an argument of an operation as an `Op` holds it."""
+    kind = type(arg)
+    if kind is Operand:
+        return arg.value()
+    if kind is tuple or kind is list or kind is torch.Size:
+        return tuple(map(_described, arg))
+    return arg if kind in CONSTANTS else kind
 
 
 def choose_named(made: Made, tensor: Tensor, name: str) -> bool:
@@ -71,5 +86,5 @@ def _is_stored(made: Made, tensor: Tensor, decision: Decision) -> bool:
             made.stored, made.operation = stored, None
             return False
     # What was made of it meanwhile reads it here.
-    made.stored, made.operation = Given(tensor), None
+    made.stored, made.operation = Given(tensor, made.layout), None
     return True

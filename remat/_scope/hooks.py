@@ -30,9 +30,10 @@ from remat._base.types import TENSORS
 from remat._graph.handles import VersionedTensor, unpack
 from remat._scope.sweep import Handle
 from remat._scope.table import Table
-from remat._scope.values import Layout
+from remat._scope.values import Layout, Operand
 from remat._torch import (
     current_task,
+    eager_only,
     is_of_torch_func,
     resume_hooks,
     suspend_hooks,
@@ -141,6 +142,7 @@ class Asking:
     def __init__(self, hooks: Hooks, inner: Any) -> None:
         self._hooks, self.inner = hooks, inner
 
+    @eager_only
     def __call__(self, tensor: Tensor) -> Any:
         """Be the hook that saves a tensor."""
         hooks, inner = self._hooks, self.inner
@@ -160,7 +162,7 @@ def _handle_of(tensor: Tensor, table: Table) -> Handle | None:
     entry = table.entry_of(tensor)
     if entry is None or entry.made.is_blank:
         return None
-    return Handle(table, entry.made, Layout.of(tensor))
+    return Handle(table, Operand.of_layout(entry.made, Layout.of(tensor)))
 
 
 def _itself(tensor: Tensor, hooks: Hooks) -> Any:

@@ -28,7 +28,7 @@ from remat._partial.effects import (
 from remat._partial.exposures import Exposures
 from remat._partial.naming import tell_no_more, tell_of_names
 from remat._scope.choosing import choose, choose_named
-from remat._scope.table import Entry, Table
+from remat._scope.table import Entry, Operands, Table
 from remat._scope.values import (
     Block,
     Layout,
@@ -42,8 +42,9 @@ from remat._torch import (
     OpOverload,
     call_kernel,
     current_task,
-    default_generators,
+    device_generators,
     eager_only,
+    is_in_compiled_code,
     is_view_op,
     leave_dispatch_mode,
     leave_function_mode,
@@ -87,6 +88,12 @@ class Recording(LeanDispatchMode):
         leave_function_mode(self.exposures)
         tell_no_more(self)
 
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo compile in a block."""
+        return True
+
     @override
     @eager_only
     def __torch_dispatch__(
@@ -102,85 +109,79 @@ class Recording(LeanDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         table = self._table
         table.settle()
-        inputs = [t for t in inputs_of(args, kwargs) if has_layout(t)]
-        if is_view_op(func) or not _may_run_again(func):
+        if is_view_op(func) or not _may_run_again(func) or is_in_compiled_code():
             result = call_kernel(func, *args, **kwargs)
             self._tie(tensors_of(result))
             return result
         traits = traits_of(func)
         written_to = declared_writes(traits, args, kwargs)
-        self._take_as_given(inputs, written_to)
         statistics = updated_statistics(traits, args, kwargs)
-        self._keep_given([*written_to, *statistics])
-        operation = Operation(func, args, kwargs, table.operand_of)
+        changed = [*written_to, *statistics]
+        self._keep_given(changed)
+        operands = Operands(table, written_to)
+        operation = Operation(func, args, kwargs, operands, operands.found)
         targets = [(t, table.entry_of(t)) for t in written_to]
         before = _states_before(traits, args, kwargs)
         result = call_kernel(func, *args, **kwargs)
         operation.streams = [(s, state) for s, state in before if s.read() != state]
         written = [(t, e) for t, e in targets if e is not None]
-        new = self._new_among(results_of(result), inputs)
-        self._drop_parted(tensors_of(result), inputs)
+        new, others, parts = self._sorted(results_of(result), operands.storages)
+        if parts:
+            self._drop_parted(parts, inputs_of(args, kwargs))
         for entry in filter(None, map(table.entry_at, statistics)):
             table.drop(entry)  # a batch norm wrote to it, and counted no version
         if len(written) < len(targets):
             new.clear()  # it changed what it was given, so it cannot be run again
         if new or written:
-            operation.written = _places([*written_to, *statistics], args, kwargs)
+            operation.written = _places(changed, args, kwargs)
             operation.settings, operation.line = read_settings(), user_line()
             operation.grad_mode = torch.is_grad_enabled()
             self._note_writes(operation, written, args, kwargs)
             # Statistics that it updates are no result that anybody saves.
             asks = not written_to
-            self._note_new(operation, new, args, kwargs, result, asks=asks)
-        self._tie(tensors_of(result))
+            self._note_new(operation, new, result, asks=asks)
+        self._tie(others)
         return result
-
-    def _take_as_given(
-        self, inputs: Sequence[Tensor], written_to: Sequence[Tensor]
-    ) -> None:
-        """Take memory as given that something wrote to unseen.
-
-        That is blank memory which is read, and a storage that an alias with a version
-        of its own wrote to, as `.data` has one.
-        """
-        ids = {*map(id, written_to)}
-        for t in inputs:
-            entry = self._table.entry_at(t)
-            if entry is None:
-                continue
-            is_read_blank = entry.made.is_blank and id(t) not in ids
-            if is_read_blank or self._table.entry_of(t) is None:
-                self._table.drop(entry)
 
     def _keep_given(self, written_to: Sequence[Tensor]) -> None:
         """Copy what was given, where the block itself writes to it now."""
         for t in written_to:
-            if self._table.entry_at(t) is None:
+            if self._table.entry_of(t) is None:
                 self._table.keep_given(t)
 
-    def _drop_parted(self, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def _sorted(
+        self, results: Sequence[Tensor | None], read: set[int]
+    ) -> tuple[list[tuple[int, Tensor]], list[Tensor], list[Tensor]]:
+        """Sort results by their storages.
+
+        Returns:
+            Those that have storages of their own, and their numbers; the others; and
+            those of the others that lie in storages that were read.
+        """
+        new = list[tuple[int, Tensor]]()
+        others, parts, known = list[Tensor](), list[Tensor](), set[int]()
+        for k, t in enumerate(results):
+            if t is None or not has_layout(t):
+                continue
+            key = storage_id(t)
+            if key in read:
+                parts.append(t)
+            if key in read or key in known or self._table.entry_in(key) is not None:
+                others.append(t)
+            else:
+                new.append((k, t))
+                known.add(key)
+        return new, others, parts
+
+    def _drop_parted(self, parts: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Drop what is parted into results that count their versions apart."""
-        ids, known = {*map(id, inputs)}, {*map(storage_id, inputs)}
-        parts = [t for t in results if has_layout(t) and id(t) not in ids]
-        parts = [t for t in parts if storage_id(t) in known]
+        ids = {*map(id, inputs)}
+        parts = [t for t in parts if id(t) not in ids]
         for entry in filter(None, map(self._table.entry_at, parts)):
             if len(parts) > 1:
                 self._table.drop(entry)
             else:
                 entry.is_parted = True
-
-    def _new_among(
-        self, results: Sequence[Tensor | None], inputs: Sequence[Tensor]
-    ) -> list[tuple[int, Tensor]]:
-        """Return the results, and their numbers, that have storages of their own."""
-        known = {*map(storage_id, inputs)}
-        new = []
-        for k, t in enumerate(results):
-            if t is not None and has_layout(t) and storage_id(t) not in known:
-                known.add(storage_id(t))
-                if self._table.entry_at(t) is None:
-                    new.append((k, t))
-        return new
 
     def _note_writes(
         self,
@@ -189,14 +190,14 @@ class Recording(LeanDispatchMode):
         args: Any,
         kwargs: dict[str, Any],
     ) -> None:
-        inputs = inputs_of(args, kwargs)
         for t, entry in written:
             if Tag.inplace_view in operation.func.tags:
                 self._table.wrote(entry, t)  # to its shape alone
             elif traits_of(operation.func).is_read_by_python:
                 self._table.drop(entry)  # its storage was exchanged
             else:
-                k = next(i for i, other in enumerate(inputs) if other is t)
+                inputs = enumerate(inputs_of(args, kwargs))
+                k = next(k for k, other in inputs if other is t)
                 made = Made(self.blocks[-1].part(), Layout.of(t), operation)
                 operation.note_made(k, made, is_operand=True)
                 entry.made = made
@@ -206,8 +207,6 @@ class Recording(LeanDispatchMode):
         self,
         operation: Operation,
         new: Sequence[tuple[int, Tensor]],
-        args: Any,
-        kwargs: dict[str, Any],
         result: Any,
         *,
         asks: bool,
@@ -215,17 +214,17 @@ class Recording(LeanDispatchMode):
         block = self.blocks[-1]
         makes = [(Made(block.part(), Layout.of(t), operation), t) for _, t in new]
         if block.policy is not None and asks:
-            makes = self._chosen(makes, args, kwargs, result)
+            makes = self._chosen(makes, result)
         numbers = {id(t): k for k, t in new}
         for made, t in makes:
             operation.note_made(numbers[id(t)], made, is_operand=False)
             self._table.enter(made, t)
 
     def _chosen(
-        self, makes: list[tuple[Made, Tensor]], args: Any, kwargs: Any, result: Any
+        self, makes: list[tuple[Made, Tensor]], result: Any
     ) -> list[tuple[Made, Tensor]]:
         try:
-            return choose(self.blocks[-1].policy, makes, args, kwargs, result)
+            return choose(self.blocks[-1].policy, makes, result)
         except Exception as error:  # noqa: BLE001 - raised at the end
             # Raised here, a TypeError would make `a + b` say that it takes no tensors.
             self._error = self._error or error
@@ -268,6 +267,8 @@ def _places(
     tensors: Sequence[Tensor], args: Any, kwargs: dict[str, Any]
 ) -> frozenset[int]:
     """Return the places of some tensors among the arguments."""
+    if not tensors:
+        return frozenset()
     ids = {*map(id, tensors)}
     return frozenset(k for k, t in enumerate(inputs_of(args, kwargs)) if id(t) in ids)
 
@@ -281,7 +282,8 @@ def _states_before(
     passed = [stream_of(arg) for arg in (*args, *kwargs.values())]
     streams = [s for s in passed if s is not None]
     if not streams:
-        streams = [s for s in map(stream_of, default_generators()) if s is not None]
+        streams = [s for s in map(stream_of, device_generators()) if s is not None]
+        streams.append(global_streams().streams[0])  # the CPU's, read without a copy
     if traits.is_of_others:
         streams += global_streams().streams[1:]  # Python's and NumPy's
     return [(s, s.read()) for s in streams]

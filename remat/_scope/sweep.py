@@ -16,7 +16,7 @@ are read much later.
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,7 +35,6 @@ from remat._scope.values import (
     Part,
     has_layout,
     mapped,
-    read_by,
     results_of,
 )
 from remat._torch import (
@@ -49,6 +48,7 @@ from remat._torch import (
     keeps_graph,
     no_torch_functions,
     read_settings,
+    set_grad_enabled,
     when_done,
     write_settings,
 )
@@ -59,15 +59,19 @@ class Handle:
 
     Args:
         table: of the thread that made the value.
+        tensor: stands for the tensor in the value.
+
+    Attributes:
         made: the value.
-        layout: of the tensor in it.
     """
 
-    __slots__ = ("__weakref__", "layout", "made", "table")
+    __slots__ = ("__weakref__", "made", "table", "tensor")
 
-    def __init__(self, table: Table, made: Made, layout: Layout) -> None:
-        self.table, self.made, self.layout = table, made, layout
-        table.handles.add(self)
+    def __init__(self, table: Table, tensor: Operand) -> None:
+        assert isinstance(tensor.of, Made)
+        self.table, self.made, self.tensor = table, tensor.of, tensor
+        # The reference takes itself out.
+        table.handles.add(weakref.ref(self, table.handles.discard))
 
     def unpacked(self) -> Tensor:
         """Return the tensor."""
@@ -88,7 +92,7 @@ def value_of(handle: Handle) -> Tensor:
 def _read(handle: Handle) -> Tensor:
     table, task = handle.table, current_task()
     if task < 0:
-        return Sweep([handle]).take(handle)
+        return Sweep({weakref.ref(handle)}).take(handle)
     sweep: Sweep | None = table.sweeps.get(task)
     if sweep is None:
         table.sweeps[task] = sweep = Sweep(table.handles)
@@ -96,8 +100,8 @@ def _read(handle: Handle) -> Tensor:
         when_done(functools.partial(_end, sweep, weakref.ref(table)))
     if not keeps_graph():
         sweep.used_up.add(handle.made.part)
-    if handle not in sweep.unread:
-        return Sweep([handle]).take(handle)
+    if weakref.ref(handle) not in sweep.unread:
+        return Sweep({weakref.ref(handle)}).take(handle)
     return sweep.take(handle)
 
 
@@ -115,29 +119,32 @@ class Sweep:
     """The recomputes of one backward.
 
     Args:
-        handles: that may be read.
+        handles: weak references to those that may be read.
 
     Attributes:
-        unread: those that were not read yet.
+        unread: weak references to those that were not read yet.
         values: what was recomputed and is still needed.
         used_up: the parts of blocks whose handles were read for the last time.
     """
 
-    def __init__(self, handles: Iterable[Handle]) -> None:
-        self.unread: Any = weakref.WeakSet(handles)
+    def __init__(self, handles: "set[weakref.ref[Handle]]") -> None:
+        self.unread = handles.copy()
         self.values: dict[Made, Tensor] = {}
         self.used_up: set[Part] = set()
-        self._uses: Counter[Made] = Counter(h.made for h in [*self.unread])
+        alive = [handle for ref in self.unread if (handle := ref()) is not None]
+        self._uses: Counter[Made] = Counter([handle.made for handle in alive])
         self._given_away: set[Made] = set()
         for operation in _needed_for([*self._uses]):
-            self._uses.update(read_by(operation))
+            self._uses.update(operation.reads)
 
     def take(self, handle: Handle) -> Tensor:
         """Return what a handle stands for."""
-        self.unread.discard(handle)
+        self.unread.discard(weakref.ref(handle))
         made = handle.made
-        self._compute(made)
-        view = handle.layout.view_of(self.values[made])
+        if made not in self.values:
+            with no_torch_functions(), below_autograd(), grad_mode(True):
+                self._compute(made)
+        view = handle.tensor.tensor_in(self.values[made])
         self._given_away.add(made)
         self._use(made)
         return view
@@ -152,6 +159,7 @@ class Sweep:
 
     def _compute(self, target: Made) -> None:
         """Compute a value, and what it needs before it."""
+        settings = read_settings()
         stack = [target]
         while stack:
             made = stack[-1]
@@ -160,17 +168,22 @@ class Sweep:
             elif made.operation is None:
                 self.values[made] = _stored(made)
             else:
-                missing = [m for m in read_by(made.operation) if m not in self.values]
+                missing = [m for m in made.operation.reads if m not in self.values]
                 stack += missing
                 if not missing:
-                    self._run(made.operation)
+                    self._run(made.operation, settings)
 
-    def _run(self, operation: Operation) -> None:
+    def _run(self, operation: Operation, settings: Any) -> None:
         values = self._operand_values(operation)
-        operands = iter(values)
+        operands, kwargs = iter(values), operation.kwargs
         args = mapped(operation.args, Operand, lambda _: next(operands))
-        kwargs = mapped(operation.kwargs, Operand, lambda _: next(operands))
-        with _as_recorded(operation):
+        if kwargs:
+            kwargs = mapped(kwargs, Operand, lambda _: next(operands))
+        set_grad_enabled(operation.grad_mode)
+        if operation.streams or operation.settings != settings:
+            with _as_recorded(operation, settings):
+                result = call_kernel(operation.func, *args, **kwargs)
+        else:
             result = call_kernel(operation.func, *args, **kwargs)
         results = results_of(result)
         for number, is_operand, ref in operation.made:
@@ -180,7 +193,7 @@ class Sweep:
                 if value is None or Layout.of(value) != made.layout:
                     raise RecomputeError(_differs(operation))
                 self.values[made] = value
-        for made in read_by(operation):
+        for made in operation.reads:
             if made in self.values:
                 self._use(made)
 
@@ -189,19 +202,17 @@ class Sweep:
 
         What it writes to is copied, unless nobody else will read it.
         """
-        places = operation.written
-        bases = {
-            id(operand.of): self._to_write(operand.of, operation)
-            for k, operand in enumerate(operation.operands)
-            if k in places
-        }
-        tensors = []
-        for of, layout in operation.operands:
-            base = bases.get(id(of))
-            if base is None:
-                base = self._base(of, operation)
-            tensors.append(base if layout is None else layout.view_of(base))
-        return tensors
+        operands = operation.operands
+        if not operation.written:
+            return [o.tensor_in(self._base(o.of, operation)) for o in operands]
+        of_written = [operands[k].of for k in operation.written]
+        bases = {id(of): self._to_write(of, operation) for of in of_written}
+        return [
+            o.tensor_in(
+                bases[id(o.of)] if id(o.of) in bases else self._base(o.of, operation)
+            )
+            for o in operands
+        ]
 
     def _base(self, of: Given | Made, reader: Operation) -> Tensor:
         if isinstance(of, Made):
@@ -223,9 +234,10 @@ def _stored(made: Made) -> Tensor:
     stored = made.stored
     assert stored is not None
     if isinstance(stored, Offloaded):
-        return stored.value().detach()
+        return made.layout.view_of(stored.value().detach())
     assert made.op is not None
-    return stored.tensor(made.op.func, made.op.source)
+    stored_tensor = stored.tensor(made.op.func, made.op.source)
+    return made.layout.view_of(stored_tensor)
 
 
 def _needed_for(targets: Sequence[Made]) -> Iterator[Operation]:
@@ -237,7 +249,7 @@ def _needed_for(targets: Sequence[Made]) -> Iterator[Operation]:
         if operation is not None and operation not in seen:
             seen.add(operation)
             yield operation
-            stack += read_by(operation)
+            stack += operation.reads
 
 
 def _differs(operation: Operation) -> str:
@@ -245,13 +257,9 @@ def _differs(operation: Operation) -> str:
 
 
 @contextmanager
-def _as_recorded(operation: Operation) -> Iterator[None]:
-    """Run the body in the state in which an operation ran, and put all back."""
-    settings = read_settings()
+def _as_recorded(operation: Operation, settings: Any) -> Iterator[None]:
+    """Run the body in the settings and streams of an operation, and put them back."""
     with ExitStack() as stack:
-        stack.enter_context(no_torch_functions())
-        stack.enter_context(grad_mode(operation.grad_mode))
-        stack.enter_context(below_autograd())
         if settings != operation.settings:
             write_settings(operation.settings)
             stack.callback(write_settings, settings)

@@ -25,13 +25,12 @@ from remat._scope.values import (
     Made,
     Operand,
     has_layout,
-    read_by,
 )
-from remat._torch import StorageRef, storage_id
+from remat._torch import StorageRef, eager_only, storage_id
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 class _Tie(weakref.ref[Tensor]):
@@ -43,6 +42,7 @@ class _Tie(weakref.ref[Tensor]):
     key: int
 
 
+@eager_only
 def _died(tie: Any) -> None:
     entry: Entry = tie.entry
     entry.ties.pop(tie.key, None)
@@ -85,7 +85,7 @@ class Table:
     """What the storages of one thread hold.
 
     Attributes:
-        handles: all that stand for values, as long as they live.
+        handles: weak references to all that stand for values.
         sweeps: those of the backwards that run, by their numbers.
         lock: taken by recomputes. A backward may read handles in several threads.
         when_empty: called when the last entry is gone.
@@ -94,9 +94,9 @@ class Table:
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         # By storage and version.
-        self._given: dict[int, Any] = {}
+        self._given: dict[int, dict[int | None, weakref.ref[Given]]] = {}
         self._unsettled: list[tuple[Entry, Tensor]] = []
-        self.handles: Any = weakref.WeakSet()
+        self.handles: set[Any] = set()
         self.sweeps: Any = weakref.WeakValueDictionary()
         self.lock = threading.RLock()
         self.when_empty: Callable[[], None] = _do_nothing
@@ -108,8 +108,7 @@ class Table:
 
     def entry_of(self, tensor: Tensor) -> Entry | None:
         """Return the entry of a tensor, if its storage holds the value still."""
-        if self._unsettled:
-            self.settle()
+        self.settle()
         entry = self.entry_at(tensor)
         if entry is None or entry.version != version_of(tensor):
             return None
@@ -120,6 +119,10 @@ class Table:
         if not (self._entries and has_layout(tensor)):
             return None
         return self._entries.get(storage_id(tensor))
+
+    def entry_in(self, storage: int) -> Entry | None:
+        """Return the entry of the storage of a number, whatever it holds now."""
+        return self._entries.get(storage)
 
     def enter(self, made: Made, tensor: Tensor) -> None:
         """Note that the storage of a new tensor holds a value."""
@@ -133,6 +136,8 @@ class Table:
 
     def settle(self) -> None:
         """Read the versions of what operations wrote to."""
+        if not self._unsettled:
+            return
         unsettled = [*self._unsettled]
         self._unsettled.clear()
         for entry, tensor in unsettled:
@@ -162,7 +167,11 @@ class Table:
 
         A running mean would hold all that it ever saw. It is given to the next block.
         """
-        self._given = {key: known for key, known in self._given.items() if known}
+        self._given = {
+            key: known
+            for key, known in self._given.items()
+            if any(given() is not None for given in known.values())
+        }
         known: dict[Made, bool] = {}
         for entry in [*self._entries.values()]:
             made = entry.made
@@ -183,26 +192,75 @@ class Table:
 
     # --- Operands ---
 
-    def operand_of(self, tensor: Tensor) -> Operand:
-        """Return what stands for a tensor in an operation."""
-        entry = self.entry_of(tensor)
-        if entry is not None:
-            return Operand(entry.made, Layout.of(tensor))
-        if not has_layout(tensor):
-            return Operand(Given(tensor), None)
-        known = self._given.get(storage_id(tensor))
-        if known is None:
-            known = self._given[storage_id(tensor)] = weakref.WeakValueDictionary()
-        given = known.get(version_of(tensor))
+    def given_of(self, tensor: Tensor, layout: Layout) -> Given:
+        """Return a tensor that no block made, as the operations read it."""
+        known = self._given.setdefault(storage_id(tensor), {})
+        ref = known.get(version_of(tensor))
+        given = None if ref is None else ref()
         if given is None:
-            known[version_of(tensor)] = given = Given(tensor)
-        return Operand(given, Layout.of(tensor))
+            given = Given(tensor, layout)
+            known[version_of(tensor)] = weakref.ref(given)
+        return given
 
     def keep_given(self, tensor: Tensor) -> None:
         """Have what was given in the storage of a tensor keep what it holds."""
         if has_layout(tensor):
-            for given in [*self._given.pop(storage_id(tensor), {}).values()]:
-                given.keep()
+            for ref in self._given.pop(storage_id(tensor), {}).values():
+                given = ref()
+                if given is not None:
+                    given.keep()
+
+
+class Operands:
+    """Called with each tensor of an operation, in order: returns what stands for it.
+
+    What something wrote to unseen is taken as given. That is blank memory which is
+    read, and a storage that an alias with a version of its own wrote to, as `.data` has
+    one.
+
+    Args:
+        table: the table.
+        written_to: what the operation writes to.
+
+    Attributes:
+        found: what stands for the tensors so far.
+        storages: the numbers of their storages.
+    """
+
+    __slots__ = ("_table", "_written_to", "found", "storages")
+
+    def __init__(self, table: Table, written_to: "Sequence[Tensor]") -> None:
+        self._table, self._written_to = table, written_to
+        self.found: list[Operand] = []
+        self.storages: set[int] = set()
+
+    def __call__(self, tensor: Tensor) -> Operand:
+        """Return what stands for a tensor."""
+        if has_layout(tensor):
+            key, layout = storage_id(tensor), Layout.of(tensor)
+            self.storages.add(key)
+            made = self._value_of(tensor, key)
+            if made is None:
+                operand = Operand.of_layout(
+                    self._table.given_of(tensor, layout), layout
+                )
+            else:
+                operand = Operand.of_layout(made, layout)
+        else:
+            operand = Operand(Given(tensor, None), None)
+        self.found.append(operand)
+        return operand
+
+    def _value_of(self, tensor: Tensor, key: int) -> Made | None:
+        entry = self._table.entry_in(key)
+        if entry is None:
+            return None
+        made = entry.made
+        is_read_blank = made.is_blank and all(t is not tensor for t in self._written_to)
+        if is_read_blank or entry.version != version_of(tensor):
+            self._table.drop(entry)
+            return None
+        return made
 
 
 def _is_of_earlier(made: Made, block: Block, known: dict[Made, bool]) -> bool:
@@ -210,9 +268,7 @@ def _is_of_earlier(made: Made, block: Block, known: dict[Made, bool]) -> bool:
     stack = [made]
     while stack:
         top = stack[-1]
-        read: list[Made] = []
-        if top.operation is not None:
-            read = read_by(top.operation)
+        read = () if top.operation is None else top.operation.reads
         missing = [m for m in read if m.part.block is block and m not in known]
         if top in known or not missing:
             stack.pop()

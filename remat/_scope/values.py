@@ -17,6 +17,7 @@ Rejected: a tape of the operations in their order. It holds what nobody needs an
 and has to be run from the start.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -27,6 +28,7 @@ from torch import Tensor
 from remat._base.errors import MutationError
 from remat._base.tensors import describe, version_of
 from remat._base.types import TENSORS
+from remat._partial.values import shared_value, value_of
 from remat._torch import (
     below_autograd,
     detached,
@@ -38,7 +40,7 @@ from remat._torch import (
 
 
 if TYPE_CHECKING:
-    from remat._base.op import Op
+    from remat._base.op import Op, Value
     from remat._graph.residual import Offloaded
 
 
@@ -79,6 +81,9 @@ class Part:
         self.block, self.is_used_up = block, False
 
 
+_new: Any = tuple.__new__  # costs a third of what calling a NamedTuple does
+
+
 class Layout(NamedTuple):
     """How a tensor lies in its storage."""
 
@@ -86,20 +91,28 @@ class Layout(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    device: torch.device
     is_conj: bool
     is_neg: bool
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
         """Return that of a tensor."""
-        return cls(
+        parts = (
             tensor.shape,
             tensor.stride(),
             int(tensor.storage_offset()),
             tensor.dtype,
+            tensor.device,
             tensor.is_conj(),
             tensor.is_neg(),
         )
+        return _new(cls, parts)
+
+    def value(self) -> "Value":
+        """Return what is known of such a tensor."""
+        where = self.stride, self.offset
+        return shared_value(self.shape, self.dtype, self.device, *where)
 
     def view_of(self, tensor: Tensor) -> Tensor:
         """Return the tensor of this layout in the storage of another tensor."""
@@ -128,21 +141,23 @@ class Given:
 
     Args:
         tensor: the tensor. It is held without its graph.
+        layout: of the tensor; None if it has none.
     """
 
-    __slots__ = ("__weakref__", "_nbytes", "_tensor", "_version", "_where")
+    __slots__ = ("__weakref__", "_nbytes", "_tensor", "_version", "layout")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, layout: Layout | None) -> None:
         self._tensor, self._version = detached(tensor), version_of(tensor)
-        self._nbytes = _nbytes_of(tensor)
+        self._nbytes = 0 if layout is None else tensor.untyped_storage().nbytes()
+        self.layout = layout
 
     def keep(self) -> None:
         """Copy the memory, which is about to be written to."""
-        tensor = self._tensor
-        if has_layout(tensor) and version_of(tensor) == self._version:
+        tensor, layout = self._tensor, self.layout
+        if layout is not None and version_of(tensor) == self._version:
             with below_autograd():
                 storage = flat_view(tensor, tensor.dtype).clone()
-                self._tensor = Layout.of(tensor).view_of(storage)
+                self._tensor = layout.view_of(storage)
             self._version = version_of(self._tensor)
 
     def tensor(self, reader: Any, where: str) -> Tensor:
@@ -158,13 +173,13 @@ class Given:
         tensor = self._tensor
         if self._version is not None and tensor._version != self._version:
             raise MutationError(_told(_CHANGED, tensor, reader, where))
-        if _nbytes_of(tensor) < self._nbytes:
+        if self._nbytes and tensor.untyped_storage().nbytes() < self._nbytes:
             raise MutationError(_told(_FREED, tensor, reader, where))
         return tensor
 
-
-def _nbytes_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes() if has_layout(tensor) else 0
+    def value(self) -> "Value":
+        """Return what is known of it."""
+        return value_of(self._tensor)
 
 
 def _told(message: str, tensor: Tensor, reader: Any, where: str) -> str:
@@ -192,9 +207,14 @@ class Made:
     def __init__(self, part: Part, layout: Layout, operation: "Operation") -> None:
         self.part, self.layout = part, layout
         self.op: Op | None = None
-        self.is_blank = operation.func.overloadpacket.__name__ in _BLANK
+        self.is_blank = _makes_blank(operation.func)
         self.operation: Operation | None = operation
         self.stored: Given | Offloaded | None = None
+
+
+@functools.lru_cache(maxsize=4096)
+def _makes_blank(func: Any) -> bool:
+    return func.overloadpacket.__name__ in _BLANK
 
 
 _BLANK = {
@@ -208,11 +228,28 @@ class Operand(NamedTuple):
 
     Attributes:
         of: the value, or the tensor that was given.
-        layout: of the tensor in it; None for a tensor that is not strided.
+        layout: of the tensor in it; None if it is the tensor of the value itself.
     """
 
     of: Given | Made
     layout: Layout | None
+
+    @classmethod
+    def of_layout(cls, of: Given | Made, layout: Layout) -> Self:
+        """Return what stands for the tensor of a layout in a value."""
+        return _new(cls, (of, None if layout == of.layout else layout))
+
+    def value(self) -> "Value":
+        """Return what is known of the tensor."""
+        layout = self.layout or self.of.layout
+        if layout is None:
+            assert isinstance(self.of, Given)
+            return self.of.value()
+        return layout.value()
+
+    def tensor_in(self, base: Tensor) -> Tensor:
+        """Return the tensor, given that of the value."""
+        return base if self.layout is None else self.layout.view_of(base)
 
 
 class Operation:
@@ -222,6 +259,7 @@ class Operation:
         func: the overload.
         args, kwargs: its arguments, with an `Operand` for each tensor.
         operands: these, in order.
+        reads: the values among them, each once.
         written: the operands that it writes to.
         streams: the random streams that it moved, and their states before.
         settings: those of the process at the time.
@@ -233,8 +271,7 @@ class Operation:
 
     __slots__ = (
         *("args", "func", "grad_mode", "kwargs", "line", "made", "operands"),
-        "settings",
-        *("streams", "written"),
+        *("reads", "settings", "streams", "written"),
     )
 
     def __init__(
@@ -243,17 +280,14 @@ class Operation:
         args: Any,
         kwargs: dict[str, Any],
         operand_of: Callable[[Tensor], Operand],
+        operands: Sequence[Operand],
     ) -> None:
         self.func = func
-        self.operands: list[Operand] = []
-
-        def replaced(tensor: Tensor) -> Operand:
-            operand = operand_of(tensor)
-            self.operands.append(operand)
-            return operand
-
-        self.args = mapped(args, Tensor, replaced)
-        self.kwargs = mapped(kwargs, Tensor, replaced)
+        self.args = mapped(args, Tensor, operand_of)
+        self.kwargs = mapped(kwargs, Tensor, operand_of) if kwargs else {}
+        self.operands = operands  # `operand_of` has noted them
+        found = [o.of for o in self.operands if type(o.of) is Made]
+        self.reads: Sequence[Made] = [*dict.fromkeys(found)]
         self.written: frozenset[int] = frozenset()
         self.streams: Sequence[tuple[Any, Any]] = ()
         self.settings: tuple[Any, ...] = ()
@@ -272,12 +306,6 @@ class Operation:
         self.made.append((number, is_operand, weakref.ref(made)))
 
 
-def read_by(operation: Operation) -> list[Made]:
-    """Return the values that an operation reads, each once."""
-    found = (operand.of for operand in operation.operands)
-    return [*dict.fromkeys(of for of in found if isinstance(of, Made))]
-
-
 def results_of(result: Any) -> list[Tensor | None]:
     """Return what an operation returned, in order; None where that is no tensor."""
     if isinstance(result, (list, tuple)):
@@ -292,13 +320,18 @@ def mapped(tree: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
         >>> mapped([1, (2.5, None)], float, int)
         [1, (2, None)]
     """
-    if isinstance(tree, kind):
-        return fn(tree)
-    if type(tree) is tuple or type(tree) is list:
-        return type(tree)(mapped(part, kind, fn) for part in tree)
     if type(tree) is dict:
-        return {name: mapped(part, kind, fn) for name, part in tree.items()}
-    return tree
+        return dict(zip(tree, mapped([*tree.values()], kind, fn), strict=True))
+    parts = [
+        fn(part)
+        if isinstance(part, kind)
+        else (mapped(part, kind, fn) if type(part) in _CONTAINERS else part)
+        for part in tree
+    ]
+    return parts if type(tree) is list else tuple(parts)
+
+
+_CONTAINERS = {list, tuple, dict}
 
 
 _CHANGED = (
@@ -308,5 +341,8 @@ _CHANGED = (
 )
 _FREED = (
     "remat: the memory of {what} was freed between a `remat.scope` block and the "
-    "backward that recomputes what the block made of it, with {op} at {where}."
+    "backward that recomputes what the block made of it, with {op} at {where}. FSDP "
+    "frees the parameters that it gathers, once the forward of a module ends. There "
+    "rematerialize the modules, which have them gathered again, and open no block: "
+    "`remat.nn.apply(model, Block)` or `remat(block)`."
 )

@@ -226,6 +226,7 @@ from remat._torch.tracing import (
     eager_only as eager_only,
     has_proxies as has_proxies,
     is_compiled as is_compiled,
+    is_in_compiled_code as is_in_compiled_code,
     is_symbolic as is_symbolic,
     is_traced_symbolically as is_traced_symbolically,
     makes_graph as makes_graph,

@@ -146,7 +146,16 @@ def _dispatch_modes_are_entered_and_left() -> None:
             self.op = func
             return func(*args, **(kwargs or {}))
 
+    class Ignoring(Lean):
+        @classmethod
+        @override
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
     x, mode = torch.ones(4), Lean()
+    with Ignoring():
+        assert not _python_dispatch.any_torch_dispatch_mode_on_stack()
+        assert modes._read_flags(modes._dispatch)[-1] is before[modes._FLAGS[-1]]
     with mode:
         assert _flags() == inside != before
         x.sin()

@@ -65,6 +65,21 @@ def _dynamo_asks_what_to_leave_alone() -> None:
     assert all(f'"{name}"' in functions for name in names)
 
 
+@expects("is_in_compiled_code")
+def _the_code_around_compiled_code_is_known() -> None:
+    folder = Path(torch.__file__).parent
+    runtime = folder.parent.joinpath(*tracing._RUNTIME.split(".")).with_suffix(".py")
+    assert "ctx.save_for_backward(" in runtime.read_text()
+    assert (folder / "_inductor" / "output_code.py").exists()
+    assert not tracing.is_in_compiled_code()
+    ask = "found = tracing.is_in_compiled_code()"
+    for module, is_compiled in ("torch._inductor.made", True), ("made", False):
+        scope = {"tracing": tracing, "__name__": module}
+        with replaced(sys.modules, tracing._RUNTIME, sys):
+            exec(ask, scope)
+        assert scope["found"] is is_compiled
+
+
 @expects("is_compiled")
 def _compiled_functions_are_told() -> None:
     names = "_torchdynamo_orig_callable", "_torchdynamo_disable"

@@ -120,10 +120,8 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
         if not _has_flags:
             return super().__enter__()
         assert not self._before, "the flags from before would be lost"
-        self._before = _read_flags(_dispatch)
-        for name in _FLAGS:
-            setattr(_dispatch, name, True)
-        _tell_dynamo(True)
+        self._before = before = _read_flags(_dispatch)
+        _write_flags((True, True, before[-1] or not self.ignore_compile_internals()))
         torch._C._push_on_torch_dispatch_stack(self)
         return self
 
@@ -237,17 +235,19 @@ def leave_dispatch_mode(mode: LeanDispatchMode) -> None:
 # torch switches that off there, and kernels that are made of others (`pinv`) are wrong.
 def call_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a kernel from a dispatch mode as it is called without one."""
-    before = [*map(_is_excluded, _LAZY)]
-    for key in _LAZY:
-        _set_excluded(key, False)
+    conjugate, negative = _is_excluded(_CONJUGATE), _is_excluded(_NEGATIVE)
+    if not (conjugate or negative):
+        return kernel(*args, **kwargs)
+    _set_excluded(_CONJUGATE, False)
+    _set_excluded(_NEGATIVE, False)
     try:
         return kernel(*args, **kwargs)
     finally:
-        for key, was in zip(_LAZY, before, strict=True):
-            _set_excluded(key, was)
+        _set_excluded(_CONJUGATE, conjugate)
+        _set_excluded(_NEGATIVE, negative)
 
 
-_LAZY = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
+_CONJUGATE, _NEGATIVE = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
@@ -328,11 +328,9 @@ _ALL = _key_set(
 
 
 # Deleted by: a public context in which operations run as a dispatch mode sees them.
-@contextmanager
-def below_autograd() -> Iterator[None]:
-    """Run the body below autograd and autocast, but above dispatch modes."""
-    with torch._C._ExcludeDispatchKeyGuard(_ABOVE_MODES):
-        yield
+def below_autograd() -> Any:
+    """Return a context below autograd and autocast, but above dispatch modes."""
+    return torch._C._ExcludeDispatchKeyGuard(_ABOVE_MODES)
 
 
 _DEVICES = "CPU", "CUDA", "XPU", "MPS", "HPU", "XLA", "IPU", "MTIA", "PrivateUse1"

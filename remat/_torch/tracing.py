@@ -6,12 +6,15 @@ Rejected: `torch.compiler.disable` and the like, which import it.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
 from torch.fx import _symbolic_trace
 
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 dynamo: Any = eval_frame
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -75,6 +78,29 @@ def eager_only(fn: Callable[..., Any]) -> Callable[..., Any]:
     strategy = dynamo._FrameExecStrategy(skip, skip)
     dynamo.set_code_exec_strategy(fn.__code__, strategy)
     return fn
+
+
+# Deleted by: a public way to ask whether compiled code is running. A dispatch mode that
+# ignores what is compiled sees what the result of a compilation dispatches, and not the
+# kernels that it calls itself.
+def is_in_compiled_code() -> bool:
+    """Say whether AOTAutograd's or the Inductor's result calls what asks this."""
+    if _RUNTIME not in sys.modules:  # nothing is compiled
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_COMPILED):
+            return True
+        if module.partition(".")[0] not in _PASSED:
+            return False
+        frame = frame.f_back
+    return False
+
+
+_COMPILED = "torch._functorch._aot_autograd", "torch._inductor"
+_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
+_PASSED = {"torch", "remat", ""}  # code of torch.fx is of no module
 
 
 def is_symbolic(size: object) -> bool:

@@ -174,3 +174,14 @@ def test_statistics_that_a_block_made_are_read_after_their_update():
     # The batch norm reads what it updates. The sine reads the update, which is stored.
     before = {"zeros": 1, "add": 1, "ones": 1, "mul": 1}
     assert_scoped(program, sin=1, native_batch_norm=1, **before)
+
+
+def test_an_error_says_what_to_do_where_memory_was_freed():
+    a, gathered = leaf(3, 3), torch.randn(3, 3)
+    with remat.scope():
+        x = a @ gathered
+    loss = (x * x).sum()
+    del x
+    gathered.untyped_storage().resize_(0)
+    with pytest.raises(remat.MutationError, match=r"freed .* FSDP frees .*remat\.nn"):
+        loss.backward()

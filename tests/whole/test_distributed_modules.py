@@ -18,6 +18,7 @@ from support.processes import (
     assert_as_plain,
     blocks_of,
     in_two_processes,
+    inputs,
     one_batch,
     train,
 )
@@ -203,6 +204,27 @@ def train_all(kind: str, rank: int) -> dict[Any, Any]:
                 results[name, way] = traceback.format_exc()
             dist.barrier()
     return results
+
+
+def train_in_a_block(rank: int) -> str:
+    def batch(model, rank, step):
+        with remat.scope():
+            loss = model(inputs(rank, step)).square().mean()
+        loss.backward()
+
+    try:
+        train(FSDP2["applied after"](plainly, plainly), rank, batch)
+    except remat.MutationError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+def test_a_block_around_sharded_modules_says_what_to_do(tmp_path):
+    for told in in_two_processes(tmp_path, train_in_a_block):
+        assert "was freed" in told
+        assert "FSDP frees the parameters" in told
+        assert "remat.nn.apply(model, Block)" in told
 
 
 KINDS = ["DDP", *(pytest.param(k, marks=pytest.mark.slow) for k in ("FSDP2", "FSDP1"))]
