@@ -1,4 +1,4 @@
-"""What is chosen for: the blocks of a model, or one function; and the plan of the best.
+"""What is chosen for, the blocks of a model; and the plan of the best.
 
 Called by `api`. A `Fitting` says which modules have options and how a copy of the step
 follows a choice. `search` chooses; `fitted` describes what it found.
@@ -21,9 +21,7 @@ from remat._fit.plan import FitBlock, FitCandidate, FitPlan
 from remat._fit.search import Candidate, Picks, Search, search
 from remat._fit.simulate import Part, Simulation, place, simulate, undisturbed
 from remat._fit.training_step import TrainingStep
-from remat._report.labels import label_of
 from remat._report.render import size
-from remat._transform.api import remat
 from remat._transform.module import RematModule
 from remat._transform.refused import has_forward
 from remat.nn._select import as_selectors, selected
@@ -34,7 +32,7 @@ class Fitting:
     """What is chosen for.
 
     Attributes:
-        label: the name of the model or function.
+        label: the name of the model.
         step: the step.
         device: of tensors that are on the meta device.
         blocks: the names of the modules that have options.
@@ -48,17 +46,6 @@ class Fitting:
     blocks: tuple[str, ...]
     depths: tuple[tuple[str, ...], ...]
     change: Callable[[TrainingStep, dict[str, Option]], TrainingStep]
-
-
-def over_function(step: TrainingStep, device: torch.device) -> Fitting:
-    """Choose for a function as a whole."""
-
-    def change(step: TrainingStep, chosen: dict[str, Option]) -> TrainingStep:
-        if not chosen:
-            return step
-        return step._replace(fn=remat(step.fn, policy=chosen[""].of("")))
-
-    return Fitting(label_of(step.fn), step, device, ("",), (), change)
 
 
 def over_blocks(step: TrainingStep, device: torch.device, select: object) -> Fitting:
@@ -113,7 +100,6 @@ def fitted(fitting: Fitting, budget: int) -> FitPlan:
     """
     options = options_for(())
     around = [name for names in fitting.depths for name in names]
-    windows = [name for name in fitting.blocks if name]
 
     def simulated(picks: Picks) -> Simulation:
         chosen = {name: options[option] for name, option in picks.items()}
@@ -121,7 +107,7 @@ def fitted(fitting: Fitting, budget: int) -> FitPlan:
         def change(step: TrainingStep) -> TrainingStep:
             return fitting.change(step, chosen)
 
-        return simulate(fitting.step, fitting.device, change, windows, around)
+        return simulate(fitting.step, fitting.device, change, fitting.blocks, around)
 
     searched = Search(budget, simulated)
     with undisturbed():
@@ -207,23 +193,24 @@ def _block(
 
 
 def _parts(found: Simulation, name: str) -> Iterator[Part]:
-    """Yield the windows of a module; those of a function are all."""
+    """Yield the windows of a module."""
     step = found.steps[-1]
     for nest, first, end in found.nests:
         if nest == name:
             yield from step[first:end]
             return
-    yield from (part for part in step if not name or part.name == name)
+    yield from (part for part in step if part.name == name)
 
 
 _NO_MODEL = (
     "remat.fit: no model is passed. Pass the model itself, or a function and, among "
-    "its arguments, the model: fit(step, model, batch, budget=...). For a function "
-    "without blocks pass over=None."
+    "its arguments, the model: fit(step, model, batch, budget=...). A function without "
+    "blocks has a plan for its step: leave out over='blocks'."
 )
 _NO_BLOCKS = (
     "remat.fit: this {model} has no repeated blocks. Say which modules may be "
-    "recomputed: select='layers.*', a class, or a function of a name and module."
+    "recomputed: select='layers.*', a class, or a function of a name and module. Or "
+    "plan the whole step, without over='blocks'."
 )
 _RECOMPUTED = (
     "remat.fit: {name} is recomputed already. Call remat.nn.remove(model) first: the "

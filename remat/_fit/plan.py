@@ -1,4 +1,4 @@
-"""What `fit` returns: which blocks of a model are recomputed, and what that costs.
+"""The plan by blocks: which blocks of a model are recomputed, and what that costs.
 
 Invariant: a plan holds neither tensors nor modules, so it pickles, compares, and can be
 made on one machine and applied on another.
@@ -6,7 +6,6 @@ Rejected: a plan that keeps the model. It is applied to the real one, which may 
 exist yet.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from remat._report import plots as _plots, render as _render
-from remat._transform.api import caller, remat
+from remat._transform.api import caller
 from remat.nn._apply import apply_from
 from remat.policies import Policy
 
@@ -27,7 +26,7 @@ class FitBlock:
     """What a plan does with a block.
 
     Attributes:
-        name: in `model.named_modules()`; "" for the function itself.
+        name: in `model.named_modules()`.
         recomputes: whether it is recomputed.
         policy: its policy; None if no result is saved, or it is not recomputed.
         around: whether other blocks are in it, which are recomputed within it.
@@ -41,7 +40,7 @@ class FitBlock:
         ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(*[layer() for _ in range(4)])
-        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB", over="blocks")
         >>> [(block.name, block.recomputes) for block in plan.blocks]
         [('0', False), ('1', True), ('2', True), ('3', False)]
     """
@@ -71,7 +70,7 @@ class FitCandidate:
         ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(*[layer() for _ in range(4)])
-        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB", over="blocks")
         >>> [c.peak for c in plan.candidates if c.label == "plain"]
         [461984]
     """
@@ -84,10 +83,10 @@ class FitCandidate:
 
 @dataclass(frozen=True, repr=False)
 class FitPlan(_render.Shown):
-    """The plan of `remat.fit`. It prints as a table of blocks.
+    """The plan of `remat.fit` by blocks. It prints as a table of blocks.
 
     Attributes:
-        label: the name of the model or function.
+        label: the name of the model.
         budget: the bytes that a step may take.
         peak: the most bytes that are alive in a step: parameters, buffers, arguments,
             gradients, and all that forward, loss and backward make.
@@ -109,7 +108,7 @@ class FitPlan(_render.Shown):
         ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(*[layer() for _ in range(4)])
-        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB", over="blocks")
         >>> plan
         <FitPlan of Sequential: 2 of 4 blocks recomputed, peak 323.2 KiB>
         >>> plan.plain_peak, plan.peak <= plan.budget
@@ -138,15 +137,13 @@ class FitPlan(_render.Shown):
         """Recompute the blocks of a model as planned, in place.
 
         Args:
-            model: a model with the same blocks; or the function, if the plan is for one
-                function.
+            model: a model with the same blocks.
 
         Returns:
-            The model. `remat.nn.remove(model)` undoes it. For a function, the
-            rematerialized function.
+            The model. `remat.nn.remove(model)` undoes it.
 
         Raises:
-            TypeError: a function is passed, but the plan is for the blocks of a model.
+            TypeError: what is passed is not a module.
             ValueError: the model has no such block, or it is recomputed already.
 
         Example:
@@ -156,17 +153,16 @@ class FitPlan(_render.Shown):
             ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
             >>> with torch.device("meta"):
             ...     model = nn.Sequential(*[layer() for _ in range(4)])
-            >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+            >>> x = torch.ones(256, 8)
+            >>> plan = remat.fit(model, x, budget="350kB", over="blocks")
             >>> real = nn.Sequential(*[layer() for _ in range(4)])
             >>> real is plan.apply(real)
             True
         """
-        chosen = {b.name: b.policy for b in self.blocks if b.recomputes}
         if not isinstance(model, nn.Module):
-            if [block.name for block in self.blocks] != [""]:
-                kind = type(model).__name__
-                raise TypeError(_NO_MODEL.format(label=self.label, kind=kind))
-            return _wrapped(model, chosen)
+            kind = type(model).__name__
+            raise TypeError(_NO_MODEL.format(label=self.label, kind=kind))
+        chosen = {b.name: b.policy for b in self.blocks if b.recomputes}
         return apply_from(caller(), model, chosen) if chosen else model
 
     def plot(self, ax: Any = None) -> Any:
@@ -223,8 +219,7 @@ def _row(block: FitBlock) -> tuple[str, ...]:
     policy = "" if block.policy is None else str(block.policy)
     inside = ", with the blocks in it" if block.around else ""
     fate = f"recomputed{inside}" if block.recomputes else "saved"
-    name = block.name or "the function"
-    return name, fate, policy, f"{block.saved:,}", f"{block.recomputed:,}"
+    return block.name, fate, policy, f"{block.saved:,}", f"{block.recomputed:,}"
 
 
 _NO_MODEL = (
@@ -234,7 +229,3 @@ _NO_MODEL = (
 _NO_BUDGETS = (
     "without policies.within: scipy is not installed (pip install 'remat[budget]')"
 )
-
-
-def _wrapped(fn: Callable[..., Any], chosen: dict[str, Policy | None]) -> Any:
-    return remat(fn, policy=chosen[""]) if chosen else fn

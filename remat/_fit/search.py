@@ -137,8 +137,6 @@ def _freed(
         return {}
     both = plain.found.steps[-1], nothing.found.steps[-1]
     before, after = [{p.name: p.saves for p in step} for step in both]
-    if blocks == ("",):  # a function as a whole
-        before, after = [{"": step[-1].left - step[0].entered} for step in both]
     return {name: before[name] - after[name] for name in blocks if name in before}
 
 

@@ -24,7 +24,7 @@ FUNCTIONS = {
     *("checkpoint_name", "explain", "compare", "is_recomputing"),
     *("Explanation", "ExplainedOp", "ExplainedInput", "Comparison", "ComparedPolicy"),
     *("Peak", "Holder", "HeldValues", "fit", "FitPlan"),
-    *("FitBlock", "FitCandidate"),
+    *("FitBlock", "FitCandidate", "StepPlan", "FitSegment", "Followed"),
 }
 ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),

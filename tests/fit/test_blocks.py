@@ -1,4 +1,4 @@
-"""`remat.fit` chooses what blocks keep, and leaves the model as it is."""
+"""`remat.fit` by blocks chooses what they keep, and leaves the model as it is."""
 
 import copy
 import dataclasses
@@ -30,23 +30,27 @@ from remat._fit.simulate import simulate, undisturbed
 from remat._fit.training_step import TrainingStep
 from remat._partial.cache import CACHES
 from remat._torch import fake_mode
-from remat.testing import assert_same, count_ops, memory_timeline
+from remat.testing import assert_same, count_ops
 
 
 X = torch.randn(256, 8)
 
 
+def fit(*args, **options):
+    return remat.fit(*args, over="blocks", **options)
+
+
 def least(model, *args, **options):
     """Return the least budget that there is a plan for."""
     with pytest.raises(remat.BudgetError, match=r"The least budget") as raised:
-        remat.fit(model, *args, budget=1, **options)
+        fit(model, *args, budget=1, **options)
     return raised.value.least
 
 
 def middle(model, *args, share=0.4, **options):
     """Return a budget between the least and the peak without remat."""
     low = least(model, *args, **options)
-    high = remat.fit(model, *args, budget="1TB", **options).peak
+    high = fit(model, *args, budget="1TB", **options).peak
     return int(low + share * (high - low))
 
 
@@ -71,7 +75,7 @@ def test_the_measured_peak_stays_under_the_budget(name):
     make, args, kwargs, loss = CASES[name]
     model = make()
     budget = middle(model, *args, loss=loss, **kwargs)
-    plan = remat.fit(model, *args, budget=budget, loss=loss, **kwargs)
+    plan = fit(model, *args, budget=budget, loss=loss, **kwargs)
     assert plan.peak <= budget < plan.plain_peak
     assert any(block.recomputes for block in plan.blocks)
     real = plan.apply(copy.deepcopy(model))
@@ -84,7 +88,7 @@ def test_the_measured_peak_stays_under_the_budget(name):
 
 def test_the_recomputed_flops_are_those_that_run():
     model = mlps()
-    plan = remat.fit(model, X, budget=middle(model, X, loss=square), loss=square)
+    plan = fit(model, X, budget=middle(model, X, loss=square), loss=square)
     flops = plan.flops
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         gradients(plan.apply(model), X)
@@ -96,7 +100,7 @@ def test_the_recomputed_flops_are_those_that_run():
 
 def test_a_budget_that_plain_code_stays_under_recomputes_nothing():
     model = mlps()
-    plan = remat.fit(model, X, budget="1 GB", loss=square)
+    plan = fit(model, X, budget="1 GB", loss=square)
     assert plan.recomputed == plan.seconds == 0
     assert plan.peak == plan.plain_peak
     assert not any(block.recomputes for block in plan.blocks)
@@ -105,9 +109,9 @@ def test_a_budget_that_plain_code_stays_under_recomputes_nothing():
 
 def test_less_memory_never_costs_less_work():
     model = mlps(4)
-    low, high = least(model, X, loss=square), remat.fit(model, X, budget="1GB").peak
+    low, high = least(model, X, loss=square), fit(model, X, budget="1GB").peak
     costs = [
-        remat.fit(model, X, budget=int(low + k / 4 * (high - low)), loss=square).seconds
+        fit(model, X, budget=int(low + k / 4 * (high - low)), loss=square).seconds
         for k in range(5)
     ]
     assert costs == sorted(costs, reverse=True)
@@ -117,9 +121,9 @@ def test_less_memory_never_costs_less_work():
 def test_the_least_budget_would_do():
     model = staged()
     budget = least(model, X, loss=square)
-    assert remat.fit(model, X, budget=budget, loss=square).peak == budget
+    assert fit(model, X, budget=budget, loss=square).peak == budget
     with pytest.raises(remat.BudgetError, match=f"{budget:,} bytes") as raised:
-        remat.fit(model, X, budget=budget - 1, loss=square)
+        fit(model, X, budget=budget - 1, loss=square)
     assert raised.value.least == budget
     assert "before the step" in str(raised.value)
 
@@ -127,7 +131,7 @@ def test_the_least_budget_would_do():
 def test_modules_around_blocks_are_recomputed_where_that_pays():
     model, x = staged(), torch.randn(4096, 8)
     budget = least(model, x, loss=square)
-    plan = remat.fit(model, x, budget=budget, loss=square)
+    plan = fit(model, x, budget=budget, loss=square)
     around = [block.name for block in plan.blocks if block.around]
     assert around
     every = next(c for c in plan.candidates if c.label == "all nothing_saveable")
@@ -144,7 +148,7 @@ def test_no_uniform_choice_costs_less(name):
     choices = uniform_choices(model, args, kwargs, loss)
     for share in 0.2, 0.7:
         budget = middle(model, *args, share=share, loss=loss, **kwargs)
-        plan = remat.fit(model, *args, budget=budget, loss=loss, **kwargs)
+        plan = fit(model, *args, budget=budget, loss=loss, **kwargs)
         assert_no_choice_costs_less(plan, choices)
 
 
@@ -180,7 +184,7 @@ def simulated(model, args, kwargs, loss):
 
 def test_a_plan_that_costs_more_is_noticed():
     model = mlps(4)
-    plan = remat.fit(model, X, budget=middle(model, X, loss=square), loss=square)
+    plan = fit(model, X, budget=middle(model, X, loss=square), loss=square)
     choices = uniform_choices(model, (X,), {}, square)
     worse = dataclasses.replace(plan, budget=plan.plain_peak, seconds=1.0)
     with pytest.raises(AssertionError, match=r"nothing_saveable"):
@@ -196,9 +200,9 @@ def test_a_function_is_passed_its_model():
     def step(model, ids):
         return words(model(ids))
 
-    passed = remat.fit(model, IDS, budget="1GB", loss=words)
-    assert remat.fit(model.forward, IDS, budget="1GB", loss=words).peak == passed.peak
-    inside = remat.fit(step, model, IDS, budget="1GB")
+    passed = fit(model, IDS, budget="1GB", loss=words)
+    assert fit(model.forward, IDS, budget="1GB", loss=words).peak == passed.peak
+    inside = fit(step, model, IDS, budget="1GB")
     assert inside.flops == passed.flops
     # Nothing holds the logits of `step` in its backward.
     assert inside.peak < passed.peak
@@ -207,7 +211,7 @@ def test_a_function_is_passed_its_model():
 def test_outputs_of_transformers_have_a_loss():
     model = llama()
     low = least(model, IDS, labels=IDS)
-    plan = remat.fit(model, IDS, labels=IDS, budget=low)
+    plan = fit(model, IDS, labels=IDS, budget=low)
     assert {block.name for block in plan.blocks if not block.around} == {
         f"model.layers.{k}" for k in range(3)
     }
@@ -215,8 +219,8 @@ def test_outputs_of_transformers_have_a_loss():
 
 def test_of_what_is_no_scalar_all_is_differentiated():
     model = mlps(2)
-    assert remat.fit(model, X, budget="1GB").flops > 0
-    assert remat.fit(lambda m, x: [m(x), {"a": x}], model, X, budget="1GB").flops > 0
+    assert fit(model, X, budget="1GB").flops > 0
+    assert fit(lambda m, x: [m(x), {"a": x}], model, X, budget="1GB").flops > 0
 
 
 @pytest.mark.parametrize("where", ["meta", "fake"])
@@ -225,8 +229,8 @@ def test_the_model_need_not_exist(where):
         model = mlps()
     real = mlps()
     budget = middle(real, X, loss=square)
-    plan = remat.fit(model, X, budget=budget, loss=square)
-    assert plan == remat.fit(real, X, budget=budget, loss=square)
+    plan = fit(model, X, budget=budget, loss=square)
+    assert plan == fit(real, X, budget=budget, loss=square)
     plan.apply(real)
     assert measured_peak(real, (X,), {}, square) <= budget
 
@@ -234,8 +238,8 @@ def test_the_model_need_not_exist(where):
 def test_all_may_be_on_the_meta_device():
     with torch.device("meta"):
         model, x = mlps(2), torch.randn(256, 8)
-    found = remat.fit(model, x, budget="1GB")
-    assert found.peak == remat.fit(mlps(2), X, budget="1GB", device="cpu").peak
+    found = fit(model, x, budget="1GB")
+    assert found.peak == fit(mlps(2), X, budget="1GB", device="cpu").peak
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda"])
@@ -243,13 +247,13 @@ def test_a_device_that_is_not_there_is_refused(device):
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=f"torch finds no {device} here"):
-        remat.fit(mlps(2), X, budget="1GB", device=device)
+        fit(mlps(2), X, budget="1GB", device=device)
 
 
 def test_blocks_are_selected_as_by_apply():
     model = mlps(4)
     low = least(model, X, select="1.[02]")
-    plan = remat.fit(model, X, budget=low, select="1.[02]")
+    plan = fit(model, X, budget=low, select="1.[02]")
     assert {b.name for b in plan.blocks if not b.around} == {"1.0", "1.2"}
 
 
@@ -259,7 +263,7 @@ def test_names_of_values_are_an_option():
             return x + self.down(remat.checkpoint_name(self.up(x), "up").relu())
 
     model = nn.Sequential(*(Named(8) for _ in range(3)))
-    plan = remat.fit(model, X, budget=least(model, X))
+    plan = fit(model, X, budget=least(model, X))
     assert any("save_only_these_names('up')" in c.label for c in plan.candidates)
 
 
@@ -280,7 +284,7 @@ class Twice(nn.Module):
 def test_blocks_that_are_called_twice_have_one_option():
     model = Twice()
     budget = middle(model, X, loss=square)
-    plan = remat.fit(model, X, budget=budget, loss=square)
+    plan = fit(model, X, budget=budget, loss=square)
     assert [block.name for block in plan.blocks] == [f"layers.{k}" for k in range(3)]
     real = plan.apply(copy.deepcopy(model))
     assert_predicted(plan.peak, measured_peak(real, (X,), {}, square))
@@ -290,16 +294,16 @@ def test_blocks_that_are_called_twice_have_one_option():
 def test_a_model_in_evaluation_mode():
     model = ResNet().eval()
     image = torch.randn(2, 3, 16, 16)
-    plan = remat.fit(model, image, budget=least(model, image, loss=square), loss=square)
+    plan = fit(model, image, budget=least(model, image, loss=square), loss=square)
     real = plan.apply(copy.deepcopy(model))
     assert_predicted(plan.peak, measured_peak(real, (image,), {}, square))
 
 
 def test_gradients_that_exist_are_there_before():
     model = mlps()
-    first = remat.fit(model, X, budget="1GB", loss=square)
+    first = fit(model, X, budget="1GB", loss=square)
     model(X).sum().backward()
-    again = remat.fit(model, X, budget="1GB", loss=square)
+    again = fit(model, X, budget="1GB", loss=square)
     assert again.resident > first.resident
 
 
@@ -308,18 +312,18 @@ def test_gradients_that_exist_are_there_before():
 
 def test_a_step_without_a_model_is_refused():
     with pytest.raises(ValueError, match=r"no model is passed"):
-        remat.fit(torch.sin, X, budget="1GB")
+        fit(torch.sin, X, budget="1GB")
 
 
 def test_a_list_of_blocks_for_blocks_is_refused():
     model = nn.ModuleDict({"layers": nn.ModuleList([mlps(2), mlps(2)])})
     with pytest.raises(ValueError, match=r"`layers` is a ModuleList, which has no"):
-        remat.fit(lambda m, x: m["layers"][0](x), model, X, budget=1, select="layers")
+        fit(lambda m, x: m["layers"][0](x), model, X, budget=1, select="layers")
 
 
 def test_a_plan_for_blocks_refuses_a_function():
     model = mlps()
-    plan = remat.fit(model, X, budget="1GB", loss=square)
+    plan = fit(model, X, budget="1GB", loss=square)
     with pytest.raises(TypeError, match=r"for the blocks of Sequential: pass the mod"):
         plan.apply(lambda x: model(x))
 
@@ -330,37 +334,37 @@ def test_a_plan_for_blocks_refuses_a_function():
 )
 def test_the_budget_is_written_once_or_in_two_units(budget, says):
     with pytest.raises(remat.BudgetError, match=says):
-        remat.fit(mlps(), X, budget=budget, loss=square)
+        fit(mlps(), X, budget=budget, loss=square)
 
 
 def test_a_plan_says_what_it_was_made_without(monkeypatch):
     model = mlps()
     budget = least(model, X, loss=square)
-    assert "policies.within" not in str(remat.fit(model, X, budget=budget, loss=square))
+    assert "policies.within" not in str(fit(model, X, budget=budget, loss=square))
     monkeypatch.setitem(sys.modules, "scipy", None)
-    plan = remat.fit(model, X, budget=budget, loss=square)
+    plan = fit(model, X, budget=budget, loss=square)
     note = "without policies.within: scipy is not installed (pip install 'remat[budget]"
     assert plan.lacks_budgets
     assert note in " ".join(str(plan).split())  # its lines are wrapped
     assert "without policies.within" in plan._repr_html_()
-    assert not remat.fit(model, X, budget="1GB", loss=square).lacks_budgets
+    assert not fit(model, X, budget="1GB", loss=square).lacks_budgets
 
 
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(ValueError, match=r"Linear has no repeated blocks"):
-        remat.fit(nn.Linear(8, 8), X, budget="1GB")
+        fit(nn.Linear(8, 8), X, budget="1GB")
 
 
 def test_a_model_that_is_recomputed_already_is_refused():
     model = remat.nn.apply(mlps())
     with pytest.raises(ValueError, match=r"1\.0 is recomputed already"):
-        remat.fit(model, X, budget="1GB")
+        fit(model, X, budget="1GB")
 
 
 def test_a_model_that_is_not_passed_is_refused():
     model, other = mlps(2), mlps(2)
     with pytest.raises(remat.CaptureError, match=r"requires grad and was not passed"):
-        remat.fit(lambda m, x: m(x) + other(x), model, X, budget="1GB")
+        fit(lambda m, x: m(x) + other(x), model, X, budget="1GB")
     assert all(p.grad is None for p in other.parameters())
 
 
@@ -368,29 +372,29 @@ def test_values_that_do_not_exist_cannot_be_read():
     def step(model, x):
         return model(x) if x.sum() > 0 else model(x + 1)
 
-    with pytest.raises(remat.CaptureError, match=r"test_fit\.py:\d+, in step"):
-        remat.fit(step, mlps(2), X, budget="1GB")
+    with pytest.raises(remat.CaptureError, match=r"test_blocks\.py:\d+, in step"):
+        fit(step, mlps(2), X, budget="1GB")
 
 
 def test_a_step_without_gradients_is_refused():
     with pytest.raises(ValueError, match=r"nothing in the result requires grad"):
-        remat.fit(mlps(2).requires_grad_(False), X, budget="1GB")
+        fit(mlps(2).requires_grad_(False), X, budget="1GB")
 
 
 def test_lazy_modules_are_refused():
     model = nn.Sequential(mlps(2), nn.LazyLinear(3))
     with pytest.raises(remat.CaptureError, match=r"Call the model once before"):
-        remat.fit(model, X, budget="1GB")
+        fit(model, X, budget="1GB")
 
 
 @pytest.mark.parametrize("budget", ["8 parsecs", -1, None])
 def test_a_budget_is_bytes(budget):
     with pytest.raises((ValueError, TypeError), match=r"fit takes a number of bytes"):
-        remat.fit(mlps(2), X, budget=budget)
+        fit(mlps(2), X, budget=budget)
 
 
-def test_over_is_blocks_or_none():
-    with pytest.raises(ValueError, match=r"got 'layers'"):
+def test_over_is_step_or_blocks():
+    with pytest.raises(ValueError, match=r"\"blocks\" or None, got 'layers'"):
         remat.fit(mlps(2), X, budget=1, over="layers")
 
 
@@ -402,7 +406,7 @@ def test_the_model_stays_as_it_is():
     image = torch.randn(2, 3, 16, 16)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     classes = [type(module) for module in model.modules()]
-    remat.fit(model, image, budget=least(model, image, loss=square), loss=square)
+    fit(model, image, budget=least(model, image, loss=square), loss=square)
     assert_same(model.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), state)
     assert [type(module) for module in model.modules()] == classes
@@ -415,13 +419,13 @@ def test_calls_outside_share_nothing_with_simulated_ones():
     words(model(IDS)).backward()
     known = len(CACHES)
     other = Lm()
-    remat.fit(other, IDS, budget=least(other, IDS, loss=words), loss=words)
+    fit(other, IDS, budget=least(other, IDS, loss=words), loss=words)
     assert len(CACHES) == known > 0
 
 
 def test_apply_is_undone_by_remove():
     model = mlps()
-    plan = remat.fit(model, X, budget=least(model, X, loss=square), loss=square)
+    plan = fit(model, X, budget=least(model, X, loss=square), loss=square)
     remat.nn.remove(plan.apply(model))
     with count_ops() as ops:
         gradients(model, X)
@@ -430,14 +434,16 @@ def test_apply_is_undone_by_remove():
 
 def test_messages_name_the_line_that_applied_the_plan():
     model = mlps()
-    plan = remat.fit(model, X, budget=least(model, X, loss=square), loss=square)
+    plan = fit(model, X, budget=least(model, X, loss=square), loss=square)
     plan.apply(model)
-    with pytest.raises(ValueError, match=r"recomputed already, since \S*test_fit\.py:"):
+    with pytest.raises(
+        ValueError, match=r"recomputed already, since \S*test_blocks\.py:"
+    ):
         plan.apply(model)
 
 
 def test_a_plan_for_another_model_is_refused():
-    plan = remat.fit(mlps(), X, budget=least(mlps(), X, loss=square), loss=square)
+    plan = fit(mlps(), X, budget=least(mlps(), X, loss=square), loss=square)
     with pytest.raises(ValueError, match=r"selects no module"):
         plan.apply(mlps(1))
 
@@ -447,7 +453,7 @@ def test_a_plan_for_another_model_is_refused():
 
 def test_a_plan_is_a_value():
     model = mlps()
-    plan = remat.fit(model, X, budget=least(model, X, loss=square), loss=square)
+    plan = fit(model, X, budget=least(model, X, loss=square), loss=square)
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert re.match(r"<FitPlan of Sequential: \d of 6 blocks recomputed", repr(plan))
     text = str(plan)
@@ -458,46 +464,8 @@ def test_a_plan_is_a_value():
 def test_a_plan_draws_itself():
     pytest.importorskip("matplotlib").use("Agg")
     model = mlps()
-    plan = remat.fit(model, X, budget=least(model, X, loss=square), loss=square)
+    plan = fit(model, X, budget=least(model, X, loss=square), loss=square)
     axes = plan.plot()
     labels = axes.get_legend_handles_labels()[1]
     assert any("fit" in label for label in labels)
     assert axes.get_xlabel() == "peak MiB"
-
-
-# --- One function --------------------------------------------------------------------
-
-
-def chain(x, w):
-    for _ in range(6):
-        x = (x @ w).tanh().sin()
-    return x
-
-
-W = torch.randn(64, 64, requires_grad=True)
-WIDE, HEAD = torch.randn(256, 64), torch.randn(64, 2000)
-
-
-def head(x):
-    return (x @ HEAD).exp().square().mean()
-
-
-def test_a_function_as_a_whole():
-    pytest.importorskip("scipy")
-    budget = middle(chain, WIDE, W, over=None, loss=head)
-    plan = remat.fit(chain, WIDE, W, budget=budget, over=None, loss=head)
-    (block,) = plan.blocks
-    assert block.recomputes
-    assert "within" in str(block.policy)
-    fitted = plan.apply(chain)
-    step = TrainingStep(fitted, (WIDE, W), {}, head)
-    peaks = [memory_timeline(step.run).peak for _ in range(2)]
-    assert_predicted(plan.peak, plan.resident + max(peaks))
-    W.grad = None
-    (expected,) = torch.autograd.grad(head(chain(WIDE, W)), W)
-    assert_same(torch.autograd.grad(head(fitted(WIDE, W)), W)[0], expected)
-
-
-def test_a_function_that_fits_stays_itself():
-    plan = remat.fit(chain, WIDE, W, budget="1GB", over=None)
-    assert plan.apply(chain) is chain
