@@ -40,6 +40,7 @@ from remat._report.render import size
 from remat._scope.api import scope
 from remat._scope.following import Course, Following
 from remat._torch import fake_mode
+from remat.nn._followed import follow
 
 
 _TIMES = 3  # that a choice is made again
@@ -87,9 +88,9 @@ class _Planning:
 
     def plan(self) -> StepPlan:
         """Return the plan."""
-        record, turn = self.record, self.record.turn
-        applied = self._found(record.loss)
-        around = self._better(applied) if record.loss < turn else applied
+        record, whole = self.record, (0, self.record.turn)
+        applied = None if record.forward is None else self._found(record.forward)
+        around = applied if record.forward == whole else self._better(applied)
         found = applied or around
         if found is None:
             raise self._too_small()
@@ -97,7 +98,7 @@ class _Planning:
             self.label,
             self._budget,
             record.resident,
-            Walker(record, 0)(()).peak,
+            Walker(record, (0, 0))(()).peak,
             sum(op.flops for op in record.operations),
             None if applied is None else applied.followed,
             (around or found).followed,
@@ -114,18 +115,16 @@ class _Planning:
             chosen = chosen_for(walker, self._budget)
             work = applied.followed.seconds
             if chosen is None or walker.seconds(chosen) >= work * _LESS:
-                late = {i for i in walker.choices if i >= self.record.loss}
-                return applied._replace(
-                    followed=replace(
-                        applied.followed,
-                        courses=self._courses(walker, applied.chosen | late),
-                    )
-                )
-        return self._found(self.record.turn)
+                first, last = applied.walker.span
+                outside = {i for i in walker.choices if not first <= i < last}
+                courses = self._courses(walker, applied.chosen | outside)
+                followed = replace(applied.followed, courses=courses)
+                return applied._replace(followed=followed)
+        return self._found((0, self.record.turn))
 
-    def _found(self, upto: int) -> _Found | None:
-        """Choose, for a scope around the first operations; None if nothing fits."""
-        walker, aim = Walker(self.record, upto), self._budget
+    def _found(self, span: tuple[int, int]) -> _Found | None:
+        """Choose, for a scope around some operations; None if nothing fits."""
+        walker, aim = Walker(self.record, span), self._budget
         for _ in range(_TIMES):
             chosen = chosen_for(walker, aim)
             if chosen is None:
@@ -141,15 +140,18 @@ class _Planning:
     def _run(self, walker: Walker, chosen: Chosen) -> _Found:
         """Run a step that follows a choice."""
         courses = self._courses(walker, chosen)
-        is_around = walker.upto == self.record.turn
+
+        def following() -> scope:
+            return scope(Following(self.label, courses))
 
         def change(step: TrainingStep) -> TrainingStep:
-            def following() -> scope:
-                return scope(Following(self.label, courses))
-
-            if is_around:
+            model = step.model()
+            if walker.span == (0, self.record.turn):
                 return step._replace(around=following)
-            return step._replace(around_forward=following)
+            if model is None or (step.fn is not model and hasattr(step.fn, "__self__")):
+                return step._replace(around_forward=following)
+            follow(model, self.label, courses, (), "")
+            return step
 
         device, blocks = self._device, self._blocks
         done = simulate(
@@ -186,16 +188,17 @@ class _Planning:
     def _other_course(self, walker: Walker) -> Iterator[Course]:
         if self.other is None:
             return
-        is_around = walker.upto == self.record.turn
-        other = Walker(self.other, self.other.turn if is_around else self.other.loss)
+        is_around = walker.span == (0, self.record.turn)
+        other = Walker(self.other, None if is_around else self.other.forward)
         chosen = chosen_for(other, self._budget)
         yield _course(other, lowest(other) if chosen is None else chosen)
 
     # --- Errors ---
 
     def _too_small(self) -> BudgetError:
-        uptos = {self.record.loss, self.record.turn}
-        walkers = [Walker(self.record, upto) for upto in sorted(uptos)]
+        whole = 0, self.record.turn
+        spans = {self.record.forward or whole, whole}
+        walkers = [Walker(self.record, span) for span in sorted(spans)]
         found = [self._run(walker, lowest(walker)).followed for walker in walkers]
         least = min(found, key=lambda each: each.peak)
         message = _TOO_SMALL.format(
@@ -205,7 +208,7 @@ class _Planning:
             unit=size(least.peak),
             at=least.peak_at,
             resident=size(self.record.resident),
-            plain=size(Walker(self.record, 0)(()).peak),
+            plain=size(Walker(self.record, (0, 0))(()).peak),
         )
         return BudgetError(message, least.peak)
 
@@ -240,7 +243,7 @@ def _course(walker: Walker, chosen: Chosen) -> Course:
     needed = walker.closure(walker.storages(chosen))[0] - walker.storages(chosen)
     asked = [
         (op.name, not needed.intersection(op.makes))
-        for op in walker.record.operations[: walker.upto]
+        for op in walker.record.operations[slice(*walker.span)]
         if op.fate == ASKED
     ]
     names, saves = zip(*asked, strict=True) if asked else ((), ())
@@ -254,7 +257,7 @@ def _segments(found: _Found, blocks: tuple[str, ...]) -> Iterator[FitSegment]:
     kept = walker.storages(found.chosen) & needed
     rows: dict[str, list[int]] = {}
     for i, op in enumerate(record.operations[: record.turn]):
-        name = _LOSS if i >= record.loss else _segment_of(op.module, blocks)
+        name = _segment_of(op.module, blocks)
         row = rows.setdefault(name, [0, 0, 0])
         row[0] += 1
         for n in op.makes:
@@ -275,13 +278,10 @@ def _recomputed(found: _Found, blocks: tuple[str, ...]) -> Iterator[str]:
             yield name
 
 
-_LOSS = "the loss"
-
-
 def _segment_of(module: str, blocks: tuple[str, ...]) -> str:
     """Return the block that a module is in, or the module itself."""
     around = (name for name in blocks if f"{module}.".startswith(f"{name}."))
-    return next(around, module.partition(".")[0] or "the function")
+    return next(around, module.partition(".")[0] or "outside")
 
 
 _TOO_SMALL = (

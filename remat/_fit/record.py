@@ -84,7 +84,9 @@ class StepRecord:
 
     Attributes:
         operations: in the order in which they ran.
-        loss: how many of them ran before the loss.
+        forward: the first operation of the model's forward, and the one after its last;
+            without a model, those of the function. None if the step calls the model
+            several times, or not at all.
         turn: how many of them are of the forward, with the loss.
         sizes: the bytes of each storage.
         born: the operation that made it; -1 for what was there before.
@@ -94,7 +96,7 @@ class StepRecord:
     """
 
     operations: tuple[Operation, ...]
-    loss: int
+    forward: tuple[int, int] | None
     turn: int
     sizes: tuple[int, ...]
     born: tuple[int, ...]
@@ -159,7 +161,7 @@ def _let_go(tensor: Any) -> Any:
 def _forward(step: TrainingStep, watch: "Watch") -> tuple[Any, list[Tensor]]:
     with watch.asking():
         result = step.fn(*step.args, **step.kwargs)
-        watch.loss = len(watch.operations)
+        watch.end_forward(step)
         return result, losses(result, step.loss)
 
 
@@ -168,7 +170,7 @@ class Watch(LeanDispatchMode):
 
     Attributes:
         operations: those that were seen.
-        loss: how many there were before the loss.
+        forward: see `StepRecord`.
         turn: how many there were before the backward.
 
     Args:
@@ -181,7 +183,8 @@ class Watch(LeanDispatchMode):
         self._counts = counts
         self._is_real = is_real
         self.operations: list[Operation] = []
-        self.loss = self.turn = 0
+        self.turn = 0
+        self._ends: list[tuple[int, int]] = []
         self._numbers: dict[int, tuple[int, Any]] = {}
         self._sizes: list[int] = []
         self._born: list[int] = []
@@ -200,6 +203,9 @@ class Watch(LeanDispatchMode):
                 self._number(tensor)
             self._resident = sum(self._sizes)
             model = step.model()
+            if model is not None:
+                for handle in self._time(model):
+                    stack.callback(handle.remove)
             for name, module in model.named_modules() if model is not None else ():
                 for handle in self._hook(name, module):
                     stack.callback(handle.remove)
@@ -215,6 +221,32 @@ class Watch(LeanDispatchMode):
             yield
         finally:
             positions.end()
+
+    def end_forward(self, step: TrainingStep) -> None:
+        """Note that the function of the step has returned."""
+        model = step.model()
+        if model is None or getattr(step.fn, "__self__", None) is model:
+            self._ends = [(0, len(self.operations))]
+
+    @property
+    def forward(self) -> tuple[int, int] | None:
+        """The operations of the forward that a plan can be applied to."""
+        return self._ends[0] if len(self._ends) == 1 else None
+
+    def _time(self, model: nn.Module) -> Sequence[Any]:
+        """Note which operations the forward of the model runs."""
+        begins: list[int] = []
+
+        def enter(*_: Any) -> None:
+            begins.append(len(self.operations))
+
+        def leave(*_: Any) -> None:
+            self._ends.append((begins.pop(), len(self.operations)))
+
+        return (
+            model.register_forward_pre_hook(enter, prepend=True),
+            model.register_forward_hook(leave),
+        )
 
     def _hook(self, name: str, module: nn.Module) -> Sequence[Any]:
         def enter(*_: Any) -> None:
@@ -332,7 +364,7 @@ class Watch(LeanDispatchMode):
         same = self._same_in(forward)
         return StepRecord(
             tuple(self.operations),
-            self.loss,
+            self.forward,
             self.turn,
             tuple(self._sizes),
             tuple(born),

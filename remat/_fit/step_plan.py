@@ -8,7 +8,7 @@ exist yet.
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -31,7 +31,7 @@ class FitSegment:
 
     Attributes:
         name: of the block in `model.named_modules()`, or of the module that is not in
-            a block; "the loss" for what comes after the forward.
+            a block; "outside" for what is in no module, as the loss.
         operations: how many operations it runs.
         saved: the bytes that its forward leaves alive for the backward.
         recomputed: the FLOPs that the backward runs again.
@@ -90,7 +90,7 @@ class StepPlan(_render.Shown):
         plain_peak: the peak without remat.
         flops: those of a step without remat.
         applied: what a step does after `plan.apply(model)`; None if only `with plan:`
-            stays under the budget.
+            stays under the budget, or the step calls the model several times.
         around: what it does in `with plan:`.
         segments: what is saved where.
         blocks: those in which something is recomputed. They are recomputed as a whole
@@ -160,8 +160,8 @@ class StepPlan(_render.Shown):
         """Have each forward of a model follow the plan.
 
         Args:
-            model: a model that does what the plan was made for; or the function, if it
-                was made for a function.
+            model: a model that does what the plan was made for; or a function, the
+                whole step, which runs in `with plan:`.
 
         Returns:
             The model, changed in place. `remat.nn.remove(model)` undoes it. For a
@@ -184,15 +184,13 @@ class StepPlan(_render.Shown):
             >>> model is plan.apply(model)
             True
         """
-        if self.applied is None:
-            raise BudgetError(_ONLY_AROUND.format(label=self.label), self.around.peak)
-        if isinstance(model, nn.Module):
-            self._refuse_another_device(model)
         object.__setattr__(self, "is_applied", True)
         if not isinstance(model, nn.Module):
-            return _following(model, self.label, self.applied.courses)
-        courses = self.applied.courses
-        follow(model, self.label, courses, self.blocks, caller())
+            return _following(model, self)
+        if self.applied is None:
+            raise BudgetError(_ONLY_AROUND.format(label=self.label), self.around.peak)
+        self._refuse_another_device(model)
+        follow(model, self.label, self.applied.courses, self.blocks, caller())
         return model
 
     def _refuse_another_device(self, model: nn.Module) -> None:
@@ -275,10 +273,10 @@ def _row(segment: FitSegment) -> tuple[str, ...]:
     return segment.name, *(f"{count:,}" for count in counts)
 
 
-def _following(fn: Callable[..., Any], label: str, courses: Sequence[Course]) -> Any:
+def _following(fn: Callable[..., Any], plan: StepPlan) -> Any:
     @functools.wraps(fn)
     def followed(*args: Any, **kwargs: Any) -> Any:
-        with FollowedScope(label, courses):
+        with plan:
             return fn(*args, **kwargs)
 
     return followed
@@ -292,6 +290,7 @@ _OTHER_DEVICE = (
     "is, or with device=."
 )
 _ONLY_AROUND = (
-    "remat: the plan for {label} stays under its budget only if it covers the loss. "
-    "Run forward and loss in `with plan:`, or pass a larger budget to remat.fit."
+    "remat: the plan for {label} cannot be applied to the model: it stays under its "
+    "budget only if it covers the loss, or the step calls the model several times. Run "
+    "forward and loss in `with plan:`, or pass a larger budget to remat.fit."
 )

@@ -42,11 +42,11 @@ class Walker:
 
     Args:
         record: the record.
-        upto: the results of so many operations may be recomputed; None for those of the
-            whole forward, with the loss.
+        span: the first operation whose results may be recomputed, and the one after the
+            last; None for the whole forward, with the loss.
 
     Attributes:
-        record, upto: those.
+        record, span: those.
         targets: the storages that the backward reads and that may be recomputed.
         choices: the operations whose results may be saved, and these storages. A policy
             is asked once about all results of an operation.
@@ -57,15 +57,15 @@ class Walker:
             saved: from its last use in the forward to the first in the backward.
     """
 
-    def __init__(self, record: StepRecord, upto: int | None = None) -> None:
+    def __init__(self, record: StepRecord, span: tuple[int, int] | None = None) -> None:
         self.record = record
-        self.upto = record.turn if upto is None else upto
+        self.span = first, last = span or (0, record.turn)
         end, turn = len(record.operations), record.turn
-        forward = record.operations[: self.upto]
-        late = {n for op in record.operations[self.upto : turn] for n in op.writes}
+        forward = record.operations[:last]
+        late = {n for op in record.operations[last:turn] for n in op.writes}
         again = {
             n
-            for op in forward
+            for op in forward[first:]
             if op.fate in (ASKED, AGAIN)
             for n in op.makes
             if record.left[n] <= turn and n not in late

@@ -42,7 +42,7 @@ class Following(Policy):
     """
 
     def __init__(self, label: str, courses: Sequence[Course]) -> None:
-        self._label, self._all = label, tuple(courses)
+        self._label, self._all = label, [c for c in courses if c.names]
         self.restart()
 
     def restart(self) -> None:

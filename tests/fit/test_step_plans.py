@@ -169,21 +169,41 @@ def test_a_large_budget_recomputes_nothing():
     assert ops["addmm"] == plain["addmm"]
 
 
-def test_a_plan_for_a_function_wraps_it():
+def test_a_plan_for_a_function_wraps_it_or_is_applied_to_its_model():
     model = Lm()
 
     def run(model, ids):
-        return words(model(ids))
+        return words(model((ids + 1) - 1))
 
     low = least(run, model, IDS)
     plan = remat.fit(run, model, IDS, budget=low)
-    assert plan.applied == plan.around
     followed = plan.apply(run)
     expected = gradients(model, lambda: run(model, IDS).backward())
     with count_ops() as ops:
         found = gradients(model, lambda: followed(model, IDS).backward())
     assert_same(found, expected)
     assert ops["gelu"] == 6
+    real = plan.apply(copy.deepcopy(model))
+    assert_same(gradients(real, lambda: run(real, IDS).backward()), expected)
+    real.zero_grad()
+    peak = memory_timeline(lambda: run(real, IDS).backward()).peak
+    assert bytes_before(real, IDS) + peak <= low
+
+
+def test_a_model_that_is_called_twice_needs_the_context():
+    model = mlps(2)
+
+    def run(model, x):
+        return square(model(x)) + square(model(x.flip(0)))
+
+    plan = remat.fit(run, model, X, budget=least(run, model, X))
+    with pytest.raises(remat.BudgetError, match=r"calls the model several times"):
+        plan.apply(model)
+    expected = gradients(model, lambda: run(model, X).backward())
+    followed = plan.apply(run)
+    with count_ops() as ops:
+        assert_same(gradients(model, lambda: followed(model, X).backward()), expected)
+    assert ops["relu"] > 4
 
 
 def test_a_function_without_a_model_is_planned():
