@@ -262,7 +262,9 @@ def may_accumulate(func: Any, args: Any, result: Any) -> bool:
     a, b = args[0], args[1]
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return False
-    return a.shape == b.shape == result.shape and a.dtype == result.dtype
+    # A view shares its storage with its base, as the gradient of a linear weight does.
+    may_write = not a._is_view() and a.dtype == result.dtype
+    return may_write and a.shape == b.shape == result.shape
 
 
 def allocated(nbytes: int, device: torch.device) -> int:

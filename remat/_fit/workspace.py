@@ -204,8 +204,24 @@ def _sum_and_product(bias: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
     return _product(a, b)
 
 
-def _norm_backward(g: Tensor, x: Tensor, *_: Any) -> int:
-    return x.nbytes + (0 if _is_expanded(g) else g.nbytes)
+def _norm_backward(g: Tensor, x: Tensor, w: Tensor | None, *_: Any) -> int:
+    of_weight = 0 if w is None else 2 * w.nbytes
+    return x.nbytes + of_weight + (0 if _is_expanded(g) else g.nbytes)
+
+
+def _layer_norm_backward(g: Tensor, x: Tensor, *rest: Any) -> int:
+    del g
+    w = rest[3]
+    of_weight = 0 if w is None else 2 * w.nbytes
+    # Each thread adds up its own.
+    return x.nbytes + of_weight * (1 + torch.get_num_threads())
+
+
+def _group_norm_backward(g: Tensor, x: Tensor, *rest: Any) -> int:
+    del g
+    w, samples, channels = rest[2:5]
+    of_weight = 0 if w is None else 2 * w.nbytes
+    return x.nbytes + of_weight + 2 * samples * channels * x.element_size()
 
 
 def _squares(x: Tensor, *_: Any) -> int:
@@ -246,6 +262,8 @@ _KNOWN: dict[Any, Callable[..., int]] = {
     _aten.addmm: _sum_and_product,
     _aten.baddbmm: _sum_and_product,
     _aten.native_batch_norm_backward: _norm_backward,
+    _aten.native_group_norm_backward: _group_norm_backward,
+    _aten.native_layer_norm_backward: _layer_norm_backward,
     _aten.mse_loss: _squares,
     _aten.mse_loss_backward: _squares_backward,
     _aten.im2col: _unfolded,
