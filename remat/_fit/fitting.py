@@ -21,7 +21,7 @@ from remat._fit.plan import FitBlock, FitCandidate, FitPlan
 from remat._fit.search import Candidate, Picks, Search, search
 from remat._fit.simulate import Part, Simulation, place, simulate, undisturbed
 from remat._fit.training_step import TrainingStep
-from remat._report.render import size
+from remat._report.render import mebibytes
 from remat._transform.module import RematModule
 from remat._transform.refused import has_forward
 from remat.nn._select import as_selectors, selected
@@ -125,20 +125,13 @@ def _too_small(fitting: Fitting, searched: Search, plain: Candidate) -> BudgetEr
     least = searched.candidates[0].found
     message = _TOO_SMALL.format(
         label=fitting.label,
-        budget=_bytes(searched.budget),
-        least=f"{least.peak:,}",
+        budget=mebibytes(searched.budget),
+        least=mebibytes(least.peak),
         at=place(least),
-        resident=f"{least.resident:,}",
-        plain=f"{plain.found.peak:,}",
+        resident=mebibytes(least.resident),
+        plain=mebibytes(plain.found.peak),
     )
     return BudgetError(message, least.peak)
-
-
-def _bytes(count: int) -> str:
-    """Write a number of bytes, and again in the unit that fits, if it is another."""
-    rounded = size(count)
-    exact = f"{count:,} bytes"
-    return exact if rounded.endswith("bytes") else f"{exact} ({rounded})"
 
 
 def _plan(
@@ -217,8 +210,8 @@ _RECOMPUTED = (
     "plan says which modules to recompute."
 )
 _TOO_SMALL = (
-    "remat.fit: no plan for {label} stays under {budget}. The least "
-    "budget for which there is one is {least} bytes, with the peak {at}; {resident} of "
-    "them are there before the step. Without remat the peak is {plain}. Pass a larger "
-    "budget, or a smaller batch."
+    "remat.fit: no plan for {label} stays under {budget}. The least budget for which "
+    "there is one is {least} (`error.least`), with the peak {at}; {resident} of it are "
+    "there before the step. Without remat the peak is {plain}. Pass a larger budget, "
+    "or a smaller batch."
 )

@@ -110,7 +110,7 @@ class FitPlan(_render.Shown):
         ...     model = nn.Sequential(*[layer() for _ in range(4)])
         >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB", over="blocks")
         >>> plan
-        <FitPlan of Sequential: 2 of 4 blocks recomputed, peak 323.2 KiB>
+        <FitPlan of Sequential: 2 of 4 blocks recomputed, peak 0.316 MiB>
         >>> plan.plain_peak, plan.peak <= plan.budget
         (461984, True)
     """
@@ -181,7 +181,7 @@ class FitPlan(_render.Shown):
         labels = [*(c.label for c in shown), "fit"]
         peaks = [*(c.peak for c in shown), self.peak]
         costs = [*(c.recomputed for c in shown), self.recomputed]
-        title = f"peak of {self.label}, budget {_render.size(self.budget)}"
+        title = f"peak of {self.label}, budget {_render.mebibytes(self.budget)}"
         axes = _plots.points(labels, peaks, costs, title, ax)
         axes.set_xlabel("peak MiB")
         axes.axvline(self.budget / _plots.MIB, color="#9a9a9a", linestyle=":")
@@ -192,20 +192,20 @@ class FitPlan(_render.Shown):
         count = sum(block.recomputes for block in self.blocks)
         return (
             f"<FitPlan of {self.label}: {count} of {len(self.blocks)} blocks "
-            f"recomputed, peak {_render.size(self.peak)}>"
+            f"recomputed, peak {_render.mebibytes(self.peak)}>"
         )
 
     @override
     def _table(self) -> _render.Table:
         return _render.Table(
-            title=f"{self.label} in {_render.size(self.budget)}",
-            columns=("block", "fate", "policy", "#saved", "#recomputed FLOPs"),
+            title=f"{self.label} in {_render.mebibytes(self.budget)}",
+            columns=("block", "fate", "policy", "#saved MiB", "#recomputed FLOPs"),
             rows=tuple(map(_row, self.blocks)),
             kinds=tuple(_KINDS[b.recomputes] for b in self.blocks),
             notes=(
-                f"peak: {self.peak:,} bytes, {self.peak_at}",
-                f"peak without remat: {self.plain_peak:,} bytes",
-                f"before the step: {self.resident:,} bytes",
+                f"peak: {_render.mebibytes(self.peak)}, {self.peak_at}",
+                f"peak without remat: {_render.mebibytes(self.plain_peak)}",
+                f"before the step: {_render.mebibytes(self.resident)}",
                 f"recomputed: {self.recomputed:,} FLOPs, {self.share:.1%} of a step",
                 *([_NO_BUDGETS] if self.lacks_budgets else []),
             ),
@@ -219,7 +219,8 @@ def _row(block: FitBlock) -> tuple[str, ...]:
     policy = "" if block.policy is None else str(block.policy)
     inside = ", with the blocks in it" if block.around else ""
     fate = f"recomputed{inside}" if block.recomputes else "saved"
-    return block.name, fate, policy, f"{block.saved:,}", f"{block.recomputed:,}"
+    saved = _render.mebibytes(block.saved).removesuffix(" MiB")
+    return block.name, fate, policy, saved, f"{block.recomputed:,}"
 
 
 _NO_MODEL = (

@@ -36,7 +36,7 @@ from remat._fit.training_step import (
 )
 from remat._fit.walk import Walker
 from remat._report.labels import label_of
-from remat._report.render import size
+from remat._report.render import mebibytes
 from remat._scope.api import scope
 from remat._scope.following import Course, Following
 from remat._torch import fake_mode
@@ -203,12 +203,11 @@ class _Planning:
         least = min(found, key=lambda each: each.peak)
         message = _TOO_SMALL.format(
             label=self.label,
-            budget=size(self._budget),
-            least=f"{least.peak:,}",
-            unit=size(least.peak),
+            budget=mebibytes(self._budget),
+            least=mebibytes(least.peak),
             at=least.peak_at,
-            resident=size(self.record.resident),
-            plain=size(Walker(self.record, (0, 0))(()).peak),
+            resident=mebibytes(self.record.resident),
+            plain=mebibytes(Walker(self.record, (0, 0))(()).peak),
         )
         return BudgetError(message, least.peak)
 
@@ -286,7 +285,7 @@ def _segment_of(module: str, blocks: tuple[str, ...]) -> str:
 
 _TOO_SMALL = (
     "remat.fit: no plan for {label} stays under {budget}. The least budget for which "
-    "there is one is {least} bytes ({unit}), with the peak {at}; {resident} are there "
-    "before the step. Without remat the peak is {plain}. Pass a larger budget, or a "
-    "smaller batch."
+    "there is one is {least} (`error.least`), with the peak {at}; {resident} of it are "
+    "there before the step. Without remat the peak is {plain}. Pass a larger budget, "
+    "or a smaller batch."
 )

@@ -228,7 +228,7 @@ class StepPlan(_render.Shown):
         labels = ["plain", *shown]
         peaks = [self.plain_peak, *(each.peak for each in shown.values())]
         costs = [0, *(each.recomputed for each in shown.values())]
-        title = f"peak of {self.label}, budget {_render.size(self.budget)}"
+        title = f"peak of {self.label}, budget {_render.mebibytes(self.budget)}"
         axes = _plots.points(labels, peaks, costs, title, ax)
         axes.set_xlabel("peak MiB")
         axes.axvline(self.budget / _plots.MIB, color="#9a9a9a", linestyle=":")
@@ -237,23 +237,23 @@ class StepPlan(_render.Shown):
     @override
     def __repr__(self) -> str:
         saved = f"{self.share:.1%} of its FLOPs recomputed"
-        text = f"StepPlan of {self.label}: {saved}, peak {_render.size(self.peak)}"
+        text = f"StepPlan of {self.label}: {saved}, peak {_render.mebibytes(self.peak)}"
         return f"<{text}{'' if self.is_applied else ', ' + _NOT_APPLIED}>"
 
     @override
     def _table(self) -> _render.Table:
         return _render.Table(
-            title=f"{self.label} in {_render.size(self.budget)}",
-            columns=("segment", "#operations", "#saved", "#recomputed FLOPs"),
+            title=f"{self.label} in {_render.mebibytes(self.budget)}",
+            columns=("segment", "#operations", "#saved MiB", "#recomputed FLOPs"),
             rows=tuple(map(_row, self.segments)),
             kinds=tuple(
                 "recomputed" if each.recomputed else "saved" for each in self.segments
             ),
             notes=(
                 *([] if self.is_applied else [_NOT_APPLIED]),
-                f"peak: {self.peak:,} bytes, {self.peak_at}",
-                f"peak without remat: {self.plain_peak:,} bytes",
-                f"before the step: {self.resident:,} bytes",
+                f"peak: {_render.mebibytes(self.peak)}, {self.peak_at}",
+                f"peak without remat: {_render.mebibytes(self.plain_peak)}",
+                f"before the step: {_render.mebibytes(self.resident)}",
                 f"recomputed: {self.recomputed:,} FLOPs, {self.share:.1%} of a step",
                 *([_NO_SOLVER] if self.lacks_solver else []),
             ),
@@ -269,8 +269,8 @@ _OPEN = _Open()
 
 
 def _row(segment: FitSegment) -> tuple[str, ...]:
-    counts = segment.operations, segment.saved, segment.recomputed
-    return segment.name, *(f"{count:,}" for count in counts)
+    saved = _render.mebibytes(segment.saved).removesuffix(" MiB")
+    return segment.name, f"{segment.operations}", saved, f"{segment.recomputed:,}"
 
 
 def _following(fn: Callable[..., Any], plan: StepPlan) -> Any:

@@ -86,6 +86,17 @@ def size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
+def mebibytes(nbytes: int) -> str:
+    """Write a number of bytes in MiB, rounded up, so that a budget is large enough.
+
+    Example:
+        >>> mebibytes(12), mebibytes(3_250_000)
+        ('0.001 MiB', '3.100 MiB')
+    """
+    thousandths = -(-nbytes * 1000 // 2**20)
+    return f"{thousandths // 1000:,}.{thousandths % 1000:03} MiB"
+
+
 # --- Text ---
 
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import re
 import sys
 import warnings
 
@@ -525,6 +526,17 @@ def test_without_scipy_a_plan_is_made_and_says_so(monkeypatch):
     assert plan.lacks_solver
     assert "scipy is not installed" in " ".join(str(plan).split())
     assert_plan_holds(plan, model, (X,), {}, square)
+
+
+def test_budgets_are_written_in_one_unit():
+    model = mlps()
+    with pytest.raises(remat.BudgetError, match=r"under 0\.001 MiB\. ") as raised:
+        remat.fit(model, X, budget=1000, loss=square)
+    assert "bytes" not in str(raised.value)
+    least = re.search(r"there is one is (\S+ MiB)", str(raised.value))[1]
+    plan = remat.fit(model, X, budget=least, loss=square)
+    assert plan.peak == raised.value.least
+    assert f"peak: {least}, in " in " ".join(str(plan).split())
 
 
 def test_a_plan_draws_itself():
