@@ -69,8 +69,8 @@ def fit(
         **kwargs: its keyword arguments.
 
     Returns:
-        The plan: a `StepPlan`, or a `FitPlan` by blocks. `plan.apply(model)` has the
-        model follow it. `print` and notebooks show a table.
+        A `StepPlan`, or by blocks a `FitPlan`. `plan.apply(model)` has the model follow
+        it. `print` and notebooks show a table.
 
     Raises:
         BudgetError: no plan stays under the budget. The message, and `error.least`, say

@@ -65,6 +65,18 @@ class Followed:
         recomputed: the FLOPs that run again.
         seconds: what runs again, at nominal rates of FLOPs and bytes.
         courses: which results are saved: in training, in evaluation.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> import remat
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(*[layer() for _ in range(4)])
+        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+        >>> plan.applied.peak == plan.around.peak <= 350_000
+        True
     """
 
     peak: int

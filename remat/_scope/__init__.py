@@ -5,11 +5,12 @@ results. To follow a value, read the files in this order.
 
     api         the context manager: blocks begin and end
     recording   the mode that sees the operations of a block
+    following   a policy by position, which follows a plan for a whole step
     choosing    what a policy says of their results
     values      what made each result, as data
     table       which storages hold results, and for how long
     hooks       what a graph saves is a handle, if it is a result or a view of one
     sweep       the backward computes what handles stand for
 
-Called by users, and by `nn`.
+Called by users, by `nn`, and by `_fit`.
 """

@@ -374,7 +374,7 @@ def test_values_that_do_not_exist_cannot_be_read():
     def step(model, x):
         return model(x) if x.sum() > 0 else model(x + 1)
 
-    with pytest.raises(remat.CaptureError, match=r"test_blocks\.py:\d+, in step"):
+    with pytest.raises(remat.CaptureError, match=r"test_fit_blocks\.py:\d+, in step"):
         fit(step, mlps(2), X, budget="1GB")
 
 
@@ -439,7 +439,7 @@ def test_messages_name_the_line_that_applied_the_plan():
     plan = fit(model, X, budget=least(model, X, loss=square), loss=square)
     plan.apply(model)
     with pytest.raises(
-        ValueError, match=r"recomputed already, since \S*test_blocks\.py:"
+        ValueError, match=r"recomputed already, since \S*test_fit_blocks\.py:"
     ):
         plan.apply(model)
 
