@@ -55,6 +55,14 @@ def lowest(walker: Walker) -> Chosen:
 _NEAR = 2e-3
 
 
+def least_of(walker: Walker, budget: int) -> Iterator[Chosen]:
+    """Yield choices of a low peak, where none was found for a budget."""
+    chosen = lowest(walker)
+    if walker(chosen).peak <= budget:
+        yield improved(walker, chosen, budget)
+    yield chosen
+
+
 # --- Without a solver --------------------------------------------------------------
 
 
@@ -87,18 +95,19 @@ def greedy(walker: Walker, budget: int) -> Chosen | None:
 def solved(walker: Walker, budget: int, rounds: int = 30) -> Chosen | None:
     """Solve the program, until a walk finds that the peak fits.
 
-    A limit that a walk finds exceeded becomes lower by what recomputes held there.
+    A limit that a walk finds exceeded becomes lower by what recomputes held there. That
+    may be too low, as other choices recompute other things.
     """
-    program = Program(walker)
+    program, last = Program(walker), None
     for _ in range(rounds):
         chosen = program.solve()
         if chosen is None:
-            return None
-        walked = walker(chosen)
+            break
+        last, walked = chosen, walker(chosen)
         if walked.peak <= budget:
             return chosen
         _correct(program, chosen, walked, budget)
-    return None
+    return None if last is None else repaired(walker, last, budget)
 
 
 _AT_ONCE = 6  # limits that are corrected in one round
@@ -121,6 +130,28 @@ def _correct(program: Program, chosen: Chosen, walked: Walked, budget: int) -> N
         program.limits[t] = min(program.limits.get(t, limit), limit)
         if len(seen) == _AT_ONCE:
             return
+
+
+def repaired(walker: Walker, chosen: Chosen, budget: int) -> Chosen | None:
+    """Change single choices while less is over the budget; None if that does not do."""
+    best, over = chosen, _over(walker(chosen), budget)
+    tries = iter(range(_STEPS // len(walker.record.operations)))
+    while over:
+        for i in sorted(walker.choices):
+            if next(tries, None) is None:
+                return None
+            less = _over(walker(best ^ {i}), budget)
+            if less < over:
+                best, over = best ^ {i}, less
+                break
+        else:
+            return None
+    return best
+
+
+def _over(walked: Walked, budget: int) -> int:
+    """Return the bytes over a budget, of all operations together."""
+    return sum(nbytes - budget for nbytes in walked.bytes if nbytes > budget)
 
 
 # --- Better ------------------------------------------------------------------------

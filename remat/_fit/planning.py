@@ -22,7 +22,7 @@ import torch
 
 from remat import nn as remat_nn
 from remat._base.errors import BudgetError, CaptureError
-from remat._fit.choose import Chosen, chosen_for, lowest
+from remat._fit.choose import Chosen, chosen_for, least_of, lowest
 from remat._fit.options import has_solver
 from remat._fit.record import ASKED, StepRecord, names_asked, record
 from remat._fit.simulate import place, simulate, undisturbed
@@ -85,6 +85,7 @@ class _Planning:
         assert found is not None
         self.record = found
         self.other = self._record_of_other_mode()
+        self._courses_of_other: dict[bool, Course] = {}
 
     def plan(self) -> StepPlan:
         """Return the plan."""
@@ -134,8 +135,11 @@ class _Planning:
             if over <= 0:
                 return found
             aim -= over
-        found = self._run(walker, lowest(walker))
-        return found if found.followed.peak <= self._budget else None
+        for chosen in least_of(walker, self._budget):
+            found = self._run(walker, chosen)
+            if found.followed.peak <= self._budget:
+                return found
+        return None
 
     def _run(self, walker: Walker, chosen: Chosen) -> _Found:
         """Run a step that follows a choice."""
@@ -189,9 +193,12 @@ class _Planning:
         if self.other is None:
             return
         is_around = walker.span == (0, self.record.turn)
-        other = Walker(self.other, None if is_around else self.other.forward)
-        chosen = chosen_for(other, self._budget)
-        yield _course(other, lowest(other) if chosen is None else chosen)
+        if is_around not in self._courses_of_other:
+            other = Walker(self.other, None if is_around else self.other.forward)
+            chosen = chosen_for(other, self._budget)
+            chosen = lowest(other) if chosen is None else chosen
+            self._courses_of_other[is_around] = _course(other, chosen)
+        yield self._courses_of_other[is_around]
 
     # --- Errors ---
 

@@ -59,7 +59,8 @@ def _why_not(model: Any) -> str:
     """Say why a scope cannot follow a plan here; "" if it can."""
     if current_layer() is not None:
         return "under a transform of torch.func"
-    return "with FSDP" if model is not None and is_sharded(model) else ""
+    is_there = model is not None
+    return "with sharded parameters" if is_there and is_sharded(model) else ""
 
 
 def can_follow(model: nn.Module) -> bool:
@@ -70,12 +71,19 @@ def can_follow(model: nn.Module) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Say whether FSDP frees parameters of a module between forward and backward."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return False
-    kinds = fsdp.FSDPModule, fsdp.FullyShardedDataParallel
-    return any(isinstance(module, kinds) for module in model.modules())
+    """Say whether a module has DTensors, or FSDP frees its parameters in a step."""
+    sharded = _classes("torch.distributed.tensor", "DTensor")
+    fsdp = "FSDPModule", "FullyShardedDataParallel"
+    wrapped = _classes("torch.distributed.fsdp", *fsdp)
+    if any(isinstance(module, wrapped) for module in model.modules()):
+        return True
+    return any(isinstance(parameter, sharded) for parameter in model.parameters())
+
+
+def _classes(module: str, *names: str) -> tuple[Any, ...]:
+    """Return classes of a module of torch; none where nobody has imported it."""
+    found = sys.modules.get(module)
+    return () if found is None else tuple(getattr(found, name) for name in names)
 
 
 class _Entering:

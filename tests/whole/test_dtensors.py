@@ -1,5 +1,7 @@
 """Functions of DTensors in two processes follow policies."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from remat import policies, random, remat, saved_residuals
+from remat import (
+    BudgetError,
+    fit as remat_fit,
+    policies,
+    random,
+    remat,
+    saved_residuals,
+)
+from remat.nn import remove as nn_remove
 from remat.testing import assert_same, count_ops
 
 
@@ -120,3 +130,42 @@ def test_functions_of_dtensors_follow_policies(tmp_path, subtests):
                     assert backward == expected
                 elif policy != "everything":
                     assert (backward[1] > 0) == (policy != "plain")
+
+
+def of_a_plan(rank):
+    """A model that follows a plan, and whose weights are sharded then."""
+    del rank
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(4, 16), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.Linear(16, 4, bias=False))
+    for block in blocks[1:]:
+        block[0] = nn.Linear(16, 16)
+    x = torch.randn(64, 4)
+    try:
+        remat_fit(model, x, budget=1)
+    except BudgetError as error:
+        plan = remat_fit(model, x, budget=error.least)
+    plan.apply(model)
+    mesh = init_device_mesh("cpu", (2,))
+    for module in model.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            sharded = distribute_tensor(parameter.detach(), mesh, [Replicate()])
+            setattr(module, name, nn.Parameter(sharded))
+    x = distribute_tensor(x, mesh, [Replicate()])
+    with count_ops() as ops, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model(x).square().mean().backward()
+    grads = [local(p.grad) for p in model.parameters()]
+    nn_remove(model)
+    model.zero_grad()
+    model(x).square().mean().backward()
+    plain = [local(p.grad) for p in model.parameters()]
+    says = [str(each.message) for each in told]
+    return grads, plain, ops["tanh"], plan.blocks, says
+
+
+def test_a_model_of_dtensors_follows_the_blocks_of_a_plan(tmp_path):
+    for grads, plain, tanhs, blocks, says in in_two_processes(tmp_path, of_a_plan):
+        assert_same(grads, plain)
+        assert tanhs == 3 + len(blocks) > 3
+        assert any("with sharded parameters" in each for each in says)
