@@ -7,7 +7,6 @@ exist yet.
 """
 
 import functools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
@@ -19,7 +18,7 @@ from remat._base.errors import BudgetError
 from remat._report import plots as _plots, render as _render
 from remat._scope.following import Course
 from remat._transform.api import caller
-from remat.nn._followed import FollowedScope, follow
+from remat.nn._followed import FollowedScope, begin_scope, end_scope, follow
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -215,13 +214,11 @@ class StepPlan(_render.Shown):
 
     def __enter__(self) -> Self:
         object.__setattr__(self, "is_applied", True)
-        entered = FollowedScope(self.label, self.around.courses)
-        entered.__enter__()
-        _OPEN.scopes.append(entered)
+        begin_scope(FollowedScope(self.label, self.around.courses))
         return self
 
-    def __exit__(self, *raised: Any) -> None:
-        _OPEN.scopes.pop().__exit__(*raised)
+    def __exit__(self, *_: object) -> None:
+        end_scope()
 
     def plot(self, ax: Any = None) -> Any:
         """Draw peak and recomputed FLOPs, beside those of a step without remat.
@@ -270,14 +267,6 @@ class StepPlan(_render.Shown):
                 *([_NO_SOLVER] if self.lacks_solver else []),
             ),
         )
-
-
-class _Open(threading.local):
-    def __init__(self) -> None:
-        self.scopes: list[FollowedScope] = []
-
-
-_OPEN = _Open()
 
 
 def _row(segment: FitSegment) -> tuple[str, ...]:

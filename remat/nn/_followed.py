@@ -12,6 +12,7 @@ would run outside of the plan, and what they compute is part of the forward.
 """
 
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,27 @@ class FollowedScope:
             self._scope.__exit__(*raised)
 
 
+class _Open(threading.local):
+    """The scopes in which a thread follows plans, the innermost last."""
+
+    def __init__(self) -> None:
+        self.scopes: list[FollowedScope] = []
+
+
+_OPEN = _Open()
+
+
+def begin_scope(scope: FollowedScope) -> None:
+    """Begin to follow a plan."""
+    scope.__enter__()
+    _OPEN.scopes.append(scope)
+
+
+def end_scope() -> None:
+    """End what began last in this thread."""
+    _OPEN.scopes.pop().__exit__(None, None, None)
+
+
 def _why_not(model: Any) -> str:
     """Say why a scope cannot follow a plan here; "" if it can."""
     if current_layer() is not None:
@@ -91,29 +113,20 @@ class _Entering:
 
     def __init__(self, label: str, courses: Sequence[Course]) -> None:
         self.label, self.courses = label, tuple(courses)
-        self.open: list[FollowedScope] = []
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         """Begin to follow the plan, but not while a graph is made of the module."""
         if not torch.compiler.is_compiling():
-            self.open.append(FollowedScope(self.label, self.courses, module))
-            self.open[-1].__enter__()
-
-    def __getstate__(self) -> Any:
-        nothing: list[FollowedScope] = []
-        return {**vars(self), "open": nothing}
+            begin_scope(FollowedScope(self.label, self.courses, module))
 
 
 class _Leaving:
     """The hook after a forward, also after one that raises an error."""
 
-    def __init__(self, entering: _Entering) -> None:
-        self._entering = entering
-
     def __call__(self, *_: Any) -> None:
         """Follow the plan no longer."""
-        if not torch.compiler.is_compiling() and self._entering.open:
-            self._entering.open.pop().__exit__(None, None, None)
+        if not torch.compiler.is_compiling():
+            end_scope()
 
 
 def follow(
@@ -143,9 +156,8 @@ def follow(
     inner: Any = getattr(model, "_orig_mod", model)
     for module in [inner.get_submodule(name) for name in blocks]:
         recompute_in_place(module, where, Options(unless_followed=True))
-    entering = _Entering(label, courses)
-    model.register_forward_pre_hook(entering, prepend=True)
-    model.register_forward_hook(_Leaving(entering), always_call=True)
+    model.register_forward_pre_hook(_Entering(label, courses), prepend=True)
+    model.register_forward_hook(_Leaving(), always_call=True)
 
 
 def is_followed(module: nn.Module) -> bool:
