@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from remat._torch import eager_only
-
 
 class Exposures(TorchFunctionMode):
     """Tells of tensors whose memory Python takes, other than by operations.
@@ -35,7 +33,6 @@ class Exposures(TorchFunctionMode):
         self._expose, self._assign = expose, assign
 
     @override
-    @eager_only  # inlined, it traces
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -54,6 +54,17 @@ from remat._torch import (
 )
 
 
+class _Exposures(Exposures):
+    """Notices memory that is taken. Dynamo does not inline it, for that would trace."""
+
+    @override
+    @eager_only
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 # To send or receive once more, for a backward of this process alone, would hang.
 _COMMUNICATE = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 
@@ -74,7 +85,7 @@ class Recording(LeanDispatchMode):
         self._table = table
         self._error: Exception | None = None
         self.blocks: list[Block] = []
-        self.exposures = Exposures(self.expose)
+        self.exposures = _Exposures(self.expose)
 
     def begin(self) -> None:
         """See operations from now on."""
