@@ -52,16 +52,15 @@ def test_code_is_compiled_and_runs_compiled_in_a_block():
 
     compiled = torch.compile(watched, backend=backend, fullgraph=True)
     found = [again(compiled, remat.scope)[0] for _ in range(2)]
-    # Dynamo also guards what other tests leave behind, so it may compile once more.
-    graphs = backend.frame_count
-    assert graphs in (1, 2)
     assert not eagerly
     assert_same(found, [again(compiled, plainly)[0]] * 2)
-    # Outside of blocks it is another graph: which modes are open is guarded.
-    assert backend.frame_count == graphs + 1
+    # Outside of blocks it is another graph: which modes are open is guarded. Dynamo
+    # also guards what other tests leave behind, so there may be one more.
+    graphs = backend.frame_count
+    assert graphs in (2, 3)
     again(compiled, plainly)
     again(compiled, remat.scope)
-    assert backend.frame_count == graphs + 1
+    assert backend.frame_count == graphs
 
 
 @pytest.mark.parametrize(("fn", "graphs"), [(whole, 1), (broken, 2)])
