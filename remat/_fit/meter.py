@@ -12,7 +12,7 @@ and the user's code hold at each moment; running them tells.
 
 import bisect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -72,9 +72,6 @@ class Window:
 class Meter(LeanDispatchMode):
     """Counts bytes and work.
 
-    Args:
-        is_real: whether tensors have values.
-
     Attributes:
         live: the bytes alive now.
         peak: the most bytes alive so far.
@@ -82,9 +79,8 @@ class Meter(LeanDispatchMode):
         windows: those that have begun, in order.
     """
 
-    def __init__(self, *, is_real: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._is_real = is_real
         self.live = self.peak = 0
         self.where = "", "", False
         self.windows: list[Window] = []
@@ -131,6 +127,10 @@ class Meter(LeanDispatchMode):
         self._alive[number] = size, freed
         self.live += size
 
+    def is_counted(self, tensor: Tensor) -> bool:
+        """Say whether the storage of a tensor is counted."""
+        return tensor.layout is torch.strided and storage_id(tensor) in self._alive
+
     def _free(self, number: int, _: Any) -> None:
         size, _ = self._alive.pop(number)
         self.live -= size
@@ -149,7 +149,7 @@ class Meter(LeanDispatchMode):
         if task != -1:
             self._find_window()
         before = self.live
-        with values_refused(func, args, kwargs, is_real=self._is_real):
+        with values_refused(func, args, kwargs, self.is_counted):
             result = call_kernel(func, *args, **kwargs)
         for tensor in tensors_of(result):
             self.hold(tensor)
@@ -211,28 +211,38 @@ class Meter(LeanDispatchMode):
 
 @contextmanager
 def values_refused(
-    func: Any, args: Any, kwargs: Any, *, is_real: bool
+    func: Any, args: Any, kwargs: Any, is_known: Callable[[Tensor], bool]
 ) -> Iterator[None]:
-    """Run an operation on fake tensors; say what cannot be run on them.
+    """Run an operation of a copy of a step; say what a copy cannot do.
+
+    Args:
+        func: the operation.
+        args: its arguments.
+        kwargs: its arguments by name.
+        is_known: whether the storage of a tensor is the copy's.
 
     Raises:
-        CaptureError: it asks for a value, or reads a parameter of the user's.
+        CaptureError: it reads a parameter of the user's.
+        MissingValueError: it asks for a value, and tensors are fake.
     """
-    if is_real:
-        yield
-        return
-    _refuse_real(func, (args, kwargs))
+    _refuse_others(func, (args, kwargs), is_known)
     try:
         yield
     except NO_VALUES as error:
         where = user_line() or "the step"
-        raise CaptureError(_VALUE.format(where=where, op=name_of(func))) from error
+        raise MissingValueError(_VALUE.format(where=where, op=name_of(func))) from error
 
 
-def _refuse_real(func: Any, args: Any) -> None:
-    """Refuse a parameter that is not part of the copy: its gradient would be fake."""
+class MissingValueError(CaptureError):
+    """A step on fake tensors asks for the value of one."""
+
+
+def _refuse_others(func: Any, args: Any, is_known: Callable[[Tensor], bool]) -> None:
+    """Refuse a parameter of the user's, to which the backward would add a gradient."""
     for tensor in tensors_of(args):
-        if tensor.requires_grad and type(tensor) is not Absent and not is_fake(tensor):
+        if type(tensor) is Absent or not tensor.requires_grad or is_fake(tensor):
+            continue
+        if not is_known(tensor):
             what = f"{name_of(func)} reads {describe(tensor)}"
             raise CaptureError(_REAL.format(what=what))
 

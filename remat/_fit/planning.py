@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 
 from remat import nn as remat_nn
-from remat._base.errors import BudgetError, CaptureError
+from remat._base.errors import BudgetError
 from remat._fit.choose import Chosen, chosen_for, least_of, lowest
+from remat._fit.meter import MissingValueError
 from remat._fit.options import has_solver
 from remat._fit.record import ASKED, StepRecord, names_asked, record
 from remat._fit.simulate import place, simulate, undisturbed
@@ -235,13 +236,13 @@ def _recorded(
         made = copied(step, mode, device)
         change(made)
         return record(made, mode, unless=unless), False
-    except CaptureError:
+    except MissingValueError:
         if not is_there(step):
             raise
     made = copied_for_real(step)
     change(made)
     mode = contextlib.nullcontext()
-    return record(made, mode, is_real=True, unless=unless), True
+    return record(made, mode, unless=unless), True
 
 
 def _course(walker: Walker, chosen: Chosen) -> Course:

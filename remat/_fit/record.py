@@ -109,7 +109,6 @@ def record(
     step: TrainingStep,
     mode: Any,
     *,
-    is_real: bool = False,
     unless: Sequence[str] | None = None,
 ) -> StepRecord | None:
     """Run a step twice, and return what it did.
@@ -117,15 +116,13 @@ def record(
     Args:
         step: a copy of the user's.
         mode: the mode of its fake tensors; a context that does nothing for real ones.
-        is_real: whether its tensors have values.
         unless: the names of the operations of a forward of which no record is needed.
 
     Returns:
         The record; None if it is not needed.
     """
     grads = [(t, t.grad) for t in resident(step) if t.is_leaf and t.requires_grad]
-    forward = Watch(is_real=is_real, counts=False)
-    whole = Watch(is_real=is_real, counts=True)
+    forward, whole = Watch(counts=False), Watch(counts=True)
     with mode:
         with (
             forward.watching(step),
@@ -174,14 +171,12 @@ class Watch(LeanDispatchMode):
         turn: how many there were before the backward.
 
     Args:
-        is_real: whether tensors have values.
         counts: whether the work and the bytes inside of operations are of interest.
     """
 
-    def __init__(self, *, is_real: bool, counts: bool) -> None:
+    def __init__(self, *, counts: bool) -> None:
         super().__init__()
         self._counts = counts
-        self._is_real = is_real
         self.operations: list[Operation] = []
         self.turn = 0
         self._ends: list[tuple[int, int]] = []
@@ -274,7 +269,7 @@ class Watch(LeanDispatchMode):
         if func in IGNORED:
             return func(*args, **kwargs)
         self.settle()
-        with values_refused(func, args, kwargs, is_real=self._is_real):
+        with values_refused(func, args, kwargs, self._is_known):
             read = [*map(self._number, inputs_of(args, kwargs))]
             result = call_kernel(func, *args, **kwargs)
         if not is_view_op(func):
@@ -350,6 +345,9 @@ class Watch(LeanDispatchMode):
         self._sizes.append(allocated(storage.nbytes(), tensor.device))
         self._born.append(len(self.operations))
         return number
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return tensor.layout is torch.strided and storage_id(tensor) in self._numbers
 
     def _free(self, key: int, number: int, _: Any) -> None:
         if self._is_over:

@@ -160,7 +160,7 @@ def simulate(
         grads = [t.grad for t in _parameters(made)]
         made = change(made)
         stack.enter_context(mode)
-        meter = Meter(is_real=is_real)
+        meter = Meter()
         watch = _Watch(meter)
         watch.see(made, blocks, around)
         with meter, told_of_names(watch):

@@ -357,6 +357,21 @@ def test_a_model_that_asks_for_values_and_is_not_there_is_refused():
         remat.fit(model, X, loss=square, budget="1GB")
 
 
+@pytest.mark.parametrize("make", [mlps, Asking])
+@pytest.mark.parametrize("is_result", [False, True])
+def test_a_model_that_was_not_passed_is_refused(make, is_result):
+    model, other = make(), mlps()
+    # Also what the other model has computed: a backward would go on from there.
+    result = other(X)
+
+    def step(model, x):
+        return model(x) + (result if is_result else other(x))
+
+    with pytest.raises(remat.CaptureError, match=r"requires grad and was not passed"):
+        remat.fit(step, model, X, loss=square, budget="1GB")
+    assert all(p.grad is None for m in (model, other) for p in m.parameters())
+
+
 def test_the_model_need_not_exist():
     with torch.device("meta"):
         model = mlps()
