@@ -36,14 +36,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import remat
+from remat._fit import meter
 from remat._fit.program import Program
 from remat._fit.record import record
 from remat._fit.simulate import undisturbed
 from remat._fit.training_step import TrainingStep, copied
 from remat._fit.walk import Walker
-from remat._partial.cost import flops, seconds
-from remat._partial.plan import Step
-from remat._partial.values import Arguments, Results as Produced
 from remat._torch import fake_mode
 
 
@@ -104,13 +102,11 @@ class Work(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operation and note its cost."""
-        arguments = Arguments(args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            results = Produced(result, arguments)
-            op = remat.policies.Op(func, *arguments.described, tuple(results.values))
-            self.flops += flops(Step(op, result=results.form))
-            self.seconds += seconds(Step(op, result=results.form))
+            seconds, flops = meter.work_of(func, args, kwargs or {}, result)
+            self.seconds += seconds
+            self.flops += flops
         return result
 
 

@@ -55,8 +55,8 @@ def fit(
         *args: its arguments, of the shapes of a step.
         budget: bytes, or a text such as "8GB" (8e9) or "8GiB".
         over: "step" for the whole step, "blocks" for a policy for each block of the
-            model. By default the step, but blocks for models with FSDP and compiled
-            ones, which cannot follow a plan for a step.
+            model. By default the step, but blocks for models with FSDP or DTensors
+            and for compiled ones, which cannot follow a plan for a step.
         select: of a plan by blocks: which modules are blocks, as of `remat.nn.apply`.
             None for the repeated blocks: see `remat.nn.blocks`.
         loss: a function of the result of `fn` that returns the loss. By default the

@@ -116,10 +116,10 @@ class Meter(LeanDispatchMode):
 
     def hold(self, tensor: Tensor) -> None:
         """Count the storage of a tensor, until it is freed."""
-        if type(tensor) is Absent or tensor.layout is not torch.strided:
+        if not has_storage(tensor):
             return
         number = storage_id(tensor)
-        if number in self._alive or tensor.is_nested:
+        if number in self._alive:
             return
         storage = tensor.untyped_storage()
         size = allocated(storage.nbytes(), tensor.device)
@@ -129,7 +129,7 @@ class Meter(LeanDispatchMode):
 
     def is_counted(self, tensor: Tensor) -> bool:
         """Say whether the storage of a tensor is counted."""
-        return tensor.layout is torch.strided and storage_id(tensor) in self._alive
+        return has_storage(tensor) and storage_id(tensor) in self._alive
 
     def _free(self, number: int, _: Any) -> None:
         size, _ = self._alive.pop(number)
@@ -197,16 +197,28 @@ class Meter(LeanDispatchMode):
         window = self._current
         if window is None or not self._costs or is_view_op(func):
             return
-        arguments = Arguments(args, kwargs)
-        results = Results(result, arguments)
-        op = Op(func, *arguments.described, tuple(results.values))
-        step = Step(op, result=results.form)
-        spent = seconds(step)
-        window.flops += flops(step)
+        spent, count = work_of(func, args, kwargs, result)
+        window.flops += count
         if in_backward:
             window.again += spent
         else:
             window.seconds += spent
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Say whether the bytes of a tensor are those of one storage."""
+    if type(tensor) is Absent or tensor.layout is not torch.strided:
+        return False
+    return not tensor.is_nested
+
+
+def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:
+    """Return the seconds of an operation at nominal rates, and its FLOPs."""
+    arguments = Arguments(args, kwargs)
+    results = Results(result, arguments)
+    op = Op(func, *arguments.described, tuple(results.values))
+    step = Step(op, result=results.form)
+    return seconds(step), flops(step)
 
 
 @contextmanager

@@ -38,10 +38,9 @@ from remat._fit.training_step import (
 from remat._fit.walk import Walker
 from remat._report.labels import label_of
 from remat._report.render import mebibytes
-from remat._scope.api import scope
-from remat._scope.following import Course, Following
+from remat._scope.following import Course
 from remat._torch import fake_mode
-from remat.nn._followed import follow
+from remat.nn._followed import FollowedScope, follow
 
 
 _TIMES = 3  # that a choice is made again
@@ -87,6 +86,7 @@ class _Planning:
         self.record = found
         self.other = self._record_of_other_mode()
         self._courses_of_other: dict[bool, Course] = {}
+        self._least: list[Followed] = []
 
     def plan(self) -> StepPlan:
         """Return the plan."""
@@ -100,8 +100,8 @@ class _Planning:
             self.label,
             self._budget,
             record.resident,
-            Walker(record, (0, 0))(()).peak,
-            sum(op.flops for op in record.operations),
+            self._plain_peak(),
+            record.flops,
             None if applied is None else applied.followed,
             (around or found).followed,
             tuple(_segments(found, self._blocks)),
@@ -140,14 +140,15 @@ class _Planning:
             found = self._run(walker, chosen)
             if found.followed.peak <= self._budget:
                 return found
+            self._least.append(found.followed)
         return None
 
     def _run(self, walker: Walker, chosen: Chosen) -> _Found:
         """Run a step that follows a choice."""
         courses = self._courses(walker, chosen)
 
-        def following() -> scope:
-            return scope(Following(self.label, courses))
+        def following() -> FollowedScope:
+            return FollowedScope(self.label, courses)
 
         def change(step: TrainingStep) -> TrainingStep:
             model = step.model()
@@ -162,8 +163,7 @@ class _Planning:
         done = simulate(
             self._step, device, change, blocks, is_real=self._is_real, times=1
         )
-        plain = sum(op.flops for op in self.record.operations)
-        again, seconds = done.flops - plain, walker.seconds(chosen)
+        again, seconds = done.flops - self.record.flops, walker.seconds(chosen)
         return _Found(
             Followed(done.peak, place(done), again, seconds, courses), chosen, walker
         )
@@ -204,20 +204,19 @@ class _Planning:
     # --- Errors ---
 
     def _too_small(self) -> BudgetError:
-        whole = 0, self.record.turn
-        spans = {self.record.forward or whole, whole}
-        walkers = [Walker(self.record, span) for span in sorted(spans)]
-        found = [self._run(walker, lowest(walker)).followed for walker in walkers]
-        least = min(found, key=lambda each: each.peak)
+        least = min(self._least, key=lambda each: each.peak)
         message = _TOO_SMALL.format(
             label=self.label,
             budget=mebibytes(self._budget),
             least=mebibytes(least.peak),
             at=least.peak_at,
             resident=mebibytes(self.record.resident),
-            plain=mebibytes(Walker(self.record, (0, 0))(()).peak),
+            plain=mebibytes(self._plain_peak()),
         )
         return BudgetError(message, least.peak)
+
+    def _plain_peak(self) -> int:
+        return Walker(self.record, (0, 0))(()).peak
 
 
 def _leave(step: TrainingStep) -> None:

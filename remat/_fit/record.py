@@ -21,16 +21,18 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from remat._base.absent import IGNORED, Absent, inputs_of, tensors_of
+from remat._base.absent import IGNORED, inputs_of, tensors_of
 from remat._base.context import here
-from remat._base.op import Op
-from remat._fit.meter import allocated, may_accumulate, values_refused
+from remat._fit.meter import (
+    allocated,
+    has_storage,
+    may_accumulate,
+    values_refused,
+    work_of,
+)
 from remat._fit.training_step import TrainingStep, backward, losses, resident
 from remat._fit.workspace import copied_inside, held_inside
-from remat._partial.cost import flops, seconds
 from remat._partial.effects import declared_writes, traits_of
-from remat._partial.plan import Step
-from remat._partial.values import Arguments, Results
 from remat._scope.recording import Recording
 from remat._scope.table import Table
 from remat._scope.values import Block
@@ -103,6 +105,11 @@ class StepRecord:
     left: tuple[int, ...]
     dies: tuple[int, ...]
     resident: int
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of the step."""
+        return sum(op.flops for op in self.operations)
 
 
 def record(
@@ -184,7 +191,7 @@ class Watch(LeanDispatchMode):
         self._sizes: list[int] = []
         self._born: list[int] = []
         self._dies: dict[int, int] = {}
-        self._modules: list[str] = []
+        self._modules: list[tuple[str, int]] = []
         self._replaced: tuple[int, int] | None = None
         self._resident = 0
         self._is_over = False
@@ -198,10 +205,7 @@ class Watch(LeanDispatchMode):
                 self._number(tensor)
             self._resident = sum(self._sizes)
             model = step.model()
-            if model is not None:
-                for handle in self._time(model):
-                    stack.callback(handle.remove)
-            for name, module in model.named_modules() if model is not None else ():
+            for name, module in () if model is None else model.named_modules():
                 for handle in self._hook(name, module):
                     stack.callback(handle.remove)
             yield
@@ -228,32 +232,25 @@ class Watch(LeanDispatchMode):
         """The operations of the forward that a plan can be applied to."""
         return self._ends[0] if len(self._ends) == 1 else None
 
-    def _time(self, model: nn.Module) -> Sequence[Any]:
-        """Note which operations the forward of the model runs."""
-        begins: list[int] = []
-
-        def enter(*_: Any) -> None:
-            begins.append(len(self.operations))
-
-        def leave(*_: Any) -> None:
-            self._ends.append((begins.pop(), len(self.operations)))
-
-        return (
-            model.register_forward_pre_hook(enter, prepend=True),
-            model.register_forward_hook(leave),
-        )
-
     def _hook(self, name: str, module: nn.Module) -> Sequence[Any]:
+        """Note in which module operations run, and which those of the model are."""
+
         def enter(*_: Any) -> None:
-            self._modules.append(name)
+            self._modules.append((name, len(self.operations)))
 
         def leave(*_: Any) -> None:
-            self._modules.pop()
+            begin = self._modules.pop()[1]
+            if not name:
+                self._ends.append((begin, len(self.operations)))
 
         return (
             module.register_forward_pre_hook(enter, prepend=True),
             module.register_forward_hook(leave, always_call=True),
         )
+
+    @property
+    def _module(self) -> str:
+        return self._modules[-1][0] if self._modules else ""
 
     def note_fate(self, fate: str) -> None:
         """Note what a scope does with what the last operation made."""
@@ -293,7 +290,7 @@ class Watch(LeanDispatchMode):
         self.operations.append(
             Operation(
                 str(func),
-                self._modules[-1] if self._modules else "",
+                self._module,
                 tuple(dict.fromkeys(n for n in read if n >= 0)),
                 tuple(makes),
                 tuple(n for n in writes if n >= 0),
@@ -306,7 +303,7 @@ class Watch(LeanDispatchMode):
         is_torchs = any(is_of_checkpoint(pack) for pack, _ in hooks_here())
         if is_torchs or here().is_in_call():
             by = "torch.utils.checkpoint" if is_torchs else "remat"
-            name = self._modules[-1] if self._modules else "the function"
+            name = self._module or "the function"
             raise ValueError(_RECOMPUTED.format(name=name, by=by))
 
     def _costs(
@@ -314,7 +311,7 @@ class Watch(LeanDispatchMode):
     ) -> tuple[float, int, int]:
         if not self._counts:
             return 0.0, 0, 0
-        return *_work(func, args, kwargs, result), self._inside(func, args, makes)
+        return *work_of(func, args, kwargs, result), self._inside(func, args, makes)
 
     def _inside(self, func: Any, args: Any, makes: Sequence[int]) -> int:
         made = sum(self._sizes[n] for n in makes)
@@ -331,9 +328,7 @@ class Watch(LeanDispatchMode):
 
     def _number(self, tensor: Tensor) -> int:
         """Return the number of the storage of a tensor; -1 if it has none."""
-        if type(tensor) is Absent or tensor.layout is not torch.strided:
-            return -1
-        if tensor.is_nested:
+        if not has_storage(tensor):
             return -1
         key = storage_id(tensor)
         known = self._numbers.get(key)
@@ -347,7 +342,7 @@ class Watch(LeanDispatchMode):
         return number
 
     def _is_known(self, tensor: Tensor) -> bool:
-        return tensor.layout is torch.strided and storage_id(tensor) in self._numbers
+        return has_storage(tensor) and storage_id(tensor) in self._numbers
 
     def _free(self, key: int, number: int, _: Any) -> None:
         if self._is_over:
@@ -387,14 +382,6 @@ _RECOMPUTED = (
     "what is recomputed: undo that first (remat.nn.remove(model), or the switch of the "
     "model), or pass over='blocks'."
 )
-
-
-def _work(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:
-    arguments = Arguments(args, kwargs)
-    results = Results(result, arguments)
-    op = Op(func, *arguments.described, tuple(results.values))
-    step = Step(op, result=results.form)
-    return seconds(step), flops(step)
 
 
 class Positions(Recording):

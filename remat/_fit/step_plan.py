@@ -195,14 +195,16 @@ class StepPlan(_render.Shown):
             >>> model is plan.apply(model)
             True
         """
-        object.__setattr__(self, "is_applied", True)
+        result = model
         if not isinstance(model, nn.Module):
-            return _following(model, self)
-        if self.applied is None:
+            result = _following(model, self)
+        elif self.applied is None:
             raise BudgetError(_ONLY_AROUND.format(label=self.label), self.around.peak)
-        self._refuse_another_device(model)
-        follow(model, self.label, self.applied.courses, self.blocks, caller())
-        return model
+        else:
+            self._refuse_another_device(model)
+            follow(model, self.label, self.applied.courses, self.blocks, caller())
+        object.__setattr__(self, "is_applied", True)
+        return result
 
     def _refuse_another_device(self, model: nn.Module) -> None:
         kinds = {p.device.type for p in model.parameters() if not p.is_meta}

@@ -249,10 +249,6 @@ class Walker:
         first, last = self.idle[number]
         return first <= at < last
 
-    def is_target(self, number: int) -> bool:
-        """Say whether the backward reads a storage."""
-        return number in self.targets
-
     def touched(self, operation: int) -> tuple[int, ...]:
         """Return the storages of an operation that may be recomputed."""
         return self._touched[operation]
@@ -266,7 +262,7 @@ class _Recomputing:
     """
 
     def __init__(self, walker: Walker, saved: set[int], runs: set[int]) -> None:
-        self._walker, self._saved, self._runs = walker, saved, runs
+        self._walker, self._saved = walker, saved
         self._record = walker.record
         self._alive: set[int] = set()
         self._done: set[int] = set()
@@ -281,15 +277,14 @@ class _Recomputing:
     def free_before(self, t: int) -> None:
         """Free what is no longer needed when an operation of the backward begins."""
         self._now = t
-        n_bytes = self._freed.pop(t, 0)
-        self.live -= n_bytes
+        self.live -= self._freed.pop(t, 0)
 
     def compute(self, target: int) -> int:
         """Compute a storage, and what it needs; return the most bytes alive in it."""
         highest = 0
-        stack = [(target, len(self._makers(target)))]
+        stack = [target]
         while stack:
-            n, _ = stack.pop()
+            n = stack.pop()
             todo = [i for i in self._makers(n) if i not in self._done]
             if not todo:
                 continue
@@ -300,12 +295,11 @@ class _Recomputing:
                 if m != n and m not in self._alive and self._is_before(m, i)
             ]
             if missing:
-                stack.append((n, 0))
-                stack += [(m, 0) for m in missing]
+                stack += [n, *missing]
                 continue
             highest = max(highest, self._run(i))
             if len(todo) > 1:
-                stack.append((n, 0))
+                stack.append(n)
         return highest
 
     def _makers(self, number: int) -> list[int]:
@@ -336,7 +330,7 @@ class _Recomputing:
     def _free(self, number: int) -> None:
         """Free a storage that no operation reads again, when its graph is done."""
         size = self._record.sizes[number]
-        is_target = self._walker.is_target(number)
+        is_target = number in self._walker.targets
         dies = self._record.dies[number] if is_target else 0
         if dies <= self._now:
             self._alive.discard(number)

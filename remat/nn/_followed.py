@@ -24,7 +24,7 @@ from remat._partial.decide import warn_once
 from remat._partial.options import Options
 from remat._scope.api import scope
 from remat._scope.following import Course, Following
-from remat._torch import current_layer
+from remat._torch import constant_in_traces, current_layer
 from remat._transform.module import RematModule, recompute_in_place
 
 
@@ -42,7 +42,7 @@ class FollowedScope:
     ) -> None:
         why = _why_not(model)
         if why:
-            warn_once(_BY_BLOCKS.format(label=label, why=why))
+            _warn(label, why)
         self._scope = None if why else scope(Following(label, courses))
 
     def __enter__(self) -> None:
@@ -116,7 +116,9 @@ class _Entering:
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         """Begin to follow the plan, but not while a graph is made of the module."""
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            _warn(self.label, "in compiled code")
+        else:
             begin_scope(FollowedScope(self.label, self.courses, module))
 
 
@@ -173,6 +175,11 @@ def unfollow(module: nn.Module) -> None:
             if isinstance(hook, (_Entering, _Leaving)):
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
+
+
+@constant_in_traces
+def _warn(label: str, why: str) -> None:
+    warn_once(_BY_BLOCKS.format(label=label, why=why))
 
 
 _TWICE = (
