@@ -25,7 +25,7 @@ from remat._base.errors import BudgetError
 from remat._fit.choose import Chosen, chosen_for, least_of, lowest
 from remat._fit.meter import MissingValueError
 from remat._fit.options import has_solver
-from remat._fit.record import ASKED, StepRecord, names_asked, record
+from remat._fit.record import ASKED, StepRecord, names_of, record
 from remat._fit.simulate import place, simulate, undisturbed
 from remat._fit.step_plan import FitSegment, Followed, StepPlan
 from remat._fit.training_step import (
@@ -185,7 +185,7 @@ class _Planning:
             twin.train(not is_training)
 
         try:
-            known = names_asked(self.record.operations)
+            known = names_of(self.record.operations[: self.record.turn])
             return _recorded(self._step, self._device, change, known)[0]
         except Exception:  # noqa: BLE001 - the user may never run it
             return None

@@ -137,12 +137,13 @@ def record(
         ):
             kept = _forward(step, forward)
         del kept
-        if unless is not None and names_asked(forward.operations) == unless:
+        if unless is not None and names_of(forward.operations) == unless:
             return None
         for tensor, grad in grads:
             tensor.grad = grad
         with whole.watching(step):
-            result, outs = _forward(step, whole)
+            with whole.asking():
+                result, outs = _forward(step, whole)
             whole.turn = len(whole.operations)
             backward(outs)
             whole.settle()
@@ -153,9 +154,9 @@ def record(
     return found
 
 
-def names_asked(operations: Iterable[Operation]) -> list[str]:
-    """Return the names of the operations about which a policy is asked, in order."""
-    return [op.name for op in operations if op.fate == ASKED]
+def names_of(operations: Iterable[Operation]) -> list[str]:
+    """Return the names of operations, in order."""
+    return [op.name for op in operations]
 
 
 def _let_go(tensor: Any) -> Any:
@@ -163,10 +164,9 @@ def _let_go(tensor: Any) -> Any:
 
 
 def _forward(step: TrainingStep, watch: "Watch") -> tuple[Any, list[Tensor]]:
-    with watch.asking():
-        result = step.fn(*step.args, **step.kwargs)
-        watch.end_forward(step)
-        return result, losses(result, step.loss)
+    result = step.fn(*step.args, **step.kwargs)
+    watch.end_forward(step)
+    return result, losses(result, step.loss)
 
 
 class Watch(LeanDispatchMode):
