@@ -45,9 +45,10 @@ def fit(
     least.
 
     The step runs on fake tensors: nothing is computed or allocated, and the model may
-    be on the meta device or fake. If a model that is there asks for values, a copy
-    runs on real tensors. The peak is that of the allocator, without memory that kernels
-    of an accelerator take for themselves, and without fragmentation.
+    be on the meta device or fake. If a model that is there asks for values, or has an
+    operation that refuses fake tensors, a copy runs on real tensors. The peak is that
+    of the allocator, without memory that kernels of an accelerator take for themselves,
+    and without fragmentation.
 
     Args:
         fn: the model; or a function that is passed the model, or tensors, and returns

@@ -278,8 +278,16 @@ def name_of(func: Any) -> str:
 
 
 def may_accumulate(func: Any, args: Any, result: Any) -> bool:
-    """Say whether the engine may be adding two gradients."""
-    if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
+    """Say whether gradients may be added, in place where no mode sees it.
+
+    The engine adds two gradients of a tensor. A derivative of `t[indices]` adds to
+    zeros that it has made.
+    """
+    if torch.is_grad_enabled():
+        return False
+    if func is torch.ops.aten.index_put.default:
+        return not args[0]._is_view()
+    if func is not torch.ops.aten.add.Tensor:
         return False
     a, b = args[0], args[1]
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):

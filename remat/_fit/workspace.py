@@ -55,7 +55,6 @@ def _is_elsewhere(arg: Any) -> bool:
 
 
 def _convolution(x: Tensor, w: Tensor, bias: Any, *rest: Any) -> int:
-    del bias
     stride, padding, _, transposed, _, _ = rest[:6]
     y = _shape_of_result(x, w, rest)
     results = math.prod(y) * x.element_size()
@@ -65,7 +64,8 @@ def _convolution(x: Tensor, w: Tensor, bias: Any, *rest: Any) -> int:
         return results + _columns(x, w, y)
     if _is_product(w, stride, padding, transposed):
         return 0
-    copied = _read(x) + _weight(w) + _blocked(x, y)
+    is_padded = bias is not None and y[1] % _BLOCK != 0
+    copied = _read(x) + _weight(w) + is_padded * _bias(y) + _blocked(x, y)
     return max(copied, results + _blocked(x, y))
 
 
@@ -73,11 +73,13 @@ def _convolution_backward(
     g: Tensor, x: Tensor, w: Tensor, bias: Any, *rest: Any
 ) -> int:
     del bias
-    stride, padding, _, transposed, _, _, (of_x, of_w, of_bias) = rest[:7]
-    x_bytes = x.nbytes if of_x else 0
-    of_weight = (w.nbytes if of_w else 0) + (g.shape[1] * 4 if of_bias else 0)
+    stride, padding, _, transposed, _, groups, (of_x, of_w, of_bias) = rest[:7]
+    x_bytes, b_bytes = x.nbytes if of_x else 0, _bias(g.shape) if of_bias else 0
+    of_weight = (w.nbytes if of_w else 0) + b_bytes
     if not _is_copied(x):
-        return x_bytes + of_weight + _reordered(w)
+        is_summed = of_w and w.shape[1] == 1 and max(w.shape[2:]) > 3
+        of_weight += _SUMS * w.nbytes + b_bytes if is_summed else _reordered(w)
+        return x_bytes + of_weight + _is_other(g) * g.nbytes
     if _is_small(x, w, rest):
         return x_bytes + of_weight + (_columns(x, w, g.shape) if of_w else 0)
     if _is_product(w, stride, padding, transposed):
@@ -88,9 +90,16 @@ def _convolution_backward(
         # With strides, what no result reads is filled in afterwards.
         results = (1 if {*stride} == {1} else 2) * x_bytes
         highest = max(copied + _weight(w) + x_copied, x_copied + results)
-    if of_w:
-        highest = max(highest, x_bytes + copied + _read(x) + max(of_weight, _weight(w)))
-    return highest
+    if not of_w:
+        return highest
+    if _is_by_columns(w, groups):
+        return max(highest, x_bytes + of_weight + _by_columns(w, g))
+    made = _weight(w) + b_bytes  # copied back when the others are freed
+    return max(highest, x_bytes + made + max(copied + _read(x), of_weight))
+
+
+# What oneDNN sums up apart, for large kernels of one channel: 256, and two copies.
+_SUMS = 257
 
 
 def _shape_of_result(x: Tensor, w: Tensor, rest: Sequence[Any]) -> tuple[int, ...]:
@@ -110,9 +119,17 @@ def _shape_of_result(x: Tensor, w: Tensor, rest: Sequence[Any]) -> tuple[int, ..
 
 def _is_copied(x: Tensor) -> bool:
     """Say whether the tensors of a convolution are brought into another layout."""
+    return not (_is_last(x) and x.shape[1] > 1 and math.prod(x.shape[2:]) > 1)
+
+
+def _is_other(g: Tensor) -> bool:
+    """Say whether a gradient has another layout than an input with channels last."""
+    return not (_is_last(g) or _is_expanded(g))
+
+
+def _is_last(x: Tensor) -> bool:
     last = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
-    is_last = x.ndim in (4, 5) and x.is_contiguous(memory_format=last)
-    return not (is_last and x.shape[1] > 1)
+    return x.ndim in (4, 5) and x.is_contiguous(memory_format=last)
 
 
 def _reordered(w: Tensor) -> int:
@@ -131,6 +148,23 @@ def _columns(x: Tensor, w: Tensor, y: Sequence[int]) -> int:
     if math.prod(w.shape[2:]) == 1:
         return 0
     return math.prod(w.shape[1:]) * math.prod(y[2:]) * x.element_size()
+
+
+def _is_by_columns(w: Tensor, groups: int) -> bool:
+    """Say whether oneDNN finds the gradient of a weight by a product of columns.
+
+    It does for groups whose channels fill no block, but for small kernels of one
+    channel, and for kernels that are larger than its own.
+    """
+    kernel = max(w.shape[2:])
+    is_small = w.shape[1] == 1 and kernel <= 3
+    return kernel > 14 or (groups > 1 and w.shape[1] % 8 != 0 and not is_small)
+
+
+def _by_columns(w: Tensor, g: Tensor) -> int:
+    """Return the bytes of the columns, and of sums of the gradient, of each thread."""
+    columns = math.prod(w.shape[1:]) * math.prod(g.shape[2:]) * w.element_size()
+    return torch.get_num_threads() * (4 * w.nbytes + columns) + 256
 
 
 def _is_product(
@@ -158,10 +192,14 @@ def _read(x: Tensor) -> int:
     return _blocked(x, x.shape, 8 if few <= 8 else _BLOCK)
 
 
+def _bias(shape: Sequence[int]) -> int:
+    return -(-shape[1] // _BLOCK) * _BLOCK * 4
+
+
 def _weight(w: Tensor) -> int:
-    if w.shape[1] == 1:  # of groups
-        return w.nbytes
     out = -(-w.shape[0] // _BLOCK) * _BLOCK
+    if w.shape[1] == 1:  # of groups
+        return out * w[0].nbytes
     return out * _blocked(w, (1, *w.shape[1:]), 8 if w.shape[1] <= 8 else _BLOCK)
 
 

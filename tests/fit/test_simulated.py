@@ -101,6 +101,20 @@ OPS = {
         nn.Conv2d(16, 16, 3, padding=1),
         IMAGE.to(memory_format=torch.channels_last),
     ),
+    "conv of a wide weight": (
+        nn.Conv2d(128, 128, 3, padding=1),
+        torch.randn(2, 128, 4, 4),
+    ),
+    "conv by channel": (
+        nn.Conv2d(40, 40, 7, padding=3, groups=40),
+        torch.randn(2, 40, 8, 8),
+    ),
+    "conv by channel, last": (
+        nn.Conv2d(16, 16, 7, padding=3, groups=16),
+        IMAGE.to(memory_format=torch.channels_last),
+    ),
+    "conv of pixels": (nn.Conv2d(64, 128, 1), torch.randn(4, 64, 1, 1)),
+    "conv of groups": (nn.Conv2d(48, 48, 3, groups=12), torch.randn(4, 48, 16, 16)),
     "conv transposed": (nn.ConvTranspose2d(16, 16, 4, 2, 1), IMAGE),
     "batch norm": (nn.BatchNorm2d(16), IMAGE),
     "group norm": (nn.GroupNorm(4, 16), IMAGE),
@@ -111,6 +125,7 @@ OPS = {
     "gelu": (functional.gelu, WIDE),
     "mse": (functional.mse_loss, WIDE, WIDE + 1),
     "cross entropy": (functional.cross_entropy, WIDE, torch.arange(128) % 64),
+    "indices": (lambda a, i: a[i].sin(), WIDE, torch.arange(128) % 64),
     "einsum": (lambda a, b: torch.einsum("ik,jk->ij", a, b), WIDE, WIDE + 1),
     "checkpoint": (
         lambda x: checkpoint(torch.tanh, x, use_reentrant=False).exp(),
@@ -129,6 +144,11 @@ def autocast(x, w):
 def test_what_operations_hold_inside_counts(name):
     fn, *args = OPS[name]
     assert_made(Op(fn), args, square)
+
+
+def test_a_conv_of_patches_holds_columns():
+    image = torch.randn(2, 3, 64, 64)
+    assert_made(nn.Conv2d(3, 128, 16, 16), (image,), square)
 
 
 @pytest.mark.parametrize("name", ["conv", "layer norm", "gelu", "einsum", "max pool"])

@@ -352,6 +352,31 @@ def test_a_model_that_asks_for_values_is_recorded_with_real_tensors():
     assert_plan_holds(plan, model, (X,), {}, square)
 
 
+@torch.library.custom_op("fit::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@doubled.register_fake
+def _(x):
+    raise RuntimeError("another dtype is expected")
+
+
+doubled.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
+def test_a_model_with_a_kernel_that_refuses_fake_tensors_is_recorded_with_real_ones():
+    class Doubled(nn.Module):
+        def forward(self, x):
+            return doubled(x).sin()
+
+    model = nn.Sequential(mlps(2), Doubled())
+    plan = remat.fit(model, X, loss=square, budget=least(model, X, loss=square))
+    assert all(p.grad is None for p in model.parameters())
+    assert plan.seconds > 0
+    assert_plan_holds(plan, model, (X,), {}, square)
+
+
 def test_a_model_that_asks_for_values_and_is_not_there_is_refused():
     with torch.device("meta"):
         model = Asking()
