@@ -54,10 +54,14 @@ def test_code_is_compiled_and_runs_compiled_in_a_block():
     found = [again(compiled, remat.scope)[0] for _ in range(2)]
     assert not eagerly
     assert_same(found, [again(compiled, plainly)[0]] * 2)
-    # Outside of blocks it is another graph: which modes are open is guarded. Dynamo
-    # also guards what other tests leave behind, so there may be one more.
+    # Outside of blocks it is another graph: which modes are open is guarded.
+    assert backend.frame_count >= 2
+    # Dynamo also guards what other tests leave behind, and may compile once more for that.
+    # A block that compiled anew in each run would never come to rest.
+    for _ in range(2):
+        again(compiled, plainly)
+        again(compiled, remat.scope)
     graphs = backend.frame_count
-    assert graphs in (2, 3)
     again(compiled, plainly)
     again(compiled, remat.scope)
     assert backend.frame_count == graphs
