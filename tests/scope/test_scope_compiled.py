@@ -56,8 +56,8 @@ def test_code_is_compiled_and_runs_compiled_in_a_block():
     assert_same(found, [again(compiled, plainly)[0]] * 2)
     # Outside of blocks it is another graph: which modes are open is guarded.
     assert backend.frame_count >= 2
-    # Dynamo also guards what other tests leave behind, and may compile once more for that.
-    # A block that compiled anew in each run would never come to rest.
+    # Dynamo also guards what other tests leave behind, and may compile once more
+    # for that. A block that compiled anew in each run would never come to rest.
     for _ in range(2):
         again(compiled, plainly)
         again(compiled, remat.scope)
