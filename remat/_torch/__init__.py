@@ -81,6 +81,7 @@ from remat._torch.distributed import (
 from remat._torch.fakes import (
     NO_VALUES as NO_VALUES,
     copied_as_fake as copied_as_fake,
+    empty_in as empty_in,
     fake_mode as fake_mode,
     is_fake as is_fake,
 )
@@ -148,6 +149,7 @@ from remat._torch.modes import (
     leave_dispatch_mode as leave_dispatch_mode,
     leave_function_mode as leave_function_mode,
     no_torch_functions as no_torch_functions,
+    outside_all_dispatch_modes as outside_all_dispatch_modes,
     outside_dispatch_mode as outside_dispatch_mode,
     torch_functions as torch_functions,
     under_function_modes as under_function_modes,

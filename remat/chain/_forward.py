@@ -130,6 +130,10 @@ class ChainCall(Call):
 
     @override
     def hand_on(self, run: Forward) -> None:
+        self.refuse_changes(run)
+        super().hand_on(run)
+
+    def refuse_changes(self, run: Forward) -> None:
         """Refuse a step that changed an object: the next one depends on it.
 
         Raises:
@@ -139,7 +143,6 @@ class ChainCall(Call):
             changed = run.changed()
             if changed:
                 raise CaptureError(CHANGED.format(label=self.steps.label, what=changed))
-        super().hand_on(run)
 
     def forget_streams(self) -> None:
         """Forget where random streams were, from which no step drew."""
