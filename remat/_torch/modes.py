@@ -166,7 +166,7 @@ def outside_all_dispatch_modes() -> Iterator[None]:
     """Run the body as if no dispatch mode were entered, remat's own included."""
     before = dynamo.set_eval_frame(None)
     depth = len(_python_dispatch._get_current_dispatch_mode_stack())
-    popped = [_python_dispatch._pop_mode() for _ in range(depth)]
+    popped: list[Any] = [_python_dispatch._pop_mode() for _ in range(depth)]
     flags = _read_flags(_dispatch) if _has_flags else ()
     if flags:
         _write_flags((False,) * len(flags))

@@ -8,7 +8,6 @@ come on top. Rejected: the peak of a whole training step as a budget. A loop doe
 know what else is alive.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from remat.chain.schedules import Binomial, Multilevel, Online, Schedule, Unifor
 
 
 DISK_BYTES_PER_SECOND = 1e9  # nominal, of a write and of a read
-_UNROLLS = 64  # steps that are reversed together between checkpoints, at most
+_TOGETHER = 32  # steps that are reversed together, at most
 _SLOTS = 2**20  # of a loop whose carries take no bytes
 
 
@@ -77,24 +76,36 @@ class StepBytes:
         carry: the bytes of a carry.
         cotangent: those of its cotangent.
         advance: the bytes that exist beside the carry before, while a step runs.
-        reverse: the same while 1, 2, ... steps are run again and reversed. With the
-            cotangents, and without what the gradients of arguments take.
+        reverse: the same while several steps are run again and reversed: how many, and
+            the bytes. With the cotangents, and without what the gradients of arguments
+            take.
         seconds: of a step, at nominal rates.
     """
 
     carry: int
     cotangent: int
     advance: int
-    reverse: tuple[int, ...]
+    reverse: tuple[tuple[int, int], ...]
     seconds: float
 
+    @property
+    def together(self) -> int:
+        """How many steps may be reversed together."""
+        return self.reverse[-1][0]
+
     def reversing(self, count: int) -> int:
-        """Return the bytes of reversing so many steps: each one more adds the same."""
-        known = self.reverse
-        if count <= len(known):
-            return known[count - 1]
-        more = known[-1] - known[-2] if len(known) > 1 else known[-1]
-        return known[-1] + (count - len(known)) * max(more, 0)
+        """Return the bytes of reversing so many steps, at most `together`.
+
+        Each of the operations of a segment takes what grows with its steps, and the
+        peak is the largest. So it is convex, and a line between two of its points is
+        above it. A line beyond them would not be.
+        """
+        above = next(k for k, (steps, _) in enumerate(self.reverse) if steps >= count)
+        steps, nbytes = self.reverse[above]
+        if steps == count:
+            return nbytes
+        fewer, less = self.reverse[above - 1]
+        return less + -(-(nbytes - less) * (count - fewer) // (steps - fewer))
 
     def between(self, unroll: int) -> int:
         """Return what exists beside stored carries while steps run one after another.
@@ -104,6 +115,20 @@ class StepBytes:
         """
         advance = self.advance + self.cotangent
         return self.carry + max(advance, self.reversing(unroll))
+
+
+def counts_together(length: int) -> list[int]:
+    """Return how many steps of a chain to reverse together, to measure it.
+
+    Example:
+        >>> counts_together(5), counts_together(1000)
+        ([1, 2, 4, 5], [1, 2, 4, 8, 16, 32])
+    """
+    powers = [2**k for k in range(_TOGETHER.bit_length())]
+    return [
+        *(n for n in powers if n < length),
+        *([length] if length <= _TOGETHER else ()),
+    ]
 
 
 class Option(NamedTuple):
@@ -148,17 +173,15 @@ def online(step: StepBytes, nbytes: int) -> Online | None:
 
 def _uniform(step: StepBytes, length: int) -> Iterator[Option]:
     """Yield equal segments of each size, the longest first."""
-    root = math.isqrt(length)
-    counts = {-(-length // size) for size in range(1, root + 1)}
-    for count in sorted(counts | {*range(1, root + 1)}):
-        forward = step.carry + step.advance
-        runs = max(forward, step.reversing(-(-length // count)))
+    for size in range(min(step.together, length), 0, -1):
+        count = -(-length // size)
+        runs = max(step.carry + step.advance, step.reversing(-(-length // count)))
         yield Option((count - 1) * step.carry + runs, length, Uniform(count))
 
 
 def _options(step: StepBytes, length: int, budget: LoopBudget) -> Iterator[Option]:
     """Yield what fits with fewer carries than segments have."""
-    for unroll in range(1, min(length, _UNROLLS) + 1):
+    for unroll in range(1, min(step.together, length) + 1):
         free = budget.nbytes - step.between(unroll)
         slots = _slots(step, free, -(-length // unroll))
         if slots:

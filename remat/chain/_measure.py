@@ -34,6 +34,7 @@ from remat._torch import (
     outside_all_dispatch_modes,
     storage_id,
 )
+from remat._transform.vjp import replace as replaced
 from remat.chain._actions import (
     Action,
     Advance,
@@ -43,7 +44,7 @@ from remat.chain._actions import (
     Reverse,
     Schedule,
 )
-from remat.chain._budget import StepBytes
+from remat.chain._budget import StepBytes, counts_together
 from remat.chain._chain import Chain
 from remat.chain._forward import ChainCall
 from remat.chain._plan import Option, Stage, Stages
@@ -53,11 +54,8 @@ from remat.chain._staged import Staged
 from remat.chain._steps import Live, Steps
 
 
-_TOGETHER = 3  # steps that are reversed at once: the second may share with the first
-
-
 def measured(
-    fn: Any, args: tuple[Any, ...], steps: Steps, *, is_batched: bool
+    fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_batched: bool
 ) -> StepBytes | Staged | None:
     """Return the numbers of the steps of a chain, as they are inside all vmaps.
 
@@ -65,6 +63,7 @@ def measured(
         fn: the function of a step.
         args: of the chain.
         steps: how a step calls the function.
+        nbytes: of interest: it is not measured how many steps take more.
         is_batched: whether a vmap is around it.
 
     Returns:
@@ -72,15 +71,15 @@ def measured(
         values, and a vmap has none.
     """
     try:
-        return _measured(Trial(fn, args, steps), fake_mode())
+        return _measured(Trial(fn, args, steps), nbytes, fake_mode())
     except RuntimeError as error:
         # Some fake kernels raise one for what the real kernel computes.
         if isinstance(error, RematError) and not isinstance(error, MissingValueError):
             raise
-    return None if is_batched else _measured(Trial(fn, args, steps), None)
+    return None if is_batched else _measured(Trial(fn, args, steps), nbytes, None)
 
 
-def _measured(trial: "Trial", mode: Any) -> StepBytes | Staged:
+def _measured(trial: "Trial", nbytes: int, mode: Any) -> StepBytes | Staged:
     """Run a trial in a mode of fake tensors, or for real."""
     passed, needs = trial.take_inputs()
     trial.wrapped = ()  # it runs below all levels
@@ -97,7 +96,7 @@ def _measured(trial: "Trial", mode: Any) -> StepBytes | Staged:
                 meter.hold(tensor)
             rehearsal = Rehearsal(Chain(trial), inputs, needs, meter)
             if trial.steps.is_repeated:
-                return _step_of(rehearsal)
+                return _step_of(rehearsal, nbytes)
             return _stages_of(rehearsal)
 
     with (
@@ -111,7 +110,7 @@ def _measured(trial: "Trial", mode: Any) -> StepBytes | Staged:
 
 def _copies(trial: "Trial", passed: Sequence[Tensor]) -> list[Tensor]:
     """Return the values of the inputs; of buffers, copies."""
-    updated = {i for i, *_ in trial.snapshot.buffers}
+    updated = {*trial.snapshot.buffers}
     values = [base_tensor(t).detach() for t in passed]
     return [t.clone() if i in updated else t for i, t in enumerate(values)]
 
@@ -128,7 +127,7 @@ def _set_back(trial: "Trial") -> Iterator[None]:
             stream.write(state)
 
 
-def _step_of(rehearsal: "Rehearsal") -> StepBytes:
+def _step_of(rehearsal: "Rehearsal", nbytes: int) -> StepBytes:
     """Return the numbers of a step: of the second one, if there are two."""
     length = rehearsal.call.steps.length
     assert length is not None
@@ -138,14 +137,19 @@ def _step_of(rehearsal: "Rehearsal") -> StepBytes:
     if length > 1:
         taken = rehearsal.advanced(second, 1)[1]
         advance = max(advance, taken.peak, rehearsal.forward - carry)
-    reverse: list[int] = []
-    for count in (1, *range(1, min(length, _TOGETHER) + 1)):
-        # The gradients of arguments exist from the second time on.
+
+    def reversing(count: int) -> int:
         live, start = (second, 1) if count < length else (first, 0)
-        again = rehearsal.reversed(live, Reverse(start, start + count))
-        reverse.append(again.peak)
-    cotangent = rehearsal.cotangent
-    return StepBytes(carry, cotangent, advance, tuple(reverse[1:]), taken.seconds)
+        return rehearsal.reversed(live, Reverse(start, start + count)).peak
+
+    reverse: dict[int, int] = {}
+    reversing(1)  # from the second time on the gradients of arguments are there
+    for count in counts_together(length):
+        reverse[count] = reversing(count)
+        if reverse[count] > nbytes:  # more steps take more
+            break
+    cotangent, points = rehearsal.cotangent, tuple(reverse.items())
+    return StepBytes(carry, cotangent, advance, points, taken.seconds)
 
 
 def _stages_of(rehearsal: "Rehearsal") -> Staged:
@@ -266,7 +270,7 @@ class Rehearsal:
 
     Attributes:
         call: the trial.
-        inputs: see above.
+        inputs: see above, with the values that buffers had before the forward.
         forward: the bytes that its forward took, without what was collected.
     """
 
@@ -277,10 +281,13 @@ class Rehearsal:
         needs: Sequence[bool],
         meter: Meter,
     ) -> None:
-        self._chain, self._meter = chain, meter
-        self.call, self.inputs = chain.call, inputs
+        self._chain, self._meter, self.call = chain, meter, chain.call
         with self._measuring() as taken:
             outs, evaluation = chain.evaluate(inputs, Request(needs, at_base=True))
+        updated = evaluation.updated  # buffers, whose values from before come last
+        if updated:
+            inputs = replaced(inputs, updated, outs[-len(updated) :])
+        self.inputs = inputs
         places = chain.call.outs
         self.forward = taken.peak - _nbytes([outs[j] for j in places.of_collected])
         given = [*places.of_carry, *places.of_collected]

@@ -59,15 +59,18 @@ def schedule_within(
         warn_once(_OUTSIDE.format(label=steps.label))
         return Sqrt()
     batch = math.prod(size for _, size, _ in unbatched(inputs)[1])
-    key, fn = _key(call, called[0], inputs, needs, budget), called[0]
+    inside, fn = (
+        LoopBudget(budget.nbytes // batch, budget.disk, budget.policy),
+        called[0],
+    )
+    key = _key(call, fn, inputs, needs, inside)
     numbers = _KNOWN.get(key)
     if numbers is None:
-        numbers = measured(fn, called[1], steps, is_batched=batch > 1)
+        numbers = measured(fn, called[1], steps, inside.nbytes, is_batched=batch > 1)
         if numbers is None:
             warn_once(_VALUES.format(label=steps.label))
             return Sqrt()
         _KNOWN.add(key, numbers)
-    inside = LoopBudget(budget.nbytes // batch, budget.disk)
     found, few = _chosen(numbers, steps, inside)
     if found is None:
         raise _too_small(budget.nbytes, few.nbytes * batch, steps.label)
@@ -133,7 +136,7 @@ def _key(
     The signature tells code and the types of objects. A step may also depend on
     numbers that it refers to, and on what objects hold.
     """
-    metas = metas_of(inputs), tuple(needs), call.steps.length
+    metas = metas_of(inputs), tuple(needs), call.steps.length, budget.nbytes
     referred = _Referred()
     return call.snapshot.signature, metas, *referred.to(fn), *referred.to(budget.policy)
 
