@@ -116,6 +116,7 @@ from remat._torch.levels import (
     current_layer as current_layer,
     grad_level as grad_level,
     is_batch_of_cotangents as is_batch_of_cotangents,
+    is_legacy_batch as is_legacy_batch,
     is_of_level_above as is_of_level_above,
     is_of_torch_func as is_of_torch_func,
     is_shared_by_examples as is_shared_by_examples,

@@ -26,6 +26,7 @@ from torch._C._functorch import (
     get_unwrapped,
     is_batchedtensor,
     is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
     maybe_get_level,
     peek_interpreter_stack,
     pop_dynamic_layer_stack,
@@ -55,6 +56,9 @@ current_layer = peek_interpreter_stack
 
 # Deleted by: Function.apply doing this without inspecting signatures on each call.
 unwrap_dead = unwrap_if_dead
+
+# Deleted by: gradients with `is_grads_batched` being levels of torch.func.
+is_legacy_batch = is_legacy_batchedtensor
 
 # Deleted by: a static (not per call) single-level Function in functorch.
 unwrap_for_grad = _unwrap_for_grad

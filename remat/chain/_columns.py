@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remat._torch import base_tensor, current_layer, is_fake
+from remat._torch import current_layer, is_fake, is_legacy_batch
 from remat.chain._steps import COLLECTED, Live, refuse_other_form
 
 
@@ -95,6 +95,6 @@ def can_be_written(row: Tensor) -> bool:
 
     Below a vmap it would need a dimension that it does not have.
     """
-    if current_layer() is not None or base_tensor(row) is not row:
+    if current_layer() is not None or is_legacy_batch(row):
         return False
     return row.layout is torch.strided and (type(row) is Tensor or is_fake(row))
