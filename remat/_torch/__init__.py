@@ -107,6 +107,7 @@ from remat._torch.levels import (
     are_all_vmaps as are_all_vmaps,
     base_tensor as base_tensor,
     batch as batch,
+    batch_size as batch_size,
     batched as batched,
     batched_again as batched_again,
     batched_here as batched_here,

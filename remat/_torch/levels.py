@@ -7,6 +7,7 @@ of a million (torch 2.13).
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -189,6 +190,16 @@ def is_batch_of_cotangents(primals: Sequence[Tensor]) -> bool:
         and layers[0].key().value == VMAP
         and not any(map(is_functorch_wrapped_tensor, primals))
     )
+
+
+# Deleted by: a public stack of the transforms that are active.
+def batch_size() -> int:
+    """Return the product of the sizes of all vmaps around."""
+    layers = [
+        layer for layer in get_interpreter_stack() or () if kind_of(layer) == VMAP
+    ]
+    levels: list[Any] = [*map(coerce_cinterpreter, layers)]
+    return math.prod(level.batch_size() for level in levels)
 
 
 # Deleted by: a public list of the transforms that are active.

@@ -8,7 +8,6 @@ Rejected: to measure each call. It takes as long as some twenty steps on fake te
 """
 
 import functools
-import math
 import threading
 import types
 import weakref
@@ -24,7 +23,7 @@ from remat._base.types import INERT
 from remat._partial.cache import metas_of
 from remat._partial.decide import warn_once
 from remat._report.render import mebibytes
-from remat._torch import VMAP, current_layer, kind_of, unbatched
+from remat._torch import VMAP, batch_size, current_layer, kind_of
 from remat.chain._budget import LoopBudget, Option, StepBytes, chosen, least, online
 from remat.chain._forward import ChainCall
 from remat.chain._measure import measured
@@ -58,7 +57,7 @@ def schedule_within(
     if layer is not None and kind_of(layer) == VMAP:
         warn_once(_OUTSIDE.format(label=steps.label))
         return Sqrt()
-    batch = math.prod(size for _, size, _ in unbatched(inputs)[1])
+    batch = batch_size()
     inside, fn = (
         LoopBudget(budget.nbytes // batch, budget.disk, budget.policy),
         called[0],
