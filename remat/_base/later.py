@@ -32,6 +32,8 @@ def later(
     homes = {name: module for module in names for name in names[module]}
 
     def get(name: str) -> Any:
+        if name == "__all__":  # `import *` asks for it, and else finds what is imported
+            return [name for name in listed() if not name.startswith("_")]
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = homes[name]
