@@ -59,8 +59,6 @@ def remat(
 ) -> F: ...
 @overload
 def remat(
-    fn: None = None,
-    /,
     *,
     policy: PolicyLike = None,
     prune: Prune = "auto",

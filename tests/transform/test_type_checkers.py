@@ -85,6 +85,10 @@ class WithPolicy(nn.Module):
         return x * scale
 
 
+def step(carry: Tensor, _: object) -> tuple[Tensor, None]:
+    return carry.sin(), None
+
+
 def use(w: Tensor, layer: Layer, module: Module) -> None:
     assert_type(block(w, w, scale=2.0), Tensor)
     assert_type(with_a_policy(w), tuple[Tensor, int])
@@ -103,6 +107,9 @@ def use(w: Tensor, layer: Layer, module: Module) -> None:
     assert_type(remat(module), Module)
     remat(lambda x: x.sin())(w)
     torch.func.grad(remat(lambda x: x.sum()))(w)
+    assert_type(package.chain.scan(step, w, length=3)[0], Tensor)
+    assert_type(package.explain(block, w, w).ops, tuple[package.ExplainedOp, ...])
+    assert_type(package.random.bind(package.random.key(0))(block)(w, w), Tensor)
     block(w)  # refused
     block(w, w, scale="2")  # refused
     layer.forward(w, time=3)  # refused
@@ -111,6 +118,9 @@ def use(w: Tensor, layer: Layer, module: Module) -> None:
     remat(block, policy="dots")  # refused: a Callable or a CheckpointPolicy
     remat(block, prune="never")  # refused
     remat(3)  # refused
+    remat(None)  # refused
+    package.fits  # refused
+    package.random.binds  # refused
 """
 MYPY = """
 [mypy]
