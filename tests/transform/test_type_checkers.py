@@ -58,6 +58,18 @@ class Layer:
         return 1
 
 
+class Above:
+    @remat
+    @classmethod
+    def of_class(cls, x: Tensor) -> Tensor:
+        return x.sin()
+
+    @remat(prune=True)
+    @staticmethod
+    def of_none(x: Tensor) -> int:
+        return 1
+
+
 class Narrower(Layer):
     @remat
     def forward(self, x: Tensor, times: int = 1) -> Tensor:
@@ -99,6 +111,8 @@ def use(w: Tensor, layer: Layer, module: Module) -> None:
     assert_type(Layer.of_class(w), Tensor)
     assert_type(layer.of_class(w), Tensor)
     assert_type(Layer.of_none(w), int)
+    assert_type(Above.of_class(w), Tensor)
+    assert_type(Above().of_none(w), int)
     assert_type(module.forward(w), Tensor)
     assert_type(remat(layer.other)(w), int)
     assert_type(checkpoint(block)(w, w), Tensor)
