@@ -33,6 +33,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from remat._base.optional import missing
+
 
 class Operation(NamedTuple):
     """One operation of a problem.
@@ -418,7 +420,4 @@ def _scipy() -> tuple[Any, Any]:
     return optimize, sparse
 
 
-_NO_SCIPY = (
-    "remat: a budget of bytes is solved by scipy, which is not installed. "
-    "Install it: pip install 'remat[budget]'"
-)
+_NO_SCIPY = f"remat: a budget of bytes is solved by scipy: {missing('scipy')}."

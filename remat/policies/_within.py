@@ -199,7 +199,7 @@ def within(
             is taken. `explain` tells how far it may be from the best one.
 
     Returns:
-        The policy. It needs scipy (`pip install 'remat[budget]'`).
+        The policy. It needs scipy (`pip install scipy`).
 
     Raises:
         TypeError: `bytes` or `time_limit` is not a number.
