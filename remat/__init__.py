@@ -7,6 +7,7 @@ from remat import (
     policies as policies,
     random as random,
 )
+from remat._base import hints as _hints
 from remat._base.context import is_recomputing as is_recomputing
 from remat._base.errors import (
     BudgetError as BudgetError,
@@ -56,3 +57,6 @@ from remat._transform.api import remat as remat
 
 checkpoint = remat
 __version__ = "0.2.0"
+
+_hints.at(__name__)
+_hints.on(remat, __name__)

@@ -1,5 +1,6 @@
 """Random numbers as functions of a key, as in `jax.random`."""
 
+from remat._base import hints as _hints
 from remat.random._bind import bind as bind
 from remat.random._choices import (
     categorical as categorical,
@@ -34,3 +35,6 @@ from remat.random._samplers import (
     randint as randint,
     uniform as uniform,
 )
+
+
+_hints.at(__name__)
