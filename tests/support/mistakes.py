@@ -8,6 +8,7 @@ read the difference.
 import contextlib
 import io
 import linecache
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -65,7 +66,7 @@ def outcome(program: str) -> str:
     lines = [said.getvalue().rstrip("\n")]
     lines += [f"{w.category.__name__}: {w.message}" for w in warned]
     lines += [error]
-    return "\n".join(line for line in lines if line)
+    return re.sub(r"0x[0-9a-f]+", "0x...", "\n".join(filter(None, lines)))
 
 
 def _raised(source: str, space: dict[str, object]) -> str:
