@@ -278,7 +278,9 @@ def _advice(
     anyway = {s for leaf, s in leaves if leaf.stays}
     ours = report.saved_bytes - alive
     plain = bytes_of(plainly, saved_by_plain(plainly) - anyway)
-    if ours >= _MOST * plain:
+    if not (found.differentiable or found.differentiates):
+        yield _NO_RESULT
+    elif ours >= _MOST * plain:
         yield _SAVES_NOTHING.format(ours=ours, plain=plain)
     elif found.scalar and not found.calls:
         yield _WHOLE_LOSS.format(plain=plain)
@@ -289,6 +291,10 @@ def _advice(
             yield _UNKNOWN.format(unknown=unknown)
 
 
+_NO_RESULT = (
+    "No result requires grad: no backward follows, and nothing is saved or recomputed. "
+    "Look for detach(), no_grad() and integers in the function, or leave remat out."
+)
 _MOST = 0.9  # of what plain keeps: then less is saved than a recompute is worth
 _SAVES_NOTHING = (
     "Remat saves next to nothing here: besides parameters and other leaves, "
