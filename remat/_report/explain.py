@@ -20,7 +20,7 @@ from remat._partial.cost import flops
 from remat._partial.options import Options, Prune
 from remat._partial.plan import Fate, Record
 from remat._report.examine import Examined, Leaf, examine
-from remat._report.labels import label_of, refuse_transforms
+from remat._report.labels import label_of, one_by_one, refuse_transforms
 from remat._report.outcome import Outcome, outcome_of
 from remat._report.peak import bytes_recomputed
 from remat._report.reasons import Reasons, name
@@ -93,7 +93,8 @@ def explain(
     refuse_transforms("explain", "the function")
     inner, label, options = unwrapped(fn, policy, prune)
     none = dataclasses.replace(options, policy=None)
-    plainly = examine(inner, label, args, kwargs, none)
+    with one_by_one("explain", args):
+        plainly = examine(inner, label, args, kwargs, none)
     if plainly is None:
         return _nothing(label, options)
     found = examined_again(inner, label, args, kwargs, options, plainly)
