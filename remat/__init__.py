@@ -3,6 +3,7 @@
 import typing as _typing
 
 from remat import policies as policies, random as random
+from remat._base import hints as _hints
 from remat._base.context import is_recomputing as is_recomputing
 from remat._base.errors import (
     BudgetError as BudgetError,
@@ -79,3 +80,6 @@ else:
 
 checkpoint = remat
 __version__ = "0.2.0"
+
+_hints.at(__name__)
+_hints.on(remat, __name__)

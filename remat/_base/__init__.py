@@ -4,6 +4,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
 
     types, errors     what flows between rooms, and what a user may catch
     labels            what messages call a function
+    hints             what to write in place of a wrong name of the package
     tracebacks        hides remat's own frames
     pytree            the only importer of optree
     register          `remat.register`, which makes a user's class a pytree

@@ -14,6 +14,7 @@ user's objects, and a `Run`, which makes them again around other tensors.
     registered              values that only their class can take apart
     structure               where the tensors of a result are
     result_walk, results    a result taken apart, and put together around others
+    between                 what objects hold between two steps of a chain
     handing_on              the forward under torch.func, whose changes are kept
 
 Called by `_transform` for each call, by `_report`, and by `_graph` for what hooks hold.

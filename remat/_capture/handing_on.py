@@ -59,7 +59,7 @@ class Forward(Run):
     """
 
     is_recompute = False
-    __slots__ = ("_found", "_made", "_noted", "_originals", "_plain")
+    __slots__ = ("_found", "_given", "_made", "_noted", "_originals", "_plain")
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class Forward(Run):
         super().__init__(tensors)
         self._found, self._originals = found, originals
         self._made: list[tuple[Composite, Any]] = []
+        self._given: list[tuple[Composite, Any]] = []
         self._noted: list[_Noted] = []
         self._plain: list[_Noted] = []
 
@@ -95,8 +96,9 @@ class Forward(Run):
 
     def watch(self, walked: Sequence[tuple[Any, Any]]) -> None:
         """Note what values hold that lead to no tensor, for `changed`."""
-        found = ((node, value) for value, node in walked if node is not None)
-        self._plain = _noted(pair for pair in found if not pair[0].live)
+        found = [(node, value) for value, node in walked if node is not None]
+        self._given = [pair for pair in found if not pair[0].live]
+        self._plain = _noted(self._given)
 
     def hand_on(self) -> None:
         """Assign what the function changed to the user's objects."""
@@ -109,16 +111,45 @@ class Forward(Run):
         for node, now in changes:
             _refuse_registered(node, originals[id(node)])
             owned = {key: _owned(v, owners) for key, v in now.items()}
-            _assign(node, originals[id(node)], owned)
+            assign(node, originals[id(node)], owned)
+
+    def put_back(self) -> None:
+        """Have the user's own values, which lead to no tensor, hold what they held.
+
+        For a run that is to leave nothing behind.
+        """
+        for was, _ in _changed(self._plain):
+            assign(was.node, was.value, was.state)
 
     def changed(self) -> str:
         """Name what the function changed; "" if it changed nothing.
 
         Also what leads to no tensor, of which there is no replica.
         """
-        for was, now in _changed([*self._noted, *self._plain]):
-            return _named(was.value, was.state, now)
+        for _, value, before, now in self.changes():
+            return named_change(value, before, now)
         return ""
+
+    def changes(
+        self, since: Sequence[_Noted] | None = None
+    ) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """Yield what changed: its node, its value, what it held, and what it holds.
+
+        Args:
+            since: what `noted_now` returned; None for the call.
+        """
+        noted = [*self._noted, *self._plain] if since is None else since
+        for was, now in _changed(noted):
+            yield was.node, was.value, was.state, now
+
+    def noted_now(self) -> Sequence[_Noted]:
+        """Note what each value holds now."""
+        return _noted((was.node, was.value) for was in [*self._noted, *self._plain])
+
+    def given(self) -> Iterator[tuple[Composite, Any]]:
+        """Yield each node, and the value or the replica that the function was given."""
+        yield from self._given
+        yield from self._made
 
     def owners(self) -> dict[int, Any]:
         """Return the user's own value for each replica, by the replica's identity."""
@@ -135,13 +166,13 @@ def _noted(pairs: Iterable[tuple[Any, Any]]) -> list[_Noted]:
     """Note what values hold now, those of them that can change and tell it."""
     mutable = [(n, value) for n, value in pairs if isinstance(n, _MUTABLE)]
     telling = [pair for pair in mutable if _tells_changes(*pair)]
-    return [_Noted(node, value, _state(node, value)) for node, value in telling]
+    return [_Noted(node, value, state_of(node, value)) for node, value in telling]
 
 
 def _changed(noted: Iterable[_Noted]) -> Iterator[tuple[_Noted, dict[Any, Any]]]:
     """Yield what was noted of each value that changed, with what it holds now."""
     for was in noted:
-        now = _state(was.node, was.value)
+        now = state_of(was.node, was.value)
         if now.keys() != was.state.keys() or differing(now, was.state):
             yield was, now
 
@@ -154,7 +185,7 @@ def _owned(value: Any, owners: dict[int, Any]) -> Any:
     return own
 
 
-def _named(value: Any, before: dict[Any, Any], now: dict[Any, Any]) -> str:
+def named_change(value: Any, before: dict[Any, Any], now: dict[Any, Any]) -> str:
     """Name what of a value changed."""
     kind = type(value).__name__
     changed = [k for k in {**before, **now} if before.get(k, now) is not now.get(k)]
@@ -177,7 +208,7 @@ def _tells_changes(node: Composite, value: Any) -> bool:
     return all(map(operator.is_, node.now(value), node.now(value)))
 
 
-def _state(node: Composite, value: Any) -> dict[Any, Any]:
+def state_of(node: Composite, value: Any) -> dict[Any, Any]:
     """Return what a value holds, by key."""
     if isinstance(node, ModuleNode):
         entries = attributes(value)
@@ -204,7 +235,7 @@ def _state(node: Composite, value: Any) -> dict[Any, Any]:
     return dict(enumerate(value))
 
 
-def _assign(node: Composite, value: Any, held: dict[Any, Any]) -> None:
+def assign(node: Composite, value: Any, held: dict[Any, Any]) -> None:
     """Have the user's own value hold what its replica holds."""
     if isinstance(node, ModuleNode):
         assign_attributes(value, _in_own_dicts(value, held))

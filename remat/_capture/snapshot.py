@@ -11,6 +11,7 @@ arguments holds, and that it is that very object.
 import operator
 import types
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -103,6 +104,11 @@ class Snapshot:
         node = search.visit(value, k)
         if node is not None:
             self._nodes[k] = node
+
+    @property
+    def code(self) -> Sequence[Any]:
+        """The code and the classes that the call reaches, among other constants."""
+        return self._code
 
     @property
     def signature(self) -> tuple[Any, ...]:

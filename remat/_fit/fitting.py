@@ -202,8 +202,8 @@ _NO_MODEL = (
 )
 _NO_BLOCKS = (
     "remat.fit: this {model} has no repeated blocks. Say which modules may be "
-    "recomputed: select='layers.*', a class, or a function of a name and module. Or "
-    "plan the whole step, without over='blocks'."
+    "recomputed: select='layers.*', a class, or a function of a module. Or plan the "
+    "whole step, without over='blocks'."
 )
 _RECOMPUTED = (
     "remat.fit: {name} is recomputed already. Call remat.nn.remove(model) first: the "

@@ -33,6 +33,7 @@ from remat._fit.meter import (
 from remat._fit.training_step import TrainingStep, backward, losses, resident
 from remat._fit.workspace import copied_inside, held_inside
 from remat._partial.effects import declared_writes, traits_of
+from remat._report.labels import one_by_one
 from remat._scope.recording import Recording
 from remat._scope.table import Table
 from remat._scope.values import Block
@@ -164,7 +165,8 @@ def _let_go(tensor: Any) -> Any:
 
 
 def _forward(step: TrainingStep, watch: "Watch") -> tuple[Any, list[Tensor]]:
-    result = step.fn(*step.args, **step.kwargs)
+    with one_by_one("fit", step.args):
+        result = step.fn(*step.args, **step.kwargs)
     watch.end_forward(step)
     return result, losses(result, step.loss)
 

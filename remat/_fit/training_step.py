@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from remat._base import pytree
 from remat._base.errors import CaptureError
+from remat._report.labels import one_by_one
 from remat._torch import copied_as_fake, is_fake
 
 
@@ -53,7 +54,7 @@ class TrainingStep(NamedTuple):
     def forward(self) -> tuple[Any, list[Tensor]]:
         """Return the result, and what is differentiated."""
         with self.around():
-            with self.around_forward():
+            with self.around_forward(), one_by_one("fit", self.args):
                 result = self.fn(*self.args, **self.kwargs)
             return result, losses(result, self.loss)
 

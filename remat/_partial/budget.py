@@ -33,7 +33,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from remat._base.optional import missing
+from remat.policies._within import NO_SCIPY
 
 
 class Operation(NamedTuple):
@@ -416,8 +416,5 @@ def _scipy() -> tuple[Any, Any]:
         optimize: Any = importlib.import_module("scipy.optimize")
         sparse: Any = importlib.import_module("scipy.sparse")
     except ModuleNotFoundError as error:
-        raise ImportError(_NO_SCIPY) from error
+        raise ImportError(NO_SCIPY) from error
     return optimize, sparse
-
-
-_NO_SCIPY = f"remat: a budget of bytes is solved by scipy: {missing('scipy')}."

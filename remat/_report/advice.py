@@ -21,11 +21,15 @@ class Built:
         calls: how many rematerialized calls it made, without those within others.
         nested: how many calls were within others.
         covered: the share of its forward operations that ran in calls.
+        again: the labels of calls of which a backward is differentiated.
+        differentiates: whether any backward is (`create_graph=True`).
     """
 
     calls: int
     nested: int
     covered: float
+    again: tuple[str, ...] = ()
+    differentiates: bool = False
 
 
 def advice_on(holders: Sequence[Holder], built: Built) -> str:
@@ -37,18 +41,24 @@ def advice_on(holders: Sequence[Holder], built: Built) -> str:
     text = _text(main, values, built)
     most = str(values[0]) if values else "memory of operations"
     first = _first(values) if values else "memory of operations"
-    return text.format(name=main.name, share=main.share, most=most, first=first)
+    calls = ", ".join(built.again)
+    shown = {"most": most, "first": first, "calls": calls}
+    return text.format(name=main.name, share=main.share, **shown)
 
 
 def _text(main: Holder, values: Sequence[HeldValues], built: Built) -> str:
+    if built.again and main.kind not in _ALIVE_ANYWAY:
+        return _AGAIN
     if main.kind == "recompute":
         whole = built.calls == 1 and built.covered >= _WHOLE
         if whole and built.nested:
             return _GROUP
         return _EVERYTHING if whole else _BLOCK
     if main.kind == "residuals":
-        if _is_one_value(main, values):
+        if _is_one_value(main, values) and not built.differentiates:
             return _NOTHING_BUT_LOGITS if not built.calls else _LOSS
+        if built.differentiates and not built.calls:
+            return _NOTHING_TWICE
         return _SOME if built.calls else _NOTHING
     return _TEXTS[main.kind]
 
@@ -84,6 +94,7 @@ def _first(values: Sequence[HeldValues]) -> str:
 
 
 _WHOLE = 0.8  # of the operations: then the call is the whole model
+_ALIVE_ANYWAY = "gradients", "parameters", "inputs"
 _MUCH = 3  # times larger than any other value: then the size is a vocabulary's
 
 _EVERYTHING = (
@@ -106,6 +117,16 @@ _LOSS = (
 _NOTHING = (
     "nothing is rematerialized: the operations of the step hold {share:.0%}, mainly "
     "{most}. Put remat around each block of the model."
+)
+_AGAIN = (
+    "a backward of {calls} is differentiated (create_graph=True), so all that it "
+    "computes stays alive, what it recomputes too. Pass higher_order=True to remat "
+    "there: then that is recomputed as well. {share:.0%} of the peak is mainly {most}."
+)
+_NOTHING_TWICE = (
+    "nothing is rematerialized, and a backward is differentiated (create_graph=True): "
+    "{share:.0%} is mainly {most}. Put remat(block, higher_order=True) around each "
+    "block of the model."
 )
 _NOTHING_BUT_LOGITS = (
     "nothing is rematerialized, and values of one size hold most of the peak: "

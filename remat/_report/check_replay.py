@@ -31,7 +31,7 @@ from remat._partial.cache import CACHES
 from remat._partial.options import DEFAULT
 from remat._report.bitwise import CompareValues, KeepValues, has_values
 from remat._report.inputs import Inputs
-from remat._report.labels import label_of, refuse_transforms
+from remat._report.labels import label_of, one_by_one, refuse_transforms
 from remat._torch import below_all_levels, unwrap_dead
 from remat._transform.filling import Filling
 from remat._transform.module import recomputed_by
@@ -122,7 +122,8 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     call = _Twice(reach, replace(options, prune=False), leaves, needs)
     forward = KeepValues()
     CACHES.clear()  # nested calls are first calls in both runs
-    result = call.run_forward(fn, args, kwargs, leaves, forward)
+    with one_by_one("check_replay", args):
+        result = call.run_forward(fn, args, kwargs, leaves, forward)
     CACHES.clear()
     recomputation = CompareValues(forward.steps)
     try:

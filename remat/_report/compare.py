@@ -25,7 +25,7 @@ from remat._report.explain import (
     explained,
     unwrapped,
 )
-from remat._report.labels import refuse_transforms
+from remat._report.labels import one_by_one, refuse_transforms
 from remat._report.peak import bytes_recomputed
 from remat._report.reports import ComparedPolicy, Comparison
 from remat.policies import (
@@ -128,7 +128,8 @@ def compare(
     inner, label, options = unwrapped(fn, None, prune)
     called = _Called(inner, label, args, kwargs, options)
     blocks = Blocks()
-    plainly = called.examined(blocks)
+    with one_by_one("compare", args):
+        plainly = called.examined(blocks)
     written = [_row_of_blocks("as written", plainly)] if blocks.names else []
     plain = called.examined(Blocks(plain=True)) if blocks.names else plainly
     rows = [*written, _row_of_blocks("plain", plain)]

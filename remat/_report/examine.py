@@ -70,7 +70,8 @@ class Examined:
         leaves: its inputs.
         itself: the storages that the graph saves itself, without a handle.
         situation: what decides whether it is recorded.
-        scalar: whether the outputs have one element each.
+        differentiable: whether an output requires grad.
+        scalar: whether those outputs have one element each.
         differentiates: whether it runs a backward itself.
         inner: for each operation, how often nested calls of `remat` recompute it, and
             the innermost of those calls.
@@ -86,6 +87,7 @@ class Examined:
     leaves: tuple[Leaf, ...]
     itself: frozenset[int]
     situation: Situation
+    differentiable: bool
     scalar: bool
     differentiates: bool
     inner: tuple[tuple[int, str], ...]
@@ -118,6 +120,7 @@ def examine(
         leaves = reach.take_tensors()
         needs = [t.requires_grad for t in leaves]
         if True not in needs:
+            fn(*inputs.args, **inputs.kwargs)  # what it raises is to be seen
             return None
         call = _Examining(reach, options, leaves, needs, ask)
         result = call.forward(fn, inputs.args, inputs.kwargs, leaves)
@@ -193,6 +196,7 @@ class _Examining(Saved):
             leaves=tuple(self._leaf(i, t) for i, t in enumerate(leaves)),
             itself=frozenset(noting.itself),
             situation=self._what_there_is_to_know(),
+            differentiable=any(t.requires_grad for t in outs),
             scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
             differentiates=noting.differentiates,
             inner=tuple(noting.inner(self)),

@@ -20,7 +20,7 @@ from remat._partial.cost import flops
 from remat._partial.options import Options, Prune
 from remat._partial.plan import Fate, Record
 from remat._report.examine import Examined, Leaf, examine
-from remat._report.labels import label_of, refuse_transforms
+from remat._report.labels import label_of, one_by_one, refuse_transforms
 from remat._report.outcome import Outcome, outcome_of
 from remat._report.peak import bytes_recomputed
 from remat._report.reasons import Reasons, name
@@ -93,7 +93,8 @@ def explain(
     refuse_transforms("explain", "the function")
     inner, label, options = unwrapped(fn, policy, prune)
     none = dataclasses.replace(options, policy=None)
-    plainly = examine(inner, label, args, kwargs, none)
+    with one_by_one("explain", args):
+        plainly = examine(inner, label, args, kwargs, none)
     if plainly is None:
         return _nothing(label, options)
     found = examined_again(inner, label, args, kwargs, options, plainly)
@@ -278,7 +279,9 @@ def _advice(
     anyway = {s for leaf, s in leaves if leaf.stays}
     ours = report.saved_bytes - alive
     plain = bytes_of(plainly, saved_by_plain(plainly) - anyway)
-    if ours >= _MOST * plain:
+    if not (found.differentiable or found.differentiates):
+        yield _NO_RESULT
+    elif ours >= _MOST * plain:
         yield _SAVES_NOTHING.format(ours=ours, plain=plain)
     elif found.scalar and not found.calls:
         yield _WHOLE_LOSS.format(plain=plain)
@@ -289,6 +292,10 @@ def _advice(
             yield _UNKNOWN.format(unknown=unknown)
 
 
+_NO_RESULT = (
+    "No result requires grad: no backward follows, and nothing is saved or recomputed. "
+    "Look for detach(), no_grad() and integers in the function, or leave remat out."
+)
 _MOST = 0.9  # of what plain keeps: then less is saved than a recompute is worth
 _SAVES_NOTHING = (
     "Remat saves next to nothing here: besides parameters and other leaves, "

@@ -7,6 +7,8 @@ transform. A function has several graphs there, and no argument says which is me
 """
 
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from remat._ambient.streams import Stream
 from remat._base import labels
 from remat._base.labels import Label, name_in
 from remat._base.program import Program
+from remat._base.tracebacks import note
 from remat._torch import current_layer, dual_level_active
 from remat._transform.batch import Batch
 from remat._transform.dual import Dual
@@ -44,6 +47,29 @@ _TRANSFORMED = (
 _COMPILED = (
     "remat: {report} was called in a function that torch.compile traces. Call it "
     "outside, on the function that is not compiled."
+)
+
+
+@contextmanager
+def one_by_one(report: str, args: Sequence[Any]) -> Iterator[None]:
+    """Note on an error of the function that its arguments may be meant one by one.
+
+    Args:
+        report: what the user called.
+        args: the arguments; one tuple or list may stand for several.
+    """
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        if len(args) == 1 and isinstance(args[0], (tuple, list)):
+            kind = type(args[0]).__name__
+            note(error, _ONE_BY_ONE.format(report=report, kind=kind))
+        raise
+
+
+_ONE_BY_ONE = (
+    "remat: {report} was given one argument for the function, a {kind}. To pass what "
+    "is in it, write {report}(fn, *args), not {report}(fn, args)."
 )
 
 

@@ -39,6 +39,7 @@ class Table:
     Attributes:
         title: the line above the table.
         columns: names of the columns. A name starts with "#" if the cells are numbers.
+            With none, there are only the title and the notes.
         rows: the cells of each row.
         kinds: of each row, one of `COLOURS` or "".
         notes: the lines below the table.
@@ -102,7 +103,8 @@ def mebibytes(nbytes: int) -> str:
 
 def text(table: Table) -> str:
     """Write a table for a terminal: by rich where it is installed, plainly if not."""
-    return plain(table) if importlib.util.find_spec("rich") is None else _rich(table)
+    is_drawn = table.columns and importlib.util.find_spec("rich") is not None
+    return _rich(table) if is_drawn else plain(table)
 
 
 def plain(table: Table) -> str:
@@ -116,6 +118,8 @@ def plain(table: Table) -> str:
         sin     12
         1 op
     """
+    if not table.columns:
+        return "\n".join([table.title, *table.notes])
     headers = table.headers
     rows = [[name for name, _ in headers], *table.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -183,7 +187,7 @@ def html(table: Table) -> str:
     if folded:
         summary = f"<summary>{escape(table.summary)}</summary>"
         parts.append(f"<details>{summary}{_rows(table, folded)}</details>")
-    parts.append(_rows(table, others))
+    parts += [_rows(table, others)] if table.columns else []
     parts += [f"<div>{escape(note)}</div>" for note in table.notes]
     return f'<div style="overflow-x: auto">{"".join(parts)}</div>'
 
@@ -241,4 +245,5 @@ class Shown(ABC):
         return html(self._table())
 
     def __rich__(self) -> Any:
-        return rich_table(self._table())
+        table = self._table()
+        return rich_table(table) if table.columns else _unmarked(plain(table))

@@ -223,8 +223,17 @@ class Explanation(_render.Shown):
         sizes, fates = [op.nbytes for op in ops], [op.fate for op in ops]
         return _plots.bars(labels, sizes, fates, self._table().title, ax)
 
+    @property
+    def _is_of_nothing(self) -> bool:
+        """Whether nothing requires grad, so that there is nothing to recompute."""
+        return not (self.inputs or self.ops)
+
     @override
     def _table(self) -> _render.Table:
+        if self._is_of_nothing:
+            notes = (*(f"advice: {line}" for line in self.advice),)
+            title = f"remat of {self._name}: {self.reason}"
+            return _render.Table(title, (), (), (), notes)
         rows = [*map(_input_row, self.inputs)]
         rows += [_op_row(op) for op in self.ops if not op.is_view]
         parameters = [leaf for leaf in self.inputs if leaf.is_parameter]
@@ -247,6 +256,8 @@ class Explanation(_render.Shown):
 
     @override
     def __repr__(self) -> str:
+        if self._is_of_nothing:
+            return f"<Explanation of {self._name}: {self.reason}>"
         fates = Counter(op.fate for op in self.ops if not op.is_view)
         counts = ", ".join(f"{n} {fate}" for fate, n in fates.items())
         operations = f"{fates.total()} operations ({counts})"

@@ -39,6 +39,7 @@ from remat._report.bitwise import has_values
 from remat._report.inputs import Inputs
 from remat._report.labels import (
     call_of,
+    one_by_one,
     reader_of,
     refuse_transforms,
     stream_name,
@@ -131,7 +132,8 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
         ledger = Ledger(stack)
         for i, tensor in enumerate(inputs.tensors):
             ledger.know(tensor, *inputs.described(i))
-        roots, start = _run(fn, inputs, ledger)
+        with one_by_one("saved_residuals", args):
+            roots, start = _run(fn, inputs, ledger)
         torch.clear_autocast_cache()
         notes = _Notes(ledger)
         notes.ask(roots, start)

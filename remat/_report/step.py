@@ -163,7 +163,9 @@ def _peak(changes: Sequence[Change], watch: Watch, inputs: Inputs) -> Peak:
     covered = sum(bool(op.called) for op in forward) / max(1, len(forward))
     nested = sum(watch.names.values()) - watch.outermost
     op = name_of(theirs[end - 1].running) if end else ""
-    advice = advice_on(holders, Built(watch.outermost, nested, covered))
+    twice = watch.again, watch.differentiates
+    built = Built(watch.outermost, nested, covered, *twice)
+    advice = advice_on(holders, built)
     return Peak(sum(h.nbytes for h in holders), op, holders, advice)
 
 

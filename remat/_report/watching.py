@@ -34,6 +34,7 @@ from remat._torch import (
     storage_id,
 )
 from remat._transform.lowering import Lowering
+from remat._transform.refill import DIFFERENTIATED_AGAIN
 
 
 MARK, OURS = "remat watches #", "remat keeps"
@@ -88,6 +89,7 @@ class Watch(Ledger):
         names: of the calls that were not recomputed, with how many calls have it.
         outermost: how many of those calls are in no other.
         last: the index of the last forward operation in a call; -1 if there is none.
+        differentiates: whether a backward is differentiated (`create_graph=True`).
     """
 
     def __init__(self, stack: ExitStack) -> None:
@@ -100,7 +102,9 @@ class Watch(Ledger):
         self.gradients: set[int] = set()
         self.names: dict[str, int] = {}
         self.outermost, self.last = 0, -1
+        self.differentiates = False
         self._calls: list[weakref.ref[Any]] = []
+        self._packing: dict[str, None] = {}  # the labels of calls under base autograd
         self._handles: dict[int, Sequence[weakref.ref[Handle] | None]] = {}
         self._named: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._in_backward = False
@@ -110,6 +114,8 @@ class Watch(Ledger):
     @override
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         node = running_node()
+        if node is not None and torch.is_grad_enabled() and not here().recomputing:
+            self.differentiates = True
         if node is not None and not self._in_backward:
             self._in_backward = True
             self.saved.update(self._saved_by_policies())
@@ -160,6 +166,7 @@ class Watch(Ledger):
     ) -> Callable[[int, Tensor | None], None]:
         """Note a call under base autograd, and what it saves of its inputs."""
         self._calls.append(weakref.ref(call))
+        self._packing[call.label] = None
         values = call.inputs.values
         self._note(call, [t for v in values for t in _stored(v)])
 
@@ -183,6 +190,11 @@ class Watch(Ledger):
         count = self.names[call.label] = self.names.get(call.label, 0) + 1
         self._named[call] = f"{call.label}\0{count}"
         self.outermost += not (context.inside or context.functions)
+
+    @property
+    def again(self) -> tuple[str, ...]:
+        """The labels of calls of which a backward is differentiated, and stays."""
+        return tuple(label for label in self._packing if label in DIFFERENTIATED_AGAIN)
 
     def _name_of(self, call: Any) -> str:
         return self._named.get(call, call.label)

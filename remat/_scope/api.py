@@ -7,7 +7,7 @@ made `x` has saved what it was made through.
 """
 
 import threading
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -88,6 +88,14 @@ class scope:  # noqa: N801
             raise TypeError(_NO_BUDGET.format(policy=self._policy))
         self._entered: list[Block | None] = []
 
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: it recomputes no function.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(_NO_CALL)
+
     def __enter__(self) -> Self:
         if must_inline() or not torch.is_grad_enabled():
             self._entered.append(None)
@@ -101,6 +109,11 @@ class scope:  # noqa: N801
             _end(block, raises=kind is None)
 
 
+_NO_CALL = (
+    "remat: remat.scope is a block: write `with remat.scope():` around the code. To "
+    "recompute a function or a module, write remat.remat(fn) in place of "
+    "remat.scope(fn)."
+)
 _NO_BUDGET = (
     "remat: remat.scope cannot follow {policy}: what the backward reads of a block is "
     "not known when it ends, because graphs made later may save its results. Put the "

@@ -34,6 +34,7 @@ Under torch.func: one Function, whose backward is again a program.
     vjp, batch, dual    a program's vjp, under vmap and under jvp, as programs
     outer_levels        refuses tensors and graphs of levels further up
     changes             what changes an input in place, for an error
+    keeping             what keeps a tensor of a call, for an error
     buffers             what a function updates in place is updated once
 
 Called by users, and by `_report`, which runs calls to look at them.

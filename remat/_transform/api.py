@@ -46,6 +46,8 @@ PolicyLike: TypeAlias = (
     | None
 )
 
+_NOT_GIVEN: Any = object()
+
 
 @overload
 def remat(
@@ -66,7 +68,7 @@ def remat(
     higher_order: bool = False,
 ) -> Callable[[F], F]: ...
 def remat(
-    fn: Callable[..., Any] | None = None,
+    fn: Any = _NOT_GIVEN,
     /,
     *others: Any,
     policy: PolicyLike = None,
@@ -165,13 +167,15 @@ def remat(
     refuse_arguments(fn, others, [*unknown])
     options = options_of(policy, prune, rng, higher_order)
     where = "compiled code" if torch.compiler.is_compiling() else caller()
-    if fn is None:
+    if fn is _NOT_GIVEN:
         return functools.partial(_decorated, where=where, options=options)
     return _decorated(fn, where, options)
 
 
 def _decorated(fn: Any, where: str, options: Options) -> Any:
     refuse_function(fn)
+    if isinstance(fn, (staticmethod, classmethod)):
+        return type(fn)(_decorated(fn.__func__, where, options))
     # A tracer knows the module, and not what is made while it traces.
     if isinstance(fn, nn.Module) and not must_inline():
         refuse_without_forward(fn)

@@ -38,6 +38,7 @@ from remat._torch import (
     storage_id,
 )
 from remat._transform.changes import changes_of
+from remat._transform.keeping import keeper_of
 from remat._transform.leaves import addresses_of
 from remat._transform.reached import reached_inputs
 
@@ -159,7 +160,8 @@ def refuse_leaks(
     torch.clear_autocast_cache()  # it may be of an autocast that is off by now
     gc.collect()
     if is_graph_held(inner):
-        message = _LEAKED.format(label=snapshot.label)
+        kept = keeper_of(inner, snapshot.code) or _SOMEWHERE
+        message = _LEAKED.format(label=snapshot.label, kept=kept)
         if hidden:
             message += hidden[0].told(_MAY_HIDE, snapshot.label)
         raise CaptureError(message)
@@ -325,10 +327,11 @@ _BACKWARD = (
     "Use torch.autograd.grad with inputs=, and return what is needed."
 )
 _LEAKED = (
-    "remat: a tensor computed inside {label} left it other than by being returned "
-    "(kept in a list, an attribute or a global, say). A call under torch.func and a "
-    "chain are one node of the graph, so its gradient would be lost. Return it instead."
+    "remat: a tensor computed inside {label} left it other than by being returned: it "
+    "is kept {kept}. A call under torch.func and a chain are one node of the graph, so "
+    "its gradient would be lost. Return it instead."
 )
+_SOMEWHERE = "in a list, an attribute or a global, say"
 _MAY_HIDE = (
     " It may be in the {kind} that is returned (`result{where}`), where remat cannot "
     "see it. {remedy}."

@@ -68,7 +68,7 @@ def value_of(call: SavedCall, asked: Handle) -> Tensor:
         MutationError: it reads what was changed in place since.
     """
     in_backward = current_task() >= 0
-    if in_backward and torch.is_grad_enabled():
+    if in_backward and torch.is_grad_enabled() and call.is_done:
         DIFFERENTIATED_AGAIN.add(call.label)
     handles = call.alive() if in_backward else [asked]
     if len(handles) > 1:

@@ -46,11 +46,11 @@ def refuse_function(fn: Any) -> None:
     """Refuse anything that is not a function of tensors.
 
     Raises:
-        TypeError: `fn` is not callable, or is a classmethod, a class, a generator
-            function or a coroutine function.
+        TypeError: `fn` is not callable, or is a class, a generator function or a
+            coroutine function.
     """
     if isinstance(fn, classmethod):
-        raise TypeError("remat: write @classmethod above @remat, not below")
+        fn = fn.__func__
     if not callable(fn):
         raise TypeError(_not_callable(fn))
     if isinstance(fn, type):
@@ -70,6 +70,8 @@ def refuse_function(fn: Any) -> None:
 
 def _not_callable(value: Any) -> str:
     """Return the message that something is not a function; it may be long to print."""
+    if value is None:
+        return _NONE
     if isinstance(value, Tensor):
         return _RESULT
     is_listed = isinstance(value, (list, tuple)) and bool(value)
@@ -130,6 +132,10 @@ _NOT_NEEDED = {
 _RESULT = (
     "remat: got a tensor, the result of a call. Pass the function: write remat(fn)(x), "
     "not remat(fn(x))."
+)
+_NONE = (
+    "remat: got None in place of the function. Write remat(fn), @remat, or "
+    "remat(policy=...)(fn). If a decorator or a factory made it, that returned nothing."
 )
 _MODULES = (
     "remat: got a {kind} of modules, which is not callable. Apply remat to each, or "

@@ -25,6 +25,7 @@
 Called by users.
 """
 
+from remat._base import hints as _hints
 from remat.chain import schedules as schedules
 from remat.chain._loops import (
     fori_loop as fori_loop,
@@ -32,3 +33,6 @@ from remat.chain._loops import (
     while_loop as while_loop,
 )
 from remat.chain._sequential import sequential as sequential
+
+
+_hints.at(__name__)

@@ -18,7 +18,16 @@ from typing_extensions import override
 from remat._ambient.ambient import Ambient, noted
 from remat._base.errors import CaptureError
 from remat._base.types import Fn
-from remat._capture.handing_on import Forward
+from remat._capture.between import (
+    NOTHING,
+    Between,
+    Nodes,
+    Recomputing,
+    Unnoted,
+    in_forward,
+)
+from remat._capture.handing_on import Forward, named_change
+from remat._capture.restore import Run
 from remat._capture.snapshot import Bound
 from remat._torch import current_layer
 from remat._transform.call import Call
@@ -77,6 +86,7 @@ class ChainCall(Call):
     """
 
     __slots__ = (
+        *("_changing", "_is_noted", "_others"),
         *("_flags", "_form", "_last", "_progress", "_stored", "cut", "initial"),
         *("length", "needs", "outs", "scanned", "schedule", "steps", "stores"),
     )
@@ -104,6 +114,10 @@ class ChainCall(Call):
         self.stores = False
         self.cut: Cut | None = None
         self._stored: Stored | None = None
+        # The objects that change, by their nodes, and those nodes that do not change.
+        self._changing: Nodes = {}
+        self._others: Nodes = {}
+        self._is_noted = False
         self._flags: dict[int, bool] = {}
         self._last: tuple[Sequence[Tensor], Sequence[Tensor]] = (), ()
 
@@ -126,23 +140,55 @@ class ChainCall(Call):
         """Return what runs all steps."""
         assert self._search is not None
         run.watch(self._search.walked())
-        return functools.partial(self._run_all, fn.fn, fn.args)
+        return functools.partial(self._run_all, run, fn.fn, fn.args)
 
     @override
     def hand_on(self, run: Forward) -> None:
-        self.refuse_changes(run)
-        super().hand_on(run)
-
-    def refuse_changes(self, run: Forward) -> None:
-        """Refuse a step that changed an object: the next one depends on it.
+        """Note which objects changed, and have the user's hold it.
 
         Raises:
-            CaptureError: some step did.
+            CaptureError: one cannot be put back, and the steps repeat.
         """
-        if self.steps.is_repeated:
-            changed = run.changed()
-            if changed:
-                raise CaptureError(CHANGED.format(label=self.steps.label, what=changed))
+        self.note_changes(run)
+        super().hand_on(run)
+
+    def note_changes(self, run: Forward) -> None:
+        """Note which objects changed: a recompute of later steps puts them back.
+
+        Raises:
+            CaptureError: one cannot be put back, and the steps repeat.
+        """
+        changed = self.changed(run)
+        if changed:
+            # Those that changed and changed back are in checkpoints alone.
+            self._changing |= dict.fromkeys(changed)
+            if not self._is_noted:  # of the checkpoints nobody knows what objects held
+                self._stored = None
+                if self.steps.goes_on is not None:
+                    what = named_change(*next(run.changes())[1:])
+                    raise CaptureError(_LATE.format(label=self.steps.label, what=what))
+        if self._changing:
+            self._others = dict.fromkeys(node for node, _ in run.given())
+
+    def changed(self, run: Forward) -> Between:
+        """Return what objects hold that differ from the call.
+
+        Raises:
+            CaptureError: one cannot be put back, and the steps repeat.
+        """
+        try:
+            return in_forward(run)
+        except Unnoted as error:
+            if not self.steps.is_repeated:
+                return NOTHING
+            label = self.steps.label
+            raise CaptureError(CHANGED.format(label=label, what=error)) from None
+
+    def recomputing(self, run: Run) -> Recomputing | None:
+        """Return what notes and puts back the objects that change, if some do."""
+        if not self._changing:
+            return None
+        return Recomputing(run, self._changing, self._others)
 
     def forget_streams(self) -> None:
         """Forget where random streams were, from which no step drew."""
@@ -167,11 +213,11 @@ class ChainCall(Call):
         super().forward_done()
         self._progress = self.cut = None
 
-    def _run_all(self, fn: Any, args: Sequence[Any]) -> Any:
+    def _run_all(self, run: Forward, fn: Any, args: Sequence[Any]) -> Any:
         """Run all steps; return the last carry and what was collected."""
         cut = self.cut
         assert cut is not None
-        loop = _Loop(self, fn, args, cut)
+        loop = _Loop(self, run, fn, args, cut)
         stored = Stored() if self.stores else None
         for action in loop.actions():
             if isinstance(action, Advance):
@@ -184,6 +230,7 @@ class ChainCall(Call):
             elif stored is not None:
                 loop.store(action, stored)
         self.length, self._stored = loop.count, stored
+        self._changing, self._is_noted = loop.changing, loop.is_noting
         live, frame, columns = loop.live, loop.columns.frame, loop.columns.stacked()
         self._last = live.tensors, columns
         tensors, needs = [*live.tensors, *columns], [*live.needs, *loop.columns.needs]
@@ -194,8 +241,14 @@ class ChainCall(Call):
 class _Loop:
     """The forward of a chain, while it runs."""
 
-    def __init__(self, call: ChainCall, fn: Any, args: Sequence[Any], cut: Cut) -> None:
+    def __init__(
+        self, call: ChainCall, run: Forward, fn: Any, args: Sequence[Any], cut: Cut
+    ) -> None:
         self._call, self._fn, self._args, self._cut = call, fn, args, cut
+        self._run = run
+        # Of what every step may change, the first one tells: to look takes time.
+        self.is_noting = False
+        self.changing: Nodes = {}
         tensors, frame = taken_apart(args[0])
         needs = [t.requires_grad for t in tensors]
         self.live = self._first = Live([*map(cut.value, tensors)], frame, needs)
@@ -215,10 +268,25 @@ class _Loop:
             return
         assert steps.goes_on is not None
         placer = schedule.online() if isinstance(schedule, Online) else None
-        while steps.goes_on(self._fn, self.live.carry):
+        while self._goes_on(steps.goes_on):
             k = self.count
             yield from [Save(k)] if placer is None else placer.at(k)
             yield Advance(k, k + 1)
+
+    def _goes_on(self, asked: Callable[[Any, Any], bool]) -> bool:
+        """Ask whether there is another step.
+
+        Raises:
+            CaptureError: the answer changed an object. It is not asked again.
+        """
+        looks = not self.count or self.is_noting
+        before = self._run.noted_now() if looks else ()
+        goes_on = asked(self._fn, self.live.carry)
+        changed = next(self._run.changes(before), None)
+        if changed is not None:
+            label, what = self._call.steps.label, named_change(*changed[1:])
+            raise CaptureError(_ASKED.format(label=label, what=what))
+        return goes_on
 
     def advance(self, action: Advance) -> None:
         """Run some steps."""
@@ -232,6 +300,8 @@ class _Loop:
                 refuse_other_form(live, self._first, k, steps.label)
             refuse_leaks(snapshot, leaves, ())
             del leaves
+            if not self.count:
+                self.is_noting = bool(self._call.changed(self._run))
             self.live, self.count = live, k + 1
             self.columns.add(row)
             if self._progress is not None:
@@ -244,7 +314,10 @@ class _Loop:
         elif isinstance(action, Save):
             streams = self._call.snapshot.streams
             self._ambient = noted(streams, self._ambient)
-            live = self.live._replace(ambient=self._ambient if action.step else None)
+            objects = self._call.changed(self._run) if self.is_noting else NOTHING
+            self.changing |= dict.fromkeys(objects)
+            ambient = self._ambient if action.step else None
+            live = self.live._replace(ambient=ambient, objects=objects)
             stored.save(action.step, live, action.storage)
 
     def _look(self, outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
@@ -259,6 +332,16 @@ class _Loop:
 
 CHANGED = (
     "remat: the steps of {label} changed {what}. A recompute of a later step would "
-    "find it as it was before the first one. Make it a part of the carry, or return it "
-    "for each step."
+    "find it as it was before the first one. Only attributes, containers and variables "
+    "of outer functions are put back, and only if they hold numbers, words and "
+    "containers of these. Make it a part of the carry, or return it for each step."
+)
+_ASKED = (
+    "remat: the condition of {label} changed {what}. A recompute does not ask the "
+    "condition again. Make it a part of the carry, or change it in the body."
+)
+_LATE = (
+    "remat: {label} changed {what}, and did not in the first step. Whether the "
+    "condition did it, which a recompute does not ask again, is not known. Change it "
+    "in each step, or make it a part of the carry."
 )

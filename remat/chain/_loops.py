@@ -70,10 +70,10 @@ def scan(
 
     Args:
         f: a step: takes a carry and a slice, and returns the next carry and what is
-            collected. It may not change objects or tensors in place. It may be
-            rematerialized, with a policy of its own. Random numbers that it draws from
-            global streams are drawn again; a key is best folded with the number of the
-            step: `random.fold_in(key, i)`.
+            collected. It may not change tensors in place, nor keep them. It may count,
+            and append numbers to a list. It may be rematerialized, with a policy of its
+            own. Random numbers that it draws from global streams are drawn again; a key
+            is best folded with the number of the step: `random.fold_in(key, i)`.
         init: the initial carry, a pytree. Each carry keeps its structure, and the
             shapes, dtypes and devices of its tensors. It may hold Python numbers.
         xs: a pytree of tensors whose first dimension counts the steps. `None`: `f` is
@@ -112,8 +112,8 @@ def scan(
             names the part. Or an argument is of the wrong type.
         ValueError: the tensors of `xs` differ in their first dimension, or there is no
             length.
-        CaptureError: a step changes an object, or a tensor leaves it other than by
-            being returned.
+        CaptureError: a step changes what cannot be put back for a recompute, or a
+            tensor leaves it other than by being returned.
         MutationError: a step changes a tensor in place.
         OffloadError: there is no room on the disk.
         BudgetError: the budget is too small. The error names the least one.

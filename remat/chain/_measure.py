@@ -20,8 +20,9 @@ from typing_extensions import override
 from remat._base.context import differentiated
 from remat._base.errors import RematError
 from remat._base.program import Request
-from remat._base.types import TENSORS
+from remat._base.types import TENSORS, Fn
 from remat._capture.handing_on import Forward
+from remat._capture.snapshot import Bound
 from remat._fit.meter import Meter, MissingValueError, has_storage
 from remat._fit.simulate import undisturbed
 from remat._partial.cache import CACHES
@@ -117,12 +118,13 @@ def _copies(trial: "Trial", passed: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def _set_back(trial: "Trial") -> Iterator[None]:
-    """Set the random streams of the user's objects back after a trial."""
+    """Put objects and random streams of the user's back after a trial."""
     streams = trial.snapshot.streams
     states = [stream.read() for stream in streams]
     try:
         yield
     finally:
+        trial.put_back()
         for stream, state in zip(streams, states, strict=True):
             stream.write(state)
 
@@ -229,9 +231,10 @@ class Trial(ChainCall):
         steps: how a step calls the function.
     """
 
-    __slots__ = ()
+    __slots__ = ("_run",)
 
     def __init__(self, fn: Any, args: tuple[Any, ...], steps: Steps) -> None:
+        self._run: Forward | None = None
         if steps.length is None:
             steps = replace(steps, length=2, goes_on=None)
         assert steps.length is not None
@@ -240,8 +243,21 @@ class Trial(ChainCall):
         super().__init__(fn, args, steps, _First(count), None)
 
     @override
+    def body(self, fn: Bound, run: Forward) -> Fn:
+        self._run = run
+        return super().body(fn, run)
+
+    @override
     def hand_on(self, run: Forward) -> None:
-        self.refuse_changes(run)
+        self.note_changes(run)
+
+    def put_back(self) -> None:
+        """Have objects that lead to no tensor hold what they held at the call.
+
+        Others were changed in replicas alone.
+        """
+        if self._run is not None:
+            self._run.put_back()
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from remat._base.context import here
 from remat._base.program import Evaluation, Program, Request, has_derivatives
 from remat._base.tracebacks import note
 from remat._base.types import Outputs
+from remat._capture.between import NOTHING
 from remat._capture.restore import Run
 from remat._capture.snapshot import call_under
 from remat._torch import without_hooks
@@ -48,7 +49,10 @@ class Segment(Program):
         after: the carry at its end, without its tensors; None until it has run.
     """
 
-    __slots__ = ("_ambient", "_call", "_chain", "_live", "_numbers", "_offset", "after")
+    __slots__ = (
+        *("_ambient", "_call", "_chain", "_live", "_numbers", "_objects", "_offset"),
+        "after",
+    )
 
     def __init__(
         self, chain: Primal, call: ChainCall, live: Live, start: int, stop: int
@@ -58,6 +62,7 @@ class Segment(Program):
         self._numbers = range(start, stop)
         self._offset = call.steps.slices(start, stop)[0]
         self._ambient: Ambient | None = None
+        self._objects = NOTHING
         self.after: Live | None = None
 
     @override
@@ -73,7 +78,8 @@ class Segment(Program):
         carry, ys = self._called(call, inputs[count:], mode)
         tensors, frame = taken_apart(carry)
         # Who differentiates it is outside, and does not show in the tensors.
-        self.after = Live((), frame, [*map(has_derivatives, tensors)], self._ambient)
+        needs = [*map(has_derivatives, tensors)]
+        self.after = Live((), frame, needs, self._ambient, self._objects)
         return (*tensors, *(t for y in ys for t in taken_apart(y)[0]))
 
     @override
@@ -127,7 +133,9 @@ class Segment(Program):
         with cutting(inputs, needs) as cut:
             run = functools.partial(call, cut)
             last = without_hooks(self._called, run, cut.inputs, None)
-        self.after = last._replace(tensors=(), ambient=self._ambient)
+        self.after = last._replace(
+            tensors=(), ambient=self._ambient, objects=self._objects
+        )
         return [*last.tensors, *values], [*last.needs, *flags]
 
     def _called(
@@ -146,7 +154,12 @@ class Segment(Program):
         def run(inputs: Sequence[Tensor]) -> Any:
             with Run(inputs) as run:
                 fn, *around = snapshot.built(run)
+                recomputing = self._call.recomputing(run)
+                if recomputing is not None:
+                    recomputing.put_back(self._live.objects)
                 found = call_under(functools.partial(call, fn.fn, fn.args), *around)
+                if recomputing is not None:
+                    self._objects = recomputing.noted()
                 if state.ambient.moved:
                     self._ambient = noted(snapshot.streams, self._live.ambient)
                 return found

@@ -14,6 +14,7 @@ from torch import Tensor
 from remat._base import pytree
 from remat._base.tensors import describe
 from remat._base.types import INERT
+from remat._capture.between import NOTHING, Between
 
 
 class Frame(NamedTuple):
@@ -54,12 +55,14 @@ class Live(NamedTuple):
         needs: which of the tensors require grad.
         ambient: the state of random streams at this step; None if it is that of the
             call.
+        objects: what objects held at this step that differ from the call.
     """
 
     tensors: Sequence[Tensor]
     frame: Frame
     needs: Sequence[bool]
     ambient: Any = None
+    objects: Between = NOTHING
 
     @property
     def carry(self) -> Any:

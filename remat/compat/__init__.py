@@ -30,6 +30,7 @@ from torch.utils.checkpoint import (
     set_device_states as set_device_states,
 )
 
+from remat._base import hints as _hints
 from remat.compat._checkpoint import checkpoint as checkpoint
 from remat.compat._patch import (
     install as install,
@@ -41,3 +42,6 @@ from remat.compat._settings import (
     set_checkpoint_debug_enabled as set_checkpoint_debug_enabled,
     set_checkpoint_early_stop as set_checkpoint_early_stop,
 )
+
+
+_hints.at(__name__)

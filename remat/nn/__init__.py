@@ -12,7 +12,11 @@ In: a model. Out: the same model, whose blocks are recomputed in a backward.
 Called by users.
 """
 
+from remat._base import hints as _hints
 from remat.nn._apply import apply as apply, remove as remove
 from remat.nn._blocks import blocks as blocks
 from remat.nn._enable import enable as enable
 from remat.nn._noise import weight_noise as weight_noise
+
+
+_hints.at(__name__)

@@ -50,9 +50,10 @@ def apply(
         model: the model.
         select: which modules. A class; a name as in `named_modules()`, in which `*`
             stands for one part (`"layers.*"`) and `**` for several; a function of a
-            name and a module that returns a bool; or a list of these. A mapping from
-            these to policies gives each module the policy of the first that selects it.
-            `None` selects the repeated blocks of the model: see `remat.nn.blocks`.
+            module, or of its name and the module, that returns a bool; or a list of
+            these. A mapping from these to policies gives each module the policy of the
+            first that selects it. `None` selects the repeated blocks of the model: see
+            `remat.nn.blocks`.
         policy: as of `remat.remat`. Not with a mapping.
         prune: as of `remat.remat`.
         rng: as of `remat.remat`.
@@ -203,7 +204,7 @@ _DERIVED = (
 _NO_BLOCKS = (
     "remat.nn.apply: this {model} has no list of blocks: no ModuleList, ModuleDict or "
     "Sequential has two items of a class that has submodules. Say which modules you "
-    "mean: pass a class, a name such as 'layers.*', or a function of a name and module."
+    "mean: pass a class, a name such as 'layers.*', or a function of a module."
 )
 _NO_SELECTORS = (
     "remat.nn.apply: {select!r} selects nothing. Pass selectors, or None for the "

@@ -9,6 +9,7 @@ parts would be recomputed one in the other.
 """
 
 import fnmatch
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -16,10 +17,11 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from remat._transform.refused import has_forward
+from remat.policies import Decision, Policy
 
 
-# A class, a name with wildcards, or a function of a name and a module.
-Selector: TypeAlias = type[nn.Module] | str | Callable[[str, nn.Module], bool]
+# A class, a name with wildcards, or a function of a module, or of its name and itself.
+Selector: TypeAlias = type[nn.Module] | str | Callable[..., bool]
 
 
 def selected(
@@ -66,9 +68,30 @@ def _test_of(selector: Any) -> Callable[[str, nn.Module], bool]:
     if isinstance(selector, str):
         pattern = _pattern(selector)
         return lambda name, module: pattern.fullmatch(name) is not None
+    if isinstance(selector, (Policy, Decision)):
+        raise TypeError(_POLICY.format(policy=selector))
     if callable(selector) and not isinstance(selector, (type, nn.Module)):
+        if _takes_one(selector):
+            return lambda name, module: selector(module)
         return selector
     raise TypeError(_NO_SELECTOR.format(selector=selector))
+
+
+def _takes_one(selector: Callable[..., Any]) -> bool:
+    """Say whether a function takes a module, and not also its name."""
+    try:
+        signature = inspect.signature(selector)
+    except ValueError:  # a builtin that has none
+        return False
+    return _binds(signature, 1) and not _binds(signature, 2)
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -112,7 +135,11 @@ def _nothing(model: nn.Module, selector: Any) -> str:
 
 _NO_SELECTOR = (
     "remat.nn.apply: {selector!r} is not a selector. Pass a class of modules, a name "
-    "such as 'layers.*', a function of a name and a module, or a list of these."
+    "such as 'layers.*', a function of a module (or of its name and the module), or a "
+    "list of these."
+)
+_POLICY = (
+    "remat.nn.apply: pass a policy by name: remat.nn.apply(model, policy={policy})"
 )
 _NO_FORWARD = (
     "remat: {shown} is a {kind}, which has no `forward`, so nothing would be "

@@ -24,6 +24,7 @@ einsum: torch runs both as the product of two matrices. Under `vmap` over both o
 the product has a batch dimension and is recomputed. Use `dots_saveable` or names there.
 """
 
+from remat._base import hints as _hints
 from remat._base.op import Op as Op, Value as Value
 from remat.policies._collectives import save_collectives as save_collectives
 from remat.policies._decision import Decision as Decision
@@ -55,3 +56,6 @@ from remat.policies._sizes import (
     save_smaller_than as save_smaller_than,
 )
 from remat.policies._within import within as within
+
+
+_hints.at(__name__)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, TypeAlias, TypeVar
 
+from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from remat._base.op import Op
@@ -107,6 +108,8 @@ def advice(obj: object) -> str:
         return "Do you mean a list with this operator, [...]? "
     if isinstance(obj, type):
         return "It is a class: pass an instance. "
+    if isinstance(obj, nn.Module):
+        return "It is a module, to which remat itself is applied: remat(module). "
     if str(getattr(obj, "__module__", "")).startswith("remat."):
         made = getattr(obj, "__name__", "")
         return f"It makes policies: pass {made}(...). " if made in _MAKERS else ""

@@ -19,13 +19,16 @@ the whole program, and on the solver. Offloading what a budget keeps is refused 
 same reason: `within(b) | p.but_offload()` says which results leave the device.
 """
 
+import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
+import torch
 from typing_extensions import override
 
 from remat._base.op import Op
+from remat._base.optional import missing
 from remat._base.sizes import bytes_in
 from remat.policies._decision import Decision
 from remat.policies._policy import (
@@ -159,6 +162,7 @@ def _both(left: Policy, right: Policy) -> Policy:
     return intersection(left, right)
 
 
+NO_SCIPY = f"remat: a budget of bytes is solved by scipy: {missing('scipy')}."
 _NO_COMPLEMENT = (
     "remat: ~{policy} has no meaning: a budget says how much is kept, and not which "
     "results. To keep some results out of a budget, write within(bytes) - policy."
@@ -199,9 +203,11 @@ def within(
             is taken. `explain` tells how far it may be from the best one.
 
     Returns:
-        The policy. It needs scipy (`pip install scipy`).
+        The policy.
 
     Raises:
+        ImportError: scipy is not installed, which solves what to keep (`pip install
+            scipy`).
         TypeError: `bytes` or `time_limit` is not a number.
         ValueError: `bytes` is negative or cannot be read, or `costs` is unknown.
 
@@ -227,6 +233,9 @@ def within(
         known = " or ".join(map(repr, _COSTS))
         raise ValueError(f"remat: within takes costs={known}; got {costs!r}")
     nbytes = bytes_in(bytes, "within")
+    # Dynamo cannot trace the search. The call says it there.
+    if not (torch.compiler.is_compiling() or importlib.util.find_spec("scipy")):
+        raise ImportError(NO_SCIPY)
     return Within(
         Budget(nbytes, costs, _seconds(time_limit)),
         nothing_saveable,

@@ -2,6 +2,7 @@
 
 import typing as _typing
 
+from remat._base import hints as _hints
 from remat._base.later import later as _later
 from remat.random._choices import (
     categorical as categorical,
@@ -44,3 +45,5 @@ if _typing.TYPE_CHECKING:
     from remat.random._bind import bind as bind
 else:
     __getattr__, __dir__ = _later(__name__, {"remat.random._bind": ("bind",)})
+
+_hints.at(__name__)

@@ -84,40 +84,25 @@ def test_other_loops_name_themselves(name):
 
 class Holder:
     seen = None
-    count = 0
 
 
 COUNT = 0
 
 
 def changes():
-    values, table, holder, batch_norm = [], {}, Holder(), nn.BatchNorm1d(4).double()
-    cell = 0
-
-    def appending(i, h):
-        values.append(i)
-        return h * 2
+    values, holder, batch_norm = [], Holder(), nn.BatchNorm1d(4).double()
 
     def keeping(i, h):
         values.append(h.sin())
         return h * 2
 
-    def setting_a_key(i, h):
-        table["last"] = i
+    def keeping_an_object(i, h):
+        holder.seen = Holder()
         return h * 2
-
-    def setting_an_attribute(i, h):
-        holder.count = holder.count + 1
-        return h * holder.count
 
     def keeping_in_an_attribute(i, h):
         holder.seen = h * 2
         return holder.seen * 2
-
-    def setting_a_variable(i, h):
-        nonlocal cell
-        cell += 1
-        return h * cell
 
     def setting_a_global(i, h):
         global COUNT
@@ -128,24 +113,18 @@ def changes():
         return batch_norm(h)
 
     return {
-        "a list": appending,
         "a list with a tensor": keeping,
-        "a dict": setting_a_key,
-        "an attribute": setting_an_attribute,
+        "an object": keeping_an_object,
         "an attribute with a tensor": keeping_in_an_attribute,
-        "a variable": setting_a_variable,
         "a global": setting_a_global,
         "a buffer": updating_a_buffer,
     }
 
 
 SAYS = {
-    "a list": "changed a list",
     "a list with a tensor": "changed a list|left it other than by being returned",
-    "a dict": "changed a dict",
-    "an attribute": "changed `count` of a Holder",
+    "an object": "changed `seen` of a Holder.* only if they hold numbers",
     "an attribute with a tensor": "changed `seen` of a Holder|left it other than by",
-    "a variable": "changed a cell",
     "a global": "changed `COUNT` of a function",
     "a buffer": "changed `.*running_mean`",
 }
@@ -158,7 +137,7 @@ WAYS = {
 
 @rows("way", WAYS)
 @pytest.mark.parametrize("what", SAYS)
-def test_a_step_may_not_change_objects(what, way):
+def test_a_step_may_not_change_what_cannot_be_put_back(what, way):
     if (what, way) == ("a buffer", WAYS["vmap of grad"]):
         pytest.skip("torch refuses it itself")
     body = changes()[what]
@@ -173,7 +152,7 @@ def test_a_while_loop_may_not_change_objects_in_its_condition():
         asked.append(1)
         return len(asked) < 4
 
-    with pytest.raises(CaptureError, match="changed a list"):
+    with pytest.raises(CaptureError, match=r"the condition of .* changed a list"):
         chain.while_loop(cond, torch.sin, leaves_of(V)[0], checkpoints=2)
 
 

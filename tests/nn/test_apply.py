@@ -78,6 +78,8 @@ SELECTORS = {
     "a part of a name": ("layers.[02]", (5, 1)),
     "several parts": ("**", (6, 2)),
     "a function": (lambda name, m: name.endswith("2") or name == "head", (4, 2)),
+    "a function of a module": (lambda m: isinstance(m, (Block, Other)), (6, 2)),
+    "a function that may take a name": (lambda m, name="": m == "head", (3, 2)),
     "names and classes": (("layers.0", Other), (4, 2)),
 }
 
@@ -374,6 +376,10 @@ REFUSED = {
     "no model": (lambda: remat.nn.apply(3), "int is not a module"),
     "no selector": (lambda: applied(3), "3 is not a selector. Pass a class"),
     "a module": (lambda: applied(nn.Tanh()), "is not a selector. Pass a class"),
+    "a policy": (
+        lambda: applied(policies.dots_saveable),
+        r"pass a policy by name: remat.nn.apply\(model, policy=dots_saveable\)",
+    ),
     "another class": (lambda: applied(dict), "is not a selector. Pass a class"),
     "no policy": (lambda: applied(policy="dots"), "policy"),
     "remove": (lambda: remat.nn.remove([]), "list is not a module"),

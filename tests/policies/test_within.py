@@ -1,6 +1,8 @@
 """What a budget keeps and recomputes: bytes are counted, and so is what runs again."""
 
 import itertools
+import pickle
+import sys
 import warnings
 
 import pytest
@@ -504,14 +506,19 @@ def test_a_function_that_takes_another_path_is_right_and_keeps_the_budget():
             assert_same(grads, backward_ops(f, w, x)[1])
 
 
-def test_without_scipy_the_call_says_what_to_install(monkeypatch):
-    def no_scipy():
-        raise ImportError(budget._NO_SCIPY)
+def test_without_scipy_the_policy_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ImportError, match=r"solved by scipy.*'remat\[budget\]'"):
+        within(MATRIX)
 
-    monkeypatch.setattr(budget, "_scipy", no_scipy)
+
+def test_without_scipy_a_policy_of_elsewhere_says_it_at_the_call(monkeypatch):
+    policy = pickle.dumps(within(MATRIX))
+    for name in ("scipy", "scipy.optimize"):
+        monkeypatch.setitem(sys.modules, name, None)
     budget._KNOWN.clear()
     forget_calls()
-    fn = remat(layers, policy=within(MATRIX))
+    fn = remat(layers, policy=pickle.loads(policy))
     with pytest.raises(ImportError, match=r"solved by scipy.*'remat\[budget\]'"):
         fn(matrix(1), matrix(2))
 

@@ -8,6 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 from remat import compare, explain, remat
 from remat._partial import budget
 from remat.policies import within
+from remat.policies._within import NO_SCIPY
 
 
 SIZE = 64
@@ -84,7 +85,7 @@ def test_a_function_with_blocks_has_no_front():
 
 def test_without_scipy_the_front_is_left_out_and_that_is_said(monkeypatch, compared):
     def no_scipy():
-        raise ImportError(budget._NO_SCIPY)
+        raise ImportError(NO_SCIPY)
 
     monkeypatch.setattr(budget, "_scipy", no_scipy)
     budget._KNOWN.clear()

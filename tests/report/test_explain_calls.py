@@ -146,6 +146,24 @@ def test_with_nothing_to_differentiate_it_says_so():
 
 
 @pytest.mark.parametrize("report", [explain, compare], ids=["explain", "compare"])
+def test_with_nothing_to_differentiate_the_function_is_called(report):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        report(lambda i: i + "1", torch.arange(9))
+
+
+def without_grad(x):
+    with torch.no_grad():
+        return x.sin()
+
+
+@pytest.mark.parametrize("f", [without_grad, lambda x: x.sin().detach(), torch.isnan])
+def test_with_no_result_that_requires_grad_it_says_so(f):
+    found = explain(f, torch.ones(9))
+    assert [line[:24] for line in found.advice] == ["No result requires grad:"]
+    assert len(found.ops) > 0
+
+
+@pytest.mark.parametrize("report", [explain, compare], ids=["explain", "compare"])
 def test_it_is_refused_under_a_transform(report):
     def f(x):
         report(torch.sin, x)

@@ -392,6 +392,37 @@ def test_a_gradient_of_torch_func_is_a_step():
     assert holds(report)["saved inputs"] == (BLOCKS - 1) * ACTIVATION
 
 
+def heat(model, points):
+    """The residual of a PDE, as of a network informed by physics."""
+
+    def loss(points):
+        (slope,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
+        (bend,) = torch.autograd.grad(slope[:, 0].sum(), points, create_graph=True)
+        return (slope[:, 1] - bend[:, 0]).square().mean()
+
+    return explain(loss, points)
+
+
+def solution(wrap):
+    torch.manual_seed(0)
+    layer = lambda n: nn.Sequential(nn.Linear(n, 64), nn.Tanh(), nn.Linear(64, 64))
+    return nn.Sequential(layer(2), *(wrap(layer(64)) for _ in range(4)), nn.Tanh())
+
+
+def test_a_backward_that_is_differentiated():
+    points = make(512, 2, seed=1).float().requires_grad_()
+    found = heat(solution(ckpt), points)
+    assert "a backward of `Sequential` (rematerialized at " in found.peak.advice
+    assert "is differentiated (create_graph=True)" in found.peak.advice
+    assert "Pass higher_order=True to remat" in found.peak.advice
+    assert "logits" not in found.peak.advice
+    followed = heat(solution(lambda block: ckpt(block, higher_order=True)), points)
+    assert followed.peak.nbytes < found.peak.nbytes / 1.5
+    assert "higher_order" not in followed.peak.advice
+    left_out = heat(solution(lambda block: block), points)
+    assert "Put remat(block, higher_order=True)" in left_out.peak.advice
+
+
 def test_a_function_that_runs_its_own_backward_is_a_step():
     ws, x = example()
     ours, theirs = explain(lambda: each(ws, x).backward()), explain(each, ws, x)

@@ -1,5 +1,6 @@
 """What is offloaded, and how reports show: text, tables, HTML and plots."""
 
+import html
 import importlib.util
 import itertools
 import pickle
@@ -200,7 +201,22 @@ def test_the_repr_is_one_short_line():
         "<Comparison for `blk`: 5 rows; 32,768 to 65,536 bytes saved>"
     )
     nothing = repr(explain(lambda x: x + 1, torch.arange(3)))
-    assert nothing.endswith("<lambda>`: no operations; 0 bytes saved, 0 plain>")
+    assert nothing.endswith(
+        "<lambda>`: no tensor requires grad, so remat just calls the function>"
+    )
+
+
+def test_where_nothing_requires_grad_there_is_no_table(monkeypatch):
+    found = explain(torch.neg, torch.arange(3))
+    lines = str(found).splitlines()
+    assert lines[0].endswith(
+        "neg`: no tensor requires grad, so remat just calls the function"
+    )
+    assert lines[1].startswith("advice: No floating tensor is passed")
+    assert len(lines) == 2
+    assert "<table" not in found._repr_html_()
+    assert lines[1] in html.unescape(found._repr_html_())
+    assert str(found.__rich__()) == str(found)
 
 
 def test_as_text_in_a_notebook(monkeypatch):

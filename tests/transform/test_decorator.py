@@ -68,6 +68,16 @@ class Waves:
     def of_class(cls, x):
         return x.exp() * len(cls.__name__)
 
+    @remat
+    @staticmethod
+    def static_below(x):
+        return x.exp()
+
+    @remat(prune=False)
+    @classmethod
+    def of_class_below(cls, x):
+        return x.exp() * len(cls.__name__)
+
     @property
     @remat
     def value(self):
@@ -122,6 +132,16 @@ CALLABLES = {
     "static method of an instance": (WAVES.static, torch.exp),
     "class method": (Waves.of_class, lambda x: x.exp() * 5),
     "class method of a subclass": (SubWaves.of_class, lambda x: x.exp() * 8),
+    "below the decorator: static method": (Waves.static_below, torch.exp),
+    "below the decorator: static method of an instance": (
+        WAVES.static_below,
+        torch.exp,
+    ),
+    "below the decorator: class method of a subclass": (
+        SubWaves.of_class_below,
+        lambda x: x.exp() * 8,
+    ),
+    "static method by itself": (remat(staticmethod(wave)), wave),
     "property": (lambda x: WAVES.value * x, lambda x: WAVES.weight.exp() * x),
     "callable object": (remat(WAVES), WAVES),
     "module": (remat(MODULE), MODULE),

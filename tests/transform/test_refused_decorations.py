@@ -84,6 +84,7 @@ REFUSED = {
     **{name: (wave, {name: True}, TypeError, needless(name)) for name in OTHERS},
     "number": (3, {}, TypeError, "got an object of type int, which is not callable"),
     "name": ("sin", {}, TypeError, "of type str, which is not callable. Pass a func"),
+    "None": (None, {}, TypeError, r"got None in place of the function. Write remat\("),
     "tensor": (
         torch.ones(2),
         {},
@@ -164,15 +165,6 @@ def test_options_are_keywords_only(case):
     args, message = POSITIONAL[case]
     with pytest.raises(TypeError, match=message):
         remat(*args)
-
-
-def test_above_classmethod_is_refused_with_the_right_order():
-    with pytest.raises(TypeError, match="write @classmethod above @remat"):
-
-        class _Wrong:
-            @remat
-            @classmethod
-            def method(cls, x): ...
 
 
 # --- Types -----------------------------------------------------------------------

@@ -1,0 +1,141 @@
+"""Says what to write where a name of remat is used wrongly.
+
+Called by `remat/__init__.py` and those of its public rooms; then by Python, where a
+module is called, or has no such name.
+
+Invariant: names that exist are found as without it. The right name is looked for when
+an error is raised, with `dir`, so that no table has to follow the package.
+Rejected: a package that can be called. `remat` would be a function in one file and a
+package in the next, and `remat.fit` would depend on which.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import sys
+import types
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from typing_extensions import override
+
+
+def at(name: str) -> None:
+    """Have a module say what to write where it is called, or has no such name.
+
+    Args:
+        name: of the module, which is imported.
+    """
+    sys.modules[name].__class__ = _Hinting
+
+
+def on(function: Any, package: str) -> None:
+    """Have a function that is named like its package say so where names are looked up.
+
+    Args:
+        function: which gets an attribute for each public name.
+        package: of these names.
+    """
+    for name in dir(sys.modules[package]):
+        if not name.startswith("_"):
+            setattr(function, name, _Misplaced(name, package))
+
+
+class _Hinting(types.ModuleType):
+    """A module of remat."""
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        name = self.__name__
+        if "." in name:
+            raise TypeError(_ROOM.format(name=name, has=_listed(self)))
+        raise TypeError(_PACKAGE.format(name=name))
+
+    @override
+    def __getattr__(self, name: str) -> NoReturn:
+        message = f"module {self.__name__!r} has no attribute {name!r}"
+        found = "" if name.startswith("_") else _advice(self, name)
+        raise AttributeError(f"{message}. {found}" if found else message)
+
+
+class _Misplaced:
+    """A name of the package that was looked up on a function of its name."""
+
+    __slots__ = ("_name", "_package")
+
+    def __init__(self, name: str, package: str) -> None:
+        self._name, self._package = name, package
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(repr(self))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(repr(self))
+
+    def __repr__(self) -> str:
+        return _FUNCTION.format(name=self._name, package=self._package)
+
+
+def _advice(module: types.ModuleType, name: str) -> str:
+    """Say which name is meant; "" if none is like it."""
+    package = module.__name__.partition(".")[0]
+    known = _OTHERS.get(name)
+    places = [f"{package}.{known}"] if known else [*_places(package, name)]
+    if places:
+        return f"Write {' or '.join(places)}."
+    names = _public(module)
+    near = [n for n in names if n.startswith(name)]
+    near += get_close_matches(name, names, 1, _LIKE)
+    return f"Do you mean {module.__name__}.{near[0]}?" if near else ""
+
+
+def _places(package: str, name: str) -> Iterator[str]:
+    """Return where a name is found: in the package, or in one of its public rooms."""
+    top = sys.modules[package]
+    if name in _public(top):
+        yield f"{package}.{name}"
+    rooms = [room.name for room in pkgutil.iter_modules(top.__path__)]
+    for room in (f"{package}.{room}" for room in rooms if not room.startswith("_")):
+        if name in _public(importlib.import_module(room)):
+            yield f"{room}.{name}"
+
+
+def _public(module: types.ModuleType) -> list[str]:
+    """Return the names of a module that are not private, nor of other packages."""
+    package = module.__name__.partition(".")[0]
+    names = [name for name in dir(module) if not name.startswith("_")]
+    return [name for name in names if _home(getattr(module, name)) == package]
+
+
+def _home(value: Any) -> str:
+    """Return the package that something is of."""
+    is_module = isinstance(value, types.ModuleType)
+    name = value.__name__ if is_module else getattr(value, "__module__", "")
+    return str(name).partition(".")[0]
+
+
+def _listed(room: types.ModuleType) -> str:
+    """Return some functions of a room."""
+    names = [n for n in _public(room) if inspect.isfunction(getattr(room, n))]
+    shown = ", ".join(f"{room.__name__}.{name}" for name in names[:_SHOWN])
+    return f"{shown}, ..." if len(names) > _SHOWN else f"{shown}."
+
+
+_SHOWN = 5
+_LIKE = 0.75  # of the letters of two names: then one may be meant
+# What JAX calls it.
+_OTHERS = {
+    "PRNGKey": "random.key",
+    "ad_checkpoint": "checkpoint",
+    "checkpoint_policies": "policies",
+    "lax": "chain",
+}
+_PACKAGE = (
+    "{name}: `{name}` is the package here, which is not callable. Write `from {name} "
+    "import {name}`, or {name}.{name}(fn)."
+)
+_ROOM = "remat: {name} is a module, which is not callable. Call a function in it: {has}"
+_FUNCTION = (
+    "remat: `{package}` is the function here, not the package. For {package}.{name} "
+    "write `import {package}`, or `from {package} import {name}`."
+)

@@ -1,0 +1,207 @@
+"""What a call's objects hold between two steps of a chain, to be put back there.
+
+A step may change objects: count, or append a number to a list. The next step finds
+what it left. So a checkpoint of a chain holds, besides the carry, what changed objects
+held; a run that begins there puts it back.
+
+Invariant: what is noted holds numbers, words, and containers of these. Whatever else
+the call reached stands there as its node, and each run puts in its own.
+Rejected: to leave out what is only written. Nothing tells that of a Python object: to
+count is to read.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from remat._base.types import INERT
+from remat._capture.callables import CellNode
+from remat._capture.containers import DictNode, SequenceNode
+from remat._capture.handing_on import Forward, assign, named_change, state_of
+from remat._capture.modules import ViewNode
+from remat._capture.nodes import Composite, Node, ObjectNode, TensorNode
+from remat._capture.objects import members_of, set_attributes
+from remat._capture.restore import Run
+
+
+class _New(NamedTuple):
+    """A container that is made anew.
+
+    Attributes:
+        kind: its class.
+        items: what it holds; of a dict, keys and values by turns.
+    """
+
+    kind: type
+    items: tuple[Any, ...]
+
+
+class _Held(NamedTuple):
+    """What an object held.
+
+    Attributes:
+        entries: by key; of an object, only those that changed since the call.
+        gone: the attributes that it had at the call.
+    """
+
+    entries: dict[Any, Any]
+    gone: Sequence[str] = ()
+
+
+# Of each object that changed since the call, by its node.
+Between: TypeAlias = Mapping[Composite, _Held]
+Nodes: TypeAlias = dict[Composite, None]  # in the order in which they were found
+NOTHING: Between = {}
+
+
+class Unnoted(Exception):  # noqa: N818
+    """What changed cannot be noted; its text is what a message calls it."""
+
+
+class Change(NamedTuple):
+    """An object that differs from what it was at the call.
+
+    Attributes:
+        node: that it was found as.
+        value: the object, or its replica.
+        before: what it held.
+        now: what it holds.
+    """
+
+    node: Composite
+    value: Any
+    before: dict[Any, Any]
+    now: dict[Any, Any]
+
+
+def noted(changes: Iterable[Change], known: Mapping[int, Node]) -> Between:
+    """Note what objects hold.
+
+    Args:
+        changes: the objects.
+        known: the nodes of what a run was given, by identity.
+
+    Raises:
+        Unnoted: one holds what cannot be put back.
+    """
+    found: dict[Composite, _Held] = {}
+    for change in changes:
+        held = _held(change, known)
+        if held is None:
+            raise Unnoted(named_change(change.value, change.before, change.now))
+        found[change.node] = held
+    return found
+
+
+def in_forward(run: Forward) -> Between:
+    """Note what differs from the call, while its forward runs.
+
+    Raises:
+        Unnoted: something cannot be put back.
+    """
+    changes = [Change(*change) for change in run.changes()]
+    if not changes:
+        return NOTHING
+    known = {id(value): node for node, value in run.given()}
+    return noted(changes, _tensors_of(run.tensors) | known)
+
+
+class Recomputing:
+    """What is noted of a recompute.
+
+    Args:
+        run: the recompute, whose objects are built, as they were at the call.
+        nodes: of those that change.
+        others: of all that the call reached.
+    """
+
+    __slots__ = ("_before", "_known", "_run")
+
+    def __init__(
+        self, run: Run, nodes: Iterable[Composite], others: Iterable[Composite]
+    ) -> None:
+        self._run = run
+        self._before = [(n, v, state_of(n, v)) for n in nodes for v in [n.build(run)]]
+        self._known: dict[int, Node] = _tensors_of(run.tensors)
+        for node in others:
+            value = run.built.get(node.identity)
+            if value is not None:
+                self._known[id(value)] = node
+
+    def put_back(self, held: Between) -> None:
+        """Have objects hold what they held between two steps."""
+        for node, was in held.items():
+            value = node.build(self._run)
+            entries = {k: _made(entry, self._run) for k, entry in was.entries.items()}
+            if isinstance(node, ObjectNode):
+                set_attributes(value, entries)
+                _delete(value, was.gone)
+            else:
+                assign(node, value, entries)
+
+    def noted(self) -> Between:
+        """Note what objects hold now."""
+        changes = (Change(n, v, was, state_of(n, v)) for n, v, was in self._before)
+        return noted(changes, self._known)
+
+
+def _tensors_of(tensors: Sequence[Tensor]) -> dict[int, Node]:
+    return {id(t): TensorNode.of(i) for i, t in enumerate(tensors)}
+
+
+def _held(change: Change, known: Mapping[int, Node]) -> _Held | None:
+    """Return what an object holds; None if it cannot be put back."""
+    node, before, now = change.node, change.before, change.now
+    entries, gone = now, ()
+    if isinstance(node, ObjectNode) and not isinstance(node, ViewNode):
+        entries = {k: v for k, v in now.items() if before.get(k, now) is not v}
+        gone = [k for k in before if k not in now]
+        if not all(isinstance(k, str) for k in (*entries, *gone)):
+            return None  # a parameter or buffer of a module
+    elif not isinstance(node, (CellNode, DictNode, SequenceNode)):
+        return None
+    if isinstance(node, DictNode) and not INERT.issuperset(map(type, entries)):
+        return None
+    items = {k: _item(v, known) for k, v in entries.items()}
+    is_known = all(item is not _UNKNOWN for item in items.values())
+    return _Held(items, gone) if is_known else None
+
+
+def _item(value: Any, known: Mapping[int, Node]) -> Any:
+    """Return what stands for a value; `_UNKNOWN` if nothing does."""
+    node = known.get(id(value))
+    if node is not None:
+        return node
+    kind = type(value)
+    if kind in INERT or isinstance(value, type):
+        return value
+    if kind not in _CONTAINERS:
+        return _UNKNOWN
+    parts = [part for pair in value.items() for part in pair] if kind is dict else value
+    items = tuple([_item(part, known) for part in parts])
+    return _UNKNOWN if any(item is _UNKNOWN for item in items) else _New(kind, items)
+
+
+def _made(item: Any, run: Run) -> Any:
+    if isinstance(item, Node):
+        return item.build(run)
+    if type(item) is not _New:
+        return item
+    items = [_made(part, run) for part in item.items]
+    if item.kind is dict:
+        return dict(zip(items[::2], items[1::2], strict=True))
+    return item.kind(items)
+
+
+def _delete(value: Any, names: Iterable[str]) -> None:
+    members = {member.__name__: member for member in members_of(type(value))}
+    for name in names:
+        if name in members:
+            members[name].__delete__(value)
+        else:
+            del value.__dict__[name]
+
+
+_UNKNOWN: Any = object()
+_CONTAINERS = (dict, list, tuple, set, frozenset)

@@ -1,0 +1,311 @@
+"""Steps that change objects: once each in the forward, and as they were in a recompute.
+
+Some steps only write, as one that counts; others read what steps before them left. A
+recompute begins in the middle of a chain, where both find what the forward left there.
+"""
+
+from collections import deque
+from types import FunctionType
+
+import pytest
+import torch
+from support.tables import rows
+from support.zoo import V
+from torch import nn
+from torch.func import grad, hessian, jvp, vmap
+from torch.testing import assert_close
+
+from remat import CaptureError, chain, policies
+from remat.chain.schedules import Multilevel, Uniform
+from remat.testing import count_ops
+
+
+STEPS = 9
+
+
+class Counter:
+    def __init__(self):
+        self.count, self.log, self.new = 0, [], None
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 0.5, dtype=torch.double))
+        self.calls, self.last = 0, deque(maxlen=3)
+
+    def forward(self, x):
+        self.calls += 1
+        self.last.append(self.calls)
+        return (x * self.weight * self.calls * len(self.last)).sin()
+
+
+def bodies():  # noqa: C901 -- a table of functions that share variables
+    """Return steps by name, and what reads all that they change."""
+    counter, slotted, layer = Counter(), Slotted(), Layer()
+    losses, table, seen, count = [], {}, set(), 0
+    pair = [torch.full((4,), 0.5).double(), 0]
+    slotted.count = 0
+
+    def counting(i, x):
+        counter.count += 1
+        return (x * 2).sin()
+
+    def appending(i, x):
+        losses.append(float(i))
+        return (x * 2).sin()
+
+    def reading_a_count(i, x):
+        counter.count += 1
+        return (x * counter.count).sin()
+
+    def reading_a_list(i, x):
+        losses.append({"step": i, "losses": [i, (i, None)]})
+        return (x * len(losses)).sin()
+
+    def reading_a_variable(i, x):
+        nonlocal count
+        count += 1
+        return (x * count).sin()
+
+    def reading_a_slot(i, x):
+        slotted.count += 1
+        return (x * slotted.count).sin()
+
+    def reading_a_dict(i, x):
+        table[i] = i
+        table.pop(i - 3, None)
+        return (x * sum(table)).sin()
+
+    def reading_a_set(i, x):
+        seen.add(i % 4)
+        return (x * len(seen)).sin()
+
+    def reading_a_list_with_a_tensor(i, x):
+        pair[1] += 1
+        return (x * pair[0] * pair[1]).sin()
+
+    def reading_what_it_made(i, x):
+        counter.new = counter.new or []
+        counter.new.append(i)
+        return (x * len(counter.new)).sin()
+
+    def reading_what_has_two_owners(i, x):
+        counter.log = losses
+        counter.log.append(i)
+        return (x * len(losses)).sin()
+
+    def reading_what_comes_and_goes(i, x):
+        if i % 2:
+            del counter.count
+        else:
+            counter.count = i
+        return (x * (2 + hasattr(counter, "count"))).sin()
+
+    def beginning_late(i, x):
+        if i % 4 == 3:
+            losses.append(i)
+        return (x * (1 + len(losses))).sin()
+
+    def in_a_module(i, x):
+        return layer(x)
+
+    def changed():
+        modules = layer.calls, [*layer.last]
+        values = losses, table, seen, count, slotted.count, pair[1]
+        return repr((vars(counter), *modules, *values))
+
+    found = {k: v for k, v in locals().items() if isinstance(v, FunctionType)}
+    return found, found.pop("changed"), layer.weight
+
+
+NAMES = [*bodies()[0]]
+CHECKPOINTS = {
+    "none": None,
+    "all": "all",
+    "one": 1,
+    "two": 2,
+    "segments": Uniform(2),
+    "disk": Multilevel(memory=2, disk=1),
+}
+
+
+def in_a_loop(body, x):
+    for i in range(STEPS):
+        x = body(i, x)
+    return x
+
+
+def gradients(run, name):
+    steps, changed, weight = bodies()
+    x = V.clone().requires_grad_()
+    out = run(steps[name], x).sum()
+    inputs = [x, weight] if name == "in_a_module" else [x]
+    found = [torch.autograd.grad(out, inputs, retain_graph=True) for _ in range(2)]
+    (first,) = torch.autograd.grad(out, [x], create_graph=True)
+    return [*found[0], *found[1], *torch.autograd.grad(first.sum(), x)], changed()
+
+
+@rows("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_step_changes_objects_once(name, checkpoints, folder):
+    def run(body, x):
+        return chain.fori_loop(0, STEPS, body, x, checkpoints=checkpoints)
+
+    found, changed = gradients(run, name)
+    expected, plainly = gradients(in_a_loop, name)
+    assert changed == plainly
+    assert_close(found, expected)
+
+
+WAYS = {
+    "grad": lambda f: grad(lambda x: f(x).sum())(V[0]),
+    "vmap of grad": lambda f: vmap(grad(lambda x: f(x).sum()))(V),
+    "hessian": lambda f: hessian(lambda x: f(x).sum())(V[0]),
+    "jvp": lambda f: jvp(f, (V[0],), (V[1],)),
+}
+
+
+@rows("way", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+def test_under_transforms(name, way):
+    (steps, changed, _), (plain_steps, plainly, _) = bodies(), bodies()
+    found = way(lambda x: chain.fori_loop(0, STEPS, steps[name], x))
+    assert_close(found, way(lambda x: in_a_loop(plain_steps[name], x)))
+    assert changed() == plainly()
+
+
+def sines(name, checkpoints):
+    steps, _, _ = bodies()
+    x = V.clone().requires_grad_()
+    with count_ops() as ops:
+        out = chain.fori_loop(0, STEPS, steps[name], x, checkpoints=checkpoints)
+        out.sum().backward()
+    return ops["sin"]
+
+
+def test_a_change_costs_no_evaluation():
+    for checkpoints in (2, "all"):
+        x = V.clone().requires_grad_()
+        with count_ops() as ops:
+            chain.fori_loop(
+                0, STEPS, lambda i, x: (x * 2).sin(), x, checkpoints=checkpoints
+            ).sum().backward()
+        assert sines("counting", checkpoints) == ops["sin"] > STEPS
+        # What no step changed before a checkpoint is not known there.
+        assert sines("beginning_late", checkpoints) > ops["sin"]
+
+
+# --- Other loops --------------------------------------------------------------------
+
+
+def a_scan(scan, **options):
+    """A loss that logs what it did, and what it logged."""
+    layer, log = Layer(), []
+
+    def step(h, u):
+        h = layer(h) + u
+        log.append(h.sum().item())
+        return h, h.sum()
+
+    x, us = V[0].clone().requires_grad_(), V.clone().requires_grad_()
+    last, ys = scan(step, x, us, **options)
+    loss = last.sum() + ys.square().sum()
+    grads = torch.autograd.grad(loss, [x, us, layer.weight])
+    return [loss.detach(), *grads], (log, layer.calls)
+
+
+def plain_scan(step, x, us, *, reverse=False):
+    ys = []
+    for u in us.flip(0) if reverse else us:
+        x, y = step(x, u)
+        ys.append(y)
+    return x, torch.stack(ys)
+
+
+OPTIONS = {
+    "none": {},
+    "one": {"checkpoints": 1},
+    "unroll": {"checkpoints": "all", "unroll": 3},
+    "policy": {"policy": policies.everything_saveable},
+    "reverse": {"reverse": True},
+}
+
+
+@rows("options", OPTIONS)
+def test_a_scan_that_logs(options):
+    kept = {key: value for key, value in options.items() if key == "reverse"}
+    (found, log), (expected, plain_log) = (
+        a_scan(chain.scan, **options),
+        a_scan(plain_scan, **kept),
+    )
+    assert log == plain_log
+    assert_close(found, expected)
+
+
+def a_while_loop(loop):
+    log = []
+
+    def body(c):
+        x, k = c
+        log.append(k)
+        return (x * len(log)).sin(), k + 1
+
+    x = V.clone().requires_grad_()
+    out = loop(lambda c: c[1] < STEPS, body, (x, 0))[0].sum()
+    first = torch.autograd.grad(out, x, retain_graph=True)
+    return [*first, *torch.autograd.grad(out, x)], log
+
+
+def plain_while(cond, body, c):
+    while cond(c):
+        c = body(c)
+    return c
+
+
+@pytest.mark.parametrize("checkpoints", [1, 3, "all"])
+def test_a_while_loop_that_logs(checkpoints):
+    def loop(*args):
+        return chain.while_loop(*args, checkpoints=checkpoints)
+
+    (found, log), (expected, plain_log) = map(a_while_loop, (loop, plain_while))
+    assert log == plain_log
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("options", [{"segments": 2}, {"checkpoints": 2}])
+def test_a_layer_that_is_called_several_times(options):
+    def run(call):
+        layer, x = Layer(), V.clone().requires_grad_()
+        out = call([layer] * 5, x).sum()
+        return torch.autograd.grad(out, [x, layer.weight]), layer.calls
+
+    def plainly(layers, x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    found, calls = run(lambda layers, x: chain.sequential(layers, x, **options))
+    expected, plain_calls = run(plainly)
+    assert calls == plain_calls == 5
+    assert_close(found, expected)
+
+
+# --- What cannot be put back --------------------------------------------------------
+
+
+def test_a_change_of_a_while_loop_that_begins_late_is_refused():
+    log = []
+
+    def body(c):
+        log.extend([1] if c[1] == 2 else [])
+        return c[0].sin(), c[1] + 1
+
+    with pytest.raises(CaptureError, match="changed a list, and did not in the first"):
+        chain.while_loop(
+            lambda c: c[1] < 4, body, (V.clone().requires_grad_(), 0), checkpoints=2
+        )

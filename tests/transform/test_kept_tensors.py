@@ -1,0 +1,103 @@
+"""A tensor that is kept is named: what keeps it, and the line that puts it there."""
+
+import gc
+import linecache
+
+import pytest
+import torch
+from support.tables import rows
+from torch import nn
+from torch.func import grad
+
+from remat import CaptureError, chain, remat
+
+
+X = torch.ones(3)
+GLOBAL = []
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.last = self.seen = None
+
+    def forward(self, x):
+        self.last = (x * self.weight).sin()  # kept
+        return self.last.exp()
+
+
+class Holder:
+    def __init__(self):
+        self.seen, self.table = [], {}
+
+    def append(self, x):
+        y = x.sin()
+        self.seen.append((1, y))  # kept
+        return y.exp()
+
+    def assign(self, x):
+        y = x.sin()
+        self.table["y"] = y  # kept
+        return y.exp()
+
+
+def to_a_global(x):
+    y = x.sin()
+    GLOBAL.append(y)  # kept
+    return y.exp()
+
+
+def to_a_variable():
+    last = None
+
+    def fn(x):
+        nonlocal last
+        last = x.sin()  # kept
+        return last.exp()
+
+    return fn
+
+
+def to_a_variables_list():
+    mine = []
+
+    def fn(x):
+        y = x.sin()
+        mine.append(y)  # kept
+        return y.exp()
+
+    return fn
+
+
+KEPT = {
+    "attribute": (Layer, "as `last` of a Layer"),
+    "list of an attribute": (lambda: Holder().append, "in `seen` of a Holder"),
+    "dict of an attribute": (lambda: Holder().assign, "in `table` of a Holder"),
+    "global": (lambda: to_a_global, "in the global `GLOBAL`"),
+    "variable": (to_a_variable, "as the variable `last`"),
+    "list of a variable": (to_a_variables_list, "in the variable `mine`"),
+}
+WAYS = {
+    "grad": lambda f: grad(lambda x: remat(f)(x).sum())(X),
+    "chain": lambda f: chain.fori_loop(
+        0, 3, lambda i, x: f(x), X.clone().requires_grad_()
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _collector_sees_all():
+    gc.unfreeze()
+
+
+@rows("way", WAYS)
+@rows("make, says", KEPT)
+def test_what_keeps_a_tensor_is_named(make, says, way):
+    with pytest.raises(CaptureError, match="left it other than by being ret") as error:
+        way(make())
+    GLOBAL.clear()
+    text = str(error.value)
+    assert f"it is kept {says}, at {__file__}:" in text
+    line = int(text.split(f", at {__file__}:")[1].split(".")[0])
+    assert "# kept" in linecache.getline(__file__, line)
