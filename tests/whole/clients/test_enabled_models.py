@@ -28,11 +28,11 @@ from support.clients import (
     train,
 )
 from support.decoders import tokens
-from support.diffusion import CLIENTS as DIFFUSERS
+from support.diffusion import CLIENTS as DIFFUSERS, diffusers
 
 import remat
 from remat import policies
-from remat.testing import assert_same
+from remat.testing import assert_same, count_ops
 
 
 pytestmark = [
@@ -179,6 +179,50 @@ def test_apply_and_enable_refuse_each_other(name, first, second):
     model = changed(CLIENTS[name], first)
     with pytest.raises(ValueError, match=r"is recomputed already, by "):
         second(model)
+
+
+# --- A library whose checkpointing computes something else ---
+
+
+def tiny_autoencoder(change=None):
+    torch.manual_seed(0)
+    channels = {"encoder_block_out_channels": (8, 8), "num_encoder_blocks": (1, 2)}
+    mirrored = {"decoder_block_out_channels": (8, 8), "num_decoder_blocks": (2, 1)}
+    model = diffusers.AutoencoderTiny(**channels, **mirrored).train()
+    if change is not None:
+        change(model)
+    return model
+
+
+def coded(model):
+    """A step through both halves, past the rounding in `forward`: bits, operations."""
+    torch.manual_seed(1)
+    pictures = torch.rand(2, 3, 16, 16)
+    with count_ops() as ops:
+        out = model.decode(model.encode(pictures).latents).sample
+        out.square().mean().backward()
+    return [out, [p.grad for p in model.parameters()]], ops["convolution"]
+
+
+def test_a_tiny_autoencoder_has_plains_bits():
+    """With its library's checkpointing its encoder does not scale the pictures."""
+    want, convolutions = coded(tiny_autoencoder())
+    with pytest.raises(AssertionError, match="differs in value"):
+        assert_same(coded(tiny_autoencoder(checkpointed))[0], want)
+    for change in remat.nn.enable, lambda m: (checkpointed(m), remat.nn.enable(m)):
+        model = tiny_autoencoder(change)
+        found, ran = coded(model)
+        assert_same(found, want)
+        assert ran == 2 * convolutions - 2  # but the last of each half
+        assert [*remat.nn.applied(model)] == ["encoder", "decoder"]
+    checkpointed(model)  # again, as a trainer does
+    assert coded(copy.deepcopy(model))[1] == ran
+    model.zero_grad()
+    assert_same(coded(model)[0], want)
+    remat.nn.remove(model)
+    model.zero_grad()
+    assert coded(model)[1] == convolutions
+    assert remat.nn.applied(model) == {}
 
 
 # --- Caches ---
