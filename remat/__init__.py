@@ -1,5 +1,8 @@
 """JAX's `jax.checkpoint` for PyTorch: recompute values instead of storing them."""
 
+# First, as it says which Python the others cannot read.
+from remat._base import interpreter as _interpreter  # noqa: F401  # isort: skip
+
 from remat import (
     chain as chain,
     compat as compat,
