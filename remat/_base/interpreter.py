@@ -1,7 +1,7 @@
 """What holds for CPython alone: bytecode, flags of classes, where objects keep parts.
 
-No other file reads these. What is relied on is checked at every import, in less than
-a millisecond. `remat/__init__.py` imports this file first.
+No other file reads these. What is relied on is checked at every import, in a few
+milliseconds. `remat/__init__.py` imports this file first.
 
 Invariant: what a check finds to differ is not read, or is one warning that names it.
 Rejected: a list of versions that work. Builds of one version may differ, and a newer
