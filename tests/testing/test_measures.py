@@ -180,7 +180,7 @@ def test_a_timeline_is_drawn_in_mib(pyplot):
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
         f"peak of 20.0 KiB in {found.peak_op}"
     ]
-    assert axes.get_ylabel() == "MiB alive"
+    assert axes.get_ylabel() == "memory alive, MiB"
     ours = pyplot.figure().add_subplot()
     assert found.plot(ours) is ours
     assert memory_timeline(lambda: None).plot().get_legend() is None
