@@ -167,7 +167,7 @@ def _below_its_legend(ax: Any, title: str) -> Any:
     labels = ax.get_legend_handles_labels()[1]
     across = max(1, _ACROSS // (max(map(len, labels), default=0) + _MARK))
     # Lines keep their lowest end at zero: they are sticky there.
-    ax.margins(y=0.05 + 0.15 * -(-len(labels) // across))
+    ax.margins(y=0.1 + 0.2 * -(-len(labels) // across))
     return _finished(ax, title, loc="upper right", ncols=across)
 
 
