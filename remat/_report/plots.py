@@ -47,7 +47,7 @@ def bars(
     ax.invert_yaxis()
     ax.margins(x=0.3)  # beside the longest bar, for the legend
     ax.set_xlabel("size of the result, MiB")
-    return _finished(ax, title, loc="upper right")
+    return _finished(ax, title, loc="best")
 
 
 def points(
