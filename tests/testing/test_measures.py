@@ -201,6 +201,17 @@ def test_two_timelines_share_axes(pyplot):
     ]
 
 
+def test_a_larger_timeline_is_drawn_whole_below_the_legend(pyplot):
+    small, large = (memory_timeline(backward_of(sines(n))) for n in (2, 9))
+    axes = large.plot(small.plot(label="small"), "large")
+    axes.figure.draw_without_rendering()
+    legend = axes.get_legend().get_window_extent()
+    assert axes.get_ylim()[0] == 0
+    assert axes.transData.transform((0, large.peak / 2**20))[1] < legend.y0
+    assert axes.bbox.contains(legend.x0, legend.y0)
+    assert axes.bbox.contains(legend.x1, legend.y1)
+
+
 def test_a_timeline_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'remat\[viz\]'"):
