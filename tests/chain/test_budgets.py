@@ -253,6 +253,35 @@ def test_measuring_leaves_buffers_and_modes_of_the_user_alone():
     assert_same(found, trained(Plain))
 
 
+class Counter:
+    """An object that a step changes, which holds no tensor."""
+
+    def __init__(self):
+        self.count, self.seen = 0, []
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["fakes", "values"])
+def test_measuring_leaves_objects_that_steps_change_as_they_were(asks):
+    def counting(counter):
+        def body(i, x):
+            counter.count += 1
+            counter.seen.append(i)
+            scale = 2.0 if asks and x.sum().item() > 0 else 1.5
+            return torch.tanh(x * scale) * counter.count
+
+        return body
+
+    def trained(loops, **options):
+        counter, x = Counter(), X.clone().requires_grad_()
+        body = counting(counter)
+        loops.fori_loop(0, N, body, x, **options).square().sum().backward()
+        return x.grad, counter.count, counter.seen
+
+    found = trained(chain, budget=X.nbytes * 5)
+    assert_same(found, trained(Plain), reassociated=True)
+    assert found[1] == N
+
+
 def test_steps_that_are_alike_are_measured_once(monkeypatch):
     times = []
     measure = _within.measured
