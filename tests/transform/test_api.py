@@ -13,7 +13,6 @@ import pytest
 from support.public import entries
 
 import remat
-import remat.testing
 
 
 ROOT = Path(__file__).parents[2]
