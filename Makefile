@@ -30,7 +30,7 @@ CORE := $(addprefix tests/,transform live capture policies random parity compat 
 # compile, start programs, or run thousands of combinations. A new file is among them.
 SLOW := transform/test_traced_% transform/test_adversarial.py \
 	transform/test_every_transform.py transform/test_api.py transform/test_compile.py \
-	transform/test_tracebacks.py transform/test_type_checkers.py \
+	transform/test_tracebacks.py transform/test_type_checkers.py transform/test_import.py \
 	policies/test_policies_transforms.py policies/test_within.py random/%_compiled.py \
 	random/test_random_euler.py random/test_random_keys_transforms.py \
 	random/test_random_samplers.py random/test_random_sharded.py random/test_random_stream.py \

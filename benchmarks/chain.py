@@ -89,6 +89,19 @@ def by(schedule: Schedule) -> Loop:
     return scan
 
 
+def within(carries: int) -> Loop:
+    """Scan within the bytes of so many carries."""
+
+    def scan(body: Body, x: Tensor) -> Tensor:
+        def step(x: Tensor, _: None) -> tuple[Tensor, None]:
+            return body(x), None
+
+        budget = carries * x.nbytes
+        return chain.scan(step, x, length=STEPS, budget=budget)[0]
+
+    return scan
+
+
 def online(count: int) -> Loop:
     """Run until a counter says so."""
 
@@ -139,6 +152,9 @@ SYSTEMS: dict[str, System] = {
     "scan, 5": _ours(Binomial(5), 5),
     # What is read from disk is copied.
     "scan, Multilevel(memory=5)": _ours(ON_DISK, ON_DISK.memory + 1),
+    # Result, cotangent and gradient come on top.
+    "scan, budget of 15 carries": System(within(15), None, 15 + 3),
+    "scan, budget of 100 carries": System(within(100), None, 100 + 3),
     "while_loop, 10": System(online(10), Online(10), 10 + SLACK),
 }
 

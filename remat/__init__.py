@@ -1,12 +1,8 @@
 """JAX's `jax.checkpoint` for PyTorch: recompute values instead of storing them."""
 
-from remat import (
-    chain as chain,
-    compat as compat,
-    nn as nn,
-    policies as policies,
-    random as random,
-)
+import typing as _typing
+
+from remat import policies as policies, random as random
 from remat._base import hints as _hints
 from remat._base.context import is_recomputing as is_recomputing
 from remat._base.errors import (
@@ -19,41 +15,68 @@ from remat._base.errors import (
     RecomputeError as RecomputeError,
     RematError as RematError,
 )
+from remat._base.later import later as _later
 from remat._base.register import register as register
-from remat._fit.api import fit as fit
-from remat._fit.plan import (
-    FitBlock as FitBlock,
-    FitCandidate as FitCandidate,
-    FitPlan as FitPlan,
-)
-from remat._fit.step_plan import (
-    FitSegment as FitSegment,
-    Followed as Followed,
-    StepPlan as StepPlan,
-)
 from remat._partial.names import checkpoint_name as checkpoint_name
-from remat._report.compare import compare as compare
-from remat._report.explain import explain as explain
-from remat._report.holders import (
-    HeldValues as HeldValues,
-    Holder as Holder,
-    Peak as Peak,
-)
-from remat._report.reports import (
-    ComparedPolicy as ComparedPolicy,
-    Comparison as Comparison,
-    ExplainedInput as ExplainedInput,
-    ExplainedOp as ExplainedOp,
-    Explanation as Explanation,
-)
-from remat._report.residuals import (
-    Residual as Residual,
-    print_saved_residuals as print_saved_residuals,
-    saved_residuals as saved_residuals,
-)
-from remat._scope.api import scope as scope
 from remat._transform.api import remat as remat
 
+
+# Imported where they are first used, as many programs use none of them. A type checker
+# reads the imports; tests/transform/test_import.py compares them with the table.
+if _typing.TYPE_CHECKING:
+    from remat import chain as chain, compat as compat, nn as nn
+    from remat._fit.api import fit as fit
+    from remat._fit.plan import (
+        FitBlock as FitBlock,
+        FitCandidate as FitCandidate,
+        FitPlan as FitPlan,
+    )
+    from remat._fit.step_plan import (
+        FitSegment as FitSegment,
+        Followed as Followed,
+        StepPlan as StepPlan,
+    )
+    from remat._report.compare import compare as compare
+    from remat._report.explain import explain as explain
+    from remat._report.holders import (
+        HeldValues as HeldValues,
+        Holder as Holder,
+        Peak as Peak,
+    )
+    from remat._report.reports import (
+        ComparedPolicy as ComparedPolicy,
+        Comparison as Comparison,
+        ExplainedInput as ExplainedInput,
+        ExplainedOp as ExplainedOp,
+        Explanation as Explanation,
+    )
+    from remat._report.residuals import (
+        Residual as Residual,
+        print_saved_residuals as print_saved_residuals,
+        saved_residuals as saved_residuals,
+    )
+    from remat._scope.api import scope as scope
+else:
+    __getattr__, __dir__ = _later(
+        __name__,
+        {
+            "remat": ("chain", "compat", "nn"),
+            "remat._fit.api": ("fit",),
+            "remat._fit.plan": ("FitBlock", "FitCandidate", "FitPlan"),
+            "remat._fit.step_plan": ("FitSegment", "Followed", "StepPlan"),
+            "remat._report.compare": ("compare",),
+            "remat._report.explain": ("explain",),
+            "remat._report.holders": ("HeldValues", "Holder", "Peak"),
+            "remat._report.reports": (
+                *("ComparedPolicy", "Comparison", "ExplainedInput", "ExplainedOp"),
+                "Explanation",
+            ),
+            "remat._report.residuals": (
+                *("Residual", "print_saved_residuals", "saved_residuals"),
+            ),
+            "remat._scope.api": ("scope",),
+        },
+    )
 
 checkpoint = remat
 __version__ = "0.2.0"

@@ -15,6 +15,8 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     sizes             numbers of bytes, as people write them
     op, program       an operation, and a call, as data
     operators         the operators that graphs hold: the barrier, and names
+    later             names whose modules are imported where they are first used
+    optional          what messages say of a package that is not installed
     absent            a tensor without a value, for what a recompute leaves out
     tensors           how a tensor is described, and how often it was changed
     parts             the tensors with a storage that a tensor consists of

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 from typing_extensions import override
 
+from remat._base.optional import missing
 from remat._report import plots as _plots, render as _render
 from remat._transform.api import caller
 from remat.nn._apply import apply_from
@@ -227,6 +228,4 @@ _NO_MODEL = (
     "remat: this plan is for the blocks of {label}: pass the model; got an object of "
     "type {kind}."
 )
-_NO_BUDGETS = (
-    "without policies.within: scipy is not installed (pip install 'remat[budget]')"
-)
+_NO_BUDGETS = f"without policies.within: {missing('scipy')}"

@@ -15,6 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from remat._base.errors import BudgetError
+from remat._base.optional import missing
 from remat._report import plots as _plots, render as _render
 from remat._scope.following import Course
 from remat._transform.api import caller
@@ -286,7 +287,7 @@ def _following(fn: Callable[..., Any], plan: StepPlan) -> Any:
 
 
 _NOT_APPLIED = "not applied yet: plan.apply(model)"
-_NO_SOLVER = "without a solver: scipy is not installed (pip install 'remat[budget]')"
+_NO_SOLVER = f"without a solver: {missing('scipy')}"
 _OTHER_DEVICE = (
     "remat: the plan for {label} was made for {device}, and the model is on {kinds}. "
     "Other kernels run there, which hold other bytes. Call remat.fit where the model "

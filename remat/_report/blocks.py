@@ -44,7 +44,7 @@ class Blocks:
         self.names: dict[str, None] = {}
 
     def ask(
-        self, block: Rematerialized[..., Any], lowering: Lowering, args: tuple[Any, ...]
+        self, block: Rematerialized, lowering: Lowering, args: tuple[Any, ...]
     ) -> tuple[Lowering, Options]:
         """Return how a block is called."""
         options = block._options
@@ -75,7 +75,7 @@ def _checked(policy: Any) -> Policy | None:
     return options_of(policy).policy
 
 
-def _is_of(key: Any, block: Rematerialized[..., Any], args: tuple[Any, ...]) -> bool:
+def _is_of(key: Any, block: Rematerialized, args: tuple[Any, ...]) -> bool:
     """Say whether a key is of a block: by name, or as one of its objects."""
     if isinstance(key, str):
         return fnmatchcase(name_in(block.__remat_label__), key)
@@ -86,9 +86,7 @@ def _is_of(key: Any, block: Rematerialized[..., Any], args: tuple[Any, ...]) -> 
     return any(key is part for part in _objects_of(block, args))
 
 
-def _objects_of(
-    block: Rematerialized[..., Any], args: tuple[Any, ...]
-) -> Iterator[object]:
+def _objects_of(block: Rematerialized, args: tuple[Any, ...]) -> Iterator[object]:
     """Yield the block, the function, and the object that it is a method of."""
     yield block
     yield block.__wrapped__

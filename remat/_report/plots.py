@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from remat._base.optional import missing
 from remat._report.render import COLOURS
 
 
@@ -155,7 +156,4 @@ def _new_axes(size: tuple[float, float]) -> Any:
     return pyplot.subplots(figsize=size, layout="constrained")[1]
 
 
-_NO_MATPLOTLIB = (
-    "remat: plot() draws with matplotlib, which is not installed. "
-    "Run: pip install 'remat[viz]'"
-)
+_NO_MATPLOTLIB = f"remat: plot() draws with matplotlib: {missing('matplotlib')}."

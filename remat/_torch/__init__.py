@@ -81,6 +81,7 @@ from remat._torch.distributed import (
 from remat._torch.fakes import (
     NO_VALUES as NO_VALUES,
     copied_as_fake as copied_as_fake,
+    empty_in as empty_in,
     fake_mode as fake_mode,
     is_fake as is_fake,
 )
@@ -106,6 +107,7 @@ from remat._torch.levels import (
     are_all_vmaps as are_all_vmaps,
     base_tensor as base_tensor,
     batch as batch,
+    batch_size as batch_size,
     batched as batched,
     batched_again as batched_again,
     batched_here as batched_here,
@@ -115,6 +117,7 @@ from remat._torch.levels import (
     current_layer as current_layer,
     grad_level as grad_level,
     is_batch_of_cotangents as is_batch_of_cotangents,
+    is_legacy_batch as is_legacy_batch,
     is_of_level_above as is_of_level_above,
     is_of_torch_func as is_of_torch_func,
     is_shared_by_examples as is_shared_by_examples,
@@ -148,6 +151,7 @@ from remat._torch.modes import (
     leave_dispatch_mode as leave_dispatch_mode,
     leave_function_mode as leave_function_mode,
     no_torch_functions as no_torch_functions,
+    outside_all_dispatch_modes as outside_all_dispatch_modes,
     outside_dispatch_mode as outside_dispatch_mode,
     torch_functions as torch_functions,
     under_function_modes as under_function_modes,

@@ -37,6 +37,14 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def empty_in(mode: Any, tensor: Tensor) -> Tensor:
+    """Return a fake tensor like one of any level, of memory of its own."""
+    with mode:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+
+
 # Deleted by: a public way to copy a module as fake tensors.
 def copied_as_fake(value: T, mode: Any, device: torch.device) -> T:
     """Return a deep copy whose tensors are fake.

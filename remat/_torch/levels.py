@@ -7,6 +7,7 @@ of a million (torch 2.13).
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,6 +27,7 @@ from torch._C._functorch import (
     get_unwrapped,
     is_batchedtensor,
     is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
     maybe_get_level,
     peek_interpreter_stack,
     pop_dynamic_layer_stack,
@@ -55,6 +57,9 @@ current_layer = peek_interpreter_stack
 
 # Deleted by: Function.apply doing this without inspecting signatures on each call.
 unwrap_dead = unwrap_if_dead
+
+# Deleted by: gradients with `is_grads_batched` being levels of torch.func.
+is_legacy_batch = is_legacy_batchedtensor
 
 # Deleted by: a static (not per call) single-level Function in functorch.
 unwrap_for_grad = _unwrap_for_grad
@@ -185,6 +190,16 @@ def is_batch_of_cotangents(primals: Sequence[Tensor]) -> bool:
         and layers[0].key().value == VMAP
         and not any(map(is_functorch_wrapped_tensor, primals))
     )
+
+
+# Deleted by: a public stack of the transforms that are active.
+def batch_size() -> int:
+    """Return the product of the sizes of all vmaps around."""
+    layers = [
+        layer for layer in get_interpreter_stack() or () if kind_of(layer) == VMAP
+    ]
+    levels: list[Any] = [*map(coerce_cinterpreter, layers)]
+    return math.prod(level.batch_size() for level in levels)
 
 
 # Deleted by: a public list of the transforms that are active.

@@ -162,6 +162,26 @@ def without_dispatch_mode(mode: Any) -> Iterator[None]:
 
 # Deleted by: the same.
 @contextmanager
+def outside_all_dispatch_modes() -> Iterator[None]:
+    """Run the body as if no dispatch mode were entered, remat's own included."""
+    before = dynamo.set_eval_frame(None)
+    depth = len(_python_dispatch._get_current_dispatch_mode_stack())
+    popped: list[Any] = [_python_dispatch._pop_mode() for _ in range(depth)]
+    flags = _read_flags(_dispatch) if _has_flags else ()
+    if flags:
+        _write_flags((False,) * len(flags))
+    try:
+        yield
+    finally:
+        if flags:
+            _write_flags(flags)
+        for mode in reversed(popped):
+            _python_dispatch._push_mode(mode)
+        dynamo.set_eval_frame(before)
+
+
+# Deleted by: the same.
+@contextmanager
 def outside_dispatch_mode(mode: Any) -> Iterator[None]:
     """Run the body as if a mode, and modes of ours inside of it, were not entered."""
     popped = list[Any]()

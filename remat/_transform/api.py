@@ -11,7 +11,7 @@ saved and moved, and a callable that refers to it is none of that.
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 from torch import nn
@@ -30,9 +30,9 @@ from remat._transform.rematerialized import SCRIPTED, Rematerialized
 from remat.policies import Decision, Policy, as_policy, nothing_saveable
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-M = TypeVar("M", bound=nn.Module)
+# To a type checker the result is `fn`: a function binds, overrides a method and is
+# generic as it did. Of a module, it is a module of the same class.
+F = TypeVar("F", bound=Callable[..., Any])
 # What `as_policy` accepts.
 PolicyLike: TypeAlias = (
     Policy
@@ -51,34 +51,22 @@ _NOT_GIVEN: Any = object()
 
 @overload
 def remat(
-    fn: M,
+    fn: F,
     /,
     *,
     policy: PolicyLike = None,
     prune: Prune = "auto",
     rng: Rng = "replay",
     higher_order: bool = False,
-) -> M: ...
+) -> F: ...
 @overload
 def remat(
-    fn: Callable[P, R],
-    /,
     *,
     policy: PolicyLike = None,
     prune: Prune = "auto",
     rng: Rng = "replay",
     higher_order: bool = False,
-) -> "Rematerialized[P, R]": ...
-@overload
-def remat(
-    fn: None = None,
-    /,
-    *,
-    policy: PolicyLike = None,
-    prune: Prune = "auto",
-    rng: Rng = "replay",
-    higher_order: bool = False,
-) -> "Callable[[Callable[P, R]], Rematerialized[P, R]]": ...
+) -> Callable[[F], F]: ...
 def remat(
     fn: Any = _NOT_GIVEN,
     /,
@@ -141,7 +129,8 @@ def remat(
 
     Returns:
         A callable with the signature, name and docstring of `fn`. Its `__wrapped__` is
-        `fn`. For a module: a module.
+        `fn`. For a module: a module. Type checkers take it for `fn` itself; they know
+        `inspect.unwrap(f)`, and not `f.__wrapped__`.
 
     Raises:
         TypeError: `fn` is not callable, or is a class, a generator function, a

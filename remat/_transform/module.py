@@ -106,7 +106,7 @@ def module_of(value: Any) -> Any:
     return value._remat_module if is_view else value
 
 
-def recomputed_by(fn: Any) -> tuple[Any, Rematerialized[..., Any]] | None:
+def recomputed_by(fn: Any) -> tuple[Any, Rematerialized] | None:
     """Return what a rematerialized function recomputes, and that function.
 
     Also of a method or a partial of one, and of a module.
@@ -291,7 +291,7 @@ class _Forward:
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
-        self._call: Rematerialized[..., Any] | None = None
+        self._call: Rematerialized | None = None
 
     def __set_name__(self, kind: Any, name: str) -> None:
         self._kind = kind

@@ -13,7 +13,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,25 +29,17 @@ from remat._transform.lowering import Lowering, lowering_of
 from remat._transform.traced import call_in_graph
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-# A method: `S` is the type of `self`, and `Q` are the other parameters.
-S = TypeVar("S")
-Q = ParamSpec("Q")
-T = TypeVar("T")
-
-
-class Rematerialized(Generic[P, R]):
+class Rematerialized:
     """What `remat` returns.
 
     Attributes:
         __wrapped__: the function. Other attributes are looked up on the function.
     """
 
-    __wrapped__: Callable[P, R]
+    __wrapped__: Callable[..., Any]
 
     def __init__(
-        self, fn: Callable[P, R], where: str, options: Options, called: str = ""
+        self, fn: Callable[..., Any], where: str, options: Options, called: str = ""
     ) -> None:
         if isinstance(fn, nn.Module) or not hasattr(fn, "__qualname__"):
             self.__wrapped__ = fn
@@ -62,7 +54,7 @@ class Rematerialized(Generic[P, R]):
         # Made by the first call that needs it, because Dynamo cannot trace it.
         self._label: Label | None = None
 
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function. A backward recomputes it."""
         fn, options = self.__wrapped__, self._options
         lowering = lowering_of(options)
@@ -80,17 +72,6 @@ class Rematerialized(Generic[P, R]):
             hide_frames(error)
             raise
 
-    @overload
-    def __get__(
-        self, instance: None, owner: type | None = None
-    ) -> "Rematerialized[P, R]": ...
-    @overload
-    def __get__(
-        # Typed as a callable: not every type checker splits the class's own parameters.
-        self: Callable[Concatenate[S, Q], T],
-        instance: S,
-        owner: type | None = None,
-    ) -> Callable[Q, T]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None or not _binds(type(self.__wrapped__)):
             return self

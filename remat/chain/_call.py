@@ -8,8 +8,8 @@ Rejected: a node for each step in the plain loop, for what a body may differenti
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_map
@@ -24,6 +24,7 @@ from remat._transform.api import PolicyLike, caller, remat
 from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
 from remat.chain._actions import Schedule
+from remat.chain._budget import LoopBudget
 from remat.chain._chain import Chain
 from remat.chain._columns import Collected, Columns
 from remat.chain._forward import ChainCall, Progress
@@ -35,20 +36,29 @@ from remat.chain._steps import (
     taken_apart,
     through,
 )
+from remat.chain._within import schedule_within
+
+
+# What is stored, or how many bytes there may be.
+Asked: TypeAlias = Schedule | LoopBudget
 
 
 def call_chain(
-    fn: Any, args: tuple[Any, ...], steps: Steps, schedule: Schedule, progress: Progress
+    fn: Any, args: tuple[Any, ...], steps: Steps, asked: Asked, progress: Progress
 ) -> tuple[Any, Any]:
     """Run all steps; return the last carry and what was collected."""
+    schedule = Sqrt() if isinstance(asked, LoopBudget) else asked
     if must_inline():
         if _is_in_graph(steps):
-            return _inlined(fn, args, steps, schedule, progress)
+            return _inlined(fn, args, steps, asked, progress)
     elif torch.is_grad_enabled():
         try:
             call = ChainCall(fn, args, steps, schedule, progress)
             inputs, needs = call.take_inputs()
             if not call.is_lazy:
+                if isinstance(asked, LoopBudget) and True in needs:
+                    called = fn, args
+                    call.schedule = schedule_within(asked, call, called, inputs, needs)
                 outs = evaluate_differentiably(Chain(call), inputs, needs)
                 if outs is not None:
                     return call.join(outs, inputs)
@@ -94,7 +104,7 @@ def _form_of(carry: Any) -> Live:
 
 
 def _inlined(
-    fn: Any, args: tuple[Any, ...], steps: Steps, schedule: Schedule, progress: Progress
+    fn: Any, args: tuple[Any, ...], steps: Steps, asked: Asked, progress: Progress
 ) -> tuple[Any, Any]:
     """Run all steps in a graph, where segments are recomputed."""
     length = steps.length
@@ -104,7 +114,7 @@ def _inlined(
         _warn(_PROGRESS.format(label=steps.label))
     carry = args[0]
     rows: list[Any] = []
-    for numbers in ranges_of(_segments_for(schedule, steps.label), length):
+    for numbers in ranges_of(_segments_for(asked, steps.label), length):
         segment = functools.partial(through, steps, fn, numbers=numbers, offset=0)
         carry, ys = remat(segment)(args, carry)
         rows += ys
@@ -113,16 +123,22 @@ def _inlined(
     return carry, tree_map(_stack, *rows)
 
 
-def _segments_for(schedule: Schedule, label: str) -> Segments:
+def _segments_for(asked: Asked, label: str) -> Segments:
     """Return the segments of a graph, which cannot let go of a carry and store another.
 
     Where none is recomputed, nothing is stored, and it does not matter.
     """
-    if isinstance(schedule, Segments):
-        return schedule
+    if isinstance(asked, Segments):
+        return asked
     if lowering_of(DEFAULT) is Lowering.TRACED:
-        _warn(_SCHEDULE.format(label=label, kind=type(schedule).__name__))
+        _warn(_told(asked, label))
     return Sqrt()
+
+
+def _told(asked: Asked, label: str) -> str:
+    if isinstance(asked, LoopBudget):
+        return _BUDGET.format(label=label)
+    return _SCHEDULE.format(label=label, kind=type(asked).__name__)
 
 
 @constant_in_traces
@@ -137,21 +153,6 @@ def _unless_none(fn: Callable[[Any], Any], leaf: Any) -> Any:
 
 def _stack(*leaves: Any) -> Any:
     return None if leaves[0] is None else torch.stack(leaves)
-
-
-class Functions:
-    """Several functions, as one that a search can walk.
-
-    Args:
-        fns: the functions.
-    """
-
-    def __init__(self, fns: Sequence[Any]) -> None:
-        self.fns = fns
-
-    def __call__(self) -> Any:
-        """Not called: its parts are."""
-        raise NotImplementedError
 
 
 def policed(f: Any, policy: PolicyLike) -> Any:
@@ -207,6 +208,12 @@ _SCHEDULE = (
     "remat: {label} is a part of a graph, which cannot follow {kind} checkpoints. "
     "About sqrt(n) segments are recomputed instead. To choose how many, pass "
     "checkpoints=schedules.Uniform(k); to follow them, leave it out of the graph "
+    "(`torch.compiler.disable`)."
+)
+_BUDGET = (
+    "remat: {label} is a part of a graph, where no step is measured: its budget is not "
+    "kept. About sqrt(n) segments are recomputed instead. To choose how many, pass "
+    "checkpoints=schedules.Uniform(k); to keep the budget, leave it out of the graph "
     "(`torch.compiler.disable`)."
 )
 _PROGRESS = (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remat._torch import current_layer
+from remat._torch import current_layer, is_fake, is_legacy_batch
 from remat.chain._steps import COLLECTED, Live, refuse_other_form
 
 
@@ -77,8 +77,7 @@ class Columns:
         self._count += 1
 
     def _column(self, first: Tensor) -> Any:
-        # Below a vmap a column would need a dimension that it does not have.
-        if current_layer() is not None or type(first) is not Tensor:
+        if not can_be_written(first):
             return list[Tensor]()
         return first.new_empty((self._length, *first.shape))
 
@@ -89,3 +88,13 @@ class Columns:
 
     def _stacked(self, rows: list[Tensor]) -> Tensor:
         return torch.stack(rows[::-1] if self._is_reversed else rows)
+
+
+def can_be_written(row: Tensor) -> bool:
+    """Say whether a tensor that holds rows like this one can be written to.
+
+    Below a vmap it would need a dimension that it does not have.
+    """
+    if current_layer() is not None or is_legacy_batch(row):
+        return False
+    return row.layout is torch.strided and (type(row) is Tensor or is_fake(row))

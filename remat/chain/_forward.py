@@ -144,6 +144,15 @@ class ChainCall(Call):
 
     @override
     def hand_on(self, run: Forward) -> None:
+        """Note which objects changed, and have the user's hold it.
+
+        Raises:
+            CaptureError: one cannot be put back, and the steps repeat.
+        """
+        self.note_changes(run)
+        super().hand_on(run)
+
+    def note_changes(self, run: Forward) -> None:
         """Note which objects changed: a recompute of later steps puts them back.
 
         Raises:
@@ -160,7 +169,6 @@ class ChainCall(Call):
                     raise CaptureError(_LATE.format(label=self.steps.label, what=what))
         if self._changing:
             self._others = dict.fromkeys(node for node, _ in run.given())
-        super().hand_on(run)
 
     def changed(self, run: Forward) -> Between:
         """Return what objects hold that differ from the call.

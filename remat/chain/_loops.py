@@ -20,8 +20,8 @@ from remat._torch import must_inline
 from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule
 from remat.chain._binomial import Binomial
+from remat.chain._budget import budget_of
 from remat.chain._call import (
-    Functions,
     call_chain,
     check_function,
     check_progress,
@@ -32,7 +32,7 @@ from remat.chain._call import (
 from remat.chain._forward import Progress
 from remat.chain._online import Online
 from remat.chain._segments import EveryStep, Sqrt
-from remat.chain._steps import Steps
+from remat.chain._steps import Functions, Steps
 
 
 C = TypeVar("C")
@@ -48,6 +48,8 @@ def scan(
     reverse: bool = False,
     unroll: int = 1,
     checkpoints: Checkpoints = None,
+    budget: int | str | None = None,
+    disk: bool = False,
     policy: PolicyLike = None,
     progress: Progress = None,
 ) -> tuple[C, Any]:
@@ -89,6 +91,13 @@ def scan(
             graph, as of `torch.compile`, follows those that reverse segments: `None`,
             `"all"`, `Uniform`, `Sqrt`. For others it has about sqrt(length) segments,
             and warns once.
+        budget: how many bytes there may be, as a number or a text such as "64 MiB", in
+            place of `checkpoints`: for the carries that are stored, the live carry, and
+            the steps that run at a time. `init`, what is returned, and gradients come
+            on top. A step is measured once, on fake tensors, and the schedule that runs
+            the fewest steps again is followed. All steps take what the second one does.
+        disk: whether carries may be written to disk where that saves time, for a
+            budget. It is taken to write and read 1 GB a second.
         policy: which results to save of a step that is reversed, as for `remat`.
             `None`: all that its backward needs.
         progress: called after each step of the forward with the number of steps done.
@@ -107,6 +116,7 @@ def scan(
             tensor leaves it other than by being returned.
         MutationError: a step changes a tensor in place.
         OffloadError: there is no room on the disk.
+        BudgetError: the budget is too small. The error names the least one.
 
     Source: the contract of `jax.lax.scan`. Griewank and Walther, "Algorithm 799:
     Revolve", ACM TOMS 26, 2000.
@@ -137,7 +147,15 @@ def scan(
         scanned=1,
         is_reversed=reverse,
     )
-    schedule = schedule_for(checkpoints, unroll)
+    asked = budget_of(
+        "scan",
+        budget,
+        policy,
+        disk=disk,
+        checkpoints=checkpoints,
+        unroll=None if unroll == 1 else unroll,
+    )
+    schedule = asked or schedule_for(checkpoints, unroll)
     args = init, map_leaves(_alias, xs)
     return call_chain(policed(f, policy), args, steps, schedule, progress)
 
@@ -150,6 +168,8 @@ def fori_loop(
     *,
     unroll: int = 1,
     checkpoints: Checkpoints = None,
+    budget: int | str | None = None,
+    disk: bool = False,
     policy: PolicyLike = None,
     progress: Progress = None,
 ) -> C:
@@ -173,6 +193,8 @@ def fori_loop(
         init: as of `scan`.
         unroll: as of `scan`.
         checkpoints: as of `scan`.
+        budget: as of `scan`.
+        disk: as of `scan`.
         policy: as of `scan`.
         progress: as of `scan`.
 
@@ -180,6 +202,7 @@ def fori_loop(
         The last carry.
 
     Raises:
+        BudgetError: as of `scan`.
         TypeError: as of `scan`; or `lower` or `upper` is not an integer.
 
     Source: the contract of `jax.lax.fori_loop`.
@@ -199,7 +222,15 @@ def fori_loop(
         return init
     label = label_for("fori_loop", body)
     steps = Steps(functools.partial(_counted_step, first), label, stop - first)
-    schedule = schedule_for(checkpoints, unroll)
+    asked = budget_of(
+        "fori_loop",
+        budget,
+        policy,
+        disk=disk,
+        checkpoints=checkpoints,
+        unroll=None if unroll == 1 else unroll,
+    )
+    schedule = asked or schedule_for(checkpoints, unroll)
     return call_chain(policed(body, policy), (init,), steps, schedule, progress)[0]
 
 
@@ -208,7 +239,8 @@ def while_loop(
     body: Callable[[C], C],
     init: C,
     *,
-    checkpoints: int | Literal["all"] | Online,
+    checkpoints: int | Literal["all"] | Online | None = None,
+    budget: int | str | None = None,
     policy: PolicyLike = None,
     progress: Progress = None,
 ) -> C:
@@ -231,7 +263,8 @@ def while_loop(
         body: a step: takes a carry and returns the next one.
         init: as of `scan`.
         checkpoints: how many carries are stored at a time, with the initial one; or
-            `"all"`.
+            `"all"`. This or `budget` is needed.
+        budget: as of `scan`: as many carries are stored as it has room for.
         policy: as of `scan`.
         progress: as of `scan`.
 
@@ -239,7 +272,8 @@ def while_loop(
         The last carry.
 
     Raises:
-        TypeError: as of `scan`.
+        BudgetError: as of `scan`.
+        TypeError: as of `scan`; or there are neither checkpoints nor a budget.
 
     Source: the contract of `jax.lax.while_loop`. Wang, Moin and Iaccarino, "Minimal
     repetition dynamic checkpointing algorithm for unsteady adjoint calculation",
@@ -258,11 +292,8 @@ def while_loop(
     check_function("while_loop", cond)
     check_function("while_loop", body)
     check_progress(progress)
-    schedule = schedule_for(checkpoints, 1)
-    if isinstance(schedule, Binomial):
-        schedule = Online(schedule.checkpoints)
-    if not isinstance(schedule, (Online, EveryStep)):
-        raise TypeError(_ONLINE.format(got=checkpoints))
+    schedule = budget_of("while_loop", budget, policy, checkpoints=checkpoints)
+    schedule = schedule or _online(checkpoints)
     label = label_for("while_loop", body)
     steps = Steps(_while_step, label, None, goes_on=_goes_on)
     both = Functions((cond, policed(body, policy)))
@@ -329,6 +360,16 @@ def schedule_for(checkpoints: Checkpoints, unroll: int) -> Schedule:
     if isinstance(checkpoints, int) and not isinstance(checkpoints, bool):
         return Binomial(checkpoints, unroll)
     raise TypeError(_CHECKPOINTS.format(got=checkpoints))
+
+
+def _online(checkpoints: Checkpoints) -> Schedule:
+    """Return the schedule of a loop whose length is not known."""
+    schedule = schedule_for(checkpoints, 1)
+    if isinstance(schedule, Binomial):
+        return Online(schedule.checkpoints)
+    if not isinstance(schedule, (Online, EveryStep)):
+        raise TypeError(_ONLINE.format(got=checkpoints))
+    return schedule
 
 
 def _length_of(xs: Any, length: int | None, label: str) -> int:
@@ -398,7 +439,8 @@ _CHECKPOINTS = (
 )
 _ONLINE = (
     "remat: while_loop takes checkpoints that are a number, 'all' or "
-    "schedules.Online, as its length is not known; got {got!r}."
+    "schedules.Online, as its length is not known; got {got!r}. Pass checkpoints=10, "
+    "or a budget of bytes: budget='64 MiB'."
 )
 _SCANNED = (
     "remat: {label} scans `xs{path}`, which is {got}. Scan tensors whose first "

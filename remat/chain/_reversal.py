@@ -45,6 +45,7 @@ from remat.chain._actions import (
     Reverse,
     Save,
 )
+from remat.chain._columns import can_be_written
 from remat.chain._forward import ChainCall
 from remat.chain._segment import Segment
 from remat.chain._segments import Sqrt
@@ -81,7 +82,7 @@ class Reversal(Program):
         count = len(self._call.needs)
         primals, cts = inputs[:count], inputs[count:]
         cotangents = dict(zip(self._given, cts, strict=True))
-        run = _Reversing(self._chain, self._call, primals, self._wanted, cotangents)
+        run = Reversing(self._chain, self._call, primals, self._wanted, cotangents)
         with differentiated(), run.surroundings:
             for action in run.actions(is_watched(inputs)):
                 run.do(action)
@@ -109,7 +110,7 @@ def is_watched(tensors: Sequence[Tensor]) -> bool:
     return is_under_jvp() or (base_dual_level_active() and is_forward_ad_enabled())
 
 
-class _Reversing:
+class Reversing:
     """One run of a reversal.
 
     Args:
@@ -140,6 +141,8 @@ class _Reversing:
         self._cts = [cotangents.get(j) for j in outs.of_carry]
         self._collected = [cotangents.get(j) for j in outs.of_collected]
         self._grads: dict[int, Tensor] = {}
+        # Of what is scanned: the whole of it, or parts where that cannot be written to.
+        self._whole: dict[int, Tensor] = {}
         self._slices: dict[int, list[tuple[int, Tensor]]] = {}
         self._live: Live | None = None
         self._stored = Stored()
@@ -163,6 +166,20 @@ class _Reversing:
         self._live = call.first(self._inputs)
         forward = (a for a in schedule.forward(length) if not _ends(a, length))
         return itertools.chain(forward, schedule.backward(length))
+
+    def start_at(self, live: Live) -> None:
+        """Make a carry the live one, which was not stored."""
+        self._live = live
+
+    @property
+    def carried(self) -> list[Tensor]:
+        """The cotangents of the carry at the end of what is not reversed yet."""
+        return [ct for ct in self._cts if ct is not None]
+
+    @property
+    def gradients(self) -> dict[int, Tensor]:
+        """The gradients of inputs so far, by index."""
+        return self._grads | self._whole
 
     def do(self, action: Action) -> None:
         """Do one thing."""
@@ -313,16 +330,27 @@ class _Reversing:
         if grad is None:
             return
         if i in self._call.scanned:
-            self._slices.setdefault(i, []).append((place, grad))
+            self._add_slices(i, grad, place)
         else:
             known = self._grads.get(i)
             self._grads[i] = grad if known is None else known + grad
+
+    def _add_slices(self, i: int, grad: Tensor, place: int) -> None:
+        """Write the gradient of slices to its place. Joined, it would be held twice."""
+        if self._is_watched or not can_be_written(grad):
+            self._slices.setdefault(i, []).append((place, grad))
+            return
+        if i not in self._whole:
+            self._whole[i] = torch.zeros_like(self._inputs[i])
+        self._whole[i].narrow(0, place, len(grad)).copy_(grad)
 
     def gradient_of(self, i: int) -> Tensor | None:
         """Return the gradient of an input, once all steps are reversed."""
         slices = self._slices.pop(i, None)
         if slices is not None:
             self._grads[i] = self._joined(i, slices)
+        elif i in self._whole:
+            self._grads[i] = self._whole.pop(i)
         for k, index in enumerate(self._call.initial):
             if index == i:
                 ct, self._cts[k] = self._cts[k], None

@@ -13,8 +13,8 @@ from torch import nn
 
 from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule
+from remat.chain._budget import budget_of
 from remat.chain._call import (
-    Functions,
     call_chain,
     check_progress,
     label_for,
@@ -24,7 +24,7 @@ from remat.chain._forward import Progress
 from remat.chain._loops import Checkpoints, schedule_for
 from remat.chain._plan import Rotor
 from remat.chain._segments import Uniform
-from remat.chain._steps import Steps
+from remat.chain._steps import Functions, Steps
 
 
 def sequential(
@@ -33,6 +33,8 @@ def sequential(
     *args: Any,
     segments: int | None = None,
     checkpoints: Checkpoints = None,
+    budget: int | str | None = None,
+    disk: bool = False,
     policy: PolicyLike = None,
     progress: Progress = None,
 ) -> Any:
@@ -62,6 +64,9 @@ def sequential(
             bytes, a plan of `schedules.rotor` with one option for each stage. Where its
             forward records a stage, the chain stores the input of the stage instead,
             and runs it once more.
+        budget: as of `scan`, in place of `segments` and `checkpoints`. Each function is
+            measured, and the schedule with the least work is followed.
+        disk: as of `scan`.
         policy: as of `scan`.
         progress: as of `scan`.
 
@@ -72,6 +77,7 @@ def sequential(
         TypeError: `fns` holds something that cannot be called.
         ValueError: both `segments` and `checkpoints` are given, or `segments` is not a
             positive number.
+        BudgetError: the budget is too small. The error names the least one.
 
     Source: Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory
     cost", arXiv 1604.06174, 2016.
@@ -91,7 +97,9 @@ def sequential(
         if not callable(fn):
             raise TypeError(f"remat: fns[{i}] of sequential is not callable: {fn!r}")
     check_progress(progress)
-    schedule = _schedule(segments, checkpoints)
+    given = {"segments": segments, "checkpoints": checkpoints}
+    asked = budget_of("sequential", budget, policy, disk=disk, **given)
+    schedule = asked or _schedule(segments, checkpoints)
     if isinstance(schedule, Rotor) and max(map(len, _options(schedule))) > 1:
         raise ValueError(_OPTIONS)
     if not layers:

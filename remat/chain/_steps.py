@@ -121,6 +121,21 @@ class Steps:
         return self.length - stop, self.length - start
 
 
+class Functions:
+    """Several functions, as one that a search can walk.
+
+    Args:
+        fns: the functions.
+    """
+
+    def __init__(self, fns: Sequence[Any]) -> None:
+        self.fns = fns
+
+    def __call__(self) -> Any:
+        """Not called: its parts are."""
+        raise NotImplementedError
+
+
 def through(
     steps: Steps, fn: Any, args: Sequence[Any], carry: Any, numbers: range, offset: int
 ) -> tuple[Any, list[Any]]:

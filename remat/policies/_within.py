@@ -28,6 +28,7 @@ import torch
 from typing_extensions import override
 
 from remat._base.op import Op
+from remat._base.optional import missing
 from remat._base.sizes import bytes_in
 from remat.policies._decision import Decision
 from remat.policies._policy import (
@@ -161,10 +162,7 @@ def _both(left: Policy, right: Policy) -> Policy:
     return intersection(left, right)
 
 
-NO_SCIPY = (
-    "remat: a budget of bytes is solved by scipy, which is not installed. "
-    "Install it: pip install 'remat[budget]'"
-)
+NO_SCIPY = f"remat: a budget of bytes is solved by scipy: {missing('scipy')}."
 _NO_COMPLEMENT = (
     "remat: ~{policy} has no meaning: a budget says how much is kept, and not which "
     "results. To keep some results out of a budget, write within(bytes) - policy."
@@ -209,7 +207,7 @@ def within(
 
     Raises:
         ImportError: scipy is not installed, which solves what to keep (`pip install
-            'remat[budget]'`).
+            scipy`).
         TypeError: `bytes` or `time_limit` is not a number.
         ValueError: `bytes` is negative or cannot be read, or `costs` is unknown.
 

@@ -1,7 +1,9 @@
 """Random numbers as functions of a key, as in `jax.random`."""
 
+import typing as _typing
+
 from remat._base import hints as _hints
-from remat.random._bind import bind as bind
+from remat._base.later import later as _later
 from remat.random._choices import (
     categorical as categorical,
     choice as choice,
@@ -36,5 +38,12 @@ from remat.random._samplers import (
     uniform as uniform,
 )
 
+
+# The rest is imported with remat: it registers operators and classes, which programs
+# and files name that another process saved.
+if _typing.TYPE_CHECKING:
+    from remat.random._bind import bind as bind
+else:
+    __getattr__, __dir__ = _later(__name__, {"remat.random._bind": ("bind",)})
 
 _hints.at(__name__)

@@ -345,7 +345,7 @@ def test_a_plan_says_what_it_was_made_without(monkeypatch):
     assert "policies.within" not in str(fit(model, X, budget=budget, loss=square))
     monkeypatch.setitem(sys.modules, "scipy", None)
     plan = fit(model, X, budget=budget, loss=square)
-    note = "without policies.within: scipy is not installed (pip install 'remat[budget]"
+    note = "without policies.within: scipy is not installed (pip install scipy)"
     assert plan.lacks_budgets
     assert note in " ".join(str(plan).split())  # its lines are wrapped
     assert "without policies.within" in plan._repr_html_()

@@ -235,7 +235,7 @@ def test_a_problem_is_solved_once(monkeypatch):
 
 def test_without_scipy_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ImportError, match=r"pip install 'remat\[budget\]'"):
+    with pytest.raises(ImportError, match=r"pip install scipy"):
         solve(FORK, 8)
 
 

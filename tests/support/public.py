@@ -75,6 +75,16 @@ def _tree(module: str) -> ast.Module:
     return ast.parse(Path(import_module(module).__file__).read_text())
 
 
+def _statements(module: str) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, and those that only type checkers read."""
+    for node in _tree(module).body:
+        is_condition = isinstance(node, ast.If)
+        if is_condition and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from node.body
+        else:
+            yield node
+
+
 def _target(node: ast.stmt) -> str:
     """The name that a statement defines; "" if it defines none."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -85,7 +95,7 @@ def _target(node: ast.stmt) -> str:
 
 
 def _named(module: str) -> Iterator[Name]:
-    for node in _tree(module).body:
+    for node in _statements(module):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if alias.asname:

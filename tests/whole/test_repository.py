@@ -15,6 +15,7 @@ import remat
 ROOT = Path(__file__).parents[2]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 TEMPLATES = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
 FORMS = [path for path in TEMPLATES if path.stem != "config"]
 
 
@@ -197,6 +198,42 @@ def test_an_sdist_without_tests_fails():
     names = {"remat/py.typed"} | check_dist.source_files()
     with pytest.raises(AssertionError, match="tests"):
         check_dist.check_sdist(names)
+
+
+# --- What a hosted service and a release need -----------------------------------------
+
+
+def test_hosted_ci_runs_what_every_machine_runs():
+    text = (ROOT / ".github/workflows/ci.yml").read_text()
+    workflow = yaml.safe_load(text)
+    assert {"push", "pull_request"} <= workflow[True].keys()  # YAML reads `on` so
+    assert workflow["permissions"] == {"contents": "read"}
+    (job,) = workflow["jobs"].values()
+    *_, python, last = job["steps"]
+    assert last == {"run": ".ci/run"}
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', PYPROJECT)[1]
+    assert python["with"]["python-version"] == oldest
+    assert all((ROOT / f).is_file() for f in _files_of(python))
+
+
+def _files_of(step):
+    return step["with"]["cache-dependency-path"].split()
+
+
+def test_a_release_is_tagged_with_its_version():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    release = text.partition("\n## Releases\n")[2].partition("\n## ")[0]
+    version = re.search(r"git tag -a v([\d.]+) ", release)[1]
+    assert f"## [{version}] - " in release
+    for name in re.findall(r"`([\w./]+\.(?:md|py|cff))`", release):
+        assert (ROOT / name).is_file()
+
+
+def test_a_vulnerability_has_a_private_way_and_no_made_up_address():
+    text = (ROOT / "SECURITY.md").read_text()
+    assert "## How to report one" in text
+    assert not re.search(r"@|https?:", text)
 
 
 def test_ci_builds_what_is_released():

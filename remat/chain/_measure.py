@@ -1,0 +1,367 @@
+"""Measures the steps of a chain: runs a few of them, on fake tensors, under a meter.
+
+`_within` calls it once for chains that are alike.
+
+Invariant: a step runs as the chain runs it, by the chain's own forward, segments and
+reversal. Nothing of the user's changes: no object, buffer or random stream, and no
+dispatch mode sees it.
+Rejected: a record of one step, and a formula of what autograd keeps of it. Policies,
+chains inside of steps and shared memory would each need one.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from remat._base.context import differentiated
+from remat._base.errors import RematError
+from remat._base.program import Request
+from remat._base.types import TENSORS, Fn
+from remat._capture.handing_on import Forward
+from remat._capture.snapshot import Bound
+from remat._fit.meter import Meter, MissingValueError, has_storage
+from remat._fit.simulate import undisturbed
+from remat._partial.cache import CACHES
+from remat._torch import (
+    base_tensor,
+    below_all_levels,
+    empty_in,
+    fake_mode,
+    grad_mode,
+    outside_all_dispatch_modes,
+    storage_id,
+)
+from remat._transform.vjp import replace as replaced
+from remat.chain._actions import (
+    Action,
+    Advance,
+    Backward,
+    Evaluations,
+    Record,
+    Reverse,
+    Schedule,
+)
+from remat.chain._budget import StepBytes, counts_together
+from remat.chain._chain import Chain
+from remat.chain._forward import ChainCall
+from remat.chain._plan import Option, Stage, Stages
+from remat.chain._reversal import Reversing
+from remat.chain._segment import Segment
+from remat.chain._staged import Staged
+from remat.chain._steps import Live, Steps
+
+
+def measured(
+    fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_batched: bool
+) -> StepBytes | Staged | None:
+    """Return the numbers of the steps of a chain, as they are inside all vmaps.
+
+    Args:
+        fn: the function of a step.
+        args: of the chain.
+        steps: how a step calls the function.
+        nbytes: of interest: it is not measured how many steps take more.
+        is_batched: whether a vmap is around it.
+
+    Returns:
+        Those of one step, or of all where each one differs. None if steps ask for
+        values, and a vmap has none.
+    """
+    try:
+        return _measured(Trial(fn, args, steps), nbytes, fake_mode())
+    except RuntimeError as error:
+        # Some fake kernels raise one for what the real kernel computes.
+        if isinstance(error, RematError) and not isinstance(error, MissingValueError):
+            raise
+    return None if is_batched else _measured(Trial(fn, args, steps), nbytes, None)
+
+
+def _measured(trial: "Trial", nbytes: int, mode: Any) -> StepBytes | Staged:
+    """Run a trial in a mode of fake tensors, or for real."""
+    passed, needs = trial.take_inputs()
+    trial.wrapped = ()  # it runs below all levels
+    if mode is not None and not TENSORS.issuperset(map(type, map(base_tensor, passed))):
+        raise MissingValueError("of tensors of other classes there are no fakes")
+
+    def run() -> StepBytes | Staged:
+        if mode is None:
+            inputs = _copies(trial, passed)
+        else:
+            inputs = [empty_in(mode, t) for t in passed]
+        with grad_mode(False), mode or nullcontext(), Meter() as meter:
+            for tensor in inputs:
+                meter.hold(tensor)
+            rehearsal = Rehearsal(Chain(trial), inputs, needs, meter)
+            if trial.steps.is_repeated:
+                return _step_of(rehearsal, nbytes)
+            return _stages_of(rehearsal)
+
+    with (
+        outside_all_dispatch_modes(),
+        undisturbed(),
+        CACHES.set_aside(),
+        _set_back(trial),
+    ):
+        return below_all_levels(run)
+
+
+def _copies(trial: "Trial", passed: Sequence[Tensor]) -> list[Tensor]:
+    """Return the values of the inputs; of buffers, copies."""
+    updated = {*trial.snapshot.buffers}
+    values = [base_tensor(t).detach() for t in passed]
+    return [t.clone() if i in updated else t for i, t in enumerate(values)]
+
+
+@contextmanager
+def _set_back(trial: "Trial") -> Iterator[None]:
+    """Put objects and random streams of the user's back after a trial."""
+    streams = trial.snapshot.streams
+    states = [stream.read() for stream in streams]
+    try:
+        yield
+    finally:
+        trial.put_back()
+        for stream, state in zip(streams, states, strict=True):
+            stream.write(state)
+
+
+def _step_of(rehearsal: "Rehearsal", nbytes: int) -> StepBytes:
+    """Return the numbers of a step: of the second one, if there are two."""
+    length = rehearsal.call.steps.length
+    assert length is not None
+    first = rehearsal.call.first(rehearsal.inputs)
+    second, taken = rehearsal.advanced(first, 0)
+    carry, advance = rehearsal.size(second), taken.peak
+    if length > 1:
+        taken = rehearsal.advanced(second, 1)[1]
+        advance = max(advance, taken.peak, rehearsal.forward - carry)
+
+    def reversing(count: int) -> int:
+        live, start = (second, 1) if count < length else (first, 0)
+        return rehearsal.reversed(live, Reverse(start, start + count)).peak
+
+    reverse: dict[int, int] = {}
+    reversing(1)  # from the second time on the gradients of arguments are there
+    for count in counts_together(length):
+        reverse[count] = reversing(count)
+        if reverse[count] > nbytes:  # more steps take more
+            break
+    cotangent, points = rehearsal.cotangent, tuple(reverse.items())
+    return StepBytes(carry, cotangent, advance, points, taken.seconds)
+
+
+def _stages_of(rehearsal: "Rehearsal") -> Staged:
+    """Return the numbers of all stages."""
+    count = rehearsal.call.length
+    lives = [rehearsal.call.first(rehearsal.inputs)]
+    advanced: list[Taken] = []
+    for k in range(count):
+        live, taken = rehearsal.advanced(lives[-1], k)
+        lives.append(live)
+        advanced.append(taken)
+    recorded = [rehearsal.reversed(lives[k], Record(k)) for k in range(count)]
+    gradients, reversed_ = [rehearsal.cotangent], list[Taken]()
+    times: dict[int, int] = {}
+    for k in reversed(range(count)):
+        before = rehearsal.gradients
+        reversed_.append(rehearsal.reversed(lives[k], Backward(k)))
+        gradients.append(rehearsal.cotangent)
+        for i, grad in rehearsal.gradients.items():
+            times[i] = times.get(i, 0) + (grad is not before.get(i))
+    gradients.reverse()
+    reversed_.reverse()
+    sizes = [*map(rehearsal.size, lives)]
+    stages = [
+        _stage(sizes[k + 1], gradients[k : k + 2], *numbers)
+        for k, numbers in enumerate(zip(advanced, recorded, reversed_, strict=True))
+    ]
+    several = [g for i, g in rehearsal.gradients.items() if times[i] > 1]
+    given = _nbytes(lives[0].tensors)
+    return Staged(Stages(tuple(stages), given, gradients[0]), _nbytes(several))
+
+
+def _stage(
+    output: int,
+    gradients: Sequence[int],
+    advanced: "Taken",
+    recorded: "Taken",
+    reversed_: "Taken",
+) -> Stage:
+    saved = max(recorded.left, output)
+    option = Option(
+        saved,
+        advanced.seconds,
+        forward_extra=max(recorded.peak - saved, 0),
+        backward_extra=max(reversed_.peak - sum(gradients), 0),
+    )
+    extra = max(advanced.peak - output, 0)
+    return Stage(advanced.seconds, output, (option,), gradients[1], extra)
+
+
+class _First(Schedule):
+    """Runs the first steps of a chain, and stores nothing."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    @override
+    def forward(self, length: int) -> Iterator[Action]:
+        del length
+        return iter([Advance(0, self._count)])
+
+    @override
+    def backward(self, length: int) -> Iterator[Action]:
+        raise NotImplementedError
+
+    @override
+    def evaluations(self, length: int) -> Evaluations:
+        raise NotImplementedError
+
+
+class Trial(ChainCall):
+    """A call of some steps of a chain, of which nothing stays.
+
+    Args:
+        fn: the function of a step.
+        args: of the chain.
+        steps: how a step calls the function.
+    """
+
+    __slots__ = ("_run",)
+
+    def __init__(self, fn: Any, args: tuple[Any, ...], steps: Steps) -> None:
+        self._run: Forward | None = None
+        if steps.length is None:
+            steps = replace(steps, length=2, goes_on=None)
+        assert steps.length is not None
+        # The second step is given a carry like those of all others.
+        count = min(steps.length, 2) if steps.is_repeated else steps.length
+        super().__init__(fn, args, steps, _First(count), None)
+
+    @override
+    def body(self, fn: Bound, run: Forward) -> Fn:
+        self._run = run
+        return super().body(fn, run)
+
+    @override
+    def hand_on(self, run: Forward) -> None:
+        self.note_changes(run)
+
+    def put_back(self) -> None:
+        """Have objects that lead to no tensor hold what they held at the call.
+
+        Others were changed in replicas alone.
+        """
+        if self._run is not None:
+            self._run.put_back()
+
+
+@dataclass(slots=True)
+class Taken:
+    """What was taken by what was done.
+
+    Attributes:
+        peak: the most bytes that were alive, besides those from before.
+        left: the bytes that are alive after it, and were not before.
+        seconds: of its forward, at nominal rates.
+    """
+
+    peak: int = 0
+    left: int = 0
+    seconds: float = 0.0
+
+
+class Rehearsal:
+    """A forward of a trial that has run, and steps of it that run again.
+
+    Args:
+        chain: the chain, of a trial.
+        inputs: to run it on.
+        needs: which of them are differentiated.
+        meter: that is entered.
+
+    Attributes:
+        call: the trial.
+        inputs: see above, with the values that buffers had before the forward.
+        forward: the bytes that its forward took, without what was collected.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        inputs: Sequence[Tensor],
+        needs: Sequence[bool],
+        meter: Meter,
+    ) -> None:
+        self._chain, self._meter, self.call = chain, meter, chain.call
+        with self._measuring() as taken:
+            outs, evaluation = chain.evaluate(inputs, Request(needs, at_base=True))
+        updated = evaluation.updated  # buffers, whose values from before come last
+        if updated:
+            inputs = replaced(inputs, updated, outs[-len(updated) :])
+        self.inputs = inputs
+        places = chain.call.outs
+        self.forward = taken.peak - _nbytes([outs[j] for j in places.of_collected])
+        given = [*places.of_carry, *places.of_collected]
+        given = [j for j in given if evaluation.differentiable[j]]
+        cotangents = {j: outs[j].new_zeros(outs[j].shape) for j in given}
+        wanted = [i for i, need in enumerate(needs) if need]
+        self._run = Reversing(chain, chain.call, inputs, wanted, cotangents)
+
+    def advanced(self, live: Live, k: int) -> tuple[Live, Taken]:
+        """Run a step; return the carry after it, and what it took."""
+        inputs = self.call.cut_to(self.inputs, k, k + 1)
+        segment = Segment(self._chain, self.call, live, k, k + 1)
+        with self._measuring() as taken:
+            after = segment.advance(live, inputs)
+        return after, taken
+
+    def reversed(self, live: Live, action: Action) -> Taken:
+        """Do an action of a backward from a carry; return what it took.
+
+        The cotangents that it was given count, and what is new of the gradients of
+        arguments does not.
+        """
+        given, before = self.cotangent, _nbytes(self.gradients.values())
+        self._run.start_at(live)
+        with differentiated(), self._run.surroundings, self._measuring() as taken:
+            self._run.do(action)
+        new = _nbytes(self.gradients.values()) - before
+        taken.peak += given - new
+        return taken
+
+    @property
+    def gradients(self) -> dict[int, Tensor]:
+        """The gradients of inputs so far."""
+        return self._run.gradients
+
+    @property
+    def cotangent(self) -> int:
+        """The bytes of the cotangents of a carry."""
+        return _nbytes(self._run.carried)
+
+    def size(self, live: Live) -> int:
+        """Return the bytes of a carry, without those of inputs of the chain."""
+        return _nbytes(live.tensors, self.inputs)
+
+    @contextmanager
+    def _measuring(self) -> Iterator[Taken]:
+        meter, taken = self._meter, Taken()
+        before = meter.live
+        meter.begin(costs=True)
+        yield taken
+        meter.end()
+        taken.peak, taken.left = meter.peak - before, meter.live - before
+        taken.seconds = sum(window.seconds for window in meter.windows)
+
+
+def _nbytes(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
+    """Return the bytes of the storages of tensors, without those of others."""
+    known = {storage_id(t) for t in others if has_storage(t)}
+    there = {storage_id(t): t for t in tensors if has_storage(t)}
+    left = there.keys() - known
+    return sum(there[number].untyped_storage().nbytes() for number in left)

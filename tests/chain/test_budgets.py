@@ -1,0 +1,386 @@
+"""Budgets of loops: what is held at a time stays below them, and little runs again.
+
+Bytes are those that the profiler sees allocated, which knows nothing of the meter that
+a step was measured with.
+"""
+
+import warnings
+
+import pytest
+import torch
+from support.loops import Plain, of_backward
+from torch import nn
+from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat import BudgetError, chain, checkpoint_name, policies, remat
+from remat.chain import _within
+from remat.testing import assert_same, count_ops, memory_timeline
+
+
+N = 30
+X = torch.linspace(-1, 1, 400).reshape(4, 100)
+US = torch.linspace(0, 2, N * 400).reshape(N, 4, 100)
+W = torch.linspace(-0.1, 0.1, 10_000).reshape(100, 100)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known(monkeypatch):
+    monkeypatch.setattr(_within, "_KNOWN", _within._Known(8))
+
+
+def _scanned(loops, x, us, w, **options):
+    def step(x, u):
+        x = torch.tanh(x @ w + u)
+        return x * x.cos(), x.mean()
+
+    return loops.scan(step, x, us, **options)
+
+
+def _counted(loops, x, us, w, **options):
+    def body(i, x):
+        return torch.tanh(x @ w + us[i % 3]) * x.cos()
+
+    return loops.fori_loop(0, N, body, x, **options)
+
+
+def _whiled(loops, x, us, w, **options):
+    def body(carry):
+        k, x = carry
+        return k + 1, torch.tanh(x @ w + us[0]) * x.cos()
+
+    return loops.while_loop(lambda carry: carry[0] < N, body, (0, x), **options)[1]
+
+
+class _Layer(nn.Module):
+    def __init__(self, k):
+        super().__init__()
+        self.wide = 1 + k % 3
+
+    def forward(self, x, us, w):
+        wide = torch.cat([torch.tanh(x @ w + us[0])] * self.wide)
+        return wide.sin().reshape(self.wide, *x.shape).sum(0)
+
+
+def _sequenced(loops, x, us, w, **options):
+    return loops.sequential([_Layer(k) for k in range(12)], x, us, w, **options)
+
+
+LOOPS = {
+    "scan": (_scanned, N),
+    "fori_loop": (_counted, N),
+    "while_loop": (_whiled, N),
+    "sequential": (_sequenced, 12),
+}
+each_loop = pytest.mark.parametrize(("run", "steps"), LOOPS.values(), ids=LOOPS)
+
+
+def least(run, *tensors, **options):
+    """The least budget, which an error names."""
+    with pytest.raises(BudgetError, match=r"The least that works is .* MiB") as caught:
+        of_backward(lambda *ts: run(chain, *ts, budget=0, **options), *tensors)
+    return caught.value.least
+
+
+def bytes_held(run, *tensors, **options):
+    """The most bytes beside arguments, results and the gradients of both."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+
+    def step():
+        outs = run(chain, *leaves, **options)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        cotangents = [torch.full_like(out, 0.5) for out in outs]
+        torch.autograd.backward(outs, cotangents)
+        return outs, cotangents
+
+    peak = memory_timeline(step).peak
+    tensors = [*step()[0], *step()[1], *(leaf.grad for leaf in leaves)]
+    return peak - sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def steps_run(run, *tensors, **options):
+    """The gradients, and how many steps a forward and a backward run."""
+    with count_ops() as ops:
+        found = of_backward(lambda *ts: run(chain, *ts, **options), *tensors)
+    return found, ops["tanh"]
+
+
+@each_loop
+@pytest.mark.parametrize("factor", [1, 1.3, 2, 5, 200])
+def test_what_is_held_stays_below_the_budget(run, steps, factor):
+    budget = int(least(run, X, US, W) * factor)
+    expected = of_backward(lambda *ts: run(Plain, *ts), X, US, W)
+    found, ran = steps_run(run, X, US, W, budget=budget)
+    assert_same(found, expected, reassociated=True)
+    assert ran >= 2 * steps
+    assert bytes_held(run, X, US, W, budget=budget) <= budget
+
+
+@each_loop
+def test_a_larger_budget_runs_fewer_steps_again(run, steps):
+    few = least(run, X, US, W)
+    ran = [steps_run(run, X, US, W, budget=few * k)[1] for k in (1, 2, 4, 1000)]
+    assert ran == sorted(ran, reverse=True)
+    assert ran[0] > 2.5 * steps
+    assert ran[-1] == 2 * steps
+
+
+@each_loop
+def test_the_least_budget_works_and_one_byte_less_is_refused(run, steps):
+    few = least(run, X, US, W)
+    assert steps_run(run, X, US, W, budget=few)[1] > 2 * steps
+    with pytest.raises(BudgetError, match="too small for"):
+        of_backward(lambda *ts: run(chain, *ts, budget=few - 1), X, US, W)
+
+
+@each_loop
+def test_a_budget_is_used(run, steps):
+    """Half of it would be enough for a schedule that runs more steps."""
+    del steps
+    budget = 2 * least(run, X, US, W)
+    assert bytes_held(run, X, US, W, budget=budget) > 0.6 * budget
+
+
+def test_the_disk_spares_steps():
+    def slow(loops, x, us, w, **options):
+        def body(i, x):
+            for _ in range(20):
+                x = torch.tanh(x @ w) + us[0] @ w @ w @ w
+            return x
+
+        return loops.fori_loop(0, 100, body, x, **options)
+
+    budget = least(slow, X, US, W)
+    expected, ran = steps_run(slow, X, US, W, budget=budget)
+    found, fewer = steps_run(slow, X, US, W, budget=2 * budget, disk=True)
+    assert_same(found, expected, reassociated=True)
+    assert fewer < ran
+    assert bytes_held(slow, X, US, W, budget=2 * budget, disk=True) <= 2 * budget
+
+
+def test_under_vmap_a_budget_is_for_the_whole_batch():
+    def gradients(x, budget):
+        return vmap(grad(lambda x: _counted(chain, x, US, W, budget=budget).sum()))(x)
+
+    xs = torch.stack([X, X / 2, X / 3])
+    with pytest.raises(BudgetError, match="too small for") as caught:
+        gradients(xs, 0)
+    few = caught.value.least
+    assert few == 3 * least(_counted, X, US, W)
+    expected = vmap(grad(lambda x: _counted(Plain, x, US, W).sum()))(xs)
+    with count_ops() as ops:
+        found = gradients(xs, few)
+    assert_same(found, expected, reassociated=True)
+    assert ops["tanh"] > 4 * N  # of which N store nothing: see the docs
+
+
+def test_outside_of_a_vmap_a_budget_warns():
+    def loss(xs):
+        return vmap(lambda x: _counted(chain, x, US, W, budget="1 MiB"))(xs).sum()
+
+    xs = torch.stack([X, X / 2])
+    with pytest.warns(UserWarning, match="differentiated outside of a vmap"):
+        found = grad(loss)(xs)
+    expected = grad(lambda x: vmap(lambda x: _counted(Plain, x, US, W))(x).sum())(xs)
+    assert_same(found, expected, reassociated=True)
+
+
+def test_torch_func_grad_keeps_a_budget():
+    few = least(_counted, X, US, W)
+    with count_ops() as ops:
+        found = grad(lambda x: _counted(chain, x, US, W, budget=few).sum())(X)
+    assert ops["tanh"] > 3 * N
+    assert_same(found, grad(lambda x: _counted(Plain, x, US, W).sum())(X))
+
+
+def test_steps_that_ask_for_values_are_measured_with_values():
+    def asking(loops, x, us, w, **options):
+        def body(i, x):
+            return torch.tanh(x @ w) * (2.0 if x.sum().item() > 0 else 3.0)
+
+        return loops.fori_loop(0, N, body, x, **options)
+
+    budget = least(asking, X, US, W)
+    found, ran = steps_run(asking, X, US, W, budget=budget)
+    expected = of_backward(lambda *ts: asking(Plain, *ts), X, US, W)
+    assert_same(found, expected, reassociated=True)
+    assert ran > 2 * N  # those that were measured are not counted
+
+
+def test_random_streams_are_where_they_would_be():
+    generator = torch.Generator()
+
+    def drawing(loops, x, us, w, **options):
+        def body(i, x):
+            noise = torch.rand(x.shape, generator=generator)
+            return nn.functional.dropout(torch.tanh(x @ w), 0.3) * noise
+
+        return loops.fori_loop(0, 10, body, x, **options)
+
+    def seeded(loops, **options):
+        torch.manual_seed(3)
+        generator.manual_seed(4)
+        found = of_backward(lambda *ts: drawing(loops, *ts, **options), X, US, W)
+        return found, torch.rand(2), torch.rand(2, generator=generator)
+
+    budget = 2 * least(drawing, X, US, W)
+    assert_same(seeded(chain, budget=budget), seeded(Plain), reassociated=True)
+
+
+def test_measuring_leaves_buffers_and_modes_of_the_user_alone():
+    seen = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def trained(loops, **options):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.BatchNorm1d(100) for _ in range(4)))
+        x = X.clone().requires_grad_()
+        with Seeing():
+            loops.sequential(net, x, **options).square().sum().backward()
+        return x.grad, [b.clone() for b in net.buffers()]
+
+    found = trained(chain, checkpoints=chain.schedules.Uniform(4))
+    chosen = len(seen)
+    seen.clear()
+    few = least(lambda loops, x, **o: loops.sequential([torch.tanh], x, **o), X)
+    assert few >= X.nbytes
+    assert_same(trained(chain, budget="1 MiB"), found)
+    assert len(seen) == chosen
+    assert_same(found, trained(Plain))
+
+
+def test_steps_that_are_alike_are_measured_once(monkeypatch):
+    times = []
+    measure = _within.measured
+
+    def measured(*args, **options):
+        times.append(1)
+        return measure(*args, **options)
+
+    monkeypatch.setattr(_within, "measured", measured)
+
+    def loop(x, power):
+        return chain.fori_loop(0, N, lambda i, x: x.tanh() ** power, x, budget="1 MiB")
+
+    for power in (1, 1, 2, 1):
+        x = X.clone().requires_grad_()
+        loop(x, power).sum().backward()
+    assert len(times) == 2
+    x = torch.cat([X, X]).requires_grad_()
+    loop(x, 1).sum().backward()
+    assert len(times) == 3
+    with torch.no_grad():
+        loop(X, 5)
+    loop(X, 5)  # nothing is differentiated
+    assert len(times) == 3
+
+
+def test_a_policy_is_measured_too():
+    def wide(loops, x, us, w, **options):
+        def body(i, x):
+            hidden = checkpoint_name(torch.tanh(torch.cat([x @ w] * 8)), "hidden")
+            return hidden.cos().sin().exp().reshape(8, *x.shape).mean(0)
+
+        return loops.fori_loop(0, N, body, x, **options)
+
+    policy = policies.save_only_these_names("hidden")
+    few = least(wide, X, US, W, policy=policy)
+    assert few < least(wide, X, US, W)
+    assert bytes_held(wide, X, US, W, budget=few, policy=policy) <= few
+    found = steps_run(wide, X, US, W, budget=few, policy=policy)[0]
+    expected = of_backward(lambda *ts: wide(Plain, *ts), X, US, W)
+    assert_same(found, expected, reassociated=True)
+
+
+def test_a_chain_of_chains_keeps_its_budget():
+    def nested(loops, x, us, w, **options):
+        def outer(i, x):
+            def inner(j, x):
+                return torch.tanh(x @ w + us[j])
+
+            return loops.fori_loop(0, 4, inner, x, **options)
+
+        return loops.fori_loop(0, 8, outer, x, **options)
+
+    found, ran = steps_run(nested, X, US, W, budget="200 KiB")
+    expected = of_backward(lambda *ts: nested(Plain, *ts), X, US, W)
+    assert_same(found, expected, reassociated=True)
+    assert ran >= 3 * 32
+    assert bytes_held(nested, X, US, W, budget="200 KiB") <= 200 * 1024
+
+
+def test_autocast_and_rematerialized_steps_keep_a_budget():
+    def cast(loops, x, us, w, **options):
+        @remat
+        def body(i, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return torch.tanh(x @ w).float() * x.cos()
+
+        return loops.fori_loop(0, N, body, x, **options)
+
+    budget = 2 * least(cast, X, US, W)
+    found, ran = steps_run(cast, X, US, W, budget=budget)
+    assert_same(found, steps_run(cast, X, US, W, checkpoints=3)[0])
+    assert ran >= 3 * N
+    assert bytes_held(cast, X, US, W, budget=budget) <= budget
+
+
+def test_carries_without_bytes_need_none():
+    def body(i, carry):
+        return carry + 1
+
+    with count_ops() as ops:
+        assert chain.fori_loop(0, N, body, 0, budget=0) == N
+    assert not ops
+
+
+def test_a_graph_warns_and_follows_segments():
+    x = X.clone().requires_grad_()
+    compiled = torch.compile(_counted, backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = compiled(chain, x, US, W, budget="1 MiB")
+    assert any("its budget is not kept" in str(w.message) for w in caught)
+    assert_same(found, _counted(Plain, x, US, W), reassociated=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"budget": 1000, "checkpoints": 3},
+            r"budget=1000 and checkpoints=3: pass one",
+        ),
+        ({"budget": "1 MiB", "unroll": 2}, r"budget='1 MiB' and unroll=2: pass one"),
+        ({"disk": True}, r"scan got disk=True and no budget="),
+        ({"budget": "much"}, r"scan takes a number of bytes; got the text 'much'"),
+        ({"budget": -1}, r"scan takes a number of bytes; got -1"),
+    ],
+    ids=str,
+)
+def test_budgets_with_what_they_stand_for_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        _scanned(chain, X, US, W, **options)
+
+
+def test_sequential_refuses_segments_beside_a_budget():
+    with pytest.raises(ValueError, match=r"sequential got budget=9 and segments=2"):
+        _sequenced(chain, X, US, W, budget=9, segments=2)
+
+
+def test_a_loop_of_unknown_length_needs_checkpoints_or_a_budget():
+    with pytest.raises(TypeError, match=r"Pass checkpoints=10, or a budget of bytes"):
+        _whiled(chain, X, US, W)
+
+
+def test_errors_of_steps_are_those_without_a_budget():
+    def growing(i, x):
+        return torch.cat([x, x])
+
+    x = X.clone().requires_grad_()
+    with pytest.raises(TypeError, match=r"is float32\[4, 100\] on cpu at the start"):
+        chain.fori_loop(0, 3, growing, x, budget="1 MiB")

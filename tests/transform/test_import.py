@@ -1,0 +1,170 @@
+"""What `import remat` loads, and what is loaded where it is first used.
+
+Loaded modules are counted, each time in a process of its own.
+"""
+
+import ast
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.public import MODULES
+
+import remat
+
+
+ROOT = Path(__file__).parents[2]
+# What a call needs, and what registers operators and classes that files may name.
+LOADED = {
+    *("_ambient", "_base", "_capture", "_graph", "_live", "_offload", "_partial"),
+    *("_torch", "_transform", "policies", "random"),
+}
+# Beside them, a process of its own is a copy of one that has imported remat.
+FIRST_USE = """
+import os, sys, torch, remat
+from torch.nn import functional as F
+from torch._subclasses import FakeTensorMode
+
+def use_all():
+    assert "remat.nn" not in sys.modules and "remat.random._bind" not in sys.modules
+    found = {name: getattr(remat, name) for name in dir(remat)}
+    assert found.keys() <= vars(remat).keys()
+    assert found["nn"] is sys.modules["remat.nn"]
+    return remat.random.bind
+
+def at_once():
+    use_all()
+
+def with_another_device():
+    with torch.device("meta"):
+        use_all()
+
+def with_fakes():
+    with FakeTensorMode():
+        use_all()
+
+def in_inference_mode():
+    with torch.inference_mode():
+        use_all()
+
+def in_vmap():
+    torch.vmap(lambda x: (use_all(), x)[1])(torch.ones(2))
+
+def in_a_call():
+    x = torch.ones(3, requires_grad=True)
+    def fn(x):
+        if "remat.nn" not in sys.modules:
+            use_all()
+        return remat.random.bind(remat.random.key(0))(F.dropout)(x.exp(), 0.5)
+    out = remat.remat(fn)(x)
+    out.sum().backward()
+    assert torch.equal(x.grad, out.detach())
+
+def in_compiled_code():
+    def fn(x):
+        with remat.random.bind(remat.random.key(0)):
+            x = F.dropout(x, 0.5)
+        return remat.chain.fori_loop(0, 4, lambda i, x: x.sin(), x)
+    x = torch.ones(8)
+    assert "remat.chain" not in sys.modules
+    found = torch.compile(fn, backend="eager", fullgraph=True)(x)
+    assert "remat.chain" in sys.modules
+    assert torch.equal(found, fn(x))
+
+sys.path.insert(0, "tests")
+for case in (at_once, with_another_device, with_fakes, in_inference_mode, in_vmap,
+             in_a_call, in_compiled_code):
+    if not os.fork():
+        case()
+        import smoke
+        for check in smoke.CHECKS:
+            check()
+        print(case.__name__, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, case
+"""
+
+
+def run(code):
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+@functools.cache
+def loaded_by(code):
+    """Return the modules of remat that a statement loads, without their package."""
+    show = "import sys, json; print(json.dumps([*sys.modules]))"
+    names = json.loads(run(f"import torch\n{code}\n{show}"))
+    return [n.removeprefix("remat.") for n in names if n.startswith("remat.")]
+
+
+def listed(path):
+    """Return what a package imports later: for type checkers, and by its table."""
+    nodes = ast.parse((ROOT / path).read_text()).body
+    (where,) = (n for n in nodes if isinstance(n, ast.If))
+    (assigned,) = where.orelse
+    table = eval(ast.unparse(assigned.value.args[1]))
+    imports = {(n.module, a.asname) for n in where.body for a in n.names}
+    return imports, {(home, name) for home, names in table.items() for name in names}
+
+
+def test_importing_loads_what_a_call_needs():
+    loaded = loaded_by("import remat")
+    assert {name.partition(".")[0] for name in loaded} == LOADED
+    assert "random._bind" not in loaded
+    # All of them are some 90 more.
+    assert len(loaded) < 195
+
+
+def test_a_name_loads_its_room_and_what_that_needs():
+    more = {*loaded_by("from remat import nn")} - {*loaded_by("import remat")}
+    rooms = {name.partition(".")[0] for name in more}
+    assert rooms - {"_base", "_partial"} == {"nn", "_scope"}
+
+
+def test_a_call_loads_no_more():
+    call = "remat.remat(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()"
+    assert loaded_by(f"import remat; {call}") == loaded_by("import remat")
+
+
+@pytest.mark.parametrize("path", ["remat/__init__.py", "remat/random/__init__.py"])
+def test_type_checkers_read_the_imports_that_are_made_later(path):
+    imports, table = listed(path)
+    assert imports == table
+    assert imports
+
+
+def test_all_names_are_listed_and_are_what_their_modules_have():
+    assert {name for _, name in listed("remat/__init__.py")[0]} <= {*dir(remat)}
+    for module in map(importlib.import_module, MODULES):
+        names = dir(module)
+        assert names == sorted({*names})
+        assert {*names} <= {name for name in names if hasattr(module, name)}
+
+
+def test_a_star_imports_all_names():
+    code = "from remat import *; import remat; print({*dir(remat)} - {*globals()})"
+    left_out = {n for n in ast.literal_eval(run(code)) if not n.startswith("_")}
+    assert left_out == set()
+
+
+def test_a_name_that_is_not_there_is_refused_and_loads_nothing():
+    code = "import remat\ntry: remat.fits\nexcept AttributeError as e: print(e)"
+    assert "has no attribute 'fits'" in run(code)
+    with pytest.raises(ImportError, match="cannot import name 'binds'"):
+        from remat.random import binds  # noqa: F401
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copied")
+def test_what_surrounds_the_first_use_does_not_matter():
+    cases = run(FIRST_USE).split()
+    assert len(cases) == 7
