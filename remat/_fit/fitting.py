@@ -22,8 +22,8 @@ from remat._fit.search import Candidate, Picks, Search, search
 from remat._fit.simulate import Part, Simulation, place, simulate, undisturbed
 from remat._fit.training_step import TrainingStep
 from remat._report.render import mebibytes
-from remat._transform.module import RematModule
 from remat._transform.refused import has_forward
+from remat.nn._applied import refuse_others
 from remat.nn._select import as_selectors, selected
 
 
@@ -53,9 +53,7 @@ def over_blocks(step: TrainingStep, device: torch.device, select: object) -> Fit
     model = step.model()
     if model is None:
         raise ValueError(_NO_MODEL)
-    for name, module in model.named_modules():
-        if isinstance(module, RematModule):
-            raise ValueError(_RECOMPUTED.format(name=name or "the model"))
+    refuse_others(model, "remat.fit")
     blocks = _blocks(model, select)
 
     def change(step: TrainingStep, chosen: dict[str, Option]) -> TrainingStep:
@@ -204,10 +202,6 @@ _NO_BLOCKS = (
     "remat.fit: this {model} has no repeated blocks. Say which modules may be "
     "recomputed: select='layers.*', a class, or a function of a module. Or plan the "
     "whole step, without over='blocks'."
-)
-_RECOMPUTED = (
-    "remat.fit: {name} is recomputed already. Call remat.nn.remove(model) first: the "
-    "plan says which modules to recompute."
 )
 _TOO_SMALL = (
     "remat.fit: no plan for {label} stays under {budget}. The least budget for which "

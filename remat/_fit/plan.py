@@ -15,6 +15,7 @@ from typing_extensions import override
 from remat._base.optional import missing
 from remat._report import plots as _plots, render as _render
 from remat._transform.api import caller
+from remat.nn._applied import PLAN, REMAT, refuse_others
 from remat.nn._apply import apply_from
 from remat.policies import Policy
 
@@ -163,8 +164,9 @@ class FitPlan(_render.Shown):
         if not isinstance(model, nn.Module):
             kind = type(model).__name__
             raise TypeError(_NO_MODEL.format(label=self.label, kind=kind))
+        refuse_others(model, "plan.apply", (REMAT,))
         chosen = {b.name: b.policy for b in self.blocks if b.recomputes}
-        return apply_from(caller(), model, chosen) if chosen else model
+        return apply_from(caller(), model, chosen, by=PLAN) if chosen else model
 
     def plot(self, ax: Any = None) -> Any:
         """Draw peak and recomputed FLOPs of what was simulated.

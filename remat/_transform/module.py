@@ -30,6 +30,7 @@ from remat._base.code import MADE
 from remat._partial.options import Options
 from remat._transform.rematerialized import SCRIPTED, BoundMethod, Rematerialized
 from remat._transform.traced import call_traced
+from remat.policies import Policy
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -43,12 +44,14 @@ class Spec(NamedTuple):
         is_own: whether they have a `forward` besides that of the class.
         where: the line that asked for it.
         options: of `remat`.
+        by: the public function that was called.
     """
 
     is_view: bool
     is_own: bool
     where: str
     options: Options
+    by: str = "remat.remat"
 
 
 # A base class that has no layout, which the module's class follows.
@@ -83,6 +86,12 @@ class RematModule(_Module):
             make, args = _new, (self._remat_base, *args[1:])
         return _again, (make, args, self._remat_spec), *state
 
+    @override
+    def __repr__(self) -> str:
+        options = self._remat_spec.options
+        shown = super().__repr__()
+        return shown if options.unless_followed else f"{prefix(options.policy)} {shown}"
+
     def __prepare_scriptable__(self) -> Any:
         """Refuse to be compiled by TorchScript."""
         raise TypeError(SCRIPTED)
@@ -93,6 +102,11 @@ class RematModule(_Module):
             return super()._replicate_for_data_parallel()
         replica = self._remat_module._replicate_for_data_parallel()
         return _again(lambda: replica, (), self._remat_spec._replace(is_view=False))
+
+
+def prefix(policy: Policy | None) -> str:
+    """Return what stands before the name of a module that is recomputed."""
+    return "remat" if policy is None else f"remat(policy={policy})"
 
 
 def has_remat_class(module: nn.Module) -> bool:
@@ -156,9 +170,11 @@ def _slots_of(kind: type) -> Iterator[str]:
         yield from (slots,) if isinstance(slots, str) else slots
 
 
-def recompute_in_place(module: nn.Module, where: str, options: Options) -> None:
+def recompute_in_place(
+    module: nn.Module, where: str, options: Options, by: str
+) -> None:
     """Have the `forward` of a module recomputed."""
-    spec = Spec(False, "forward" in vars(module), where, options)
+    spec = Spec(False, "forward" in vars(module), where, options, by)
     object.__setattr__(module, "__class__", _class_of(type(module), spec))
 
 

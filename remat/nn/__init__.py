@@ -3,9 +3,11 @@
 In: a model. Out: the same model, whose blocks are recomputed in a backward.
 
     _apply      recompute chosen submodules in place, and undo it
+    _applied    what recomputes which module: listed, shown, refused a second time
     _select     which submodules are meant
     _blocks     the repeated blocks of a model
     _enable     the gradient checkpointing of transformers and diffusers, done by remat
+    _switches   the switches that these libraries have for it
     _followed   forwards that follow a plan for a whole step
     _noise      a parametrization that adds noise to a weight
 
@@ -13,6 +15,7 @@ Called by users.
 """
 
 from remat._base import hints as _hints
+from remat.nn._applied import Applied as Applied, applied as applied
 from remat.nn._apply import apply as apply, remove as remove
 from remat.nn._blocks import blocks as blocks
 from remat.nn._enable import enable as enable

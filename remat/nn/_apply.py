@@ -21,10 +21,12 @@ from remat._transform.module import (
     recompute_in_place,
     undone,
 )
+from remat.nn._applied import APPLY, REMAT, refuse_others
 from remat.nn._blocks import blocks
 from remat.nn._enable import switch_off
 from remat.nn._followed import unfollow
 from remat.nn._select import as_selectors, selected
+from remat.nn._switches import refuse_later
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -65,7 +67,9 @@ def apply(
     Raises:
         ValueError: a selector selects nothing, or only modules without `forward`, such
             as an `nn.ModuleList`; or a module is selected that is recomputed already;
-            or both a mapping and a policy are given.
+            or both a mapping and a policy are given; or modules are recomputed by
+            `remat.nn.enable`, a plan, or the checkpointing of transformers or
+            diffusers. If that is switched on later, the next forward raises this.
         TypeError: `model` is not a module, or something is not a selector or a policy.
 
     Example:
@@ -81,7 +85,8 @@ def apply(
         >>> [*model.state_dict()][:2]
         ['0.0.weight', '0.0.bias']
     """
-    _refuse_others("apply", model)
+    _refuse_no_module("apply", model)
+    refuse_others(model, APPLY, (REMAT, APPLY))
     return apply_from(caller(), model, select, policy, prune, rng, higher_order)
 
 
@@ -93,6 +98,7 @@ def apply_from(
     prune: Any = "auto",
     rng: Any = "replay",
     higher_order: bool = False,
+    by: str = APPLY,
 ) -> M:
     """Do what `apply` does, for a line of the user's."""
     chosen = _chosen(model, select, policy)
@@ -100,7 +106,8 @@ def apply_from(
     for name, module, _ in chosen:
         _refuse(model, name, module)
     for (_, module, _), each in zip(chosen, options, strict=True):
-        recompute_in_place(module, where, each)
+        recompute_in_place(module, where, each, by)
+    refuse_later(model, by, where)
     return model
 
 
@@ -128,18 +135,18 @@ def remove(model: M) -> M:
         >>> ops["tanh"]
         1
     """
-    _refuse_others("remove", model)
+    _refuse_no_module("remove", model)
     for name, module in model.named_modules():
         if isinstance(module, RematModule) and not has_remat_class(module):
             kind = type(module).__qualname__
             raise TypeError(_DERIVED.format(name=_shown(name), kind=kind))
     model = _undone(model)
+    switch_off(model)
     for module in model.modules():
         unfollow(module)
         children = module._modules
         for name, child in children.items():
             children[name] = _undone(child)
-    switch_off(model)
     return model
 
 
@@ -169,7 +176,7 @@ def _chosen(
     return [(n, module, policies[k]) for n, module, k in selected(model, selectors)]
 
 
-def _refuse_others(function: str, model: Any) -> None:
+def _refuse_no_module(function: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise TypeError(f"remat.nn.{function}: {kind} is not a module. Pass a model.")

@@ -4,32 +4,58 @@ Models of transformers and diffusers call a function at each block if their grad
 checkpointing is on. `enable` switches it on, and puts in a function of ours.
 
 Invariant: what else a library does when its checkpointing is on stays: it leaves out
-caches, for instance.
+caches, for instance. Which blocks it recomputes is up to its switch, also later; what
+recomputes them is up to `enable`, until `remove`.
 Rejected: `remat.nn.apply` for these models. A decoder layer that is recomputed must not
-be handed a cache, and only the library knows where.
+be handed a cache, and only the library knows where. Rejected: to replace the method of
+the model that is its switch. A model around it has another, which reaches its blocks.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
+from typing_extensions import override
 
 from remat._partial.options import Options
 from remat._transform.api import caller, options_of
+from remat._transform.module import RematModule, recompute_in_place, undone
 from remat._transform.rematerialized import Rematerialized
+from remat.nn._applied import (
+    ENABLE,
+    LIBRARY,
+    REMAT,
+    Applied,
+    Claiming,
+    mark,
+    refuse_others,
+)
+from remat.nn._followed import unfollow
+from remat.nn._switches import (
+    FLAG,
+    FUNCTION,
+    function_of,
+    is_layer,
+    is_on,
+    library_of,
+    recomputes,
+    switchable,
+)
 
 
 M = TypeVar("M", bound=nn.Module)
-_FUNCTION = "_gradient_checkpointing_func"
 _SWITCH = "_set_gradient_checkpointing"
+_EVERY = "every_n_layers"
 
 
 def enable(
     model: M,
     *,
     policy: Any = None,
+    every_n_layers: int | None = None,
     prune: Any = "auto",
     rng: Any = "replay",
     higher_order: bool = False,
@@ -38,13 +64,19 @@ def enable(
 
     For models of transformers, diffusers, and peft around them. The model recomputes
     the blocks that its library would, in training mode, and its caches are off where
-    the library switches them off. `remat.nn.remove` undoes it. A later call of
-    `model.gradient_checkpointing_enable()`, also by a trainer that is told to, puts
-    torch's checkpoint in again.
+    the library switches them off. `remat.nn.remove` undoes it.
+
+    Until then the model's own switch says which blocks are recomputed, and remat
+    recomputes them: also where a trainer calls
+    `model.activation_checkpointing_enable(every_n_layers=2)` later, or has called it
+    before.
 
     Args:
         model: the model.
         policy: as of `remat.remat`.
+        every_n_layers: recompute the first of every so many layers, and store what the
+            others compute. None for the layers that are switched on already, or for all
+            if none is. Only for models of transformers, from version 5.23 on.
         prune: as of `remat.remat`.
         rng: as of `remat.remat`.
         higher_order: as of `remat.remat`.
@@ -55,6 +87,9 @@ def enable(
     Raises:
         TypeError: `model` is not a module; or it has no gradient checkpointing that
             takes a function. The message says what to use instead.
+        ValueError: the library cannot leave out layers; or its checkpointing is on with
+            options that remat does not have, such as `offload=True`; or
+            `remat.nn.apply` or a plan recomputes modules of the model.
 
     Example:
         >>> import remat
@@ -72,20 +107,42 @@ def enable(
         kind = type(model).__name__
         raise TypeError(_NO_MODULE.format(kind=kind))
     options = options_of(policy, prune, rng, higher_order)
-    checkpoint = Checkpoint(caller(), options)
     owners = [m for m in model.modules() if _takes_function(m) and _has_blocks(m)]
     if not owners:
         raise TypeError(_NOT_SUPPORTED.format(model=type(model).__name__))
-    for owner in _outermost(owners):
-        getattr(owner, _SWITCH)(enable=True, gradient_checkpointing_func=checkpoint)
+    refuse_others(model, ENABLE, (REMAT, ENABLE, LIBRARY))
+    owners = _outermost(owners)
+    for owner in owners:
+        _refuse_choice(owner, every_n_layers)
+    checkpoint = Checkpoint(caller(), options)
+    chosen = [m for m in switchable(model) if _is_chosen(m)]
+    for module in chosen:
+        checkpoint.refuse_in_place_of(function_of(module), module)
+    _undo(model)
+    for owner in owners:
+        _switch_on(owner, checkpoint, every_n_layers or 1)
+    for module in switchable(model):
+        if every_n_layers is None and chosen and module not in chosen:
+            setattr(module, FLAG, False)
+        _keep(module, checkpoint)
     return model
 
 
 def switch_off(model: nn.Module) -> None:
-    """Switch off what `enable` switched on."""
-    for module in filter(_is_ours, model.modules()):
-        vars(module)["gradient_checkpointing"] = False
-        delattr(module, _FUNCTION)
+    """Switch off what `enable` switched on. Its hooks stay."""
+    for module in switchable(model):
+        if any(isinstance(h, _Keeping) for h in module._forward_pre_hooks.values()):
+            vars(module)[FLAG] = False
+            vars(module).pop(FUNCTION, None)
+
+
+def _undo(model: nn.Module) -> None:
+    """Undo an earlier call."""
+    switch_off(model)
+    for module in switchable(model):
+        if isinstance(module, RematModule) and module._remat_spec.by == ENABLE:
+            undone(module)
+        unfollow(module)
 
 
 @dataclass(frozen=True)
@@ -104,6 +161,108 @@ class Checkpoint:
         """Call a function so that a backward recomputes it."""
         return Rematerialized(function, self.where, self.options)(*args, **kwargs)
 
+    def refuse_in_place_of(self, function: Any, module: nn.Module) -> None:
+        """Refuse to take the place of a function that does more than recompute."""
+        if not (isinstance(function, Checkpoint) or _only_recomputes(function)):
+            shown = getattr(function, "__qualname__", repr(function))
+            kind, library = type(module).__name__, library_of(module)
+            raise ValueError(
+                _OPTIONS.format(
+                    kind=kind, library=library, shown=shown, where=self.where
+                )
+            )
+
+
+class _Keeping(Claiming):
+    """The hook before a forward that keeps our function where the library put its own.
+
+    Args:
+        checkpoint: our function.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """Put our function in again."""
+        function = function_of(module)
+        if is_on(module) and type(function) is not Checkpoint:
+            self.checkpoint.refuse_in_place_of(function, module)
+            setattr(module, FUNCTION, self.checkpoint)
+
+    @override
+    def claim(self, module: nn.Module) -> Applied | None:
+        options, where = self.checkpoint.options, self.checkpoint.where
+        return Applied(ENABLE, options.policy, where) if recomputes(module) else None
+
+
+class _KeepingOff(_Keeping):
+    """That of a module whose switch stays off, because we recompute it as a whole."""
+
+    @override
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        setattr(module, FLAG, False)
+
+
+# They compute something else where their switch is on. In diffusers 0.42 this one does
+# not scale its input.
+_FAULTY = {("diffusers.models.autoencoders.vae", "EncoderTiny")}
+
+
+def _keep(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Have a module keep our function, also when its library puts in another."""
+    keeping, kind = _Keeping, type(module)
+    if is_on(module) and (kind.__module__, kind.__qualname__) in _FAULTY:
+        setattr(module, FLAG, False)
+        recompute_in_place(module, checkpoint.where, checkpoint.options, ENABLE)
+        keeping = _KeepingOff
+    module.register_forward_pre_hook(keeping(checkpoint), prepend=True)
+    mark(module)
+
+
+def _switch_on(owner: Any, checkpoint: Checkpoint, every: int) -> None:
+    """Use the switch of a library."""
+    chosen = {_EVERY: every} if every > 1 else {}
+    switch = getattr(owner, _SWITCH)
+    switch(enable=True, gradient_checkpointing_func=checkpoint, **chosen)
+
+
+def _is_chosen(module: nn.Module) -> bool:
+    """Say whether a module is switched on, or recomputed in place of that."""
+    if isinstance(module, RematModule) and module._remat_spec.by == ENABLE:
+        return True
+    return is_on(module)
+
+
+def _only_recomputes(function: Any) -> bool:
+    """Say whether a function of a library does nothing that remat does not."""
+    if isinstance(function, functools.partial):
+        known = {"use_reentrant"}.issuperset(function.keywords) and not function.args
+        return known and _only_recomputes(function.func)
+    module = getattr(function, "__module__", None) or ""
+    name = getattr(function, "__name__", "")
+    is_default = module.startswith("diffusers.") and name == FUNCTION
+    is_torchs = module in _TORCHS and name == "checkpoint"
+    return is_default or is_torchs or type(function).__name__ == _IN_TRACES
+
+
+# The second one has ours in place of torch's.
+_TORCHS = "torch.utils.checkpoint", "remat.compat._patch"
+# What Dynamo has in place of torch's.
+_IN_TRACES = "TagActivationCheckpoint"
+
+
+def _refuse_choice(owner: nn.Module, every: Any) -> None:
+    """Refuse a choice of layers that the library cannot make."""
+    if every is None or every == 1:
+        return
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(_NO_COUNT.format(every=every))
+    takes = _EVERY in inspect.signature(getattr(type(owner), _SWITCH)).parameters
+    if not takes or sum(map(is_layer, owner.modules())) < 2:
+        kind, library = type(owner).__name__, library_of(owner)
+        raise ValueError(_NO_CHOICE.format(every=every, kind=kind, library=library))
+
 
 def _takes_function(module: nn.Module) -> bool:
     switch = getattr(type(module), _SWITCH, None)
@@ -114,16 +273,12 @@ def _takes_function(module: nn.Module) -> bool:
 
 def _has_blocks(owner: nn.Module) -> bool:
     """Say whether a module in there asks whether to call the function."""
-    return any(hasattr(m, "gradient_checkpointing") for m in owner.modules())
+    return any(True for _ in switchable(owner))
 
 
 def _outermost(owners: list[nn.Module]) -> list[nn.Module]:
     inner = {id(m) for owner in owners for m in owner.modules() if m is not owner}
     return [owner for owner in owners if id(owner) not in inner]
-
-
-def _is_ours(module: nn.Module) -> bool:
-    return type(vars(module).get(_FUNCTION)) is Checkpoint
 
 
 _NO_MODULE = (
@@ -133,4 +288,19 @@ _NOT_SUPPORTED = (
     "remat.nn.enable: {model} has no gradient checkpointing that calls a function of "
     "the user's. Use remat.nn.apply(model), which finds the blocks itself, or "
     "remat.compat.patch(), which replaces torch.utils.checkpoint in libraries."
+)
+_NO_COUNT = (
+    "remat.nn.enable: every_n_layers={every!r} is not a positive number. Pass 2 to "
+    "recompute every other layer."
+)
+_NO_CHOICE = (
+    "remat.nn.enable: every_n_layers={every}, but the switch of {library} in this "
+    "{kind} cannot leave out layers. Use remat.nn.apply(model, select), which can."
+)
+_OPTIONS = (
+    "remat.nn.enable: {kind} has the gradient checkpointing of {library} on with "
+    "{shown}, which does more than recompute. remat, which takes its place since "
+    "{where}, would not do that: options such as offload=True, context_fn, or a "
+    "function of your own. Leave them out, or call remat.nn.remove(model). With remat, "
+    "pass policy= to choose what is saved or offloaded."
 )

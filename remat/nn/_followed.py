@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from remat._base.context import here
 from remat._partial.decide import warn_once
@@ -25,7 +26,9 @@ from remat._partial.options import Options
 from remat._scope.api import scope
 from remat._scope.following import Course, Following
 from remat._torch import constant_in_traces, current_layer
-from remat._transform.module import RematModule, recompute_in_place
+from remat._transform.module import recompute_in_place
+from remat.nn._applied import PLAN, Applied, Claiming, mark, refuse_others, unmark
+from remat.nn._switches import Refusing, refuse_later
 
 
 class FollowedScope:
@@ -108,11 +111,15 @@ def _classes(module: str, *names: str) -> tuple[Any, ...]:
     return () if found is None else tuple(getattr(found, name) for name in names)
 
 
-class _Entering:
+class _Entering(Claiming):
     """The hook before a forward."""
 
-    def __init__(self, label: str, courses: Sequence[Course]) -> None:
-        self.label, self.courses = label, tuple(courses)
+    def __init__(self, label: str, courses: Sequence[Course], where: str) -> None:
+        self.label, self.courses, self.where = label, tuple(courses), where
+
+    @override
+    def claim(self, module: nn.Module) -> Applied:
+        return Applied(PLAN, where=self.where)
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         """Begin to follow the plan, but not while a graph is made of the module."""
@@ -148,33 +155,30 @@ def follow(
         where: the line that asked for it.
 
     Raises:
-        ValueError: the module, or one in it, is recomputed or follows a plan.
+        ValueError: the module, or one in it, is recomputed already.
         AttributeError: it has no such block.
     """
-    for name, module in model.named_modules():
-        if is_followed(module) or isinstance(module, RematModule):
-            raise ValueError(_TWICE.format(name=name or "the model"))
+    refuse_others(model, "plan.apply")
     # The names are those of a model that is not compiled.
     inner: Any = getattr(model, "_orig_mod", model)
     for module in [inner.get_submodule(name) for name in blocks]:
-        recompute_in_place(module, where, Options(unless_followed=True))
-    model.register_forward_pre_hook(_Entering(label, courses), prepend=True)
+        recompute_in_place(module, where, Options(unless_followed=True), PLAN)
+    refuse_later(model, PLAN, where)
+    # Last, so that it runs first: what begins here ends also after an error of a hook.
+    entering = _Entering(label, courses, where)
+    model.register_forward_pre_hook(entering, prepend=True)
     model.register_forward_hook(_Leaving(), always_call=True)
-
-
-def is_followed(module: nn.Module) -> bool:
-    """Say whether the forwards of a module follow a plan."""
-    hooks = module._forward_pre_hooks.values()
-    return any(isinstance(hook, _Entering) for hook in hooks)
+    mark(model)
 
 
 def unfollow(module: nn.Module) -> None:
-    """Have a module follow no plan any more."""
+    """Take out of a module the hooks and the name that are there because of us."""
     for hooks in module._forward_pre_hooks, module._forward_hooks:
         for key, hook in [*hooks.items()]:
-            if isinstance(hook, (_Entering, _Leaving)):
+            if isinstance(hook, (Claiming, Refusing, _Leaving)):
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
+    unmark(module)
 
 
 @constant_in_traces
@@ -182,10 +186,6 @@ def _warn(label: str, why: str) -> None:
     warn_once(_BY_BLOCKS.format(label=label, why=why))
 
 
-_TWICE = (
-    "remat: {name} is recomputed, or follows a plan, already. Call "
-    "remat.nn.remove(model) first."
-)
 _BY_BLOCKS = (
     "remat: the plan for {label} is for a whole step, which cannot be followed {why}. "
     "Blocks in which it recomputes are recomputed as a whole. For a plan by blocks "

@@ -359,7 +359,7 @@ def test_a_model_without_blocks_is_refused():
 
 def test_a_model_that_is_recomputed_already_is_refused():
     model = remat.nn.apply(mlps())
-    with pytest.raises(ValueError, match=r"1\.0 is recomputed already"):
+    with pytest.raises(ValueError, match=r"`1\.0` \(\w+\) is recomputed already"):
         fit(model, X, budget="1GB")
 
 
@@ -439,7 +439,7 @@ def test_messages_name_the_line_that_applied_the_plan():
     plan = fit(model, X, budget=least(model, X, loss=square), loss=square)
     plan.apply(model)
     with pytest.raises(
-        ValueError, match=r"recomputed already, since \S*test_fit_blocks\.py:"
+        ValueError, match=r"already, by remat\.fit, since \S*test_fit_blocks\.py:"
     ):
         plan.apply(model)
 

@@ -191,9 +191,8 @@ def test_layers_without_submodules_are_no_blocks():
         lambda m: [*m.state_dict()],
         lambda m: [n for n, _ in m.named_parameters()],
         lambda m: [(n, type(c).__name__) for n, c in m.named_modules()],
-        repr,
     ],
-    ids=["state_dict", "parameters", "modules", "repr"],
+    ids=["state_dict", "parameters", "modules"],
 )
 def test_names_are_those_without_it(names):
     model = applied([Block, Other])

@@ -301,7 +301,7 @@ def test_a_bound_forward_is_like_a_method():
 
 
 def test_its_repr_shows_what_is_wrapped():
-    assert repr(remat(MODULE)) == repr(MODULE) == "Wave()"
+    assert repr(remat(MODULE)) == f"remat {MODULE}" == "remat Wave()"
     assert repr(remat(torch.exp)).startswith("remat(<built-in method exp")
 
 

@@ -16,8 +16,11 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-# As in pyproject.toml: torch's own rules for jvp warn, from 2.14 on visibly.
-QUIET = "ignore:`torch.jit.script` is deprecated:FutureWarning"
+# As in pyproject.toml: torch's own rules for jvp warn, from 2.14 on visibly. The
+# other is of tqdm, which transformers imports.
+QUIET = (
+    "ignore:`torch.jit.script` is deprecated:FutureWarning,ignore:IProgress not found"
+)
 # Pictures are outputs, also where the variable names a backend without a screen.
 INLINE = "module://matplotlib_inline.backend_inline"
 

@@ -180,7 +180,7 @@ def test_a_model_that_is_saved_loaded_and_copied(name, tmp_path):
     client = CLIENTS[name]
     plain, ours = built(client), changed(client, remat.nn.apply)
     assert [*ours.state_dict()] == [*plain.state_dict()]
-    assert repr(ours) == repr(plain)
+    assert repr(ours).replace("remat ", "") == repr(plain)
     copied = copy.deepcopy(ours)
     want = train(client, ours)
     assert_same(train(client, copied), want)

@@ -37,7 +37,7 @@ def test_the_examples_of_modules_run(request, tmp_path, monkeypatch):
     for needed in "accelerate", "lightning", "peft":
         pytest.importorskip(needed, reason="needs the extra `clients`")
     monkeypatch.chdir(tmp_path)
-    found = run_examples(request.config.rootpath / "docs/modules.md", 5)
+    found = run_examples(request.config.rootpath / "docs/modules.md", 6)
     assert isinstance(found["merged"], hf.BertForMaskedLM)
 
 
@@ -53,7 +53,7 @@ ROWS = rows("From Hugging Face")
 
 
 def test_the_table_of_hugging_face_has_its_rows():
-    assert len(ROWS) == 6
+    assert len(ROWS) == 8
 
 
 @pytest.mark.parametrize("code", sorted({code for _, ours in ROWS for code in ours}))

@@ -22,16 +22,17 @@ from support.clients import (
     assert_no_more,
     assert_recomputed,
     built,
+    bytes_after_forward,
     changed,
     products,
     train,
 )
 from support.decoders import tokens
-from support.diffusion import CLIENTS as DIFFUSERS
+from support.diffusion import CLIENTS as DIFFUSERS, diffusers
 
 import remat
 from remat import policies
-from remat.testing import assert_same
+from remat.testing import assert_same, count_ops
 
 
 pytestmark = [
@@ -76,7 +77,7 @@ def checkpointed(model):
     if hasattr(model, "enable_gradient_checkpointing"):
         model.enable_gradient_checkpointing()
     else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
 
 
 @every
@@ -126,24 +127,102 @@ def test_a_model_without_checkpointing_is_refused():
 
 
 @pytest.mark.parametrize("name", ["llama", "unet"])
-def test_who_comes_last_has_the_model(name):
-    client = CLIENTS[name]
+def test_ours_stays_before_and_after_the_librarys_switch(name):
+    client, policy = CLIENTS[name], policies.dots_saveable
     model = changed(client, checkpointed)
-    remat.nn.enable(model)
-    calls = [*_calls_of(model)]
-    assert calls
-    assert all("Checkpoint" in call for call in calls)
+    remat.nn.enable(model, policy=policy)
+    found = remat.nn.applied(model)
+    assert {(each.by, each.policy) for each in found.values()} == {
+        ("remat.nn.enable", policy)
+    }
+    want = products(client, model)
+    held = bytes_after_forward(client, model)
     checkpointed(model)
-    assert not any("remat" in call for call in _calls_of(model))
-    remat.nn.remove(remat.nn.enable(model))
+    assert products(client, model) == want
+    assert bytes_after_forward(client, model) == held
+    assert remat.nn.applied(model) == found
+    remat.nn.remove(model)
     assert_same(train(client, model), train(client, built(client)))
     assert products(client, model) == products(client, built(client))
 
 
-def _calls_of(model):
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            yield repr(module._gradient_checkpointing_func)
+def test_layers_that_the_library_was_told_to_leave_out():
+    client = CLIENTS["llama"]
+    model = built(client)
+    model.activation_checkpointing_enable(every_n_layers=2)
+    for again in (
+        remat.nn.enable(model),
+        remat.nn.enable(built(client), every_n_layers=2),
+    ):
+        assert [*remat.nn.applied(again)] == ["model.layers.0"]
+        (_, ran), (_, of_plain) = (products(client, m) for m in (again, built(client)))
+        assert ran == of_plain + 6
+        assert_same(train(client, again), train(client, built(client)))
+
+
+def test_a_library_that_cannot_leave_out_layers():
+    with pytest.raises(ValueError, match=r"the switch of diffusers in this UNet2D"):
+        remat.nn.enable(built(CLIENTS["unet"]), every_n_layers=2)
+
+
+PAIRS = [
+    (remat.nn.enable, remat.nn.apply),
+    (remat.nn.apply, remat.nn.enable),
+    (checkpointed, remat.nn.apply),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize("name", ["llama", "unet", "dit"])
+def test_apply_and_enable_refuse_each_other(name, first, second):
+    """They nested: 279 products of the UNet for 211."""
+    model = changed(CLIENTS[name], first)
+    with pytest.raises(ValueError, match=r"is recomputed already, by "):
+        second(model)
+
+
+# --- A library whose checkpointing computes something else ---
+
+
+def tiny_autoencoder(change=None):
+    torch.manual_seed(0)
+    channels = {"encoder_block_out_channels": (8, 8), "num_encoder_blocks": (1, 2)}
+    mirrored = {"decoder_block_out_channels": (8, 8), "num_decoder_blocks": (2, 1)}
+    model = diffusers.AutoencoderTiny(**channels, **mirrored).train()
+    if change is not None:
+        change(model)
+    return model
+
+
+def coded(model):
+    """A step through both halves, past the rounding in `forward`: bits, operations."""
+    torch.manual_seed(1)
+    pictures = torch.rand(2, 3, 16, 16)
+    with count_ops() as ops:
+        out = model.decode(model.encode(pictures).latents).sample
+        out.square().mean().backward()
+    return [out, [p.grad for p in model.parameters()]], ops["convolution"]
+
+
+def test_a_tiny_autoencoder_has_plains_bits():
+    """With its library's checkpointing its encoder does not scale the pictures."""
+    want, convolutions = coded(tiny_autoencoder())
+    with pytest.raises(AssertionError, match="differs in value"):
+        assert_same(coded(tiny_autoencoder(checkpointed))[0], want)
+    for change in remat.nn.enable, lambda m: (checkpointed(m), remat.nn.enable(m)):
+        model = tiny_autoencoder(change)
+        found, ran = coded(model)
+        assert_same(found, want)
+        assert ran == 2 * convolutions - 2  # but the last of each half
+        assert [*remat.nn.applied(model)] == ["encoder", "decoder"]
+    checkpointed(model)  # again, as a trainer does
+    assert coded(copy.deepcopy(model))[1] == ran
+    model.zero_grad()
+    assert_same(coded(model)[0], want)
+    remat.nn.remove(model)
+    model.zero_grad()
+    assert coded(model)[1] == convolutions
+    assert remat.nn.applied(model) == {}
 
 
 # --- Caches ---

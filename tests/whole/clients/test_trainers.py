@@ -2,13 +2,20 @@
 
 import pytest
 import torch
-from support.clients import built, changed, products, snapshot
+from support.clients import (
+    built,
+    bytes_after_forward,
+    changed,
+    products,
+    snapshot,
+)
 from support.decoders import SMALL, hf, without_cache
 from support.zoo import plainly
 from torch import nn
 from torch.utils.data import DataLoader
 
 import remat
+from remat import policies
 from remat.testing import assert_same, count_ops
 
 
@@ -98,17 +105,44 @@ def test_a_checkpoint_of_trainer_is_plains(name, change, tmp_path):
     assert_same(loaded[1].state_dict(), ours.state_dict())
 
 
-def test_a_trainer_that_checkpoints_itself_puts_torchs_in(tmp_path):
+@clients
+def test_a_trainer_that_is_told_to_checkpoint_keeps_ours(name, tmp_path):
+    """It put torch's checkpoint in, and the policy was lost."""
+    client = CLIENTS[name]
+    plain, ours = built(client), built(client)
+    remat.nn.enable(ours, policy=policies.dots_saveable)
+    _, want = by_trainer(plain, tmp_path / "plain")
+    _, got = by_trainer(ours, tmp_path / "ours", activation_checkpointing=True)
+    assert_same(got["parameters"], want["parameters"])
+    assert products(client, ours) == products(client, plain)
+    alone = built(client)
+    remat.nn.enable(alone, policy=policies.dots_saveable)
+    held = [bytes_after_forward(client, model) for model in (plain, alone, ours)]
+    assert held[2] == held[1] < held[0]
+    assert {found.by for found in remat.nn.applied(ours).values()} == {
+        "remat.nn.enable"
+    }
+
+
+def test_a_trainer_chooses_the_layers(tmp_path):
     client = CLIENTS["bert"]
     ours = changed(client, remat.nn.enable)
-    by_trainer(ours, tmp_path, gradient_checkpointing=True)
-    functions = [
-        m._gradient_checkpointing_func
-        for m in ours.modules()
-        if hasattr(m, "_gradient_checkpointing_func")
-    ]
-    assert functions
-    assert not any("remat" in repr(function) for function in functions)
+    arguments = {"activation_checkpointing_kwargs": {"every_n_layers": 2}}
+    by_trainer(ours, tmp_path, activation_checkpointing=True, **arguments)
+    assert [*remat.nn.applied(ours)] == ["bert.encoder.layer.0"]
+
+
+def test_a_trainer_that_would_offload_is_refused(tmp_path):
+    ours = changed(CLIENTS["bert"], remat.nn.enable)
+    arguments = {"activation_checkpointing_kwargs": {"offload": True}}
+    with pytest.raises(ValueError, match=r"does more than recompute"):
+        by_trainer(ours, tmp_path, activation_checkpointing=True, **arguments)
+
+
+def test_a_trainer_beside_apply_is_refused(tmp_path):
+    ours = changed(CLIENTS["bert"], remat.nn.apply)
+    with pytest.raises(ValueError, match=r"pass activation_checkpointing=False to"):
+        by_trainer(ours, tmp_path, activation_checkpointing=True)
 
 
 # --- accelerate ---

@@ -1,0 +1,214 @@
+"""What recomputes which module of a model: to list it, to show it, to refuse a second.
+
+`apply`, `enable` and plans ask before they change a model. Users call `applied`.
+
+Invariant: what is listed is read from the model itself. So copies, pickles and parts of
+a model have it, and it is gone with what it speaks of.
+Rejected: a list that each function writes, of which a model would have to know.
+"""
+
+import weakref
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from remat._transform.module import RematModule, prefix
+from remat.nn._switches import FLAG, how_to_switch_off, library_of, recomputes
+from remat.policies import Policy
+
+
+REMAT, APPLY, ENABLE, PLAN = (
+    "remat.remat",
+    "remat.nn.apply",
+    "remat.nn.enable",
+    "remat.fit",
+)
+LIBRARY = FLAG
+_MARKED = "_get_name"
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What recomputes a module, in its own words.
+
+    Attributes:
+        by: "remat.remat", "remat.nn.apply", "remat.nn.enable" or, for a plan that was
+            applied, "remat.fit"; "gradient_checkpointing" for that of a library.
+        policy: which results are saved; None for none. A plan for a whole step says
+            which ones itself.
+        where: the line that asked for it; "" if that is not known.
+
+    Example:
+        >>> import remat
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        >>> model = remat.nn.apply(nn.Sequential(layer(), layer()))
+        >>> remat.nn.applied(model)["0"].by
+        'remat.nn.apply'
+    """
+
+    by: str
+    policy: Policy | None = None
+    where: str = ""
+
+
+class Claiming:
+    """A hook before the forward of a module that says what recomputes the module."""
+
+    def claim(self, module: nn.Module) -> Applied | None:
+        """Return what recomputes the module; None if nothing does at present."""
+        raise NotImplementedError
+
+
+def applied(model: nn.Module) -> dict[str, Applied]:
+    """Return which modules of a model are recomputed, by what, with which policy.
+
+    This lists what `remat.remat`, `remat.nn.apply`, `remat.nn.enable` and plans of
+    `remat.fit` recompute, and the gradient checkpointing of transformers and diffusers.
+    Where a library has its switch in a module that calls the blocks, that module is
+    listed. A plan for a whole step is listed with the module whose forwards follow it.
+    `print(model)` shows the same.
+
+    Args:
+        model: the model. It is not changed.
+
+    Returns:
+        What recomputes a module, by the name of the module in `model.named_modules()`.
+
+    Raises:
+        TypeError: `model` is not a module.
+
+    Example:
+        >>> import remat
+        >>> from remat import policies
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        >>> model = nn.Sequential(layer(), layer(), nn.Linear(4, 2))
+        >>> model = remat.nn.apply(model, {"0": None, "1": policies.dots_saveable})
+        >>> {name: found.policy for name, found in remat.nn.applied(model).items()}
+        {'0': None, '1': dots_saveable}
+        >>> model
+        Sequential(
+          (0): remat Sequential(
+            (0): Linear(in_features=4, out_features=4, bias=True)
+            (1): Tanh()
+            (2): Linear(in_features=4, out_features=4, bias=True)
+          )
+          (1): remat(policy=dots_saveable) Sequential(
+            (0): Linear(in_features=4, out_features=4, bias=True)
+            (1): Tanh()
+            (2): Linear(in_features=4, out_features=4, bias=True)
+          )
+          (2): Linear(in_features=4, out_features=2, bias=True)
+        )
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(_NO_MODULE.format(kind=type(model).__name__))
+    found = {name: claim_on(module) for name, module in model.named_modules()}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def claim_on(module: nn.Module) -> Applied | None:
+    """Return what recomputes a module; None if nothing does."""
+    for hook in module._forward_pre_hooks.values():
+        claimed = hook.claim(module) if isinstance(hook, Claiming) else None
+        if claimed is not None:
+            return claimed
+    if isinstance(module, RematModule):
+        spec = module._remat_spec
+        # Such a block stands in for a plan, which is listed itself.
+        is_listed = not spec.options.unless_followed
+        return Applied(spec.by, spec.options.policy, spec.where) if is_listed else None
+    return Applied(LIBRARY) if recomputes(module) else None
+
+
+def refuse_others(
+    model: nn.Module, function: str, allowed: Container[str] = ()
+) -> None:
+    """Refuse a model of which something else recomputes modules.
+
+    Args:
+        model: the model.
+        function: what is called, for the message.
+        allowed: what may recompute modules beside it, as in `Applied.by`.
+
+    Raises:
+        ValueError: something else does.
+    """
+    for name, found in applied(model).items():
+        if found.by not in allowed:
+            raise ValueError(_message(model, function, name, found))
+
+
+def _message(model: nn.Module, function: str, name: str, found: Applied) -> str:
+    module = model.get_submodule(name)
+    kind = type(module).__name__
+    shown = f"`{name}` ({kind})" if name else f"the model itself ({kind})"
+    if found.by != LIBRARY:
+        return _OURS.format(
+            function=function, shown=shown, by=found.by, where=found.where
+        )
+    advice = how_to_switch_off(model)
+    return _LIBRARYS.format(
+        function=function, shown=shown, library=library_of(module), advice=advice
+    )
+
+
+# --- Names that a model prints ---
+
+
+class _Name:
+    """The name of a module that is recomputed, in place of its method `_get_name`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # A module that refers to itself would be left to the garbage collector.
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> str:
+        module = self._module()
+        if module is None:  # a part of it outlives it
+            return ""
+        name = type(module)._get_name(module)
+        found = claim_on(module)
+        if found is None:
+            return name
+        if found.by == PLAN:
+            return f"remat.fit's plan for {name}"
+        return f"{prefix(found.policy)} {name}"
+
+    @override
+    def __reduce__(self) -> Any:
+        return object.__new__, (_Name,), (self._module(),)
+
+    def __setstate__(self, state: tuple[nn.Module]) -> None:
+        self._module = weakref.ref(*state)
+
+
+def mark(module: nn.Module) -> None:
+    """Have a module print what recomputes it."""
+    kind = type(module)
+    # Another pickle may not know the module yet when it comes to the name.
+    if (kind.__reduce__, kind.__reduce_ex__) == _USUAL:
+        vars(module)[_MARKED] = _Name(module)
+
+
+def unmark(module: nn.Module) -> None:
+    """Have a module print its own name."""
+    if isinstance(vars(module).get(_MARKED), _Name):
+        del vars(module)[_MARKED]
+
+
+_USUAL = object.__reduce__, object.__reduce_ex__
+_NO_MODULE = "remat.nn.applied: {kind} is not a module. Pass a model."
+_OURS = (
+    "{function}: {shown} is recomputed already, by {by}, since {where}. A model has "
+    "one of these at a time: call remat.nn.remove(model) first."
+)
+_LIBRARYS = (
+    "{function}: {shown} is recomputed already, by the gradient checkpointing of "
+    "{library}. Switch that off first: {advice}. Or call only remat.nn.enable(model), "
+    "which takes the place of it."
+)
