@@ -23,6 +23,9 @@ TEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 
 # The versions of torch that remat is run with beside the one in constraints.txt.
 TORCHES := 2.14.1
+# The other versions of Python, each with the last of these. `make full` runs the core
+# tests with each that is installed.
+PYTHONS := python3.13
 # The tests that CI runs with those: the transform, what it keeps and counts, keys.
 CORE := $(addprefix tests/,transform live capture policies random parity compat nn scope)
 
@@ -59,7 +62,8 @@ help:
 	@echo "make core       run the core tests with every other version of torch"
 	@echo "make faults     plant 30 faults, one at a time, and show that a test catches each"
 	@echo "make full       run everything: slow tests, clients, torch's operator database,"
-	@echo "                with every version of torch; before a release"
+	@echo "                with every version of torch, and the core tests with every other"
+	@echo "                Python that is installed; before a release"
 	@echo "make check      ruff, pyrefly, import-linter"
 	@echo "make docs       build docs/_build/html"
 	@echo "make dist       build a wheel and an sdist into out/dist, and try each in a fresh"
@@ -127,6 +131,12 @@ full: check docs
 		$(MAKE) --no-print-directory .venv-torch-$$torch/.vision test \
 			TORCH=$$torch VENV=.venv-torch-$$torch ARGS='-m "" $(ARGS)' || exit 1; \
 	done
+	@for python in $(PYTHONS); do \
+		command -v $$python >/dev/null || { echo "== no $$python here"; continue; }; \
+		echo "== $$python"; \
+		$(MAKE) --no-print-directory test PYTHON=$$python VENV=.venv-$$python \
+			TORCH=$(lastword $(TORCHES)) ARGS="$(CORE) $(ARGS)" || exit 1; \
+	done
 
 cov: $(VENV)/.dev
 	@$(TEST) --cov --cov-report=term-missing $(ARGS)
@@ -170,4 +180,4 @@ bench: $(VENV)/.dev
 	@$(PY) benchmarks/_page.py
 
 clean:
-	rm -rf $(VENV) .venv-torch-* out docs/_build docs/notebooks .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* .venv-python* out docs/_build docs/notebooks .pytest_cache .ruff_cache .hypothesis

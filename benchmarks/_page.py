@@ -3,6 +3,7 @@
 page.md has the text, and names tables and plots in double braces:
 
 - ``{{table SCRIPT | TABLE}}``: a table; ``title`` in place of it: its title,
+- ``{{number SCRIPT | TABLE | ROW | COLUMN | FORM}}``: one number, rounded,
 - ``{{plot SCRIPT | WHAT IT SHOWS}}``: a picture,
 - ``{{machines}}``: what was measured on, and when,
 - ``{{missed}}``: how many targets are met, and those that are not.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from _results import Table, reached
+from _times import Ratio
 
 
 HERE = Path(__file__).parent
@@ -59,6 +61,18 @@ def _table(results: Found, script: str, key: str) -> Table:
 def a_table(results: Found, script: str, key: str) -> str:
     """Return a table."""
     return _table(results, script, key).markdown()
+
+
+FORMS = {"MB": (1e6, ".0f"), "tenths": (1, ".1f"), "count": (1, ",.0f")}
+
+
+def number(results: Found, script: str, key: str, *place: str) -> str:
+    """Return one number of a table, of a ratio its median, in a form of `FORMS`."""
+    row, column, form = place
+    table = _table(results, script, key)
+    cell = table.rows[row][[*table.columns].index(column)]
+    unit, written = FORMS[form]
+    return format((cell.median if isinstance(cell, Ratio) else cell) / unit, written)
 
 
 def title(results: Found, script: str, key: str) -> str:
@@ -119,6 +133,7 @@ def missed(results: Found) -> str:
 
 FIELDS: dict[str, Callable[..., str]] = {
     "table": a_table,
+    "number": number,
     "title": title,
     "plot": plot,
     "machines": machines,

@@ -1,5 +1,8 @@
 """JAX's `jax.checkpoint` for PyTorch: recompute values instead of storing them."""
 
+# First, as it says which Python the others cannot read.
+from remat._base import interpreter as _interpreter  # noqa: F401  # isort: skip
+
 import typing as _typing
 
 from remat import policies as policies, random as random

@@ -9,6 +9,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     pytree            the only importer of optree
     register          `remat.register`, which makes a user's class a pytree
     context           which calls a thread is inside of, and for what
+    interpreter       what holds for CPython alone: bytecode, and where objects lie
     code              what a function's code refers to
     installed         which files are a package's, and which are the user's
     source            the line of the user that is running

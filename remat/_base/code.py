@@ -6,7 +6,6 @@ on every call.
 """
 
 import builtins
-import dis
 import enum
 import operator
 import sys
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from remat._base.installed import is_installed
+from remat._base.interpreter import is_made_by_statement, names_used, nested
 from remat._base.types import CONSTANTS
 
 
@@ -95,22 +95,9 @@ def _find_known(fn: types.FunctionType) -> KnownCode:
 
 
 def _find_names(code: types.CodeType) -> GlobalNames:
-    found: dict[str, dict[str, None]] = {"LOAD": {}, "STORE": {}, "DELETE": {}}
-    todo = [code]
-    states = False
-    while todo:
-        here = todo.pop()
-        for step in dis.get_instructions(here):
-            action, _, where = step.opname.partition("_")
-            if where in ("GLOBAL", "NAME") and action in found:
-                found[action][str(step.argval)] = None
-            if step.argval == _CALLED:
-                is_method = step.opname == "LOAD_METHOD" or "NULL" in step.argrepr
-                states = states or is_method
-        states = states or not STATES.isdisjoint(here.co_names)
-        todo += [c for c in here.co_consts if isinstance(c, types.CodeType)]
-    stored = (*found["STORE"], *found["DELETE"])
-    return GlobalNames(tuple(found["LOAD"]), stored, states)
+    used = names_used(code)
+    states = not all(STATES.isdisjoint(here.co_names) for here in nested(code))
+    return GlobalNames(used.loaded, used.stored, states or _CALLED in used.called)
 
 
 def _is_settled(name: str, scope: dict[str, Any]) -> bool:
@@ -135,7 +122,7 @@ def is_library_class(cls: type) -> bool:
     module: Any = sys.modules.get(str(cls.__module__))
     if module is builtins:
         # Code that was executed without a module's name makes classes of builtins too.
-        return not cls.__flags__ & HEAP_TYPE
+        return not is_made_by_statement(cls)
     return module is not None and is_library(vars(module))
 
 
@@ -146,7 +133,6 @@ def class_without_us(cls: type) -> type:
 
 MADE = "_remat_base"  # an attribute of classes that remat makes, for modules
 VIEWED = "_remat_module"  # the slot of a view of a module, which holds the module
-HEAP_TYPE = 1 << 9  # CPython: made by a class statement
 
 
 def is_library(scope: dict[str, Any]) -> bool:

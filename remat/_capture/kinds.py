@@ -15,7 +15,8 @@ from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
 from typing import Any
 
-from remat._base.code import HEAP_TYPE, VIEWED
+from remat._base.code import VIEWED
+from remat._base.interpreter import is_made_by_statement
 from remat._capture.objects import by_class, defines, slots_of
 
 
@@ -58,7 +59,7 @@ def _is_of_standard_library(cls: type) -> bool:
 def can_be_made_anew(kind: type) -> bool:
     """Say whether an instance is its attributes and nothing more."""
     if hasattr(kind, "__del__"):  # which would be called for an instance made to try
-        return all(cls is object or cls.__flags__ & HEAP_TYPE for cls in kind.__mro__)
+        return all(cls is object or is_made_by_statement(cls) for cls in kind.__mro__)
     try:
         object.__new__(kind)
     except TypeError:  # a subclass of str, say

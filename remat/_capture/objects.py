@@ -9,11 +9,9 @@ Rejected: `copy.copy` for all objects, which runs `__reduce__` and `__setstate__
 import contextlib
 import copy
 import operator
-import struct
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from ctypes import c_char
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from remat._base.code import class_without_us
@@ -151,23 +149,6 @@ def replica_of(kind: Any, value: Any) -> Any:
         return object.__new__(kind)
     except TypeError:  # a subclass of str, say, which holds more than attributes
         return copy.copy(value)
-
-
-def identities(values: Iterable[Any]) -> bytes:
-    """Return which objects `values` are; keep them alive for as long as that is used.
-
-    Read from memory, in a tenth of the time of a loop.
-    """
-    held = tuple(values)
-    count = len(held)
-    read = _READERS.get(count)
-    if read is None:
-        read = _READERS[count] = (c_char * (count * _POINTER)).from_address
-    return read(id(held) + tuple.__basicsize__).raw
-
-
-_POINTER = struct.calcsize("P")
-_READERS: dict[int, Callable[[int], Any]] = {}  # of so many pointers
 
 
 def differing(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ like them: it may change, and may hold tensors.
 Rejected: the registry alone. A read-only mapping cannot be registered with attributes.
 """
 
-import gc
 from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from remat._base.errors import CaptureError
+from remat._base.interpreter import mapping_of
 from remat._base.pytree import Registered
 from remat._capture.nodes import Building, Composite, Node, Part
 
@@ -106,10 +106,3 @@ class ProxyNode(Composite):
             mapping = child.build(run)
         new = run.built[self.identity] = MappingProxyType(mapping)
         return new
-
-
-def mapping_of(proxy: Any) -> Any:
-    """Return what a read-only view is of; `None` for the attributes of a class."""
-    if "__module__" in proxy:
-        return None
-    return next(iter(gc.get_referents(proxy)), None)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from remat._base.code import known_code
+from remat._base.interpreter import mapping_of
 from remat._base.pytree import REGISTERED, Registered
 from remat._base.types import INERT
 from remat._capture.callables import (
@@ -38,7 +39,7 @@ from remat._capture.kinds import (
 )
 from remat._capture.nodes import Node, ObjectNode, TensorNode
 from remat._capture.paths import Path, written
-from remat._capture.registered import ProxyNode, RegisteredNode, mapping_of
+from remat._capture.registered import ProxyNode, RegisteredNode
 from remat._capture.stream_search import (
     has_defaults,
     has_user_code,

@@ -185,10 +185,7 @@ class FitPlan(_render.Shown):
         peaks = [*(c.peak for c in shown), self.peak]
         costs = [*(c.recomputed for c in shown), self.recomputed]
         title = f"peak of {self.label}, budget {_render.mebibytes(self.budget)}"
-        axes = _plots.points(labels, peaks, costs, title, ax)
-        axes.set_xlabel("peak MiB")
-        axes.axvline(self.budget / _plots.MIB, color="#9a9a9a", linestyle=":")
-        return axes
+        return _plots.points_in(self.budget, labels, peaks, costs, title, ax)
 
     @override
     def __repr__(self) -> str:

@@ -235,16 +235,13 @@ class StepPlan(_render.Shown):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        found = {"fit": self.applied, "with plan": self.around}
+        found = {"plan.apply(model)": self.applied, "with plan": self.around}
         shown = {k: v for k, v in found.items() if v is not None}
         labels = ["plain", *shown]
         peaks = [self.plain_peak, *(each.peak for each in shown.values())]
         costs = [0, *(each.recomputed for each in shown.values())]
         title = f"peak of {self.label}, budget {_render.mebibytes(self.budget)}"
-        axes = _plots.points(labels, peaks, costs, title, ax)
-        axes.set_xlabel("peak MiB")
-        axes.axvline(self.budget / _plots.MIB, color="#9a9a9a", linestyle=":")
-        return axes
+        return _plots.points_in(self.budget, labels, peaks, costs, title, ax)
 
     @override
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from remat._base.interpreter import may_refer_to_others
 from remat._base.types import INERT, TENSORS
 from remat._capture.kinds import COPIED_ITERATORS
 from remat._live.holders import FUNCTIONS, MISSING, Kind, dict_of
@@ -119,14 +120,12 @@ def _is_number(value: Any, kind: type) -> bool:
         return kind in (tuple, frozenset) and INERT.issuperset(map(type, value))
     if issubclass(kind, (str, bytes, int, float, complex)):
         return not dict_of(value)
-    return not (
-        kind.__weakrefoffset__ or kind.__dictoffset__ or kind.__flags__ & _HAS_GC
-    )
+    has_attributes = kind.__weakrefoffset__ or kind.__dictoffset__
+    return not (has_attributes or may_refer_to_others(kind))
 
 
 # What a class has made of itself leads to it.
 _OF_CLASSES = {types.GetSetDescriptorType, types.MemberDescriptorType}
-_HAS_GC = 1 << 14  # CPython: may refer to others
 
 
 class Span(NamedTuple):

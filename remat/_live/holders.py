@@ -23,8 +23,8 @@ from typing import Any
 from typing_extensions import override
 
 from remat._base.errors import RecomputeError
+from remat._base.interpreter import mapping_of
 from remat._capture.objects import members_of
-from remat._capture.registered import mapping_of
 
 
 flatten = itertools.chain.from_iterable

@@ -23,8 +23,8 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import static_of
+from remat._base.interpreter import identities
 from remat._base.types import INERT, TENSORS
-from remat._capture.objects import identities
 from remat._live.containers import ATTRIBUTES
 from remat._live.holders import (
     CELLS,

@@ -6,7 +6,6 @@ Rejected: to copy them in each call, which costs what they hold.
 
 import ast
 import copy
-import gc
 import itertools
 import operator
 import types
@@ -16,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.errors import RecomputeError
+from remat._base.interpreter import repeated_by
 from remat._base.tensors import versions_of
 from remat._base.types import INERT
 from remat._capture.kinds import COPIED_ITERATORS
@@ -68,10 +68,10 @@ def _copy_of(value: Any) -> Any:
             return MISSING
         return itertools.count(*start if isinstance(start, tuple) else (start,))
     if kind is itertools.repeat:
-        *_, item = gc.get_referents(value)  # behind its class, from Python 3.12 on
         left = operator.length_hint(value, -1)
         if left < 0:
             return value
+        item = repeated_by(value)
         if type(item) in INERT:
             return itertools.repeat(item, left)
     return MISSING

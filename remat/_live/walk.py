@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from remat._base.code import is_library, known_code
+from remat._base.interpreter import nested
 from remat._base.types import INERT, TENSORS
 from remat._capture.kinds import (
     COPIED_ITERATORS,
@@ -311,8 +312,7 @@ def _is_users_partial(hook: Any) -> bool:
 
 def names_in(code: types.CodeType) -> set[str]:
     """Return the names of variables and attributes in code, and in what is nested."""
-    nested = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return {*code.co_names}.union(*map(names_in, nested))
+    return {name for here in nested(code) for name in here.co_names}
 
 
 def _are_plain(items: Iterable[Any]) -> bool:

@@ -70,8 +70,8 @@ def compare(
       and if scipy is not installed. A budget spares work, which is time at nominal
       rates; the table shows FLOPs.
 
-    The estimated peak is what is saved, and what the recompute of the largest call
-    holds. Gradients and what single operations need are not counted.
+    The peak without gradients is what is saved, and what the recompute of the largest
+    call holds. A step needs more: gradients, and what single operations take.
 
     Args:
         fn: the function, rematerialized or not. Its own policy gets no row.

@@ -2,9 +2,11 @@
 
 Called by `reports`, `timeline` and `chain`. Bytes are drawn in MiB.
 
-Invariant: labels stand in a legend or at an axis, so they collide with nothing. All
-colours can be read on a light and on a dark background.
+Invariant: labels stand in a legend or at an axis, so they collide with nothing. The
+legend is inside of the axes, where room is left for it. All colours can be read on a
+light and on a dark background.
 Rejected: a label beside each point. Policies that do the same are at one point.
+Rejected: a legend beside the axes. It takes a third of the picture.
 Rejected: importing matplotlib at the top. It is optional, and slow to import.
 """
 
@@ -22,6 +24,7 @@ MIB = 2**20
 _MARKERS = "osD^vP*X<>"
 _GREY = "#9a9a9a"
 _WIDE = 60  # letters in a line
+_ACROSS, _MARK = 90, 8  # letters in a row of a legend, and the width of its marks
 
 
 def bars(
@@ -43,8 +46,9 @@ def bars(
             ax.barh(at, [sizes[i] / MIB for i in at], color=colour, label=kind)
     ax.set_yticks(range(len(labels)), labels)
     ax.invert_yaxis()
-    ax.set_xlabel("MiB")
-    return _finished(ax, title)
+    ax.margins(x=0.3)  # beside the longest bar, for the legend
+    ax.set_xlabel("size of the result, MiB")
+    return _finished(ax, title, loc="best")
 
 
 def points(
@@ -63,7 +67,7 @@ def points(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    ax = ax or _new_axes((8, 4 + 0.25 * len(labels)))
+    ax = ax or _new_axes((8, 3.5 + 0.2 * len(labels)))
     named: dict[tuple[int, int], list[str]] = {}
     for label, size, cost in zip(labels, sizes, costs, strict=True):
         named.setdefault((size, cost), []).append(label)
@@ -80,9 +84,28 @@ def points(
         ax.scatter([size / MIB], [cost], 60, **look, label=label)
     ticker: Any = importlib.import_module("matplotlib.ticker")
     ax.yaxis.set_major_formatter(ticker.EngFormatter())
-    ax.set_xlabel("saved MiB")
-    ax.set_ylabel("recomputed FLOPs")
-    return _finished(ax, title, (0, -0.15))
+    ax.set_xlabel("saved memory, MiB")
+    ax.set_ylabel("recomputed work, FLOPs")
+    return _finished(ax, title, loc="best")
+
+
+def points_in(
+    budget: int,
+    labels: Sequence[str],
+    peaks: Sequence[int],
+    costs: Sequence[int],
+    title: str,
+    ax: Any = None,
+) -> Any:
+    """Draw points of peaks and FLOPs, and a line at the budget; return the axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    ax = points(labels, peaks, costs, title, ax)
+    ax.axvline(budget / MIB, color=_GREY, linestyle=":", label="budget")
+    ax.set_xlabel("peak of the step, MiB")
+    return _finished(ax, title, loc="best")
 
 
 def _unbeaten(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -106,18 +129,17 @@ def steps(sizes: Sequence[int], peak: str, title: str, ax: Any = None) -> Any:
         ImportError: matplotlib is not installed.
     """
     ax = ax or _new_axes((8, 3))
-    heights = [size / MIB for size in sizes]
-    (line,) = ax.step(range(len(sizes)), heights, where="post")
-    ax.fill_between(
-        range(len(sizes)), heights, step="post", alpha=0.2, color=line.get_color()
-    )
+    at, heights = range(len(sizes)), [size / MIB for size in sizes]
+    (line,) = ax.step(at, heights, where="post")
+    colour = line.get_color()
+    area = ax.fill_between(at, heights, step="post", alpha=0.2, color=colour)
+    area.sticky_edges.y.append(0)
     if heights:
-        at = heights.index(max(heights))
-        ax.plot([at], [heights[at]], "o", color=line.get_color(), label=peak)
-    ax.set_ylim(bottom=0)
-    ax.set_xlabel("allocations and frees")
-    ax.set_ylabel("MiB alive")
-    return _finished(ax, title)
+        top = heights.index(max(heights))
+        ax.plot([top], [heights[top]], "o", color=colour, label=peak)
+    ax.set_xlabel("allocations and frees so far")
+    ax.set_ylabel("memory alive, MiB")
+    return _below_its_legend(ax, title)
 
 
 def lines(
@@ -134,18 +156,27 @@ def lines(
     """
     ax = ax or _new_axes((8, 3))
     for name, counts in series.items():
-        ax.plot(at, counts, label=name, linewidth=1)
-    ax.set_ylim(bottom=0)
+        (line,) = ax.plot(at, counts, label=name, linewidth=1)
+        line.sticky_edges.y.append(0)
     ax.set_xlabel(axes[0])
     ax.set_ylabel(axes[1])
-    return _finished(ax, title)
+    return _below_its_legend(ax, title)
 
 
-def _finished(ax: Any, title: str, at: tuple[float, float] = (1, 1)) -> Any:
-    """Add the title, and the legend beside the axes or below them."""
+def _below_its_legend(ax: Any, title: str) -> Any:
+    """Leave room above the lines for the legend, which is as flat as it can be."""
+    labels = ax.get_legend_handles_labels()[1]
+    across = max(1, _ACROSS // (max(map(len, labels), default=0) + _MARK))
+    # Lines keep their lowest end at zero: they are sticky there.
+    ax.margins(y=0.1 + 0.2 * -(-len(labels) // across))
+    return _finished(ax, title, loc="upper right", ncols=across)
+
+
+def _finished(ax: Any, title: str, **legend: Any) -> Any:
+    """Add the title, and the legend if anything has a label."""
     ax.set_title(textwrap.fill(title, _WIDE), loc="left")
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(loc="upper left", bbox_to_anchor=at, frameon=False)
+        ax.legend(**legend)
     return ax
 
 

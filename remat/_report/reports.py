@@ -180,9 +180,9 @@ class Explanation(_render.Shown):
 
     @property
     def peak_bytes(self) -> int:
-        """The estimated peak of the call, with what is saved and what is recomputed.
+        """The peak of the call without gradients: what is saved and what is recomputed.
 
-        Gradients and what single operations need are not counted.
+        What single operations need for a moment is not counted either.
         """
         return self.saved_bytes + self.recomputed_bytes
 
@@ -268,7 +268,7 @@ class Explanation(_render.Shown):
     def _notes(self) -> Iterator[str]:
         less = f"; {self.offloaded_bytes:,} offloaded" if self.offloaded_bytes else ""
         yield f"saved: {self.saved_bytes:,} bytes{less}; plain: {self.plain_bytes:,}"
-        yield f"estimated peak: {self.peak_bytes:,} bytes"
+        yield f"{_PEAK}: {self.peak_bytes:,} bytes"
         if self.held_bytes:
             yield f"of these, the graph holds {self.held_bytes:,} itself"
         again = sum(op.times for op in self.ops if not op.is_view)
@@ -410,7 +410,8 @@ class Comparison(_render.Shown):
         )
 
 
-_COSTS = "saved bytes", "estimated peak", "offloaded", "FLOPs recomputed", "share"
+_PEAK = "peak without gradients"
+_COSTS = "saved bytes", _PEAK, "offloaded", "FLOPs recomputed", "share"
 
 
 def _compared_row(row: ComparedPolicy) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ def plot(schedule: Schedule, length: int, ax: Any = None) -> Any:
         >>> from remat.chain.schedules import Binomial
         >>> axes = plot(Binomial(checkpoints=3), 10, ax=Figure().subplots())
         >>> axes.get_xlabel(), [line.get_label() for line in axes.get_lines()]
-        ('evaluated steps', ['carries in memory', 'recorded steps'])
+        ('steps evaluated so far', ['carries in memory', 'recorded steps'])
     """
     states = [*held(schedule, length)]
     series = {
@@ -101,7 +101,8 @@ def plot(schedule: Schedule, length: int, ax: Any = None) -> Any:
     used = {name: counts for name, counts in series.items() if any(counts)}
     at = [state.evaluations for state in states]
     title = f"{schedule!r}, {length:,} steps"
-    return plots.lines(at, used, ("evaluated steps", "held"), title, ax)
+    axes = "steps evaluated so far", "carries and steps held"
+    return plots.lines(at, used, axes, title, ax)
 
 
 class _State:

@@ -81,7 +81,8 @@ def test_the_plot_draws_what_is_held(pyplot, schedule):
     assert drawn["carries in memory"] == [s.memory for s in states]
     assert drawn["recorded steps"] == [s.recorded for s in states]
     assert ("carries on disk" in drawn) == isinstance(schedule, Multilevel)
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("evaluated steps", "held")
+    assert axes.get_xlabel() == "steps evaluated so far"
+    assert axes.get_ylabel() == "carries and steps held"
     assert "50 steps" in axes.get_title(loc="left")
     ours = pyplot.figure().add_subplot()
     assert plot(schedule, 50, ours) is ours

@@ -470,4 +470,4 @@ def test_a_plan_draws_itself():
     axes = plan.plot()
     labels = axes.get_legend_handles_labels()[1]
     assert any("fit" in label for label in labels)
-    assert axes.get_xlabel() == "peak MiB"
+    assert axes.get_xlabel() == "peak of the step, MiB"

@@ -589,7 +589,7 @@ def test_a_plan_draws_itself():
     model = mlps()
     plan = remat.fit(model, X, loss=square, budget=least(model, X, loss=square))
     axes = plan.plot()
-    assert axes.get_xlabel() == "peak MiB"
+    assert axes.get_xlabel() == "peak of the step, MiB"
 
 
 def test_two_threads_follow_a_plan_at_once():

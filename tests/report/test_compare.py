@@ -345,7 +345,7 @@ def test_a_model_on_meta_tensors_is_compared_by_blocks():
     assert meta == real
 
 
-# --- The estimated peak ---
+# --- The peak without gradients ---
 
 
 def chain(count, wrap):
@@ -374,7 +374,7 @@ HIDDEN, INPUT = 256 * 256 * 4, 256 * 64 * 4
 
 @pytest.mark.parametrize("count", [1, 2, 6])
 @pytest.mark.parametrize("policy", ["none", "dots", "everything"])
-def test_the_estimated_peak_lacks_only_the_gradients_in_flight(count, policy):
+def test_the_peak_without_gradients_lacks_only_the_gradients_in_flight(count, policy):
     """The gradients that an operation of the backward reads and makes, at any depth.
 
     Of a call in a call one more input of a block is alive, which the inner one reads.
@@ -397,7 +397,7 @@ def test_the_estimated_peak_lacks_only_the_gradients_in_flight(count, policy):
         assert is_lower == (policy != "everything")
 
 
-def test_the_estimated_peak_is_what_is_saved_and_the_largest_block():
+def test_the_peak_without_gradients_is_what_is_saved_and_the_largest_block():
     def model(wrap, x):
         small = wrap(lambda x: x.sin().sin().sin())
         large = wrap(lambda x: functools.reduce(lambda x, _: x.sin(), range(9), x))

@@ -85,7 +85,7 @@ def test_as_plain_text(monkeypatch):
     again = "recomputed: 0 of 1,048,576 FLOPs (0%), 2 of 4 operations"
     assert lines[8:12] == [
         "saved: 65,536 bytes; plain: 65,536",
-        "estimated peak: 98,304 bytes",
+        "peak without gradients: 98,304 bytes",
         again,
         "pruned: yes",
     ]
@@ -248,7 +248,7 @@ def test_as_bars(pyplot):
     found, _ = reports()
     axes = found.plot()
     assert sorted(bar.get_width() for bar in axes.patches) == [2**14 / MIB] * 4
-    assert axes.get_xlabel() == "MiB"
+    assert axes.get_xlabel() == "size of the result, MiB"
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["saved", "recomputed"]
     names = [label.get_text().split()[0] for label in axes.get_yticklabels()]
@@ -264,7 +264,8 @@ def test_as_points(pyplot):
     rows = {(row.saved_bytes / MIB, row.recomputed_flops) for row in compared.rows}
     assert points == rows
     assert len(axes.collections) == len(rows) < len(compared.rows)
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("saved MiB", "recomputed FLOPs")
+    assert axes.get_xlabel() == "saved memory, MiB"
+    assert axes.get_ylabel() == "recomputed work, FLOPs"
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     named = [*(row.name for row in compared.rows), "policies.within(...)"]
     assert sorted("\n".join(labels).split("\n")) == sorted(named)

@@ -180,7 +180,7 @@ def test_a_timeline_is_drawn_in_mib(pyplot):
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
         f"peak of 20.0 KiB in {found.peak_op}"
     ]
-    assert axes.get_ylabel() == "MiB alive"
+    assert axes.get_ylabel() == "memory alive, MiB"
     ours = pyplot.figure().add_subplot()
     assert found.plot(ours) is ours
     assert memory_timeline(lambda: None).plot().get_legend() is None
@@ -199,6 +199,17 @@ def test_two_timelines_share_axes(pyplot):
         "plain: 20.0 KiB",
         f"remat: {again.peak / 2**10:.1f} KiB",
     ]
+
+
+def test_a_larger_timeline_is_drawn_whole_below_the_legend(pyplot):
+    small, large = (memory_timeline(backward_of(sines(n))) for n in (2, 9))
+    axes = large.plot(small.plot(label="small"), "large")
+    axes.figure.draw_without_rendering()
+    legend = axes.get_legend().get_window_extent()
+    assert axes.get_ylim()[0] == 0
+    assert axes.transData.transform((0, large.peak / 2**20))[1] < legend.y0
+    assert axes.bbox.contains(legend.x0, legend.y0)
+    assert axes.bbox.contains(legend.x1, legend.y1)
 
 
 def test_a_timeline_without_matplotlib_says_what_to_install(monkeypatch):

@@ -98,6 +98,13 @@ def test_a_table_is_the_same_after_it_was_written_and_read(scripts):
     assert read.markdown() == MARKDOWN
 
 
+def test_a_number_in_the_text_is_rounded(scripts):
+    made, results = scripts("_page"), {"example": example(scripts).as_json()}
+    places = ("bytes", "MB"), ("time", "tenths"), ("k", "count")
+    of_plain = [made.number(results, "example", "sizes", "plain", *p) for p in places]
+    assert of_plain == ["1", "1.5", "4,321"]
+
+
 def test_files_hold_numbers_by_row_and_column(scripts, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RESULTS", str(tmp_path))
     example(scripts).finish()
