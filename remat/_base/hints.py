@@ -79,6 +79,9 @@ class _Misplaced:
 def _advice(module: types.ModuleType, name: str) -> str:
     """Say which name is meant; "" if none is like it."""
     package = module.__name__.partition(".")[0]
+    rooms = _rooms(package)
+    if name in rooms:  # one that was not imported yet
+        return f"Write `import {package}.{name}`."
     known = _OTHERS.get(name)
     places = [f"{package}.{known}"] if known else [*_places(package, name)]
     if places:
@@ -94,10 +97,15 @@ def _places(package: str, name: str) -> Iterator[str]:
     top = sys.modules[package]
     if name in _public(top):
         yield f"{package}.{name}"
-    rooms = [room.name for room in pkgutil.iter_modules(top.__path__)]
-    for room in (f"{package}.{room}" for room in rooms if not room.startswith("_")):
-        if name in _public(importlib.import_module(room)):
-            yield f"{room}.{name}"
+    for room in _rooms(package):
+        if name in _public(importlib.import_module(f"{package}.{room}")):
+            yield f"{package}.{room}.{name}"
+
+
+def _rooms(package: str) -> list[str]:
+    """Return the names of the public rooms."""
+    found = pkgutil.iter_modules(sys.modules[package].__path__)
+    return [room.name for room in found if not room.name.startswith("_")]
 
 
 def _public(module: types.ModuleType) -> list[str]:
