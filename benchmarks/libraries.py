@@ -161,7 +161,7 @@ def by_library(model: Any) -> Any:
     """Have a library recompute the blocks of its model."""
     if isinstance(model, hf.PreTrainedModel):
         options = {"use_reentrant": False}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        model.activation_checkpointing_enable(options)
     else:
         model.enable_gradient_checkpointing()
     return model

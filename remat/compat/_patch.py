@@ -34,7 +34,7 @@ def patch() -> Iterator[None]:
     It does not reach what holds torch's function elsewhere: a default argument, an
     attribute of an object or a class, a `functools.partial` that was made before. Such
     an object that is made inside the block keeps ours after it. So enable a library's
-    checkpoints inside: `model.gradient_checkpointing_enable()`.
+    checkpoints inside: `model.activation_checkpointing_enable()`.
 
     Example:
         >>> import torch

@@ -3,7 +3,8 @@
 Users call both functions.
 
 Invariant: the model stays what it is: its parameters, keys, names and hooks. Only the
-class of each selected module changes, and only in its `forward`.
+class of each selected module changes, and only in its `forward` and in what it prints.
+(Modules with a switch of their library get a hook, which refuses to use both.)
 Rejected: to put a wrapper where each block was. Code that refers to the blocks, and
 checkpoints on disk, would have to know of the wrappers.
 """

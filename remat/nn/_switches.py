@@ -22,7 +22,8 @@ FUNCTION = "_gradient_checkpointing_func"
 
 def switchable(model: nn.Module) -> Iterator[nn.Module]:
     """Return the modules in a model that ask whether to recompute."""
-    return (m for m in model.modules() if hasattr(m, FLAG))
+    # A wrapper may hand the attributes of what is in it on, as peft's does.
+    return (m for m in model.modules() if FLAG in vars(m) or is_layer(m))
 
 
 def is_on(module: nn.Module) -> bool:

@@ -242,11 +242,14 @@ def test_hooks_that_replace_forward(change, order):
 
 
 def test_the_librarys_checkpointing_is_not_added_to_ours():
-    """A block asks whether its class's `forward` is the library's; ours is."""
     client = without_cache("llama")
-    once, twice = (changed(client, remat.nn.apply) for _ in range(2))
-    twice.gradient_checkpointing_enable({"use_reentrant": False})
-    assert products(client, twice) == products(client, once)
+    model = changed(client, remat.nn.apply)
+    want = products(client, model)
+    model.activation_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"remat\.nn\.apply recomputes blocks already"):
+        model(**client.inputs())
+    model.activation_checkpointing_disable()
+    assert products(client, model) == want
 
 
 # --- Adapters ---
