@@ -58,7 +58,8 @@ class Following(Policy):
     @override
     def decide(self, op: Op) -> Decision:
         """Return what the plan says about the next operation."""
-        if self._is_lost:
+        # A result has names where a scope asks again, after it was not saved.
+        if self._is_lost or op.names:
             return Decision.RECOMPUTE
         name = str(op.func)
         left = [s for s in self._left if s.names[self._at] == name]

@@ -584,6 +584,24 @@ def test_budgets_are_written_in_one_unit():
     assert f"peak: {least}, in " in " ".join(str(plan).split())
 
 
+class Named(Mlp):
+    """Names what a scope asks about, so that it asks twice."""
+
+    def forward(self, x):
+        hidden = remat.checkpoint_name(self.up(x), "hidden")
+        return x + self.down(torch.relu(hidden))
+
+
+def test_names_of_values_change_no_plan():
+    plain = nn.Sequential(*(Mlp(32) for _ in range(4)))
+    named = nn.Sequential(*(Named(32) for _ in range(4)))
+    x = torch.randn(256, 32)
+    expected, found = (least(model, x, loss=square) for model in (plain, named))
+    assert found == expected
+    plan = remat.fit(named, x, loss=square, budget=found)
+    assert_plan_holds(plan, named, (x,), {}, square)
+
+
 def test_a_plan_draws_itself():
     pytest.importorskip("matplotlib").use("Agg")
     model = mlps()
