@@ -13,7 +13,8 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from typing_extensions import override
@@ -24,7 +25,7 @@ from remat._partial.cache import metas_of
 from remat._partial.decide import warn_once
 from remat._report.render import mebibytes
 from remat._torch import VMAP, batch_size, current_layer, kind_of
-from remat.chain._budget import LoopBudget, Option, StepBytes, chosen, least, online
+from remat.chain._budget import LoopBudget, StepBytes, chosen, least, online
 from remat.chain._forward import ChainCall
 from remat.chain._measure import measured
 from remat.chain._segments import Sqrt
@@ -58,35 +59,43 @@ def schedule_within(
         warn_once(_OUTSIDE.format(label=steps.label))
         return Sqrt()
     batch = batch_size()
-    inside, fn = (
-        LoopBudget(budget.nbytes // batch, budget.disk, budget.policy),
-        called[0],
-    )
-    key = _key(call, fn, inputs, needs, inside)
-    numbers = _KNOWN.get(key)
-    if numbers is None:
-        numbers = measured(fn, called[1], steps, inside.nbytes, is_batched=batch > 1)
-        if numbers is None:
-            warn_once(_VALUES.format(label=steps.label))
-            return Sqrt()
-        _KNOWN.add(key, numbers)
-    found, few = _chosen(numbers, steps, inside)
+    inside = replace(budget, nbytes=budget.nbytes // batch)
+    key = _key(call, called[0], inputs, needs, inside)
+    found = _KNOWN.get(key)
     if found is None:
-        raise _too_small(budget.nbytes, few.nbytes * batch, steps.label)
-    return found
+        numbers = measured(*called, steps, inside.nbytes, is_batched=batch > 1)
+        found = _found(numbers, steps, inside)
+        _KNOWN.add(key, found)
+    if found.schedule is None:
+        raise _too_small(budget.nbytes, found.least * batch, steps.label)
+    return found.schedule
 
 
-def _chosen(
-    numbers: StepBytes | Staged, steps: Steps, budget: LoopBudget
-) -> tuple[Schedule | None, Option]:
-    """Return the schedule, and that which needs the fewest bytes."""
-    if isinstance(numbers, Staged):
-        return chosen_staged(numbers, budget), least_staged(numbers)
+class Found(NamedTuple):
+    """What was found for a budget.
+
+    Attributes:
+        schedule: None if none fits.
+        least: the bytes of the one that needs the fewest, where none fits.
+    """
+
+    schedule: Schedule | None
+    least: int = 0
+
+
+def _found(
+    numbers: StepBytes | Staged | None, steps: Steps, asked: LoopBudget
+) -> Found:
+    """Choose by the numbers of the steps."""
     length = steps.length
+    if numbers is None:
+        warn_once(_VALUES.format(label=steps.label))
+        return Found(Sqrt())
+    if isinstance(numbers, Staged):
+        return Found(chosen_staged(numbers, asked), least_staged(numbers).nbytes)
     if length is None:
-        found = online(numbers, budget.nbytes)
-        return found, Option(numbers.between(1), 0, Sqrt())
-    return chosen(numbers, length, budget), least(numbers, length)
+        return Found(online(numbers, asked.nbytes), numbers.between(1))
+    return Found(chosen(numbers, length, asked), least(numbers, length).nbytes)
 
 
 def _too_small(nbytes: int, few: int, label: str) -> BudgetError:
@@ -98,26 +107,26 @@ def _too_small(nbytes: int, few: int, label: str) -> BudgetError:
 
 
 class _Known:
-    """Numbers by key. The least recently used is forgotten first."""
+    """What was found, by key. The least recently used is forgotten first."""
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, threading.Lock()
-        self._numbers: OrderedDict[Hashable, StepBytes | Staged] = OrderedDict()
+        self._found: OrderedDict[Hashable, Found] = OrderedDict()
 
-    def get(self, key: Hashable) -> StepBytes | Staged | None:
-        """Return the numbers for a key; None if there are none."""
+    def get(self, key: Hashable) -> Found | None:
+        """Return what was found for a key; None if it was not looked for."""
         with self._lock:
-            found = self._numbers.get(key)
+            found = self._found.get(key)
             if found is not None:
-                self._numbers.move_to_end(key)
+                self._found.move_to_end(key)
             return found
 
-    def add(self, key: Hashable, numbers: StepBytes | Staged) -> None:
-        """Remember numbers."""
+    def add(self, key: Hashable, found: Found) -> None:
+        """Remember what was found."""
         with self._lock:
-            self._numbers[key] = numbers
-            if len(self._numbers) > self._size:
-                self._numbers.popitem(last=False)
+            self._found[key] = found
+            if len(self._found) > self._size:
+                self._found.popitem(last=False)
 
 
 _KNOWN = _Known(128)
@@ -135,9 +144,15 @@ def _key(
     The signature tells code and the types of objects. A step may also depend on
     numbers that it refers to, and on what objects hold.
     """
-    metas = metas_of(inputs), tuple(needs), call.steps.length, budget.nbytes
-    referred = _Referred()
-    return call.snapshot.signature, metas, *referred.to(fn), *referred.to(budget.policy)
+    metas = metas_of(inputs), tuple(needs), call.steps.length
+    asked, referred = (budget.nbytes, budget.disk), _Referred()
+    return (
+        call.snapshot.signature,
+        metas,
+        asked,
+        *referred.to(fn),
+        *referred.to(budget.policy),
+    )
 
 
 class _Same:

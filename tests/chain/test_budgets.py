@@ -322,7 +322,7 @@ def test_a_policy_is_measured_too():
     found, ran = steps_run(wide, X, US, W, budget=budget, policy=policy)
     assert_same(found, expected, reassociated=True)
     assert ran == 2 * N  # hidden values are saved
-    assert len(_within._KNOWN._numbers) == 3
+    assert len(_within._KNOWN._found) == 3
 
 
 def test_a_chain_of_chains_keeps_its_budget():
