@@ -113,14 +113,6 @@ class Forward(Run):
             owned = {key: _owned(v, owners) for key, v in now.items()}
             assign(node, originals[id(node)], owned)
 
-    def put_back(self) -> None:
-        """Have the user's own values, which lead to no tensor, hold what they held.
-
-        For a run that is to leave nothing behind.
-        """
-        for was, _ in _changed(self._plain):
-            assign(was.node, was.value, was.state)
-
     def changed(self) -> str:
         """Name what the function changed; "" if it changed nothing.
 

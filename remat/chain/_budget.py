@@ -100,6 +100,7 @@ class StepBytes:
         peak is the largest. So it is convex, and a line between two of its points is
         above it. A line beyond them would not be.
         """
+        assert count <= self.together, "nothing is known of so many steps"
         above = next(k for k, (steps, _) in enumerate(self.reverse) if steps >= count)
         steps, nbytes = self.reverse[above]
         if steps == count:

@@ -56,10 +56,13 @@ def call_chain(
             call = ChainCall(fn, args, steps, schedule, progress)
             inputs, needs = call.take_inputs()
             if not call.is_lazy:
+                warning = ""
                 if isinstance(asked, LoopBudget) and True in needs:
-                    called = fn, args
-                    call.schedule = schedule_within(asked, call, called, inputs, needs)
+                    found = schedule_within(asked, call, (fn, args), inputs, needs)
+                    call.schedule, warning = found
                 outs = evaluate_differentiably(Chain(call), inputs, needs)
+                if warning:
+                    warn_once(warning)
                 if outs is not None:
                     return call.join(outs, inputs)
         except Exception as error:

@@ -94,8 +94,9 @@ def scan(
         budget: how many bytes there may be, as a number or a text such as "64 MiB", in
             place of `checkpoints`: for the carries that are stored, the live carry, and
             the steps that run at a time. `init`, what is returned, and gradients come
-            on top. A step is measured once, on fake tensors, and the schedule that runs
-            the fewest steps again is followed. All steps take what the second one does.
+            on top. Some steps run on fake tensors first, and tell what a step takes; all
+            are taken to be alike. The schedule that runs the fewest steps again under
+            the budget is followed.
         disk: whether carries may be written to disk where that saves time, for a
             budget. It is taken to write and read 1 GB a second.
         policy: which results to save of a step that is reversed, as for `remat`.
@@ -136,6 +137,14 @@ def scan(
     """
     check_function("scan", f)
     check_progress(progress)
+    asked = budget_of(
+        "scan",
+        budget,
+        policy,
+        disk=disk,
+        checkpoints=checkpoints,
+        unroll=None if unroll == 1 else unroll,
+    )
     label = label_for("scan", f)
     count = _length_of(xs, length, label)
     if not count:
@@ -146,14 +155,6 @@ def scan(
         count,
         scanned=1,
         is_reversed=reverse,
-    )
-    asked = budget_of(
-        "scan",
-        budget,
-        policy,
-        disk=disk,
-        checkpoints=checkpoints,
-        unroll=None if unroll == 1 else unroll,
     )
     schedule = asked or schedule_for(checkpoints, unroll)
     args = init, map_leaves(_alias, xs)
@@ -217,11 +218,6 @@ def fori_loop(
     """
     check_function("fori_loop", body)
     check_progress(progress)
-    first, stop = operator.index(lower), operator.index(upper)
-    if stop <= first:
-        return init
-    label = label_for("fori_loop", body)
-    steps = Steps(functools.partial(_counted_step, first), label, stop - first)
     asked = budget_of(
         "fori_loop",
         budget,
@@ -230,6 +226,11 @@ def fori_loop(
         checkpoints=checkpoints,
         unroll=None if unroll == 1 else unroll,
     )
+    first, stop = operator.index(lower), operator.index(upper)
+    if stop <= first:
+        return init
+    label = label_for("fori_loop", body)
+    steps = Steps(functools.partial(_counted_step, first), label, stop - first)
     schedule = asked or schedule_for(checkpoints, unroll)
     return call_chain(policed(body, policy), (init,), steps, schedule, progress)[0]
 

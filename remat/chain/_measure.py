@@ -9,6 +9,7 @@ Rejected: a record of one step, and a formula of what autograd keeps of it. Poli
 chains inside of steps and shared memory would each need one.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,13 +19,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.context import differentiated
-from remat._base.errors import RematError
 from remat._base.program import Request
-from remat._base.types import TENSORS, Fn
+from remat._base.types import TENSORS
 from remat._capture.handing_on import Forward
-from remat._capture.snapshot import Bound
 from remat._fit.meter import Meter, MissingValueError, has_storage
 from remat._fit.simulate import undisturbed
+from remat._live.reach import Reach
 from remat._partial.cache import CACHES
 from remat._torch import (
     base_tensor,
@@ -52,12 +52,12 @@ from remat.chain._plan import Option, Stage, Stages
 from remat.chain._reversal import Reversing
 from remat.chain._segment import Segment
 from remat.chain._staged import Staged
-from remat.chain._steps import Live, Steps
+from remat.chain._steps import Functions, Live, Steps, taken_apart
 
 
 def measured(
     fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_batched: bool
-) -> StepBytes | Staged | None:
+) -> StepBytes | Staged | Exception:
     """Return the numbers of the steps of a chain, as they are inside all vmaps.
 
     Args:
@@ -68,36 +68,55 @@ def measured(
         is_batched: whether a vmap is around it.
 
     Returns:
-        Those of one step, or of all where each one differs. None if steps ask for
-        values, and a vmap has none.
+        Those of one step, or of all where each one differs. If the steps raise an
+        error, that. They may ask for values, which a vmap does not have.
     """
-    try:
-        return _measured(Trial(fn, args, steps), nbytes, fake_mode())
-    except RuntimeError as error:
-        # Some fake kernels raise one for what the real kernel computes.
-        if isinstance(error, RematError) and not isinstance(error, MissingValueError):
-            raise
-    return None if is_batched else _measured(Trial(fn, args, steps), nbytes, None)
+    lengths: Iterable[int] = () if steps.length is None else (steps.length,)
+    if steps.length is None:  # there may be fewer than are tried
+        lengths = dict.fromkeys((len(taken_apart(args[0])[0]) + 2, 2, 1))
+    error: Exception = RuntimeError()
+    # Fake kernels refuse some of what the real ones compute.
+    for is_real in (False,) if is_batched else (False, True):
+        for length in lengths:
+            known = replace(steps, length=length, goes_on=None)
+            try:
+                return _measured(fn, args, known, nbytes, is_real=is_real)
+            except Exception as raised:  # noqa: BLE001 - the chain raises what is wrong
+                error = raised.with_traceback(None)
+    return error
 
 
-def _measured(trial: "Trial", nbytes: int, mode: Any) -> StepBytes | Staged:
-    """Run a trial in a mode of fake tensors, or for real."""
+# Only one trial at a time: what it sets aside is of the whole process.
+_ALONE = threading.RLock()
+
+
+def _measured(
+    fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_real: bool
+) -> StepBytes | Staged:
+    """Try with two steps, and with more if a carry is not yet what it will be."""
+    with _ALONE:
+        try:
+            return _tried(Trial(fn, args, steps, 2), nbytes, is_real=is_real)
+        except Unsettled as unsettled:
+            count = unsettled.steps
+        return _tried(Trial(fn, args, steps, count), nbytes, is_real=is_real)
+
+
+def _tried(trial: "Trial", nbytes: int, *, is_real: bool) -> StepBytes | Staged:
     passed, needs = trial.take_inputs()
     trial.wrapped = ()  # it runs below all levels
-    if mode is not None and not TENSORS.issuperset(map(type, map(base_tensor, passed))):
+    if not (is_real or TENSORS.issuperset(map(type, map(base_tensor, passed)))):
         raise MissingValueError("of tensors of other classes there are no fakes")
+    mode = None if is_real else fake_mode()
 
     def run() -> StepBytes | Staged:
-        if mode is None:
-            inputs = _copies(trial, passed)
-        else:
-            inputs = [empty_in(mode, t) for t in passed]
+        inputs = [empty_in(mode, t) for t in passed] if mode else _copies(trial, passed)
         with grad_mode(False), mode or nullcontext(), Meter() as meter:
             for tensor in inputs:
                 meter.hold(tensor)
             rehearsal = Rehearsal(Chain(trial), inputs, needs, meter)
             if trial.steps.is_repeated:
-                return _step_of(rehearsal, nbytes)
+                return _step_of(rehearsal, nbytes, is_real=is_real)
             return _stages_of(rehearsal)
 
     with (
@@ -118,40 +137,55 @@ def _copies(trial: "Trial", passed: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def _set_back(trial: "Trial") -> Iterator[None]:
-    """Put objects and random streams of the user's back after a trial."""
+    """Put all that the steps reach back, and random streams."""
     streams = trial.snapshot.streams
     states = [stream.read() for stream in streams]
     try:
-        yield
+        # It is as for a recompute, which leaves everything as it was before.
+        with trial.reach.restored(trial.reach.take_tensors(), exchanges=False):
+            yield
     finally:
-        trial.put_back()
         for stream, state in zip(streams, states, strict=True):
             stream.write(state)
 
 
-def _step_of(rehearsal: "Rehearsal", nbytes: int) -> StepBytes:
-    """Return the numbers of a step: of the second one, if there are two."""
+class Unsettled(Exception):  # noqa: N818
+    """Carries of the first steps are unlike those after them.
+
+    Args:
+        steps: how many there are until all are alike.
+    """
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.steps = steps
+
+
+def _step_of(rehearsal: "Rehearsal", nbytes: int, *, is_real: bool) -> StepBytes:
+    """Return the numbers of a step that is like those after it."""
     length = rehearsal.call.steps.length
     assert length is not None
-    first = rehearsal.call.first(rehearsal.inputs)
-    second, taken = rehearsal.advanced(first, 0)
-    carry, advance = rehearsal.size(second), taken.peak
-    if length > 1:
-        taken = rehearsal.advanced(second, 1)[1]
-        advance = max(advance, taken.peak, rehearsal.forward - carry)
+    lives, taken = rehearsal.settled()
+    last = len(lives) - 1
+    carry = rehearsal.size(lives[-1])
+    advance = max(*(t.peak for t in taken), rehearsal.forward - carry)
 
     def reversing(count: int) -> int:
-        live, start = (second, 1) if count < length else (first, 0)
+        start = min(last, length - count)
+        live = lives[start]
         return rehearsal.reversed(live, Reverse(start, start + count)).peak
 
-    reverse: dict[int, int] = {}
     reversing(1)  # from the second time on the gradients of arguments are there
-    for count in counts_together(length):
-        reverse[count] = reversing(count)
-        if reverse[count] > nbytes:  # more steps take more
+    reverse = {1: reversing(1)}
+    cotangent = rehearsal.cotangent
+    for count in counts_together(length)[1:]:
+        before = max(reverse.values())
+        # More steps take more. What is real is not to take it.
+        if (2 * before if is_real else before) > nbytes:
             break
-    cotangent, points = rehearsal.cotangent, tuple(reverse.items())
-    return StepBytes(carry, cotangent, advance, points, taken.seconds)
+        reverse[count] = reversing(count)
+    points = tuple(reverse.items())
+    return StepBytes(carry, cotangent, advance, points, taken[-1].seconds)
 
 
 def _stages_of(rehearsal: "Rehearsal") -> Staged:
@@ -229,35 +263,26 @@ class Trial(ChainCall):
         fn: the function of a step.
         args: of the chain.
         steps: how a step calls the function.
+        count: how many steps its forward runs, of those that are alike.
+
+    Attributes:
+        reach: what is to be put back.
     """
 
-    __slots__ = ("_run",)
+    __slots__ = ("reach",)
 
-    def __init__(self, fn: Any, args: tuple[Any, ...], steps: Steps) -> None:
-        self._run: Forward | None = None
-        if steps.length is None:
-            steps = replace(steps, length=2, goes_on=None)
+    def __init__(
+        self, fn: Any, args: tuple[Any, ...], steps: Steps, count: int
+    ) -> None:
         assert steps.length is not None
-        # The second step is given a carry like those of all others.
-        count = min(steps.length, 2) if steps.is_repeated else steps.length
+        count = min(steps.length, count) if steps.is_repeated else steps.length
         super().__init__(fn, args, steps, _First(count), None)
-
-    @override
-    def body(self, fn: Bound, run: Forward) -> Fn:
-        self._run = run
-        return super().body(fn, run)
+        fns = fn.fns if isinstance(fn, Functions) else (fn,)
+        self.reach = Reach(fns[0], steps.label, (*fns, *args), {})
 
     @override
     def hand_on(self, run: Forward) -> None:
         self.note_changes(run)
-
-    def put_back(self) -> None:
-        """Have objects that lead to no tensor hold what they held at the call.
-
-        Others were changed in replicas alone.
-        """
-        if self._run is not None:
-            self._run.put_back()
 
 
 @dataclass(slots=True)
@@ -319,6 +344,32 @@ class Rehearsal:
         with self._measuring() as taken:
             after = segment.advance(live, inputs)
         return after, taken
+
+    def settled(self) -> tuple[list[Live], list[Taken]]:
+        """Run steps until carries are alike; return these, and what steps took.
+
+        The first carries may hold tensors that were passed, as a window of states does,
+        and need no gradients yet.
+
+        Raises:
+            Unsettled: they became alike after more steps than the forward ran.
+        """
+        lives, taken = [self.call.first(self.inputs)], list[Taken]()
+        assert self.call.steps.length is not None
+        most = min(self.call.steps.length, len(lives[0].tensors) + 2)
+        while len(taken) < most:
+            live, found = self.advanced(lives[-1], len(taken))
+            taken.append(found)
+            if self._form(live) == self._form(lives[-1]) and len(taken) > 1:
+                break
+            lives.append(live)
+        if len(lives) - 1 > max(self.call.length, 1):
+            raise Unsettled(len(lives))
+        # The last one is the result where the chain has no more steps.
+        return lives[: self.call.steps.length], taken
+
+    def _form(self, live: Live) -> tuple[int, Sequence[bool]]:
+        return self.size(live), [*live.needs]
 
     def reversed(self, live: Live, action: Action) -> Taken:
         """Do an action of a backward from a carry; return what it took.

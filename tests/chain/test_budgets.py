@@ -358,6 +358,144 @@ def test_autocast_and_rematerialized_steps_keep_a_budget():
     assert bytes_held(cast, X, US, W, budget=budget) <= budget
 
 
+def _windowed(loops, x, us, w, **options):
+    """Each carry passes the last three states on."""
+
+    def body(i, carry):
+        return (*carry[1:], torch.tanh(carry[0] @ w + carry[-1]))
+
+    init = tuple(x * k for k in (1, 2, 3, 4))
+    return loops.fori_loop(0, N, body, init, **options)
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_carries_that_pass_states_on_are_measured_once_they_are_alike(factor):
+    budget = factor * least(_windowed, X, US, W)
+    assert bytes_held(_windowed, X, US, W, budget=budget) <= budget
+    found, ran = steps_run(_windowed, X, US, W, budget=budget)
+    expected = of_backward(lambda *ts: _windowed(Plain, *ts), X, US, W)
+    assert_same(found, expected, reassociated=True)
+    assert ran >= 2 * N
+
+
+class _Power:
+    def __init__(self, k):
+        self.k = k
+
+    def __call__(self, i, x):
+        return (torch.tanh(torch.cat([x] * self.k)) * 0.9).reshape(self.k, *x.shape)[0]
+
+
+POWER = 1
+
+
+def _global(i, x):
+    return _Power(POWER)(i, x)
+
+
+def test_what_a_step_refers_to_is_measured_anew_when_it_changes(monkeypatch):
+    power, few = _Power(1), []
+
+    def at_least(body, k):
+        power.k = k
+        monkeypatch.setattr("test_budgets.POWER", k)
+        found = least(lambda loops, x, **o: loops.fori_loop(0, N, body, x, **o), X)
+        few.append(found)
+        return found
+
+    for body in (power, _global, lambda i, x: power(i, x)):
+        assert at_least(body, 8) > at_least(body, 1)
+        assert at_least(body, 8) == at_least(power, 8)
+    assert len(few) == 12
+
+
+def test_a_step_that_counts_is_not_measured_for_ever(monkeypatch):
+    times = []
+    measure = _within.measured
+    monkeypatch.setattr(
+        _within, "measured", lambda *a, **o: times.append(1) or measure(*a, **o)
+    )
+    counter = Counter()
+
+    def body(i, x):
+        counter.count += 1
+        return x.tanh()
+
+    for _ in range(8):
+        x = X.clone().requires_grad_()
+        chain.fori_loop(0, N, body, x, budget="1 MiB").sum().backward()
+    assert counter.count == 8 * N
+    assert len(times) == 4
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda x: len(f"{x.sum():.3f}"),
+        lambda x: 2.0 if type(x) is torch.Tensor else 1 / 0,
+    ],
+    ids=["formats", "asks for the class"],
+)
+def test_steps_that_fake_tensors_refuse_are_measured_with_values(scale):
+    def run(loops, x, us, w, **options):
+        def body(i, x):
+            return torch.tanh(x @ w) * scale(x)
+
+        return loops.fori_loop(0, N, body, x, **options)
+
+    budget = least(run, X, US, W)
+    found, ran = steps_run(run, X, US, W, budget=budget)
+    assert_same(found, of_backward(lambda *ts: run(Plain, *ts), X, US, W))
+    assert ran > 2 * N
+
+
+def test_steps_that_cannot_be_measured_run_with_a_warning(monkeypatch):
+    def measured(*_, **__):
+        return ValueError("not today")
+
+    monkeypatch.setattr(_within, "measured", measured)
+    with pytest.warns(UserWarning, match=r"could not be measured.*\(not today\)"):
+        found, ran = steps_run(_counted, X, US, W, budget="1 KiB")
+    expected = of_backward(lambda *ts: _counted(Plain, *ts), X, US, W)
+    assert_same(found, expected, reassociated=True)
+    assert ran == 2 * N
+
+
+def test_a_loop_that_ends_before_the_steps_that_are_measured_is_right():
+    assert_same(_one_step(chain, budget="1 MiB"), _one_step(Plain))
+
+
+def _one_step(loops, **options):
+    x, ws = X.clone().requires_grad_(), [W]
+
+    def body(carry):
+        return carry[0] + 1, torch.tanh(carry[1] @ ws[carry[0]])
+
+    out = loops.while_loop(lambda carry: carry[0] < 1, body, (0, x), **options)[1]
+    out.sum().backward()
+    return x.grad
+
+
+LOG = []
+
+
+class _Logging(nn.Module):
+    def forward(self, x):
+        LOG.append(1)
+        return torch.tanh(x) * (1 + 0.01 * len(LOG))
+
+
+def test_measuring_leaves_what_modules_refer_to_as_it_was():
+    def value(loops, **options):
+        LOG.clear()
+        cell, x = _Logging(), X.clone().requires_grad_()
+        out = loops.fori_loop(0, N, lambda i, x: cell(x), x, **options)
+        assert len(LOG) == N
+        return out.detach()
+
+    assert_same(value(chain, budget="1 MiB"), value(Plain))
+
+
 def test_carries_without_bytes_need_none():
     def body(i, carry):
         return carry + 1
