@@ -94,8 +94,8 @@ def scan(
         budget: how many bytes there may be, as a number or a text such as "64 MiB", in
             place of `checkpoints`: for the carries that are stored, the live carry, and
             the steps that run at a time. `init`, what is returned, and gradients come
-            on top. Some steps run on fake tensors first, and tell what a step takes; all
-            are taken to be alike. The schedule that runs the fewest steps again under
+            on top. Some steps run on fake tensors first, and tell what a step takes:
+            all are taken to be alike. The schedule that runs the fewest steps again under
             the budget is followed.
         disk: whether carries may be written to disk where that saves time, for a
             budget. It is taken to write and read 1 GB a second.

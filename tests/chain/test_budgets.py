@@ -358,14 +358,16 @@ def test_autocast_and_rematerialized_steps_keep_a_budget():
     assert bytes_held(cast, X, US, W, budget=budget) <= budget
 
 
+WINDOW = X * 2, X * 3, X * 4
+
+
 def _windowed(loops, x, us, w, **options):
     """Each carry passes the last three states on."""
 
     def body(i, carry):
         return (*carry[1:], torch.tanh(carry[0] @ w + carry[-1]))
 
-    init = tuple(x * k for k in (1, 2, 3, 4))
-    return loops.fori_loop(0, N, body, init, **options)
+    return loops.fori_loop(0, N, body, (x, *WINDOW), **options)
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4])
