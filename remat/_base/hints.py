@@ -38,8 +38,11 @@ def on(function: Any, package: str) -> None:
         package: of these names.
     """
     for name in dir(sys.modules[package]):
-        if not name.startswith("_"):
+        if not name.startswith("_") and name != function.__name__:
             setattr(function, name, _Misplaced(name, package))
+    for room, names in _IN_ROOMS.items():  # to list all would import the rooms
+        for name in names:
+            setattr(function, name, _Misplaced(f"{room}.{name}", package))
 
 
 class _Hinting(types.ModuleType):
@@ -70,10 +73,12 @@ class _Misplaced:
         raise TypeError(repr(self))
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(repr(self))
+        # What copies or pickles asks for its own names.
+        raise AttributeError(name if name.startswith("_") else repr(self))
 
     def __repr__(self) -> str:
-        return _FUNCTION.format(name=self._name, package=self._package)
+        shown = {"name": self._name, "package": self._package}
+        return _FUNCTION.format(first=self._name.partition(".")[0], **shown)
 
 
 def _advice(module: types.ModuleType, name: str) -> str:
@@ -129,6 +134,13 @@ def _listed(room: types.ModuleType) -> str:
     return f"{shown}, ..." if len(names) > _SHOWN else f"{shown}."
 
 
+# What people look for on the function.
+_IN_ROOMS = {
+    "chain": ("scan", "fori_loop", "while_loop", "sequential"),
+    "nn": ("apply", "applied", "enable", "remove"),
+    "policies": ("within", "save_only_these_names"),
+    "random": ("key", "split", "fold_in", "bind"),
+}
 _SHOWN = 5
 _LIKE = 0.75  # of the letters of two names: then one may be meant
 # What JAX calls it.
@@ -145,5 +157,5 @@ _PACKAGE = (
 _ROOM = "remat: {name} is a module, which is not callable. Call a function in it: {has}"
 _FUNCTION = (
     "remat: `{package}` is the function here, not the package. For {package}.{name} "
-    "write `import {package}`, or `from {package} import {name}`."
+    "write `import {package}`, or `from {package} import {first}`."
 )

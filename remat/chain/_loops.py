@@ -95,8 +95,8 @@ def scan(
             place of `checkpoints`: for the carries that are stored, the live carry, and
             the steps that run at a time. `init`, what is returned, and gradients come
             on top. Some steps run on fake tensors first, and tell what a step takes:
-            all are taken to be alike. The schedule that runs the fewest steps again under
-            the budget is followed.
+            all are taken to be alike. The schedule that runs the fewest steps again
+            under the budget is followed.
         disk: whether carries may be written to disk where that saves time, for a
             budget. It is taken to write and read 1 GB a second.
         policy: which results to save of a step that is reversed, as for `remat`.
