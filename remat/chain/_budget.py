@@ -132,12 +132,12 @@ def counts_together(length: int) -> list[int]:
     ]
 
 
-class Option(NamedTuple):
+class Priced(NamedTuple):
     """A schedule with what it costs.
 
     Attributes:
         nbytes: that exist at a time, at most.
-        cost: of a backward, in steps.
+        cost: of a backward in steps; where stages differ, of all in seconds.
         schedule: see above.
     """
 
@@ -146,7 +146,7 @@ class Option(NamedTuple):
     schedule: Schedule
 
 
-def least(step: StepBytes, length: int) -> Option:
+def least(step: StepBytes, length: int) -> Priced:
     """Return the schedule that needs the fewest bytes."""
     few = _binomial(step, length, 1, 1)
     return min([few, *_uniform(step, length)], key=lambda option: option.nbytes)
@@ -172,15 +172,15 @@ def online(step: StepBytes, nbytes: int) -> Online | None:
     return Online(slots) if slots else None
 
 
-def _uniform(step: StepBytes, length: int) -> Iterator[Option]:
+def _uniform(step: StepBytes, length: int) -> Iterator[Priced]:
     """Yield equal segments of each size, the longest first."""
     for size in range(min(step.together, length), 0, -1):
         count = -(-length // size)
         runs = max(step.carry + step.advance, step.reversing(-(-length // count)))
-        yield Option((count - 1) * step.carry + runs, length, Uniform(count))
+        yield Priced((count - 1) * step.carry + runs, length, Uniform(count))
 
 
-def _options(step: StepBytes, length: int, budget: LoopBudget) -> Iterator[Option]:
+def _options(step: StepBytes, length: int, budget: LoopBudget) -> Iterator[Priced]:
     """Yield what fits with fewer carries than segments have."""
     for unroll in range(1, min(step.together, length) + 1):
         free = budget.nbytes - step.between(unroll)
@@ -198,20 +198,20 @@ def _slots(step: StepBytes, free: int, most: int) -> int:
     return min(free // step.carry + 1, most) if step.carry else most
 
 
-def _binomial(step: StepBytes, length: int, slots: int, unroll: int) -> Option:
+def _binomial(step: StepBytes, length: int, slots: int, unroll: int) -> Priced:
     schedule = Binomial(slots, unroll)
     nbytes = (slots - 1) * step.carry + step.between(unroll)
-    return Option(nbytes, schedule.evaluations(length).backward, schedule)
+    return Priced(nbytes, schedule.evaluations(length).backward, schedule)
 
 
-def _multilevel(step: StepBytes, length: int, slots: int, unroll: int) -> Option:
+def _multilevel(step: StepBytes, length: int, slots: int, unroll: int) -> Priced:
     """Return a schedule with carries on disk, where the first carry is read, too."""
     slots = max(slots, 1)
     transfer = step.carry / DISK_BYTES_PER_SECOND / max(step.seconds, 1e-9)
     schedule = Multilevel(slots, None, transfer, transfer, unroll)
     cost = schedule.evaluations(length).backward
     cost += 2 * transfer * schedule.on_disk(length)
-    return Option(slots * step.carry + step.between(unroll), cost, schedule)
+    return Priced(slots * step.carry + step.between(unroll), cost, schedule)
 
 
 _DISK = (

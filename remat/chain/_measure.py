@@ -10,6 +10,7 @@ chains inside of steps and shared memory would each need one.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from remat._torch import (
     outside_all_dispatch_modes,
     storage_id,
 )
-from remat._transform.vjp import replace as replaced
+from remat._transform import vjp
 from remat.chain._actions import (
     Action,
     Advance,
@@ -198,22 +199,22 @@ def _stages_of(rehearsal: "Rehearsal") -> Staged:
         lives.append(live)
         advanced.append(taken)
     recorded = [rehearsal.reversed(lives[k], Record(k)) for k in range(count)]
-    gradients, reversed_ = [rehearsal.cotangent], list[Taken]()
-    times: dict[int, int] = {}
+    gradients, pulled = [rehearsal.cotangent], list[Taken]()
+    givers = Counter[int]()  # how many stages give the gradient of an input
     for k in reversed(range(count)):
         before = rehearsal.gradients
-        reversed_.append(rehearsal.reversed(lives[k], Backward(k)))
+        pulled.append(rehearsal.reversed(lives[k], Backward(k)))
         gradients.append(rehearsal.cotangent)
-        for i, grad in rehearsal.gradients.items():
-            times[i] = times.get(i, 0) + (grad is not before.get(i))
+        now = rehearsal.gradients
+        givers.update(i for i, grad in now.items() if grad is not before.get(i))
     gradients.reverse()
-    reversed_.reverse()
+    pulled.reverse()
     sizes = [*map(rehearsal.size, lives)]
     stages = [
         _stage(sizes[k + 1], gradients[k : k + 2], *numbers)
-        for k, numbers in enumerate(zip(advanced, recorded, reversed_, strict=True))
+        for k, numbers in enumerate(zip(advanced, recorded, pulled, strict=True))
     ]
-    several = [g for i, g in rehearsal.gradients.items() if times[i] > 1]
+    several = [g for i, g in rehearsal.gradients.items() if givers[i] > 1]
     given = _nbytes(lives[0].tensors)
     return Staged(Stages(tuple(stages), given, gradients[0]), _nbytes(several))
 
@@ -223,14 +224,14 @@ def _stage(
     gradients: Sequence[int],
     advanced: "Taken",
     recorded: "Taken",
-    reversed_: "Taken",
+    pulled: "Taken",
 ) -> Stage:
     saved = max(recorded.left, output)
     option = Option(
         saved,
         advanced.seconds,
         forward_extra=max(recorded.peak - saved, 0),
-        backward_extra=max(reversed_.peak - sum(gradients), 0),
+        backward_extra=max(pulled.peak - sum(gradients), 0),
     )
     extra = max(advanced.peak - output, 0)
     return Stage(advanced.seconds, output, (option,), gradients[1], extra)
@@ -327,7 +328,7 @@ class Rehearsal:
             outs, evaluation = chain.evaluate(inputs, Request(needs, at_base=True))
         updated = evaluation.updated  # buffers, whose values from before come last
         if updated:
-            inputs = replaced(inputs, updated, outs[-len(updated) :])
+            inputs = vjp.replace(inputs, updated, outs[-len(updated) :])
         self.inputs = inputs
         places = chain.call.outs
         self.forward = taken.peak - _nbytes([outs[j] for j in places.of_collected])

@@ -22,7 +22,7 @@ from remat.chain._actions import (
     Schedule,
     Storage,
 )
-from remat.chain._budget import DISK_BYTES_PER_SECOND, LoopBudget, Option
+from remat.chain._budget import DISK_BYTES_PER_SECOND, LoopBudget, Priced
 from remat.chain._plan import Keep, Stages
 from remat.chain._rotor import rotor
 from remat.chain._segments import Uniform
@@ -45,7 +45,7 @@ class Staged(NamedTuple):
     shared: int
 
 
-def least_staged(numbers: Staged) -> Option:
+def least_staged(numbers: Staged) -> Priced:
     """Return the schedule that needs the fewest bytes."""
     options = (_followed(numbers, s) for s in _schedules(len(numbers.stages)))
     return min(options, key=lambda option: option[:2])
@@ -89,7 +89,7 @@ def _on_disk(numbers: Staged) -> Iterator[Schedule]:
         yield Multilevel(memory, None, transfer, transfer)
 
 
-def _followed(numbers: Staged, schedule: Schedule) -> Option:
+def _followed(numbers: Staged, schedule: Schedule) -> Priced:
     """Return what a schedule takes: bytes, and seconds."""
     followed = _Followed(numbers)
     length = len(numbers.stages)
@@ -98,7 +98,7 @@ def _followed(numbers: Staged, schedule: Schedule) -> Option:
     followed.turn(length)
     for action in schedule.backward(length):
         followed.do(action)
-    return Option(followed.peak, followed.seconds, schedule)
+    return Priced(followed.peak, followed.seconds, schedule)
 
 
 def _without_records(actions: Iterable[Action]) -> Iterator[Action]:
