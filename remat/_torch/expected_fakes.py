@@ -21,6 +21,14 @@ def _fakes_have_no_values() -> None:
             raise AssertionError("a value was given")
 
 
+@expects("empty_in", at_import=False)
+def _a_fake_is_like_a_tensor() -> None:
+    x = torch.ones(2, 3).t()
+    made = fakes.empty_in(fakes.fake_mode(), x)
+    assert fakes.is_fake(made)
+    assert (made.shape, made.stride(), made.dtype) == (x.shape, x.stride(), x.dtype)
+
+
 @expects("copied_as_fake", "fake_mode", "is_fake", at_import=False)
 def _copies_are_fake() -> None:
     mode, cpu = fakes.fake_mode(), torch.device("cpu")

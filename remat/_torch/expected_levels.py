@@ -131,6 +131,19 @@ def _a_level_is_opened() -> None:
         torch._C._vmapmode_decrement_nesting()
 
 
+@expects("is_legacy_batch")
+def _the_vmap_of_gradients_makes_batches_of_its_own() -> None:
+    level = torch._C._vmapmode_increment_nesting()
+    try:
+        batch = torch._add_batch_dim(torch.ones(3, 2), 0, level)
+        assert batch.shape == (2,)
+        assert levels.is_legacy_batch(batch) is True
+        assert levels.base_tensor(batch) is batch
+    finally:
+        torch._C._vmapmode_decrement_nesting()
+    assert levels.is_legacy_batch(torch.ones(2)) is False
+
+
 def _nesting() -> int:
     depth = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
@@ -152,7 +165,7 @@ def _levels_below_are_asked() -> None:
 
 @expects(
     *("VMAP", "batch", "batched", "batched_again", "batched_here", "call_below_vmap"),
-    *("is_batch_of_cotangents", "transforms", "unbatched"),
+    *("batch_size", "is_batch_of_cotangents", "transforms", "unbatched"),
 )
 def _a_batch_is_sent_below() -> None:
     x = torch.ones(2, 3)
@@ -171,6 +184,7 @@ def _a_batch_is_sent_below() -> None:
         assert levels.is_batch_of_cotangents([t]) is False
         assert levels.are_all_vmaps() is True
         assert levels.transforms() == (levels.VMAP,)
+        assert levels.batch_size() == 3
         below, hows = levels.unbatched([t])
         again = levels.batched_again(_sine_of, hows)
         (outs, dims) = levels.below_all_levels(again, *below)
@@ -186,6 +200,7 @@ def _a_batch_is_sent_below() -> None:
     assert same(torch.func.vmap(mapped, in_dims=1, out_dims=1)(x), x.sin())
     assert levels.is_batch_of_cotangents([x]) is False
     assert levels.transforms() == ()
+    assert levels.batch_size() == 1
 
 
 def _sine_of(x: Tensor) -> tuple[Tensor]:

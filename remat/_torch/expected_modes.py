@@ -171,7 +171,7 @@ def _dispatch_modes_are_entered_and_left() -> None:
     assert _flags() == before
 
 
-@expects("outside_dispatch_mode")
+@expects("outside_all_dispatch_modes", "outside_dispatch_mode")
 def _what_is_entered_inside_of_a_mode_is_left_with_it() -> None:
     class Noting(modes.LeanDispatchMode):
         @override
@@ -188,7 +188,14 @@ def _what_is_entered_inside_of_a_mode_is_left_with_it() -> None:
             x.sin()
         assert seen == [around]
         x.sin()
-    assert seen == [around, inner, mode, around]
+        assert seen == [around, inner, mode, around]
+        seen.clear()
+        with modes.outside_all_dispatch_modes():
+            x.sin()
+            assert not any(_flags().values())
+        assert not seen
+        x.sin()
+        assert seen == [inner, mode, around]
 
 
 @expects("below_autograd", "detached")

@@ -56,15 +56,14 @@ def test_code_is_compiled_and_runs_compiled_in_a_block():
     assert_same(found, [again(compiled, plainly)[0]] * 2)
     # Outside of blocks it is another graph: which modes are open is guarded.
     assert backend.frame_count >= 2
-    # Dynamo also guards what other tests leave behind, and may compile once more
+    # Dynamo also guards what other tests leave behind, and may compile a few times more
     # for that. A block that compiled anew in each run would never come to rest.
-    for _ in range(2):
+    graphs = [-1, backend.frame_count]
+    while graphs[-1] > graphs[-2] and len(graphs) < 10:
         again(compiled, plainly)
         again(compiled, remat.scope)
-    graphs = backend.frame_count
-    again(compiled, plainly)
-    again(compiled, remat.scope)
-    assert backend.frame_count == graphs
+        graphs.append(backend.frame_count)
+    assert graphs[-1] == graphs[-2]
 
 
 @pytest.mark.parametrize(("fn", "graphs"), [(whole, 1), (broken, 2)])
