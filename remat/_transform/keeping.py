@@ -7,7 +7,6 @@ tensor, and the code of the call which lines store into a thing of that name.
 Rejected: to run the function once more under a trace. It would keep a second tensor.
 """
 
-import dis
 import gc
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from remat._base.installed import is_installed
+from remat._base.interpreter import lines_storing
 from remat._base.source import shown
 from remat._torch import no_torch_functions
 
@@ -147,17 +147,8 @@ def _variable(cell: types.CellType) -> str:
 def _lines_storing(name: str, codes: Iterable[Any]) -> Iterator[str]:
     """Yield the lines that assign to a name, or add to what it names."""
     for code in _functions(codes):
-        loads: set[int] = set()
-        for each in dis.get_instructions(code):
-            line = each.positions.lineno if each.positions else None
-            if line is None:
-                continue
-            is_named = each.argval == name
-            if is_named and each.opname.startswith("LOAD_"):
-                loads.add(line)
-            adds = each.argval in _ADDING or each.opname == "STORE_SUBSCR"
-            if (is_named and each.opname in _STORING) or (adds and line in loads):
-                yield f"{shown(code.co_filename)}:{line}"
+        for line in lines_storing(code, name):
+            yield f"{shown(code.co_filename)}:{line}"
 
 
 def _functions(codes: Iterable[Any]) -> Iterator[types.CodeType]:
@@ -170,7 +161,3 @@ def _functions(codes: Iterable[Any]) -> Iterator[types.CodeType]:
         elif isinstance(code, types.CodeType) and not is_installed(code.co_filename):
             yield code
             yield from _functions(code.co_consts)
-
-
-_STORING = {"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL"}
-_ADDING = {"add", "append", "appendleft", "extend", "insert", "setdefault", "update"}
