@@ -143,7 +143,10 @@ def autocast(x, w):
 @pytest.mark.parametrize("name", OPS)
 def test_what_operations_hold_inside_counts(name):
     fn, *args = OPS[name]
-    assert_made(Op(fn), args, square)
+    # oneDNN has other kernels for processors without wide vectors, which hold less.
+    is_narrow = torch.backends.cpu.get_cpu_capability() != "AVX512"
+    at_most = is_narrow and name == "conv by channel, last"
+    assert_made(Op(fn), args, square, at_most=at_most)
 
 
 def test_a_conv_of_patches_holds_columns():
@@ -157,11 +160,20 @@ def test_expanded_gradients_are_copied_inside(name):
     assert_made(Op(fn), args, torch.sum)
 
 
-def assert_made(model, args, loss):
-    """Assert that what a step makes is predicted: what is there before hides much."""
+def assert_made(model, args, loss, *, at_most=False):
+    """Assert that what a step makes is predicted: what is there before hides much.
+
+    Args:
+        model: of the step.
+        args: of the model.
+        loss: of its result.
+        at_most: whether less may be made.
+    """
     found = simulated(model, tuple(args), loss=loss)
     before = bytes_before(model, *args)
     measured = measured_peak(model, args, {}, loss)
+    if at_most and measured < found.peak:
+        return
     assert_predicted(found.peak - before, measured - before)
 
 
