@@ -4,7 +4,8 @@ Called by `remat/__init__.py` and those of its public rooms; then by Python, whe
 module is called, or has no such name.
 
 Invariant: names that exist are found as without it. The right name is looked for when
-an error is raised, with `dir`, so that no table has to follow the package.
+an error is raised, with `dir`. Only for the function there is a table, of names in
+rooms, and a test compares it with them: to list them would import the rooms.
 Rejected: a package that can be called. `remat` would be a function in one file and a
 package in the next, and `remat.fit` would depend on which.
 """
@@ -40,7 +41,7 @@ def on(function: Any, package: str) -> None:
     for name in dir(sys.modules[package]):
         if not name.startswith("_") and name != function.__name__:
             setattr(function, name, _Misplaced(name, package))
-    for room, names in _IN_ROOMS.items():  # to list all would import the rooms
+    for room, names in IN_ROOMS.items():
         for name in names:
             setattr(function, name, _Misplaced(f"{room}.{name}", package))
 
@@ -135,7 +136,7 @@ def _listed(room: types.ModuleType) -> str:
 
 
 # What people look for on the function.
-_IN_ROOMS = {
+IN_ROOMS = {
     "chain": ("scan", "fori_loop", "while_loop", "sequential"),
     "nn": ("apply", "applied", "enable", "remove"),
     "policies": ("within", "save_only_these_names"),

@@ -160,50 +160,53 @@ def without_dispatch_mode(mode: Any) -> Iterator[None]:
         dynamo.set_eval_frame(before)
 
 
-# Deleted by: the same.
 @contextmanager
-def outside_all_dispatch_modes() -> Iterator[None]:
-    """Run the body as if no dispatch mode were entered, remat's own included."""
+def _popped(count: int) -> Iterator[list[Any]]:
+    """Run the body without the innermost modes; yield them, the innermost first."""
     before = dynamo.set_eval_frame(None)
-    depth = len(_python_dispatch._get_current_dispatch_mode_stack())
-    popped: list[Any] = [_python_dispatch._pop_mode() for _ in range(depth)]
-    flags = _read_flags(_dispatch) if _has_flags else ()
-    if flags:
-        _write_flags((False,) * len(flags))
+    modes: list[Any] = [_python_dispatch._pop_mode() for _ in range(count)]
     try:
-        yield
+        yield modes
     finally:
-        if flags:
-            _write_flags(flags)
-        for mode in reversed(popped):
+        for mode in reversed(modes):
             _python_dispatch._push_mode(mode)
         dynamo.set_eval_frame(before)
 
 
 # Deleted by: the same.
 @contextmanager
+def outside_all_dispatch_modes() -> Iterator[None]:
+    """Run the body as if no dispatch mode were entered, remat's own included."""
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    flags = _read_flags(_dispatch) if _has_flags else ()
+    with _popped(len(stack)):
+        if flags:
+            _write_flags((False,) * len(flags))
+        try:
+            yield
+        finally:
+            if flags:
+                _write_flags(flags)
+
+
+# Deleted by: the same.
+@contextmanager
 def outside_dispatch_mode(mode: Any) -> Iterator[None]:
     """Run the body as if a mode, and modes of ours inside of it, were not entered."""
-    popped = list[Any]()
     stack = _python_dispatch._get_current_dispatch_mode_stack()
     if not any(each is mode for each in stack):  # it was left already
         yield
         return
-    before = dynamo.set_eval_frame(None)
     inside = [*map(id, stack)].index(id(mode))
-    for _ in stack[inside:]:
-        popped.append(_python_dispatch._pop_mode())
-    others = [m for m in reversed(popped) if not isinstance(m, LeanDispatchMode)]
-    for other in others:
-        _python_dispatch._push_mode(other)
-    try:
-        yield
-    finally:
-        for _ in others:
-            _python_dispatch._pop_mode()
-        for each in reversed(popped):
-            _python_dispatch._push_mode(each)
-        dynamo.set_eval_frame(before)
+    with _popped(len(stack) - inside) as popped:
+        others = [m for m in reversed(popped) if not isinstance(m, LeanDispatchMode)]
+        for other in others:
+            _python_dispatch._push_mode(other)
+        try:
+            yield
+        finally:
+            for _ in others:
+                _python_dispatch._pop_mode()
 
 
 # Deleted by: Dynamo compiling the branches of `torch.cond`, and the bodies of loops,

@@ -16,6 +16,7 @@ import pytest
 from support.public import MODULES
 
 import remat
+from remat._base import hints
 
 
 ROOT = Path(__file__).parents[2]
@@ -168,3 +169,12 @@ def test_a_name_that_is_not_there_is_refused_and_loads_nothing():
 def test_what_surrounds_the_first_use_does_not_matter():
     cases = run(FIRST_USE).split()
     assert len(cases) == 7
+
+
+@pytest.mark.parametrize("room", hints.IN_ROOMS)
+def test_names_that_the_function_says_are_in_a_room_are_there(room):
+    found = importlib.import_module(f"remat.{room}")
+    for name in hints.IN_ROOMS[room]:
+        assert callable(getattr(found, name))
+        with pytest.raises(TypeError, match=rf"For remat\.{room}\.{name} write"):
+            getattr(remat.remat, name)()
