@@ -14,6 +14,12 @@
     _stored               stored carries, in memory and on disk
     _steps                what is between two steps, as data
 
+    _within     finds the schedule for a budget of bytes
+    _alike      which chains need not be measured again
+    _measure    what a step takes: runs some on fake tensors
+    _budget     budgets, and which schedule of equal steps stays under one
+    _staged     the same for the unequal stages of `sequential`
+
     _segments     schedule: equal segments, each reversed as a whole
     _multilevel   schedule: carries on disk, and the steps between them from memory
     _online       schedule: chains whose length is known only at their end

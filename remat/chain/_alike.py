@@ -20,14 +20,13 @@ from remat._ambient.ambient import Ambient
 from remat._base.code import known_code
 from remat._base.types import INERT
 from remat._partial.cache import metas_of
-from remat.chain._budget import LoopBudget
+from remat.chain._budget import TOGETHER, LoopBudget
 from remat.chain._forward import ChainCall
 from remat.chain._steps import Functions
 from remat.policies import Policy
 
 
 _MOST = 2_000  # values that are walked to
-_LONG = 32  # steps, from which on one more changes nothing of what is measured
 
 
 class Kind(NamedTuple):
@@ -59,7 +58,9 @@ def kind_of_chain(
         budget: that it is given.
     """
     steps = call.steps
-    is_long = steps.is_repeated and (steps.length or 0) > _LONG
+    # Of more steps, none more is run to measure them.
+    most = TOGETHER + len(call.initial) + 2
+    is_long = steps.is_repeated and (steps.length or 0) > most
     rows = {*call.scanned} if is_long else ()
     wholes = [t for i, t in enumerate(inputs) if i not in rows]
     shapes = metas_of(wholes), *((inputs[i].shape[1:], inputs[i].dtype) for i in rows)

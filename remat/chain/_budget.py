@@ -17,7 +17,7 @@ from remat.chain.schedules import Binomial, Multilevel, Online, Schedule, Unifor
 
 
 DISK_BYTES_PER_SECOND = 1e9  # nominal, of a write and of a read
-_TOGETHER = 32  # steps that are reversed together, at most
+TOGETHER = 32  # steps that are reversed together, at most
 _SLOTS = 2**20  # of a loop whose carries take no bytes
 
 
@@ -125,10 +125,10 @@ def counts_together(length: int) -> list[int]:
         >>> counts_together(5), counts_together(1000)
         ([1, 2, 4, 5], [1, 2, 4, 8, 16, 32])
     """
-    powers = [2**k for k in range(_TOGETHER.bit_length())]
+    powers = [2**k for k in range(TOGETHER.bit_length())]
     return [
         *(n for n in powers if n < length),
-        *([length] if length <= _TOGETHER else ()),
+        *([length] if length <= TOGETHER else ()),
     ]
 
 
@@ -157,13 +157,12 @@ def chosen(step: StepBytes, length: int, budget: LoopBudget) -> Schedule | None:
 
     Segments run each step twice, so those come first, of these the longest that fit.
     """
-    segments = (o for o in _uniform(step, length) if o.nbytes <= budget.nbytes)
-    options = [o for o in (next(segments, None),) if o is not None]
-    if not options:
-        options += _options(step, length, budget)
-    if not options:
-        return None
-    return min(options, key=lambda option: option.cost).schedule
+    for segments in _uniform(step, length):
+        if segments.nbytes <= budget.nbytes:
+            return segments.schedule
+    options = _options(step, length, budget)
+    found = min(options, key=lambda option: option.cost, default=None)
+    return None if found is None else found.schedule
 
 
 def online(step: StepBytes, nbytes: int) -> Online | None:

@@ -137,14 +137,8 @@ def scan(
     """
     check_function("scan", f)
     check_progress(progress)
-    asked = budget_of(
-        "scan",
-        budget,
-        policy,
-        disk=disk,
-        checkpoints=checkpoints,
-        unroll=None if unroll == 1 else unroll,
-    )
+    given = {"checkpoints": checkpoints, "unroll": None if unroll == 1 else unroll}
+    asked = budget_of("scan", budget, policy, disk=disk, **given)
     label = label_for("scan", f)
     count = _length_of(xs, length, label)
     if not count:
@@ -218,14 +212,8 @@ def fori_loop(
     """
     check_function("fori_loop", body)
     check_progress(progress)
-    asked = budget_of(
-        "fori_loop",
-        budget,
-        policy,
-        disk=disk,
-        checkpoints=checkpoints,
-        unroll=None if unroll == 1 else unroll,
-    )
+    given = {"checkpoints": checkpoints, "unroll": None if unroll == 1 else unroll}
+    asked = budget_of("fori_loop", budget, policy, disk=disk, **given)
     first, stop = operator.index(lower), operator.index(upper)
     if stop <= first:
         return init

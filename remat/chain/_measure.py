@@ -3,8 +3,8 @@
 `_within` calls it once for chains that are alike.
 
 Invariant: a step runs as the chain runs it, by the chain's own forward, segments and
-reversal. Nothing of the user's changes: no object, buffer or random stream, and no
-dispatch mode sees it.
+reversal. What it reaches is put back: objects, buffers and random streams. No dispatch
+mode sees it; a print or a write to a file is seen.
 Rejected: a record of one step, and a formula of what autograd keeps of it. Policies,
 chains inside of steps and shared memory would each need one.
 """
@@ -72,9 +72,9 @@ def measured(
         Those of one step, or of all where each one differs. If the steps raise an
         error, that. They may ask for values, which a vmap does not have.
     """
-    lengths: Iterable[int] = () if steps.length is None else (steps.length,)
+    lengths: Sequence[int] = (steps.length or 0,)
     if steps.length is None:  # there may be fewer than are tried
-        lengths = dict.fromkeys((len(taken_apart(args[0])[0]) + 2, 2, 1))
+        lengths = len(taken_apart(args[0])[0]) + 2, 2, 1
     error: Exception = RuntimeError()
     # Fake kernels refuse some of what the real ones compute.
     for is_real in (False,) if is_batched else (False, True):

@@ -225,7 +225,10 @@ def test_random_streams_are_where_they_would_be():
         return found, torch.rand(2), torch.rand(2, generator=generator)
 
     budget = 2 * least(drawing, X, US, W)
-    assert_same(seeded(chain, budget=budget), seeded(Plain), reassociated=True)
+    with count_ops() as ops:
+        found = seeded(chain, budget=budget)
+    assert_same(found, seeded(Plain), reassociated=True)
+    assert ops["tanh"] >= 20
 
 
 def test_measuring_leaves_buffers_and_modes_of_the_user_alone():
@@ -248,7 +251,9 @@ def test_measuring_leaves_buffers_and_modes_of_the_user_alone():
     first = len(seen)
     assert_same(trained(chain, budget="1 MiB"), found)  # which does not
     assert len(seen) == 2 * first
+    seen.clear()
     assert_same(found, trained(Plain))
+    assert first > len(seen)  # layers run again
 
 
 class Counter:
@@ -275,9 +280,11 @@ def test_measuring_leaves_objects_that_steps_change_as_they_were(asks):
         loops.fori_loop(0, N, body, x, **options).square().sum().backward()
         return x.grad, counter.count, counter.seen
 
-    found = trained(chain, budget=X.nbytes * 5)
+    with count_ops() as ops:
+        found = trained(chain, budget=X.nbytes * 5)
     assert_same(found, trained(Plain), reassociated=True)
     assert found[1] == N
+    assert ops["tanh"] >= 2 * N
 
 
 def test_steps_that_are_alike_are_measured_once(monkeypatch):
@@ -493,9 +500,13 @@ def test_measuring_leaves_what_modules_refer_to_as_it_was():
         cell, x = _Logging(), X.clone().requires_grad_()
         out = loops.fori_loop(0, N, lambda i, x: cell(x), x, **options)
         assert len(LOG) == N
-        return out.detach()
+        return out
 
-    assert_same(value(chain, budget="1 MiB"), value(Plain))
+    found = value(chain, budget="1 MiB")
+    with count_ops() as ops:
+        found.sum().backward()
+    assert ops["tanh"] == N
+    assert_same(found.detach(), value(Plain).detach())
 
 
 def test_carries_without_bytes_need_none():
