@@ -30,7 +30,7 @@ _MOST = 2_000  # values that are walked to
 
 
 class Kind(NamedTuple):
-    """What a chain is.
+    """What chains have in common whose steps are alike.
 
     Attributes:
         code: what it does, with which shapes and settings.
@@ -48,7 +48,7 @@ def kind_of_chain(
     needs: Sequence[bool],
     budget: LoopBudget,
 ) -> Kind:
-    """Return what a chain is.
+    """Return what a chain has in common with those whose steps are alike.
 
     Args:
         call: the chain.

@@ -109,7 +109,7 @@ class StepBytes:
         return less + -(-(nbytes - less) * (count - fewer) // (steps - fewer))
 
     def between(self, unroll: int) -> int:
-        """Return what exists beside stored carries while steps run one after another.
+        """Return the bytes beside stored carries while steps run one after another.
 
         That is the live carry, and either an advance below the cotangent, or a unit of
         steps that is reversed.

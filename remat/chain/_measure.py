@@ -94,7 +94,7 @@ _ALONE = threading.RLock()
 def _measured(
     fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_real: bool
 ) -> StepBytes | Staged:
-    """Try with two steps, and with more if a carry is not yet what it will be."""
+    """Try with two steps, and with more if the carries after these are unlike others."""
     with _ALONE:
         try:
             return _tried(Trial(fn, args, steps, 2), nbytes, is_real=is_real)
@@ -181,7 +181,7 @@ def _step_of(rehearsal: "Rehearsal", nbytes: int, *, is_real: bool) -> StepBytes
     cotangent = rehearsal.cotangent
     for count in counts_together(length)[1:]:
         before = max(reverse.values())
-        # More steps take more. What is real is not to take it.
+        # More steps take more, and real ones are not to take that much.
         if (2 * before if is_real else before) > nbytes:
             break
         reverse[count] = reversing(count)
@@ -288,7 +288,7 @@ class Trial(ChainCall):
 
 @dataclass(slots=True)
 class Taken:
-    """What was taken by what was done.
+    """What a piece of work took.
 
     Attributes:
         peak: the most bytes that were alive, besides those from before.

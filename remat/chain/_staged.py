@@ -2,8 +2,8 @@
 
 Invariant: what a schedule takes is found by following its actions, as the chain follows
 them, with the numbers of each stage. So all kinds of schedules compare.
-Rejected: the plan of `rotor` alone. It takes time to the third power of the stages, and
-the residuals that it has a forward record are those that a chain does not hold.
+Rejected: the plan of `rotor` alone. Its time grows with the third power of the stages,
+and it plans for a forward that records stages, which that of a chain does not.
 """
 
 import math

@@ -102,8 +102,8 @@ def _too_small(nbytes: int, few: int, label: str) -> BudgetError:
 class _Known:
     """What was measured, by kind. The least recently used is forgotten first.
 
-    A step that counts refers to another number in each call. If that has changed
-    nothing for some times, it is not asked any more.
+    A step that counts refers to another number in each call. Once some measurements
+    with other numbers were all the same, no more are made.
     """
 
     def __init__(self, size: int) -> None:
