@@ -94,7 +94,7 @@ _ALONE = threading.RLock()
 def _measured(
     fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_real: bool
 ) -> StepBytes | Staged:
-    """Try with two steps, and with more if the carries after these are unlike others."""
+    """Try with two steps; with more if carries after these are unlike others."""
     with _ALONE:
         try:
             return _tried(Trial(fn, args, steps, 2), nbytes, is_real=is_real)
