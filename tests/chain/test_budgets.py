@@ -471,7 +471,10 @@ def test_steps_that_cannot_be_measured_run_with_a_warning(monkeypatch):
 
 
 def test_a_loop_that_ends_before_the_steps_that_are_measured_is_right():
-    assert_same(_one_step(chain, budget="1 MiB"), _one_step(Plain))
+    with count_ops() as ops:
+        found = _one_step(chain, budget="1 MiB")
+    assert_same(found, _one_step(Plain))
+    assert ops["tanh"] == 2
 
 
 def _one_step(loops, **options):
