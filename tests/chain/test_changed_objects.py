@@ -150,16 +150,24 @@ def gradients(run, name):
     return [*found[0], *found[1], *torch.autograd.grad(first.sum(), x)], changed()
 
 
+def counted(run, *args, **options):
+    """What `run` returns, and how many sines it computes."""
+    with count_ops() as ops:
+        found = run(*args, **options)
+    return found, ops["sin"]
+
+
 @rows("checkpoints", CHECKPOINTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_step_changes_objects_once(name, checkpoints, folder):
     def run(body, x):
         return chain.fori_loop(0, STEPS, body, x, checkpoints=checkpoints)
 
-    found, changed = gradients(run, name)
-    expected, plainly = gradients(in_a_loop, name)
+    (found, changed), ran = counted(gradients, run, name)
+    (expected, plainly), plain = counted(gradients, in_a_loop, name)
     assert changed == plainly
     assert_close(found, expected)
+    assert ran > plain
 
 
 WAYS = {
@@ -174,9 +182,12 @@ WAYS = {
 @pytest.mark.parametrize("name", NAMES)
 def test_under_transforms(name, way):
     (steps, changed, _), (plain_steps, plainly, _) = bodies(), bodies()
-    found = way(lambda x: chain.fori_loop(0, STEPS, steps[name], x))
-    assert_close(found, way(lambda x: in_a_loop(plain_steps[name], x)))
+    found, ran = counted(way, lambda x: chain.fori_loop(0, STEPS, steps[name], x))
+    expected, plain = counted(way, lambda x: in_a_loop(plain_steps[name], x))
+    assert_close(found, expected)
     assert changed() == plainly()
+    # Forward mode alone runs nothing again.
+    assert ran == plain if way is WAYS["jvp"] else ran > plain
 
 
 def sines(name, checkpoints):
@@ -239,12 +250,11 @@ OPTIONS = {
 @rows("options", OPTIONS)
 def test_a_scan_that_logs(options):
     kept = {key: value for key, value in options.items() if key == "reverse"}
-    (found, log), (expected, plain_log) = (
-        a_scan(chain.scan, **options),
-        a_scan(plain_scan, **kept),
-    )
+    (found, log), ran = counted(a_scan, chain.scan, **options)
+    (expected, plain_log), plain = counted(a_scan, plain_scan, **kept)
     assert log == plain_log
     assert_close(found, expected)
+    assert ran > plain
 
 
 def a_while_loop(loop):
@@ -272,9 +282,11 @@ def test_a_while_loop_that_logs(checkpoints):
     def loop(*args):
         return chain.while_loop(*args, checkpoints=checkpoints)
 
-    (found, log), (expected, plain_log) = map(a_while_loop, (loop, plain_while))
+    (found, log), ran = counted(a_while_loop, loop)
+    (expected, plain_log), plain = counted(a_while_loop, plain_while)
     assert log == plain_log
     assert_close(found, expected)
+    assert ran > plain
 
 
 @pytest.mark.parametrize("options", [{"segments": 2}, {"checkpoints": 2}])
@@ -289,10 +301,14 @@ def test_a_layer_that_is_called_several_times(options):
             x = layer(x)
         return x
 
-    found, calls = run(lambda layers, x: chain.sequential(layers, x, **options))
-    expected, plain_calls = run(plainly)
+    def chained(layers, x):
+        return chain.sequential(layers, x, **options)
+
+    (found, calls), ran = counted(run, chained)
+    (expected, plain_calls), plain = counted(run, plainly)
     assert calls == plain_calls == 5
     assert_close(found, expected)
+    assert ran > plain
 
 
 # --- What cannot be put back --------------------------------------------------------
