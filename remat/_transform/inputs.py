@@ -37,19 +37,18 @@ from remat._graph.handles import PackedOutside
 from remat._torch import (
     Renorm,
     Renorms,
-    function_mode_count,
-    is_shared,
     later_renorms,
-    no_torch_functions,
     storage_id,
     unseen,
 )
 from remat._transform.buffers import is_same as has_same_bytes
 from remat._transform.leaves import (
+    Memory,
     addresses_of,
     attributes_of,
     holding,
     holding_rows,
+    memory_of,
 )
 
 
@@ -184,7 +183,11 @@ class SavedInputs:
             self._memory[i] = memory
             return t.detach()
         try:
-            copy = _copy_of(t)
+            if type(t) is not Tensor:
+                copy = t.clone()  # a fake one has no memory for a kernel to read
+            else:
+                with unseen():
+                    copy = t.clone()
             if self._outside is not None:
                 self._outside[i] = self._value_of(t)
             return copy
@@ -243,14 +246,12 @@ class SavedInputs:
         befores = self._memory
         self._memory = {}
         addresses = addresses_of([inputs[i] for i in befores]) or [None] * len(befores)
-        is_copied = {*self.copied}
         for (i, (address, held)), where in zip(befores.items(), addresses, strict=True):
             is_same = where == address and string_at(address, len(held)) == held
             if is_same and now[i] == self.versions[i]:
-                is_copied.discard(i)
+                self.copied -= {i}
             else:
                 self.values[i] = _with_bytes(self.values[i], held)
-        self.copied = frozenset(is_copied)
 
     def _is_renormed(self, i: int, now: int | None, renorms: Sequence[Renorm]) -> bool:
         """Say whether all that changed an input is known, and note it."""
@@ -380,11 +381,7 @@ class SavedInputs:
         return new
 
     def put_back(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """Return a context in which copied inputs hold what they held at the call.
-
-        Args:
-            tensors: that the run is on.
-        """
+        """Return a context in which copied inputs, to run on, hold what they held."""
         written = [i for i in self.copied if tensors[i] is self._refs[i]()]
         if not written:
             return contextlib.nullcontext()
@@ -394,12 +391,11 @@ class SavedInputs:
         """Return a context in which rows that embeddings scaled are as at the call."""
         if not self.renorms:
             return contextlib.nullcontext()
-        return holding_rows(
-            [
-                (self.values[i], [*ours, *later.changes])
-                for i, (ours, later) in self.renorms.items()
-            ]
-        )
+        pairs = [
+            (self.values[i], [*ours, *later.changes])
+            for i, (ours, later) in self.renorms.items()
+        ]
+        return holding_rows(pairs)
 
 
 class Computed(torch.autograd.Function):
@@ -416,59 +412,11 @@ class Computed(torch.autograd.Function):
         return grads[0]
 
 
-# --- Bytes ---
-
-# Those of which the bytes are the values, whatever the tensor is marked as.
-_DTYPES = {
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
-}
-Memory = tuple[int, bytes]  # an address, and what is there
-
-
-def memory_of(tensor: Tensor) -> Memory | None:
-    """Return where a tensor is and what it holds; None if that cannot be read at once.
-
-    To read it costs a tenth of making a copy and comparing it. None of a copy that
-    shares memory until it is written: to torch this is a write.
-    """
-    if function_mode_count():
-        with no_torch_functions():  # a mode may note who reads memory
-            return _memory_of(tensor)
-    return _memory_of(tensor)
-
-
-def _memory_of(tensor: Tensor) -> Memory | None:
-    if (
-        type(tensor) is not Tensor
-        or not tensor.is_cpu
-        or tensor.dtype not in _DTYPES
-        or not tensor.is_contiguous()
-        or tensor.is_neg()
-        or is_shared(tensor)
-    ):
-        return None
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError:  # it has no memory
-        return None
-    return address, string_at(address, tensor.nbytes)
-
-
 def _with_bytes(tensor: Tensor, held: bytes) -> Tensor:
-    """Return a tensor like another that holds bytes."""
     with unseen():
         copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         ctypes.memmove(copy.data_ptr(), held, len(held))
     return copy
-
-
-def _copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, which no mode sees."""
-    if type(tensor) is not Tensor:
-        return tensor.clone()  # a fake tensor has no memory for a kernel to read
-    with unseen():
-        return tensor.clone()
 
 
 # --- Buffers that forwards leave as they are: watched, and not copied ---

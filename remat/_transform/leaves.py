@@ -12,6 +12,7 @@ gradients of the other threads would be lost.
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import string_at
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from remat._base.types import TENSORS
 from remat._torch import (
     Renorm,
     function_mode_count,
+    is_shared,
     no_torch_functions,
     preserved_version,
     renorms_taken_back,
@@ -114,6 +116,43 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int] | None:
             return [*map(Tensor.data_ptr, tensors)]
     except RuntimeError:
         return None
+
+
+# Those of which the bytes are the values, whatever the tensor is marked as.
+_DTYPES = {
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+}
+Memory = tuple[int, bytes]  # an address, and what is there
+
+
+def memory_of(tensor: Tensor) -> Memory | None:
+    """Return where a tensor is and what it holds; None if that cannot be read at once.
+
+    To read it costs a tenth of making a copy and comparing it. None of a copy that
+    shares memory until it is written: to torch this is a write.
+    """
+    if function_mode_count():
+        with no_torch_functions():  # a mode may note who reads memory
+            return _memory_of(tensor)
+    return _memory_of(tensor)
+
+
+def _memory_of(tensor: Tensor) -> Memory | None:
+    if (
+        type(tensor) is not Tensor
+        or not tensor.is_cpu
+        or tensor.dtype not in _DTYPES
+        or not tensor.is_contiguous()
+        or tensor.is_neg()
+        or is_shared(tensor)
+    ):
+        return None
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # it has no memory
+        return None
+    return address, string_at(address, tensor.nbytes)
 
 
 class PreserveGradients:
