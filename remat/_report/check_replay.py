@@ -33,10 +33,8 @@ from remat._report.bitwise import CompareValues, KeepValues, has_values
 from remat._report.inputs import Inputs
 from remat._report.labels import label_of, one_by_one, refuse_transforms
 from remat._torch import below_all_levels, unwrap_dead
-from remat._transform.filling import Filling
 from remat._transform.module import recomputed_by
-from remat._transform.refill import recompute
-from remat._transform.saved import Saved
+from remat._transform.saved import Filling, Saved, recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,7 @@ class _Twice(Saved):
 
     def run_recompute(self, mode: Any) -> None:
         """Run the recompute."""
-        filling = _ToTheEnd([*self.alive()], self.metas, self.label)
+        filling = _ToTheEnd(self.alive(), self)
         tensors = self.inputs.to_run_on(leaves_themselves=True)
         below_all_levels(recompute, self, filling, tensors, mode)
         if mode.difference is None and filling.error is not None:

@@ -12,14 +12,8 @@ To follow a call, read the files in this order.
 
 Under base autograd: plain's own graph, which holds handles.
 
-    saved               the forward, from its start to its end
-    saved_call          what is known of the call
-    saved_inputs        what is saved of its inputs
-    copies              what a forward may write to unseen, and how it is put back
-    still               which buffers are copied, and which are watched
-    packing             the hook of the forward: what becomes a handle
-    refill              the recompute, once a handle is read
-    filling             the hook of the recompute: it fills the handles
+    saved               the whole lowering, from the call to the end of a recompute
+    inputs              what it saves of the inputs of a call
     leaves              what a recompute must leave as it was
 
 Under torch.func: one Function, whose backward is again a program.

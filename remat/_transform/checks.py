@@ -1,6 +1,6 @@
 """Checks that a call can be recomputed, and that a recompute is what the forward was.
 
-`forward` and `primal` call these under torch.func; `refill` shares `reading_refused`.
+`forward` and `primal` call these under torch.func; `saved` shares `reading_refused`.
 Errors name inputs as the snapshot of the call does.
 
 Invariant: a check raises an error or returns what it found. None changes a value.
