@@ -1,7 +1,7 @@
 """The barrier: in a graph, what a recompute reads is read after the cotangents.
 
-`_transform/vjp.py` passes what a node saved through it while a graph is made. It is
-the identity, and reads the cotangents. So a recompute comes after them, and no
+`_transform/function.py` passes what a node saved through it while a graph is made. It
+is the identity, and reads the cotangents. So a recompute comes after them, and no
 optimizer takes its operations for those of the forward.
 
 Invariant: linear, so each derivative is the identity, at every level.

@@ -23,8 +23,7 @@ from typing_extensions import override
 from remat._ambient.draws import without_draws
 from remat._base.errors import RecomputeError
 from remat._base.types import Fn
-from remat._capture.results import Result
-from remat._capture.structure import Out
+from remat._capture.results import Out, Result
 from remat._live.reach import Reach
 from remat._live.running import Running
 from remat._partial.cache import CACHES

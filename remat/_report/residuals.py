@@ -60,7 +60,7 @@ from remat._torch import (
     sequence_number,
     storage_id,
 )
-from remat._transform.primal import Primal
+from remat._transform.function import Primal
 from remat.policies import Decision
 
 
@@ -239,7 +239,8 @@ class _Notes:
             self._note_residuals(saved[len(leaves) :], recomputation, reader)
         for i, value in zip(leaves, saved, strict=False):
             if i in evaluation.updated:
-                origin = f"copy of `{call.name_of(i)}` as it was before the call"
+                name = call.call.snapshot.name_of(i)
+                origin = f"copy of `{name}` as it was before the call"
                 for t in tensors_in(value):
                     for entry in self._note(t, reader, origin):
                         entry.origin = origin
