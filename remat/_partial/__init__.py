@@ -17,8 +17,8 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
     collect, replay, check      a forward that saves residuals; a recompute along a
                                 plan; a full recompute, compared with the record
     match                       whether an operation is the one recorded
-    cache, forward_plan         what calls of one signature share; what one forward does
-    following, recomputation    what a call saves and replays: at base, under torch.func
+    cache                       what calls of one signature share
+    planned_call                what one call records, saves and replays
     naming, names               `checkpoint_name`
     tape, barrier, sketch       in a graph: what is kept, and read after the cotangents
     order                       in a graph: what may be read before them

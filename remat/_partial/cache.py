@@ -1,7 +1,6 @@
 """What calls of one signature share: plans, and what their replays have shown.
 
-`forward_plan` fills a cache after a recorded forward; `following` and `recomputation`
-tell it whether replays fit.
+`planned_call` fills a cache after a recorded forward, and tells it whether replays fit.
 
 Invariant: what is remembered is bounded, and holds no tensor, module or function of the
 user's. Rejected: to prove that a record fits before it is used. The signature is

@@ -1,6 +1,6 @@
 """Compares a recompute that follows no plan with the operations of its forward.
 
-Called by `following` and `recomputation`, after a replay was given up.
+Called by `planned_call`, after a replay was given up.
 
 Invariant: nothing is left out, and a difference is an error that shows both lists of
 operations. Rejected: comparing values, which would have to be kept.

@@ -1,6 +1,6 @@
 """Collects, while a forward runs, the residuals that a plan saves.
 
-Called by `forward_plan`, for calls whose plan is known.
+Called by `planned_call`, for calls whose plan is known.
 
 Invariant: the forward is never changed. A plan that does not fit it is given up, and
 nothing is saved. Rejected: to save only what the graph saves. A residual that only a

@@ -1,6 +1,6 @@
 """The plans of one record: one for all roots, and one for each set that was asked for.
 
-`forward_plan` makes them after a recorded forward; `cache` shares them among calls of
+`planned_call` makes them after a recorded forward; `cache` shares them among calls of
 one signature.
 
 Invariant: plans hold no tensor, so that they outlive the call that was recorded.

@@ -1,6 +1,6 @@
 """Records what one forward does: its operations, and what its graph saved.
 
-`forward_plan` has the first call of a kind run under this mode. Each part of a record
+`planned_call` has the first call of a kind run under this mode. Each part of a record
 has an owner: `storages` the numbers, `classify` what an operation may become, `roots`
 what the graph saved, `candidates` what the policy says.
 

@@ -1,6 +1,6 @@
 """Runs a function again along a plan: residuals are handed in, dead work is left out.
 
-Called by `following` and `recomputation`, in a backward. An operation that is dead
+Called by `planned_call`, in a backward. An operation that is dead
 returns absent tensors (`_base/absent.py`), which raise an error when they are read.
 
 Invariant: each value of a replay was computed by it, or saved by this very call. A plan

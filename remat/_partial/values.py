@@ -1,6 +1,6 @@
 """Describes tensors, arguments and results as data, for a record to hold.
 
-Called by `recorder` for each operation, and by `following` for what a graph saves.
+Called by `recorder` for each operation, and by `planned_call` for what a graph saves.
 
 Invariant: no value is read, and no tensor is held by a description. Rejected: to look
 at a tensor in each place where something is asked of it. That costs more than the rest

@@ -24,9 +24,9 @@ from remat._base.types import Fn
 from remat._live.reach import Reach
 from remat._partial.cache import Kind
 from remat._partial.decide import ACCUMULATES, Situation
-from remat._partial.forward_plan import is_droppable
 from remat._partial.options import Options
 from remat._partial.plan import Record
+from remat._partial.planned_call import is_droppable
 from remat._report.inputs import Inputs
 from remat._report.labels import stream_name
 from remat._report.ledger import Ledger, is_parameter

@@ -30,9 +30,8 @@ from remat._partial.decide import (
     warn_if_asked,
     why_no_record,
 )
-from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import reference
-from remat._partial.recomputation import Recomputation, finish
+from remat._partial.planned_call import SavedInNode
 from remat._partial.recorder import Recorder
 from remat._torch import (
     hooks_of_trackers,
@@ -125,10 +124,11 @@ def _evaluate(
         # holds. Then it does not follow the plan, and needs the inputs.
         may_drop = call.is_differentiated_once
         may_drop = may_drop and not (outside or request.in_forward_mode)
-        recomputation, tensors = _finish(plan, outs, may_drop=may_drop)
-        results += tensors
-        residuals = len(tensors)
-        differentiable += [False] * residuals
+        tensors = _finish(plan, outs, may_drop=may_drop)
+        if tensors is not None:
+            recomputation, residuals = plan, len(tensors)
+            results += tensors
+            differentiable += [False] * residuals
     evaluation = Evaluation(
         request,
         used,
@@ -172,7 +172,7 @@ def _plan(
     inner: Sequence[Tensor],
     request: Request,
     state: State,
-) -> ForwardPlan | None:
+) -> SavedInNode | None:
     """Return what the forward does with the records of calls like it, if anything."""
     policy, prune, label = call.policy, call.prune, call.snapshot.label
     elements = sum(map(Tensor.numel, inputs))
@@ -193,7 +193,7 @@ def _plan(
         return None
     options = reference(policy), prune, *request.needs, state.ambient.key
     cache = cache_of((*program.signature, *options), inputs).for_owner(call.owner)
-    return ForwardPlan(cache, policy, prune, inputs, label, inner)
+    return SavedInNode(cache, policy, prune, inputs, label, inner)
 
 
 def _run(
@@ -293,9 +293,9 @@ def _reached(
 
 
 def _finish(
-    plan: ForwardPlan, outs: Sequence[Any], *, may_drop: bool
-) -> tuple[Recomputation | None, list[Tensor]]:
-    """Return how the call is recomputed, and the residuals."""
+    plan: SavedInNode, outs: Sequence[Any], *, may_drop: bool
+) -> list[Tensor] | None:
+    """Return the residuals; None if the call is recomputed in full."""
     if isinstance(plan.mode, Recorder):
         plan.mode.note_saved(outs)
-    return finish(plan, outs, may_drop=may_drop and not here().only_our_hooks)
+    return plan.finish(outs, may_drop=may_drop and not here().only_our_hooks)

@@ -26,7 +26,7 @@ from remat._base.errors import MutationError, RecomputeError
 from remat._base.tensors import outside_inference_mode
 from remat._base.tracebacks import note
 from remat._graph.handles import Handle, unpack
-from remat._partial.following import Replaying
+from remat._partial.planned_call import Replaying
 from remat._torch import (
     Noted,
     batched_again,
@@ -119,11 +119,8 @@ def _fill(call: SavedCall, handles: Sequence[Handle]) -> None:
     following, check = call.following, None
     if following is not None:
         replaying = following.replay(handles)
-        if replaying is not None:
-            if _fill_along_plan(call, handles, replaying):
-                return
-            if following.dropped:
-                raise following.read_what_is_gone(replaying)
+        if replaying is not None and _fill_along_plan(call, handles, replaying):
+            return
         check = following.check()
     _fill_fully(call, handles, check)
 

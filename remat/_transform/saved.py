@@ -30,9 +30,8 @@ from remat._base.types import Fn
 from remat._graph.handles import Handle, unpack
 from remat._live.reach import Reach
 from remat._partial.decide import warn_if_asked, why_no_record
-from remat._partial.following import Following
-from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import Options
+from remat._partial.planned_call import SavedInHandles
 from remat._torch import (
     Noted,
     Renorm,
@@ -101,7 +100,7 @@ class Saved(SavedCall):
         if around is not None and around.again:
             decision = around.next()
             if decision is not None:
-                self.following = Following.of_decision(decision, inputs, hooks)
+                self.following = SavedInHandles.of_decision(decision, inputs, hooks)
             return
         self.index = None if around is None else around.reserve()
         situation = self.situation(inputs)
@@ -109,8 +108,9 @@ class Saved(SavedCall):
         warn_if_asked(policy, prune, situation, label, why)
         if not why:
             cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
-            plan = ForwardPlan(cache, policy, prune, inputs, label)
-            self.following = Following(plan, hooks, nested=self.is_nested)
+            self.following = SavedInHandles(
+                cache, policy, prune, inputs, label, hooks, nested=self.is_nested
+            )
 
     def forward(
         self, fn: Fn, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]

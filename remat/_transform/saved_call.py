@@ -30,7 +30,7 @@ from remat._transform.saved_inputs import SavedInputs
 if TYPE_CHECKING:
     import weakref
 
-    from remat._partial.following import Following
+    from remat._partial.planned_call import SavedInHandles
 
 
 # Its sizes are asked for by operations, in some runs and not in others.
@@ -98,7 +98,7 @@ class SavedCall:
         self.handles: Sequence[weakref.ref[Handle] | None] = ()
         self.metas: Sequence[Any] = ()
         self.effects, self.is_done = UNKNOWN, False
-        self.following: Following | None = None
+        self.following: SavedInHandles | None = None
         self.inner: list[Any] = []
         self.seeds: Sequence[int] = ()
         self.index: int | None = None
