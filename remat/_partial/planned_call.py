@@ -35,10 +35,8 @@ from remat._base.op import Value
 from remat._graph.handles import Handle
 from remat._graph.residual import OFFLOAD, Offloaded, Residual, store
 from remat._offload.offload import Fetched, Origin, origin_of
-from remat._partial.cache import CallCache
+from remat._partial.cache import CallCache, Plans
 from remat._partial.candidates import Candidates
-from remat._partial.check import Check
-from remat._partial.collect import Collect, Verify
 from remat._partial.decide import (
     ACCUMULATES,
     ASSIGNS,
@@ -52,11 +50,16 @@ from remat._partial.decide import (
 )
 from remat._partial.options import Prune
 from remat._partial.plan import Record
-from remat._partial.plans import Plans
 from remat._partial.recorder import Recorder
-from remat._partial.replay import Replay, input_dropped, what_differs
-from remat._partial.storages import key_of
-from remat._partial.values import can_be_viewed_as, value_of
+from remat._partial.replay import (
+    Check,
+    Collect,
+    Replay,
+    Verify,
+    input_dropped,
+    what_differs,
+)
+from remat._partial.values import can_be_viewed_as, key_of, value_of
 from remat._torch import (
     base_tensor,
     current_layer,

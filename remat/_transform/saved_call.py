@@ -19,7 +19,7 @@ from remat._base.context import here
 from remat._graph.handles import Handle, unpack
 from remat._live.reach import Reach
 from remat._live.running import Running
-from remat._partial.cache import Kind, metas_of
+from remat._partial.cache import CallKind, metas_of
 from remat._partial.decide import Situation
 from remat._partial.options import Options
 from remat._torch import top_hooks
@@ -132,10 +132,10 @@ class SavedCall:
             given_up=_NESTED if any(t.is_nested for t in inputs) else "",
         )
 
-    def kind(self, inputs: Sequence[Tensor]) -> Kind:
+    def kind(self, inputs: Sequence[Tensor]) -> CallKind:
         """Return what the call has in common with those that share its record."""
         signature = self.reach.signature, str(self.vmaps), self.ambient.key
-        return Kind((*signature, *self.inputs.needs), metas_of(inputs))
+        return CallKind((*signature, *self.inputs.needs), metas_of(inputs))
 
     def run_again(self, running: Running, tensors: Sequence[Tensor]) -> None:
         """Call the function as it was called."""
