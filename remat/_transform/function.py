@@ -61,9 +61,8 @@ from remat._partial.decide import (
     warn_if_asked,
     why_no_record,
 )
-from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import reference
-from remat._partial.recomputation import finish
+from remat._partial.planned_call import SavedInNode
 from remat._partial.recorder import Recorder
 from remat._torch import (
     GRAD,
@@ -495,9 +494,11 @@ def _evaluate(
         # holds. Then it does not follow the plan, and needs the inputs.
         may_drop = call.is_differentiated_once and not here().only_our_hooks
         may_drop = may_drop and not (program.outside or request.in_forward_mode)
-        recomputation, tensors = finish(plan, outs, may_drop=may_drop)
-        results += tensors
-        differentiable += [False] * len(tensors)
+        residuals = plan.finish(outs, may_drop=may_drop)
+        if residuals is not None:
+            recomputation, tensors = plan, residuals
+            results += tensors
+            differentiable += [False] * len(tensors)
     if program.outside:
         used, certain = {*used}, {*certain}
         for found in program.outside:
@@ -529,7 +530,7 @@ def _plan(
     inner: Sequence[Tensor],
     request: Request,
     state: State,
-) -> ForwardPlan | None:
+) -> SavedInNode | None:
     """Return what the forward does with the records of calls like it, if anything."""
     policy, prune, label = call.policy, call.prune, call.snapshot.label
     elements = sum(map(Tensor.numel, inputs))
@@ -550,7 +551,7 @@ def _plan(
         return None
     options = reference(policy), prune, *request.needs, state.ambient.key
     cache = cache_of((*program.signature, *options), inputs).for_owner(call.owner)
-    return ForwardPlan(cache, policy, prune, inputs, label, inner)
+    return SavedInNode(cache, policy, prune, inputs, label, inner)
 
 
 def _run(

@@ -44,11 +44,10 @@ from remat._base.types import Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
 from remat._live.reach import Reach
 from remat._live.running import Running
-from remat._partial.cache import Kind, metas_of
+from remat._partial.cache import CallKind, metas_of
 from remat._partial.decide import Situation, warn_if_asked, why_no_record
-from remat._partial.following import Following, Replaying
-from remat._partial.forward_plan import ForwardPlan
 from remat._partial.options import Options
+from remat._partial.planned_call import Replaying, SavedInHandles
 from remat._torch import (
     Noted,
     Renorm,
@@ -190,7 +189,7 @@ class Saved:
         self.handles: Sequence[weakref.ref[Handle] | None] = ()
         self.metas: Sequence[Any] = ()
         self.effects, self.is_done = UNKNOWN, False
-        self.following: Following | None = None
+        self.following: SavedInHandles | None = None
         self.inner: list[Any] = []
         self.seeds: Sequence[int] = ()
         self.index: int | None = None
@@ -209,7 +208,7 @@ class Saved:
         if around is not None and around.again:
             decision = around.next()
             if decision is not None:
-                self.following = Following.of_decision(decision, inputs, hooks)
+                self.following = SavedInHandles.of_decision(decision, inputs, hooks)
             return
         self.index = None if around is None else around.reserve()
         policy, prune = self.policy, self.options.prune
@@ -218,8 +217,9 @@ class Saved:
         warn_if_asked(policy, prune, situation, self.label, why)
         if not why:
             cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
-            plan = ForwardPlan(cache, policy, prune, inputs, self.label)
-            self.following = Following(plan, hooks, nested=self.is_nested)
+            self.following = SavedInHandles(
+                cache, policy, prune, inputs, self.label, hooks, nested=self.is_nested
+            )
 
     def situation(self, inputs: Sequence[Tensor]) -> Situation:
         """Return what decides whether the call is recorded."""
@@ -230,10 +230,10 @@ class Saved:
             given_up=_NESTED if any(t.is_nested for t in inputs) else "",
         )
 
-    def kind(self, inputs: Sequence[Tensor]) -> Kind:
+    def kind(self, inputs: Sequence[Tensor]) -> CallKind:
         """Return what the call has in common with those that share its record."""
         signature = self.reach.signature, str(self.vmaps), self.ambient.key
-        return Kind((*signature, *self.inputs.needs), metas_of(inputs))
+        return CallKind((*signature, *self.inputs.needs), metas_of(inputs))
 
     def alive(self) -> list[Handle]:
         """Return the handles that a node still holds, but for residuals."""
@@ -514,11 +514,8 @@ def _fill(call: Saved, handles: Sequence[Handle]) -> None:
             following.note_read(handles)
             return
         replaying = following.replay(handles)
-        if replaying is not None:
-            if _fill_along_plan(call, handles, replaying):
-                return
-            if following.dropped:
-                raise following.read_what_is_gone(replaying)
+        if replaying is not None and _fill_along_plan(call, handles, replaying):
+            return
         check = following.check()
     _fill_fully(call, handles, check)
 

@@ -31,7 +31,7 @@ from remat._base.types import Fn, Opaque
 from remat._partial.barrier import behind
 from remat._partial.decide import warn_once
 from remat._partial.options import DEFAULT, Options
-from remat._partial.tape import Kept
+from remat._partial.tape import TapedCall
 from remat._torch import (
     OF_THIS_PROCESS,
     UnknownLevelError,
@@ -265,7 +265,7 @@ def _call(fn: Fn, label: Label, options: Options, args: Any, kwargs: Any) -> Any
     policy = options.joined()
     is_forward_mode = is_under_jvp() or base_dual_level_active()
     followed = None if is_forward_mode else policy
-    kept = Kept(label, followed, refuses_draws=options.rng == "error")
+    kept = TapedCall(label, followed, refuses_draws=options.rng == "error")
     taped = _taped(fn, policy, Opaque(kept))
     with counted_levels():
         return call_as_function(
@@ -283,7 +283,7 @@ def _plain(fn: Fn, label: Label, options: Options) -> Fn:
     """Return what runs where nothing is recomputed; it may refuse draws."""
     if options.rng != "error":
         return fn
-    return _taped(fn, None, Opaque(Kept(label, None, refuses_draws=True)))
+    return _taped(fn, None, Opaque(TapedCall(label, None, refuses_draws=True)))
 
 
 def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:

@@ -161,7 +161,7 @@ FAULTS = [
     ),
     Fault(
         "a name is given to no value",
-        PARTIAL + "naming.py",
+        PARTIAL + "names.py",
         "for listener in here().listeners:",
         "for listener in here().listeners[:0]:",
         ("tests/policies/test_names.py",),
