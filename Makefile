@@ -37,7 +37,7 @@ SLOW := transform/test_traced_% transform/test_adversarial.py \
 	policies/test_policies_transforms.py policies/test_within.py random/%_compiled.py \
 	random/test_random_euler.py random/test_random_keys_transforms.py \
 	random/test_random_samplers.py random/test_random_sharded.py random/test_random_stream.py \
-	random/test_random_training.py parity/test_compat.py parity/test_opinfo.py \
+	random/test_random_training.py torch/test_versions.py parity/test_opinfo.py \
 	compat/%_compiled.py compat/test_compat_patch.py chain/test_compiled.py \
 	chain/test_counts.py chain/test_long_loops.py chain/test_programs.py \
 	chain/test_transforms.py fit/test_fake_replays.py fit/test_fit_blocks.py fit/test_simulated.py \

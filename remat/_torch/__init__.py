@@ -18,16 +18,17 @@
     process         settings, and the global generators
     distributed     collectives under way, and in a graph
     surroundings    autocast, cached parametrizations, torch's checkpoint
-    selftest, expected_*    what each name expects of torch, checked
+    versions        whether torch is one that is known
 
 Called by all rooms.
 
-Invariant: every name says which upstream change would delete it, and has a self-test.
+Invariant: every name says which upstream change would delete it, and has a test in
+`tests/torch`.
 Rejected: private API where it is used. An upgrade would be read for in all files.
 """
 
 # First, as it says which torch lacks what the others import.
-from remat._torch import selftest as selftest  # isort: skip
+from remat._torch import versions as versions  # isort: skip
 
 from remat._torch.autograd import (
     NODES_ASKING_GRAD_MODE as NODES_ASKING_GRAD_MODE,

@@ -13,21 +13,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from support.shims import expects, replaced, same
 from torch import fx, nn
 from torch._functorch import predispatch
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat._torch import bodies, graphs, levels, nodes
-from remat._torch.selftest import expects, replaced, same
 
 
-def _text(*path: str) -> str:
+def _text(*path):
     return Path(torch.__file__).parent.joinpath(*path).read_text("utf-8")
 
 
 @expects("OF_THIS_PROCESS", "as_node", "let_dynamo_see_nodes")
-def _nodes_run_what_lowers_them() -> None:
+def test_nodes_run_what_lowers_them():
     text = _text("_higher_order_ops", "wrap.py")
     assert "return wrapper_fn(inner_fn)(*args, **kwargs)" in text
     assert nodes.as_node.name() == "remat"
@@ -53,17 +53,17 @@ def _nodes_run_what_lowers_them() -> None:
 
 
 @expects("is_below_tracer")
-def _tracers_are_seen() -> None:
+def test_tracers_are_seen():
     assert not graphs.is_below_tracer()
     keys = torch._C._TorchDispatchModeKey
     assert (graphs._FUNCTIONAL, graphs._FAKE) == (keys.FUNCTIONAL, keys.FAKE)
 
 
 @expects("UnknownLevelError", "faking", "inputs_of_body", "is_body", "run_body")
-def _bodies_are_run() -> None:
-    graph: Any = fx.Graph()
+def test_bodies_are_run():
+    graph = fx.Graph()
     graph.placeholder("x").meta["example_value"] = "fake"
-    body: Any = nn.Module()
+    body = nn.Module()
     body.graph, body.meta = graph, dict[str, Any]()
     assert bodies.is_body(object.__new__(fx.GraphModule))
     assert not bodies.is_body(body)
@@ -74,8 +74,8 @@ def _bodies_are_run() -> None:
     with replaced(vars(bodies), "_Run", _Run):
         assert bodies.run_body(body, 1, 2) == (body, 1, 2)
     # The names of what opens levels, and of what is told their numbers.
-    functorch: Any = torch._C._functorch
-    hooks: Any = torch._C._autograd
+    functorch = torch._C._functorch
+    hooks = torch._C._autograd
     assert bodies._name(functorch._wrap_for_grad) in bodies._RUNS
     assert bodies._name(predispatch._add_batch_dim) in bodies._RUNS
     assert bodies._name(hooks._saved_tensors_hooks_disable) in bodies._RUNS
@@ -85,18 +85,18 @@ def _bodies_are_run() -> None:
 
 
 class _Run:
-    def __init__(self, body: Any) -> None:
+    def __init__(self, body):
         self._body = body
 
-    def run(self, *args: Any) -> Any:
+    def run(self, *args):
         return self._body, *args
 
-    def close_all(self) -> None:
+    def close_all(self):
         """Nothing is open."""
 
 
 @expects("FunctionalValue")
-def _values_in_graphs_are_told_apart() -> None:
+def test_values_in_graphs_are_told_apart():
     x = torch.ones(2)
     value = graphs.FunctionalValue(x)
     assert not value.has_changed()
@@ -108,7 +108,7 @@ def _values_in_graphs_are_told_apart() -> None:
 
 
 @expects("bottoms", "unlevelled")
-def _levels_are_left() -> None:
+def test_levels_are_left():
     ones = torch.ones(2)
     with levels.grad_level() as level:
         x = levels.leaf_at(level, ones, requires_grad=True)
@@ -122,12 +122,12 @@ def _levels_are_left() -> None:
 
 
 @expects("counted_levels", "is_under_jvp")
-def _levels_of_forward_mode_are_counted() -> None:
+def test_levels_of_forward_mode_are_counted():
     assert not graphs.is_under_jvp()
     transforms, dual = graphs._transforms, graphs._dual
     before = transforms.JVP_NESTING, dual._current_level
     assert before == (0, -1)
-    functorch: Any = torch._C._functorch
+    functorch = torch._C._functorch
     functorch._jvp_increment_nesting()
     try:
         assert graphs.is_under_jvp()
@@ -139,7 +139,7 @@ def _levels_of_forward_mode_are_counted() -> None:
 
 
 @expects("draw_again", "draw_and_keep_state", "let_graphs_draw")
-def _draws_are_repeated() -> None:
+def test_draws_are_repeated():
     rand, x = torch.ops.aten.rand_like.default, torch.ones(4)
     before = torch.get_rng_state()
     try:
@@ -151,7 +151,7 @@ def _draws_are_repeated() -> None:
     # What graphs lack is made up for at the first draw.
     rand_ops: list[Any] = []
     stub = SimpleNamespace(rand_ops=rand_ops)
-    table: Any = graphs.draw_and_keep_state.python_key_table
+    table = graphs.draw_and_keep_state.python_key_table
     with (
         replaced(sys.modules, "torch._functorch.compile_utils", stub),
     ):
@@ -162,7 +162,7 @@ def _draws_are_repeated() -> None:
 
 
 @expects("TracedMode")
-def _modes_see_what_is_traced() -> None:
+def test_modes_see_what_is_traced():
     assert graphs.TracedMode.ignore_compile_internals()
     assert hasattr(TorchDispatchMode, "supports_higher_order_operators")
     modes = _text("utils", "_python_dispatch.py")
@@ -170,11 +170,11 @@ def _modes_see_what_is_traced() -> None:
 
 
 @expects("lower_to_alias")
-def _inductor_is_told_of_aliases() -> None:
+def test_inductor_is_told_of_aliases():
     operator = torch.ops.aten.alias.default
     table: dict[Any, Any] = {}
 
-    def register(op: Any, **_: Any) -> Any:
+    def register(op, **_):
         return functools.partial(table.setdefault, op)
 
     stub = SimpleNamespace(lowerings=table, register_lowering=register)

@@ -5,40 +5,32 @@ Rejected: one mode around all checks. Some need that there is none.
 """
 
 import functools
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from support.shims import expects, same
 from torch import Tensor, overrides
 from torch.utils import _python_dispatch
-from typing_extensions import override
 
 from remat._torch import modes, storages, tensors
-from remat._torch.selftest import expects, same
 
 
 class _Mode(overrides.TorchFunctionMode):
-    @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         return "seen"
 
 
 class _Class(Tensor):
     @classmethod
-    @override
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         return "seen"
 
 
 @expects(
     *("function_mode_count", "function_modes", "under_function_modes", "is_unwatched")
 )
-def _function_modes_are_exchanged() -> None:
+def test_function_modes_are_exchanged():
     x, negative = torch.ones(2), -torch.ones(2)
     assert modes.is_unwatched(x) is True
     assert modes.function_mode_count() == 0
@@ -53,7 +45,7 @@ def _function_modes_are_exchanged() -> None:
 
 
 @expects("no_torch_function", "no_torch_functions", "torch_functions")
-def _torch_functions_are_switched() -> None:
+def test_torch_functions_are_switched():
     x = torch.ones(2).as_subclass(_Class)
     with modes.no_torch_functions():
         assert torch.neg(x) != "seen"
@@ -66,28 +58,25 @@ def _torch_functions_are_switched() -> None:
 
 
 class _Seen(modes.LeanDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.ops: list[Any] = []
 
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops.append(func)
         return func(*args, **(kwargs or {}))
 
 
 @expects("SNAPSHOT")
-def _a_mode_sees_snapshots() -> None:
+def test_a_mode_sees_snapshots():
     with _Seen() as mode:
         storages.snapshot(torch.ones(2))
     assert mode.ops[-1] is storages.SNAPSHOT
 
 
 @expects("compiled_outside_modes")
-def _what_torch_compiles_is_out_of_sight() -> None:
-    utils: Any = modes._higher_order
+def test_what_torch_compiles_is_out_of_sight():
+    utils = modes._higher_order
     names = utils._maybe_compile_and_run_fn.__code__.co_names
     assert utils._hop_compile_and_call.__name__ in names
     assert hasattr(utils._hop_compile_and_call, "__wrapped__")
@@ -100,7 +89,7 @@ def _what_torch_compiles_is_out_of_sight() -> None:
 
 
 @expects("call_kernel")
-def _kernels_resolve_lazy_bits() -> None:
+def test_kernels_resolve_lazy_bits():
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate)
     with torch._C._ExcludeDispatchKeyGuard(keys):
         assert _is_conjugate_excluded()
@@ -108,17 +97,17 @@ def _kernels_resolve_lazy_bits() -> None:
         assert _is_conjugate_excluded()
 
 
-def _is_conjugate_excluded() -> bool:
+def _is_conjugate_excluded():
     key = torch._C.DispatchKey.Conjugate
     return torch._C._dispatch_tls_is_dispatch_key_excluded(key)
 
 
-def _flags() -> dict[str, Any]:
+def _flags():
     return {k: v for k, v in vars(_python_dispatch).items() if type(v) is bool}
 
 
 @contextmanager
-def _with_flags_down() -> Iterator[None]:
+def _with_flags_down():
     # Modes of two threads that overlap leave one of torch's flags set for good.
     before = _flags()
     vars(_python_dispatch).update(dict.fromkeys(before, False))
@@ -133,23 +122,19 @@ def _with_flags_down() -> Iterator[None]:
     "without_dispatch_mode",
 )
 @_with_flags_down()
-def _dispatch_modes_are_entered_and_left() -> None:
+def test_dispatch_modes_are_entered_and_left():
     before = _flags()
     with _python_dispatch.TorchDispatchMode():
         inside = _flags()
 
     class Lean(modes.LeanDispatchMode):
-        @override
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             self.op = func
             return func(*args, **(kwargs or {}))
 
     class Ignoring(Lean):
         @classmethod
-        @override
-        def ignore_compile_internals(cls) -> bool:
+        def ignore_compile_internals(cls):
             return True
 
     x, mode = torch.ones(4), Lean()
@@ -172,12 +157,9 @@ def _dispatch_modes_are_entered_and_left() -> None:
 
 
 @expects("outside_all_dispatch_modes", "outside_dispatch_mode")
-def _what_is_entered_inside_of_a_mode_is_left_with_it() -> None:
+def test_what_is_entered_inside_of_a_mode_is_left_with_it():
     class Noting(modes.LeanDispatchMode):
-        @override
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(self)
             return func(*args, **(kwargs or {}))
 
@@ -199,7 +181,7 @@ def _what_is_entered_inside_of_a_mode_is_left_with_it() -> None:
 
 
 @expects("below_autograd", "detached")
-def _operations_run_below_autograd() -> None:
+def test_operations_run_below_autograd():
     x = torch.ones(2, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16), modes.below_autograd():
         y = x.sin()
@@ -215,7 +197,7 @@ def _operations_run_below_autograd() -> None:
 
 
 @expects("flat_view")
-def _storages_are_seen_as_another_dtype() -> None:
+def test_storages_are_seen_as_another_dtype():
     x = torch.ones(3, 2, dtype=torch.complex64)[1:]
     flat = modes.flat_view(x, torch.float32)
     assert (flat.shape, flat.dtype) == ((12,), torch.float32)
@@ -224,12 +206,9 @@ def _storages_are_seen_as_another_dtype() -> None:
 
 @expects("leave_dispatch_mode", "leave_function_mode")
 @_with_flags_down()
-def _modes_are_left_in_another_order() -> None:
+def test_modes_are_left_in_another_order():
     class Lean(modes.LeanDispatchMode):
-        @override
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(self)
             return func(*args, **(kwargs or {}))
 

@@ -4,19 +4,16 @@ Invariant: a check fails where a name of it is missing or does something else.
 Rejected: `torch.func.grad` in a check. It imports Dynamo, which takes seconds.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
+from support.shims import expects, leaf, same
 
 from remat._torch import autograd, levels
-from remat._torch.selftest import expects, leaf, same
 
 
-def _sine(x: Tensor) -> Tensor:
+def _sine(x):
     """Return a sine whose gradient is twice as much, by which it is known."""
     rules = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
-    function: Any = type("Sine", (levels.SingleLevelFunction,), rules)
+    function = type("Sine", (levels.SingleLevelFunction,), rules)
     layer = levels.current_layer()
     if layer is None:
         return function.apply(None, x)
@@ -24,7 +21,7 @@ def _sine(x: Tensor) -> Tensor:
     return levels.apply_at_level(function.apply, how, x)
 
 
-def _forward(ctx: Any, layer: Any, x: Tensor) -> Tensor:
+def _forward(ctx, layer, x):
     ctx.save_for_backward(x)
     if layer is None:
         return x.sin()
@@ -33,7 +30,7 @@ def _forward(ctx: Any, layer: Any, x: Tensor) -> Tensor:
     return levels.wrap_for_grad(levels.call_below(*layer, _sine, below), level)
 
 
-def _backward(ctx: Any, *cotangents: Any) -> Any:
+def _backward(ctx, *cotangents):
     (x,) = autograd.saved_tensors(ctx)
     return None, cotangents[0] * x.cos() * 2
 
@@ -42,7 +39,7 @@ def _backward(ctx: Any, *cotangents: Any) -> Any:
     *("SingleLevelFunction", "apply_at_level", "call_below", "current_layer"),
     *("kind_of", "unwrap_for_grad", "wrap_for_grad"),
 )
-def _calls_are_recorded_at_each_level() -> None:
+def test_calls_are_recorded_at_each_level():
     x = torch.ones(2)
     with levels.grad_level() as one:
         a = levels.leaf_at(one, x, requires_grad=True)
@@ -56,18 +53,18 @@ def _calls_are_recorded_at_each_level() -> None:
     base = leaf()
     out = _sine(base)
     assert same(_pulled_back(out, base), base.cos() * 2)
-    node: Any = out.grad_fn
+    node = out.grad_fn
     assert node._compiled_autograd_key()  # asked for by compiled autograd
 
 
-def _pulled_back(out: Tensor, x: Tensor) -> Any:
+def _pulled_back(out, x):
     # Not by `torch.func.grad`, which imports Dynamo.
     ones = (torch.ones_like(out),)
     return autograd.pull_back((out,), ones, (x,), create_graph=True)[0]
 
 
 @expects("JVP", "lifted")
-def _forward_levels_are_known() -> None:
+def test_forward_levels_are_known():
     x = torch.ones(2)
     with levels.eager_transforms.jvp_increment_nesting():
         layer = levels.current_layer()
@@ -78,10 +75,10 @@ def _forward_levels_are_known() -> None:
 
 
 @expects("push_forward", "taken_apart_at_jvp", "unpack_dual")
-def _dual_numbers_are_pushed_forward() -> None:
+def test_dual_numbers_are_pushed_forward():
     x, tangent = torch.ones(2), torch.full((2,), 3.0)
 
-    def fn(x: Tensor, tangent: Tensor) -> Any:
+    def fn(x, tangent):
         # Not by `make_dual`, which imports rules that take a second.
         return torch._VF._make_dual(x, tangent, level=0), x, None
 
@@ -98,7 +95,7 @@ def _dual_numbers_are_pushed_forward() -> None:
     *("is_of_level_above", "is_of_torch_func", "leaf_at", "unwrap_dead"),
     *("levels_requiring_grad", "without_node"),
 )
-def _a_level_is_opened() -> None:
+def test_a_level_is_opened():
     x = torch.ones(2)
     with levels.grad_level() as level:
         t = levels.leaf_at(level, x, requires_grad=True)
@@ -132,7 +129,7 @@ def _a_level_is_opened() -> None:
 
 
 @expects("is_legacy_batch")
-def _the_vmap_of_gradients_makes_batches_of_its_own() -> None:
+def test_the_vmap_of_gradients_makes_batches_of_its_own():
     level = torch._C._vmapmode_increment_nesting()
     try:
         batch = torch._add_batch_dim(torch.ones(3, 2), 0, level)
@@ -144,17 +141,17 @@ def _the_vmap_of_gradients_makes_batches_of_its_own() -> None:
     assert levels.is_legacy_batch(torch.ones(2)) is False
 
 
-def _nesting() -> int:
+def _nesting():
     depth = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
     return depth
 
 
 @expects("requires_grad_at_any_level")
-def _levels_below_are_asked() -> None:
+def test_levels_below_are_asked():
     asked: list[bool] = []
 
-    def ask(x: Tensor) -> Tensor:
+    def ask(x):
         asked.append(levels.requires_grad_at_any_level(x))
         return x
 
@@ -167,15 +164,15 @@ def _levels_below_are_asked() -> None:
     *("VMAP", "batch", "batched", "batched_again", "batched_here", "call_below_vmap"),
     *("batch_size", "is_batch_of_cotangents", "transforms", "unbatched"),
 )
-def _a_batch_is_sent_below() -> None:
+def test_a_batch_is_sent_below():
     x = torch.ones(2, 3)
 
-    def lower(leaves: Any, dims: Any, size: int, randomness: str) -> Any:
+    def lower(leaves, dims, size, randomness):
         assert levels.current_layer() is None
         outs, dims = levels.batch(_sine_of, dims, size, randomness)(*leaves)
         return outs, dims, size
 
-    def mapped(t: Tensor) -> Tensor:
+    def mapped(t):
         layer = levels.current_layer()
         assert layer is not None
         assert levels.kind_of(layer) == levels.VMAP
@@ -203,17 +200,17 @@ def _a_batch_is_sent_below() -> None:
     assert levels.batch_size() == 1
 
 
-def _sine_of(x: Tensor) -> tuple[Tensor]:
+def _sine_of(x):
     assert x.shape == (2,)
     return (x.sin(),)
 
 
 @expects("is_shared_by_examples")
-def _maps_tell_their_randomness() -> None:
+def test_maps_tell_their_randomness():
     x = torch.ones(2)
     asked: list[bool] = []
 
-    def ask(t: Tensor) -> Tensor:
+    def ask(t):
         asked.append(levels.is_shared_by_examples(x))
         asked.append(levels.is_shared_by_examples(t))
         return t
@@ -224,7 +221,7 @@ def _maps_tell_their_randomness() -> None:
 
 
 @expects("without_grad_mode")
-def _grad_mode_is_switched_off() -> None:
+def test_grad_mode_is_switched_off():
     assert levels.without_grad_mode(torch.is_grad_enabled) is False
     assert torch.is_grad_enabled()
     with torch.inference_mode(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):

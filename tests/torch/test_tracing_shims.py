@@ -11,15 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from support.shims import expects, replaced
 from torch.fx import _symbolic_trace
 
 from remat._torch import tracing
-from remat._torch.selftest import expects, replaced
 
 
 @expects("has_proxies", "makes_graph", "must_inline")
-def _traces_are_seen() -> None:
+def test_traces_are_seen():
     assert tracing.must_inline() is False
     assert tracing.makes_graph() is False
     assert tracing.has_proxies() is False
@@ -29,7 +28,7 @@ def _traces_are_seen() -> None:
 
 
 @expects("is_traced_symbolically")
-def _a_symbolic_trace_is_noticed() -> None:
+def test_a_symbolic_trace_is_noticed():
     assert not tracing.is_traced_symbolically()
     with replaced(vars(_symbolic_trace), "is_fx_symbolic_tracing", lambda: True):
         assert tracing.is_traced_symbolically()
@@ -38,7 +37,7 @@ def _a_symbolic_trace_is_noticed() -> None:
 
 # By its text, as importing Dynamo takes seconds.
 @expects("constant_in_traces", "eager_only", "show_to_traced_modes")
-def _dynamo_asks_what_is_set() -> None:
+def test_dynamo_asks_what_is_set():
     dynamo = Path(torch.__file__).parent / "_dynamo"
     functions = (dynamo / "variables" / "functions.py").read_text()
     assert "_dynamo_marked_constant" in functions
@@ -56,7 +55,7 @@ def _dynamo_asks_what_is_set() -> None:
 
 
 @expects("uncompiled")
-def _dynamo_asks_what_to_leave_alone() -> None:
+def test_dynamo_asks_what_to_leave_alone():
     function = tracing.uncompiled(lambda: 1, "why")
     names = "_torchdynamo_disable", "_torchdynamo_disable_msg"
     assert vars(function) == dict(zip(names, (True, "why"), strict=True))
@@ -66,7 +65,7 @@ def _dynamo_asks_what_to_leave_alone() -> None:
 
 
 @expects("is_in_compiled_code")
-def _the_code_around_compiled_code_is_known() -> None:
+def test_the_code_around_compiled_code_is_known():
     folder = Path(torch.__file__).parent
     runtime = folder.parent.joinpath(*tracing._RUNTIME.split(".")).with_suffix(".py")
     assert "ctx.save_for_backward(" in runtime.read_text()
@@ -81,7 +80,7 @@ def _the_code_around_compiled_code_is_known() -> None:
 
 
 @expects("is_compiled")
-def _compiled_functions_are_told() -> None:
+def test_compiled_functions_are_told():
     names = "_torchdynamo_orig_callable", "_torchdynamo_disable"
     said = [tracing.is_compiled(dict.fromkeys(names[:n])) for n in range(3)]
     assert said == [False, True, False]
@@ -90,8 +89,8 @@ def _compiled_functions_are_told() -> None:
 
 
 @expects("not_scriptable")
-def _torchscript_is_refused() -> None:
-    def fn(x: Tensor) -> Tensor:
+def test_torchscript_is_refused():
+    def fn(x):
         return x
 
     tracing.not_scriptable(fn, "no script")
@@ -102,8 +101,8 @@ def _torchscript_is_refused() -> None:
 
 
 @expects("are_sizes_equal", "is_symbolic", "size_hint")
-def _sizes_that_vary_have_hints() -> None:
-    size: Any = torch.SymInt(SimpleNamespace(hint=5))  # pyrefly: ignore
+def test_sizes_that_vary_have_hints():
+    size = torch.SymInt(SimpleNamespace(hint=5))  # pyrefly: ignore
     assert tracing.is_symbolic(size) is True
     assert tracing.is_symbolic(5) is False
     assert tracing.size_hint(size) == tracing.size_hint(5) == 5

@@ -4,18 +4,15 @@ Invariant: a check fails where a name of it is missing or does something else.
 Rejected: a group of processes. A check may run at import, in any program.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
+from support.shims import expects
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat._torch import distributed
-from remat._torch.selftest import expects
 
 
 @expects("finished", "wait_for")
-def _a_work_can_be_done() -> None:
+def test_a_work_can_be_done():
     assert distributed.finished(None) is None
     if not torch.distributed.is_available():
         return
@@ -28,19 +25,19 @@ def _a_work_can_be_done() -> None:
     assert torch.ops._c10d_functional.wait_tensor(x) is x
 
 
-@expects("CollectivesInGraph", at_import=False)
-def _what_nobody_reads_is_dropped() -> None:
+@expects("CollectivesInGraph")
+def test_what_nobody_reads_is_dropped():
     if not torch.distributed.is_available():
         return
-    ops: Any = torch.ops._c10d_functional
+    ops = torch.ops._c10d_functional
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         collectives = distributed.CollectivesInGraph()
         read, unread = (ops.wait_tensor(ops.all_reduce(x, "sum", "0")) for _ in "ab")
         unread.sin()
         collectives.drop_unread([read])
         return read
 
-    graph: Any = make_fx(step, tracing_mode="fake")(torch.ones(2)).graph
+    graph = make_fx(step, tracing_mode="fake")(torch.ones(2)).graph
     names = [n.target for n in graph.nodes if n.op == "call_function"]
     assert names == [ops.all_reduce.default, ops.wait_tensor.default]

@@ -5,21 +5,19 @@ Rejected: fake tensors of a real mode, which imports much.
 """
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
+from support.shims import expects, same
 from torch import Tensor
-from typing_extensions import override
 
 from remat._torch import operators, tensors
-from remat._torch.selftest import expects, same
 
 
 @expects(
     *("HigherOrderOperator", "OpOverload", "OpOverloadPacket", "is_operator"),
     *("is_view_op", "kernel_of", "overload_of"),
 )
-def _operators_are_told_apart() -> None:
+def test_operators_are_told_apart():
     packet, x = torch.ops.aten.sin, torch.ones(2)
     assert type(packet) is operators.OpOverloadPacket
     assert type(packet.default) is operators.OpOverload
@@ -35,7 +33,7 @@ def _operators_are_told_apart() -> None:
 
 
 @expects("native_random")
-def _keyed_draws_have_kernels() -> None:
+def test_keyed_draws_have_kernels():
     module = operators.native_random("cpu")
     names = () if module is None else ("split", "uniform_", "normal_")
     assert all(callable(getattr(module, name)) for name in names)
@@ -50,15 +48,12 @@ class _Empty(Tensor):
     __torch_function__ = tensors.no_torch_function
 
     @classmethod
-    @override
-    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise AssertionError(func)
 
 
 @expects("tensor_without_data", "refuse_data_ptr")
-def _tensors_are_made_without_data() -> None:
+def test_tensors_are_made_without_data():
     empty = tensors.tensor_without_data(_Empty, (2, 3), dtype=torch.float32)
     assert (type(empty), empty.shape) == (_Empty, (2, 3))
     tensors.refuse_data_ptr(empty)
@@ -70,20 +65,20 @@ def _tensors_are_made_without_data() -> None:
 
 
 @expects("is_lazy")
-def _lazy_bits_are_seen() -> None:
+def test_lazy_bits_are_seen():
     x = torch.ones(2, dtype=torch.complex64)
     zero = torch._efficientzerotensor(2)
     assert [*map(tensors.is_lazy, (x, x.conj(), zero))] == [False, True, True]
 
 
 @expects("as_fake")
-def _fake_tensors_are_made() -> None:
+def test_fake_tensors_are_made():
     x, key = torch.ones(2), tensors._FAKE
 
-    def from_tensor(tensor: Tensor) -> Any:
+    def from_tensor(tensor):
         return tensor, "fake"
 
-    mode: Any = SimpleNamespace(from_tensor=from_tensor, _mode_key=key)
+    mode = SimpleNamespace(from_tensor=from_tensor, _mode_key=key)
     assert tensors.as_fake(x) is x
     torch._C._set_dispatch_mode(mode)
     try:

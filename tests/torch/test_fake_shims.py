@@ -4,14 +4,14 @@ Invariant: a check fails where a name of it is missing or does something else.
 """
 
 import torch
+from support.shims import expects
 from torch import Tensor, nn
 
 from remat._torch import fakes
-from remat._torch.selftest import expects
 
 
-@expects("NO_VALUES", at_import=False)
-def _fakes_have_no_values() -> None:
+@expects("NO_VALUES")
+def test_fakes_have_no_values():
     with fakes.fake_mode():
         for read in (Tensor.item, Tensor.nonzero):
             try:
@@ -21,16 +21,16 @@ def _fakes_have_no_values() -> None:
             raise AssertionError("a value was given")
 
 
-@expects("empty_in", at_import=False)
-def _a_fake_is_like_a_tensor() -> None:
+@expects("empty_in")
+def test_a_fake_is_like_a_tensor():
     x = torch.ones(2, 3).t()
     made = fakes.empty_in(fakes.fake_mode(), x)
     assert fakes.is_fake(made)
     assert (made.shape, made.stride(), made.dtype) == (x.shape, x.stride(), x.dtype)
 
 
-@expects("copied_as_fake", "fake_mode", "is_fake", at_import=False)
-def _copies_are_fake() -> None:
+@expects("copied_as_fake", "fake_mode", "is_fake")
+def test_copies_are_fake():
     mode, cpu = fakes.fake_mode(), torch.device("cpu")
     w = nn.Parameter(torch.ones(2, 3))
     meta = nn.Parameter(torch.ones(2, 3, device="meta"), requires_grad=False)
@@ -47,7 +47,7 @@ def _copies_are_fake() -> None:
     assert made.untyped_storage().nbytes() == 8
 
 
-def _is_copy(copy: Tensor, tensor: Tensor) -> None:
+def _is_copy(copy, tensor):
     assert fakes.is_fake(copy)
     assert not fakes.is_fake(torch.ones(2))
     assert isinstance(copy, nn.Parameter)

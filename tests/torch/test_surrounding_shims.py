@@ -9,7 +9,8 @@ import types
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from support.shims import expects, leaf, replaced
+from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree, checkpoint
 from torch.utils.module_tracker import ModuleTracker
@@ -23,11 +24,10 @@ from remat._torch import (
     surroundings,
     twisters,
 )
-from remat._torch.selftest import expects, leaf, replaced
 
 
 @expects("read_settings", "write_settings")
-def _settings_are_read_and_written() -> None:
+def test_settings_are_read_and_written():
     then = process.read_settings()
     assert type(then) is tuple
     assert torch.get_default_dtype() in then
@@ -38,7 +38,7 @@ def _settings_are_read_and_written() -> None:
 
 
 @expects("has_hooks_on_all_modules", "hooks_of_trackers", "remove_hooks_since")
-def _hooks_of_trackers_are_removed() -> None:
+def test_hooks_of_trackers_are_removed():
     assert surroundings.has_hooks_on_all_modules() is False
     assert not surroundings.hooks_of_trackers()
     with ModuleTracker() as tracker:
@@ -53,14 +53,14 @@ def _hooks_of_trackers_are_removed() -> None:
 
 
 @expects("default_generators", "device_generators")
-def _generators_are_found() -> None:
+def test_generators_are_found():
     more = process.device_generators()
     assert [torch.default_generator, *more] == process.default_generators()
     assert all(isinstance(g, torch.Generator) for g in more)
 
 
 @expects("autocast_depth", "is_autocast_active")
-def _autocast_is_seen() -> None:
+def test_autocast_is_seen():
     before = surroundings.autocast_depth()
     assert surroundings.is_autocast_active() is False
     with torch.autocast("cpu", torch.bfloat16):
@@ -69,7 +69,7 @@ def _autocast_is_seen() -> None:
 
 
 @expects("parametrization_cache", "swap_parametrization_cache")
-def _parametrizations_are_cached() -> None:
+def test_parametrizations_are_cached():
     assert surroundings.parametrization_cache() is None
     fresh: dict[Any, Any] = {}
     with parametrize.cached():
@@ -82,20 +82,20 @@ def _parametrizations_are_cached() -> None:
 
 
 @expects("is_of_checkpoint")
-def _hooks_of_checkpoint_are_known() -> None:
-    frame: Any = checkpoint._checkpoint_hook.__init__
-    assert not surroundings.is_of_checkpoint(_hooks_of_checkpoint_are_known)
+def test_hooks_of_checkpoint_are_known():
+    frame = checkpoint._checkpoint_hook.__init__
+    assert not surroundings.is_of_checkpoint(leaf)
     # The hooks are functions within that.
     assert surroundings.is_of_checkpoint(frame)
 
 
 @expects("checkpoint_depth")
-def _checkpoints_are_seen() -> None:
+def test_checkpoints_are_seen():
     # Unwrapped and reentrant, as the others import Dynamo.
-    call: Any = inspect.unwrap(checkpoint.checkpoint)
+    call = inspect.unwrap(checkpoint.checkpoint)
     depths: list[int] = []
 
-    def note(x: Tensor) -> Tensor:
+    def note(x):
         depths.append(surroundings.checkpoint_depth())
         return x * 1
 
@@ -108,15 +108,15 @@ def _checkpoints_are_seen() -> None:
 
 def _of_list(
     operators: list[Any],
-) -> Any:
+):
     cells = {"policy_fn_or_list": types.CellType(operators)}
-    code: Any = surroundings._CODE_OF_LIST
+    code = surroundings._CODE_OF_LIST
     closure = tuple(cells[name] for name in code.co_freevars)
     return types.FunctionType(code, {}, closure=closure)
 
 
 @expects("checkpoint_settings")
-def _settings_of_checkpoints_are_read() -> None:
+def test_settings_of_checkpoints_are_read():
     before = surroundings.checkpoint_settings()
     with checkpoint.set_checkpoint_early_stop(False):
         assert surroundings.checkpoint_settings() == (False, before[1])
@@ -126,11 +126,11 @@ def _settings_of_checkpoints_are_read() -> None:
 
 
 @expects("selective_policy")
-def _selective_contexts_tell_their_policy() -> None:
+def test_selective_contexts_tell_their_policy():
     # Not made by torch's function: their class imports Dynamo.
     kind = checkpoint._CachingTorchDispatchMode
     assert "policy_fn" in inspect.signature(kind).parameters
-    context: Any = object.__new__(kind)
+    context = object.__new__(kind)
     context.policy_fn = leaf
     assert surroundings.selective_policy(context) is leaf
     operators: list[Any] = []
@@ -143,20 +143,20 @@ class _Node:
     pass
 
 
-def _unflatten(*_: Any) -> _Node:
+def _unflatten(*_):
     return _Node()
 
 
 @expects("TORCH_NODES", "register_torch_node", "register_torch_class")
-def _classes_of_pytrees_are_listed() -> None:
+def test_classes_of_pytrees_are_listed():
     assert {dict, list, tuple} <= pytrees.TORCH_NODES.keys()
     takes = inspect.signature(_pytree.register_pytree_node)
     given: list[inspect.BoundArguments] = []
 
-    def note(*args: Any, **kwargs: Any) -> None:
+    def note(*args, **kwargs):
         given.append(takes.bind(*args, **kwargs))
 
-    def flatten(_: Any) -> tuple[list[Any], Any]:
+    def flatten(_):
         return [3], None
 
     # Not registered, which could not be undone.
@@ -169,7 +169,7 @@ def _classes_of_pytrees_are_listed() -> None:
 
 
 @expects("Renorm", "Renorms", "later_renorms", "renorms_taken_back")
-def _scaled_rows_are_noted() -> None:
+def test_scaled_rows_are_noted():
     weight, notes = torch.tensor([[3.0], [0.5]]), noted.Noted()
     notes.start()
     try:
@@ -187,7 +187,7 @@ def _scaled_rows_are_noted() -> None:
 
 
 @expects("Noted", "seed")
-def _seeds_are_taken_again() -> None:
+def test_seeds_are_taken_again():
     state = torch.get_rng_state()
     try:
         forward = noted.Noted()
@@ -198,7 +198,7 @@ def _seeds_are_taken_again() -> None:
         torch.set_rng_state(state)
 
 
-def _draw_with(notes: noted.Noted) -> tuple[int, list[float]]:
+def _draw_with(notes: noted.Noted):
     notes.start()
     try:
         return seeds.seed(), torch.rand(2).tolist()
@@ -207,7 +207,7 @@ def _draw_with(notes: noted.Noted) -> tuple[int, list[float]]:
 
 
 @expects("twister_memory", "twister_state")
-def _memory_tells_what_was_drawn() -> None:
+def test_memory_tells_what_was_drawn():
     generator = torch.Generator().manual_seed(0)
     memory = twisters.twister_memory(generator)
     before = memory.raw

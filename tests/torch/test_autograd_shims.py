@@ -6,18 +6,17 @@ Invariant: a check fails where a name of it is missing or does something else.
 from typing import Any
 
 import torch
+from support.shims import expects, leaf, same
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad, graph
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import GraphExecGroup
-from typing_extensions import override
 
 from remat._torch import autograd, storages
-from remat._torch.selftest import expects, leaf, same
 
 
 @expects("set_grad_enabled", "grad_mode")
-def _grad_mode_is_switched() -> None:
+def test_grad_mode_is_switched():
     with autograd.grad_mode(False):
         assert not torch.is_grad_enabled()
     assert torch.is_grad_enabled()
@@ -27,7 +26,7 @@ def _grad_mode_is_switched() -> None:
 
 
 @expects("base_dual_level_active", "dual_level_active", "is_forward_ad_enabled")
-def _dual_levels_are_seen() -> None:
+def test_dual_levels_are_seen():
     assert autograd.dual_level_active() is False
     with forward_ad.dual_level():
         assert autograd.dual_level_active() is True
@@ -38,14 +37,14 @@ def _dual_levels_are_seen() -> None:
 
 
 @expects("execution_group")
-def _groups_of_backwards_are_seen() -> None:
+def test_groups_of_backwards_are_seen():
     assert autograd.execution_group() is None
     with GraphExecGroup() as group:
         assert autograd.execution_group() is group
 
 
 @expects("pull_back")
-def _the_engine_returns_gradients() -> None:
+def test_the_engine_returns_gradients():
     x = leaf()
     ones = (torch.ones(2),)
     (grad,) = autograd.pull_back((x * x,), ones, (x,), create_graph=True)
@@ -55,7 +54,7 @@ def _the_engine_returns_gradients() -> None:
     assert x.grad is None
 
 
-def _refuse(_: Any) -> Any:
+def _refuse(_):
     raise AssertionError("a hook on saved tensors ran")
 
 
@@ -63,7 +62,7 @@ def _refuse(_: Any) -> Any:
     *("hooks_here", "pop_hooks", "push_hooks", "resume_hooks", "suspend_hooks"),
     *("top_hooks", "without_hooks"),
 )
-def _hooks_are_suspended() -> None:
+def test_hooks_are_suspended():
     x = leaf()
     with graph.saved_tensors_hooks(_refuse, _refuse):
         hooks = autograd.top_hooks(True)
@@ -81,8 +80,8 @@ def _hooks_are_suspended() -> None:
 
 
 @expects("are_hooks_allowed", "leave_hooks_on")
-def _hooks_are_left_on() -> None:
-    manager: Any = graph.disable_saved_tensors_hooks
+def test_hooks_are_left_on():
+    manager = graph.disable_saved_tensors_hooks
     (cell,) = manager.__closure__
     before = cell.cell_contents  # remat's own, after its import
     asked = [*autograd._HARMLESS]
@@ -99,29 +98,27 @@ def _hooks_are_left_on() -> None:
         autograd._HARMLESS[:] = asked
 
 
-def _always() -> bool:
+def _always():
     return True
 
 
 @expects("current_node", "nodes_made")
-def _nodes_are_seen_while_they_run() -> None:
+def test_nodes_are_seen_while_they_run():
     x, found = leaf(), list[int]()
     before = autograd.nodes_made()
     y = x * x
     assert autograd.nodes_made() > before
 
-    def hook(_: Any) -> None:
+    def hook(_):
         found.append(autograd.sequence_number(autograd.current_node()))
 
     class Seen(Function):
         @staticmethod
-        @override
-        def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        def forward(ctx, x) -> Tensor:
             return x.clone()
 
         @staticmethod
-        @override
-        def backward(ctx: Any, *grads: Any) -> Any:
+        def backward(ctx, *grads):
             hook(grads)
             return grads[0]
 
@@ -133,15 +130,15 @@ def _nodes_are_seen_while_they_run() -> None:
 
 
 @expects("current_task", "keeps_graph", "when_done")
-def _a_backward_tells_of_itself() -> None:
+def test_a_backward_tells_of_itself():
     x = leaf()
     told: list[Any] = []
 
-    def tell(_: Tensor) -> None:
+    def tell(_):
         told.append((autograd.current_task() >= 0, autograd.keeps_graph()))
         autograd.when_done(note_end)
 
-    def note_end() -> None:
+    def note_end():
         told.append("end")
 
     x.register_hook(tell)
@@ -153,10 +150,10 @@ def _a_backward_tells_of_itself() -> None:
 
 
 @expects("reads_what_is_written_late")
-def _rrelu_is_known_to_write_late() -> None:
+def test_rrelu_is_known_to_write_late():
     told: list[bool] = []
 
-    def unpack(t: Tensor) -> Tensor:
+    def unpack(t):
         told.append(autograd.reads_what_is_written_late())
         return t
 
@@ -172,14 +169,13 @@ def _rrelu_is_known_to_write_late() -> None:
 
 class _Sine(Function):
     @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+    def forward(ctx, x) -> Tensor:
         ctx.save_for_backward(x)
         return x.sin()
 
 
 @expects("saved_tensors", "saved_by", "unpack_hooks_of")
-def _nodes_tell_what_they_saved() -> None:
+def test_nodes_tell_what_they_saved():
     x = leaf() * 1
     for out in (x.sin(), _Sine.apply(x)):
         saved = autograd.saved_by(out.grad_fn)
@@ -194,16 +190,16 @@ def _nodes_tell_what_they_saved() -> None:
     assert changed.data_ptr() == x.data_ptr()
 
 
-def _pack(tensor: Tensor) -> Any:
+def _pack(tensor):
     return tensor
 
 
-def _unpack(packed: Any) -> Tensor:
+def _unpack(packed):
     return packed
 
 
 @expects("snapshot", "is_shared")
-def _clones_are_made_on_write() -> None:
+def test_clones_are_made_on_write():
     x = torch.ones(2)
     copy = storages.snapshot(x)
     assert isinstance(copy, Tensor)
@@ -215,7 +211,7 @@ def _clones_are_made_on_write() -> None:
 
 
 @expects("AccumulateGrad", "is_held")
-def _leaves_are_found_in_the_graph() -> None:
+def test_leaves_are_found_in_the_graph():
     held = leaf()
     nodes = (held * 2).grad_fn, (leaf() * 2).grad_fn
     leaves: list[Any] = [node.next_functions[0][0] for node in nodes if node]
@@ -224,7 +220,7 @@ def _leaves_are_found_in_the_graph() -> None:
 
 
 @expects("is_graph_held", "use_count")
-def _references_are_counted() -> None:
+def test_references_are_counted():
     x = leaf()
     before = storages.use_count(x)
     assert autograd.is_graph_held([x]) is False
@@ -236,16 +232,16 @@ def _references_are_counted() -> None:
 
 
 @expects("NODES_ASKING_GRAD_MODE", "pull_in_grad_mode")
-def _some_formulas_ask_for_grad_mode() -> None:
+def test_some_formulas_ask_for_grad_mode():
     x = leaf()
     for op in (nn.functional.silu, nn.functional.mish, torch.logit):
         assert type(op(x).grad_fn).__name__ in autograd.NODES_ASKING_GRAD_MODE
     out = nn.functional.silu(x)
     autograd.pull_in_grad_mode([out])
     modes: list[bool] = []
-    node: Any = out.grad_fn
+    node = out.grad_fn
 
-    def note(_: Any) -> None:
+    def note(_):
         modes.append(torch.is_grad_enabled())
 
     node.register_prehook(note)
@@ -255,14 +251,14 @@ def _some_formulas_ask_for_grad_mode() -> None:
 
 
 @expects("sequence_number")
-def _nodes_are_numbered() -> None:
+def test_nodes_are_numbered():
     x = leaf()
     first = autograd.sequence_number(x.sin().grad_fn)
     assert first < autograd.sequence_number(x.cos().grad_fn)
 
 
 @expects("StorageRef", "storage_id")
-def _storages_are_referred_to() -> None:
+def test_storages_are_referred_to():
     x = torch.ones(2)
     ref = storages.StorageRef(x.untyped_storage())
     assert ref.address == x.untyped_storage()._cdata == storages.storage_id(x)
@@ -277,7 +273,7 @@ def _storages_are_referred_to() -> None:
 
 
 @expects("preserved_version")
-def _a_change_is_not_counted() -> None:
+def test_a_change_is_not_counted():
     x = torch.ones(2)
     with storages.preserved_version(x):
         x.add_(1)
@@ -286,43 +282,43 @@ def _a_change_is_not_counted() -> None:
 
 
 @expects("once_differentiable_function")
-def _what_is_differentiated_once_is_known() -> None:
+def test_what_is_differentiated_once_is_known():
     rules: dict[str, Any] = {
         "forward": staticmethod(_copied),
         "backward": staticmethod(_as_it_is),
     }
-    often: Any = type("Often", (Function,), rules)
+    often = type("Often", (Function,), rules)
     rules["backward"] = staticmethod(once_differentiable(_as_it_is))
-    once: Any = type("Once", (Function,), rules)
+    once = type("Once", (Function,), rules)
     nodes = [f.apply(leaf()).grad_fn for f in (often, once)]
     assert [*map(autograd.once_differentiable_function, nodes)] == [None, once]
 
 
-def _copied(ctx: Any, x: Tensor) -> Tensor:
+def _copied(ctx, x):
     del ctx
     return x.clone()
 
 
-def _as_it_is(ctx: Any, *cotangents: Any) -> Any:
+def _as_it_is(ctx, *cotangents):
     del ctx
     return cotangents[0]
 
 
 @expects("is_for_transforms")
-def _a_function_for_transforms_sets_its_context_up() -> None:
+def test_a_function_for_transforms_sets_its_context_up():
     apart = type("Apart", (Function,), {"setup_context": staticmethod(_as_it_is)})
     assert autograd.is_for_transforms(apart)
     assert not autograd.is_for_transforms(Function)
 
 
 @expects("next_sequence_number", "running_node")
-def _nodes_have_numbers_that_are_known_before() -> None:
+def test_nodes_have_numbers_that_are_known_before():
     x, seen = leaf(), list[Any]()
     number = autograd.next_sequence_number()
     y = x * 2.0
     assert autograd.sequence_number(y.grad_fn) == number
 
-    def see(_: Tensor) -> None:
+    def see(_):
         seen.append(autograd.running_node())
 
     y.register_hook(see)
@@ -332,7 +328,7 @@ def _nodes_have_numbers_that_are_known_before() -> None:
 
 
 @expects("marked")
-def _marks_are_contexts() -> None:
+def test_marks_are_contexts():
     mark = autograd.marked("here")
     assert type(mark) is torch._C._profiler._RecordFunctionFast
     with mark:
