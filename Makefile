@@ -52,7 +52,7 @@ QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py))
 	tests/whole/test_docs_state.py tests/whole/test_rooms.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick core faults full cov check format docs dist notebooks bench model fit gpu clean
+.PHONY: help demo test quick core torches faults full cov check format docs dist notebooks bench model fit gpu clean
 
 help:
 	@echo "make demo       train a small language model plain and with remat, and compare"
@@ -115,10 +115,10 @@ quick: $(VENV)/.dev
 	@$(TEST) $(QUICK) $(ARGS)
 
 # Each torch in a make of its own, which chooses the environment.
-core:
+core torches:
 	@for torch in $(TORCHES); do echo "== torch $$torch"; \
-		$(MAKE) --no-print-directory test TORCH=$$torch VENV=.venv-torch-$$torch \
-			ARGS="$(CORE) $(ARGS)" || exit 1; \
+		$(MAKE) --no-print-directory $(if $(filter core,$@),test,.venv-torch-$$torch/.dev) \
+			TORCH=$$torch VENV=.venv-torch-$$torch ARGS="$(CORE) $(ARGS)" || exit 1; \
 	done
 
 faults: $(VENV)/.dev

@@ -18,7 +18,7 @@ from torch import Tensor
 from remat._base.types import INERT
 from remat._capture.callables import CellNode
 from remat._capture.containers import DictNode, SequenceNode
-from remat._capture.handing_on import Forward, assign, named_change, state_of
+from remat._capture.handing_on import ForwardRun, assign, named_change, state_of
 from remat._capture.modules import ViewNode
 from remat._capture.nodes import Composite, Node, ObjectNode, TensorNode
 from remat._capture.objects import members_of, set_attributes
@@ -94,7 +94,7 @@ def noted(changes: Iterable[Change], known: Mapping[int, Node]) -> Between:
     return found
 
 
-def in_forward(run: Forward) -> Between:
+def in_forward(run: ForwardRun) -> Between:
     """Note what differs from the call, while its forward runs.
 
     Raises:

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from remat._base.errors import CaptureError
 from remat._capture.callables import EMPTY, CellNode, FunctionNode, content_of
-from remat._capture.containers import DictNode, SequenceNode
+from remat._capture.containers import DictNode, RegisteredNode, SequenceNode
 from remat._capture.modules import HOOKS, REGISTRIES, ModuleNode, ViewNode
 from remat._capture.nodes import Composite, ObjectNode
 from remat._capture.objects import (
@@ -31,7 +31,6 @@ from remat._capture.objects import (
     set_attributes,
     slots_in,
 )
-from remat._capture.registered import RegisteredNode
 from remat._capture.restore import Run
 
 
@@ -49,7 +48,7 @@ class _Noted(NamedTuple):
     state: dict[Any, Any]
 
 
-class Forward(Run):
+class ForwardRun(Run):
     """The first run of a call.
 
     Args:

@@ -36,9 +36,8 @@ from remat._capture.kinds import (
 from remat._capture.nodes import Node, ObjectNode, TensorNode
 from remat._capture.objects import by_class, defines
 from remat._capture.paths import Path, written
-from remat._capture.search import Search
+from remat._capture.search import Search, visit_registered, visit_sequence
 from remat._capture.stream_search import is_stream
-from remat._capture.visits import visit_registered, visit_sequence
 from remat._capture.walk import Visit
 
 

@@ -30,7 +30,7 @@ from remat._fit.training_step import (
     resident,
 )
 from remat._partial.cache import CACHES
-from remat._partial.naming import told_of_names
+from remat._partial.names import told_of_names
 from remat._torch import device_generators, fake_mode
 
 

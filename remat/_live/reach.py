@@ -24,7 +24,7 @@ from remat._base.types import TENSORS
 from remat._capture.kinds import is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import Search
-from remat._capture.snapshot import Bound, Snapshot, call_under, spent
+from remat._capture.snapshot import BoundFunction, Snapshot, call_under, spent
 from remat._capture.stream_search import has_user_code
 from remat._live.given import Building, Given, structure_of
 from remat._live.layout import hooks_so_far
@@ -230,12 +230,12 @@ class Reach:
         finally:
             self._running = None
 
-    def _bound(self, building: Building) -> Bound:
+    def _bound(self, building: Building) -> BoundFunction:
         values, fn = building.values(self._values), building.value(self._fn)
         if not self._names:
-            return Bound(fn, values, {})
+            return BoundFunction(fn, values, {})
         kwargs = dict(zip(self._names, values[self._count :], strict=True))
-        return Bound(fn, values[: self._count], kwargs)
+        return BoundFunction(fn, values[: self._count], kwargs)
 
     # --- Names ---
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from remat.policies._within import NO_SCIPY
 
 
-class Operation(NamedTuple):
+class CostedOperation(NamedTuple):
     """One operation of a problem.
 
     Attributes:
@@ -69,7 +69,7 @@ class Problem:
         roots: the values that the backward reads.
     """
 
-    operations: tuple[Operation, ...]
+    operations: tuple[CostedOperation, ...]
     nbytes: tuple[tuple[int, int], ...]
     roots: frozenset[int]
     _hash: int = field(init=False, repr=False, compare=False, default=0)
@@ -130,7 +130,7 @@ def evaluate(problem: Problem, saved: Collection[int]) -> Solution:
             those that no recompute would read are left out.
 
     Example:
-        >>> chain = Operation(1.0, (0,), (1,)), Operation(2.0, (1,), (2,))
+        >>> chain = CostedOperation(1.0, (0,), (1,)), CostedOperation(2.0, (1,), (2,))
         >>> problem = Problem(chain, ((1, 4), (2, 4)), frozenset({1, 2}))
         >>> evaluate(problem, {1})
         Solution(saved=frozenset({1}), work=1.0, nbytes=4, gap=0.0)
@@ -182,7 +182,7 @@ def _makers(problem: Problem) -> dict[int, list[int]]:
 # --- What was solved before ---
 
 
-class _Known:
+class _Solved:
     """What is known of one problem.
 
     Attributes:
@@ -202,14 +202,14 @@ class _Known:
         return min(fitting, key=lambda s: (s.work, s.nbytes, [*s.saved]), default=None)
 
 
-_KNOWN: OrderedDict[Problem, _Known] = OrderedDict()
+_KNOWN: OrderedDict[Problem, _Solved] = OrderedDict()
 _LOCK = threading.Lock()
 _SIZE = 256  # problems that are remembered
 
 
-def _known(problem: Problem) -> _Known:
+def _known(problem: Problem) -> _Solved:
     with _LOCK:
-        known = _KNOWN.setdefault(problem, _Known())
+        known = _KNOWN.setdefault(problem, _Solved())
         _KNOWN.move_to_end(problem)
         while len(_KNOWN) > _SIZE:
             _KNOWN.popitem(last=False)
@@ -232,7 +232,7 @@ def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution
         ImportError: scipy is not installed.
 
     Example:
-        >>> chain = Operation(1.0, (0,), (1,)), Operation(2.0, (1,), (2,))
+        >>> chain = CostedOperation(1.0, (0,), (1,)), CostedOperation(2.0, (1,), (2,))
         >>> problem = Problem(chain, ((1, 4), (2, 4)), frozenset({1, 2}))
         >>> [solve(problem, limit).work for limit in (0, 4, 8)]
         [3.0, 1.0, 0.0]
@@ -334,7 +334,7 @@ class _Model:
     def _k(self, v: int) -> int:
         return 2 * self._ops + self._count + self._index[v]
 
-    def _add_operation(self, i: int, op: Operation) -> None:
+    def _add_operation(self, i: int, op: CostedOperation) -> None:
         runs, saved = (self._r(i), 1.0), (self._s(i), 1.0)
         for v in {*op.makes}:
             needed = self._n(v), -1.0

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 from remat._base.op import Value
 from remat._offload.bytes import extent
-from remat._partial.budget import Operation, Problem, Solution, evaluate, solve
+from remat._partial.budget import CostedOperation, Problem, Solution, evaluate, solve
 from remat._partial.candidates import overwritten
-from remat._partial.cost import work
-from remat._partial.measured import measured_work
+from remat._partial.cost import measured_work, work
 from remat._partial.plan import Record, Step, makers_of, overwrites, plan, saveable_in
 from remat.policies import Decision, Policy
 from remat.policies._within import Budget, Within
@@ -189,7 +188,7 @@ class _Reading:
 
     def operation(
         self, group: Sequence[int], must: Container[int], cost: Callable[[Step], float]
-    ) -> Operation:
+    ) -> CostedOperation:
         """Return the operation of some steps."""
         steps = [self._record.steps[i] for i in group]
         makes = self.values(s for i in group for s in self._made.get(i, ()))
@@ -199,7 +198,7 @@ class _Reading:
             for i, step in zip(group, steps, strict=True)
         )
         always = any(s.always_runs or s.draws or s.on_subclass for s in steps)
-        return Operation(
+        return CostedOperation(
             math.fsum(cost(step) for step in steps),
             tuple(sorted(reads)),
             tuple(sorted(makes)),

@@ -16,8 +16,7 @@ from torch import Tensor
 from remat._base.absent import Absent
 from remat._base.op import Op, Value
 from remat._partial.plan import Record, Step, overwrites
-from remat._partial.storages import is_strided, sees_operations
-from remat._partial.values import value_of
+from remat._partial.values import is_strided, sees_operations, value_of
 from remat._torch import below_all_levels, is_lazy, viewed
 from remat.policies import Decision, Policy
 

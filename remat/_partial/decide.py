@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from remat._partial.budgeted import Spent, spent
+from remat._partial.cache import full_plan
 from remat._partial.cost import reason_against
 from remat._partial.options import Prune
 from remat._partial.plan import Plan, Record
-from remat._partial.plans import full_plan
 from remat.policies import Decision, Policy
 
 

@@ -1,17 +1,23 @@
-"""Runs a function again along a plan: residuals are handed in, dead work is left out.
+"""The modes that follow a plan: a forward that saves, a replay, and a full recompute.
 
-Called by `following` and `recomputation`, in a backward. An operation that is dead
-returns absent tensors (`_base/absent.py`), which raise an error when they are read.
+    Collect   collects in a forward the residuals of the plan
+    Verify    checks besides that inputs may be dropped
+    Replay    runs the function again: residuals are handed in, dead work is left out
+    Check     compares a recompute that follows no plan with the recorded forward
+
+`planned_call` runs functions under them. An operation that is dead returns absent
+tensors (`_base/absent.py`), which raise an error when they are read.
 
 Invariant: each value of a replay was computed by it, or saved by this very call. A plan
 that does not fit the call shows as another operation, or as a read of an absent tensor.
+A forward is never changed: a plan that does not fit it is given up.
 Rejected: running the recorded operations without the function. Hooks, custom Functions
 and the control flow of this call are in no record.
 """
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,17 +38,146 @@ from remat._base.errors import RecomputeError
 from remat._base.op import Value
 from remat._base.operators import named
 from remat._base.types import TENSORS
-from remat._partial.match import (
+from remat._partial.plan import Fate, Slot, Step, filled
+from remat._partial.runnable import (
     CAST,
     CLONE,
     UNRECORDED,
+    Follow,
+    RunnablePlan,
+    described,
     fits_metadata,
+    has_same_statics,
     is_reflection,
     statics_of,
 )
-from remat._partial.plan import Fate, Slot, Step, filled
-from remat._partial.schedule import Follow, Schedule
-from remat._torch import base_tensor, eager_only, is_fake, is_view_op, storage_id
+from remat._partial.values import key_of
+from remat._torch import (
+    base_tensor,
+    call_kernel,
+    eager_only,
+    is_fake,
+    is_view_op,
+    storage_id,
+)
+
+
+class Collect(Follow):
+    """Collects, in a forward, the residuals that a plan saves.
+
+    Args:
+        schedule: to follow.
+        on_residual: is called with each residual as it is made.
+
+    Attributes:
+        fits: whether the plan fits this forward so far.
+        statics: of the operations whose results are saved.
+    """
+
+    def __init__(
+        self,
+        schedule: RunnablePlan,
+        on_residual: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        super().__init__(schedule)
+        self._on_residual = on_residual
+        self._residual_index = schedule.residual_index
+        self._collected: list[tuple[Tensor, int]] = []  # with their versions
+        self.statics: dict[int, Any] = {}
+        self.fits = True
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        i = self._next
+        if self._funcs[i] is not func:
+            if is_reflection(func, of=self._funcs[i]):
+                return self.__torch_dispatch__(self._funcs[i], types, args[::-1])
+            if func not in UNRECORDED:
+                self._give_up()
+            return func(*args, **kwargs) if kwargs else func(*args)
+        self._next = i + 1
+        kernel = self._kernels[i]
+        result = kernel(*args, **kwargs) if kwargs else kernel(*args)
+        if i in self._residual_index:
+            self._collect(i, args, kwargs, tensors_of(result))
+        return result
+
+    def _collect(
+        self, i: int, args: Any, kwargs: Any, outputs: Sequence[Tensor]
+    ) -> None:
+        step = self.schedule.record.steps[i]
+        if step.may_draw and not has_same_statics(step.op, args, kwargs):
+            self._give_up()
+        self.statics[i] = statics_of(args, kwargs)
+        for k in self._residual_index[i]:
+            # Not detached: below autograd a detached tensor has a version counter of
+            # its own, so changes would go unnoticed.
+            self._collected.append((outputs[k], outputs[k]._version))
+            if self._on_residual is not None:
+                self._on_residual(outputs[k])
+
+    @override
+    def _give_up(self) -> None:
+        super()._give_up()
+        self.fits = False
+
+    @override
+    def end(self) -> None:
+        """Do nothing: `residuals` says whether the plan fits."""
+
+    def residuals(self) -> list[Tensor] | None:
+        """Return what was collected; None if the plan does not fit this forward."""
+        unchanged = all(t._version == version for t, version in self._collected)
+        complete = self._funcs[self._next] is None
+        if not (self.fits and complete and unchanged):
+            return None
+        return [t.detach() for t, _ in self._collected]
+
+
+class Verify(Collect):
+    """Also checks that each operation reads what it read when it was recorded.
+
+    For a forward whose inputs are to be dropped: once they are, nothing can be
+    recomputed but by the plan.
+    """
+
+    def __init__(self, schedule: RunnablePlan, leaves: Sequence[Tensor]) -> None:
+        super().__init__(schedule)
+        numbers = schedule.record.inputs
+        self._numbers = {key_of(t): s for t, s in zip(leaves, numbers, strict=True)}
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        i = self._next
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.fits and self._next > i:
+            step = self.schedule.record.steps[i]
+            inputs, outputs = inputs_of(args, kwargs), tensors_of(result)
+            if not self._is_wired(i, step, args, kwargs, inputs, outputs):
+                self._give_up()
+                return result
+            self._numbers.update(zip(map(key_of, outputs), step.makes, strict=True))
+        return result
+
+    def _is_wired(
+        self, i: int, step: Step, args: Any, kwargs: Any, inputs: Any, outputs: Any
+    ) -> bool:
+        """Say whether an operation reads the storages that it read."""
+        if (len(inputs), len(outputs)) != (len(step.reads), len(step.makes)):
+            return False
+        numbers, known = self._numbers, self.schedule.known
+        reads = zip(inputs, step.reads, strict=True)
+        if not all(numbers.get(key_of(t), s) == s for t, s in reads if s in known):
+            return False
+        if self.schedule.fates[i] is not Fate.DEAD:
+            return True
+        return fits_metadata(self.schedule.expected[i], args, kwargs, inputs)
 
 
 class Replay(Follow):
@@ -60,7 +195,7 @@ class Replay(Follow):
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: RunnablePlan,
         residuals: Sequence[Tensor | None],
         take: Any,
         statics: Any,
@@ -290,3 +425,78 @@ def _references() -> int:
 
 
 _UNHELD = _references()
+
+
+class Check(Follow):
+    """Follows a function that runs again in full, and must do what its forward did.
+
+    Views, copies and casts are not compared. Module hooks may make views, as those of
+    torch's FLOP counter do; autograd may copy what is changed in place; and autocast
+    may find a cast in its cache. An operation that depends on no input may be missing:
+    the function may have cached its result, a table of positions for instance.
+    """
+
+    def __init__(self, schedule: RunnablePlan) -> None:
+        super().__init__(schedule)
+        self._error: Exception | None = None
+        steps = schedule.record.steps
+        constant = zip(steps, _are_constant(steps), strict=True)
+        pairs = [(s, c) for s, c in constant if not _may_differ(s.op.func)]
+        self._steps = [step for step, _ in pairs]
+        self._is_constant = [is_constant for _, is_constant in pairs]
+        self._funcs = [*[step.op.func for step in self._steps], None]
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not _may_differ(func):
+            then = self._funcs[self._next]
+            while then not in (func, None) and self._is_constant[self._next]:
+                self._next += 1
+                then = self._funcs[self._next]
+            if then is not func and not is_reflection(func, of=then):
+                raise self._differs(func)
+            self._next += 1
+        return call_kernel(func, *args, **(kwargs or {}))
+
+    @override
+    def _differs(self, func: Any) -> Exception:
+        error = RecomputeError(_DIFFERENT + described(self._steps, self._next, func))
+        self._give_up()
+        self._error = self._error or error
+        return error
+
+    @override
+    def end(self) -> None:
+        """Check that every operation has run; raise what the function has caught."""
+        super().end()
+        if self._error is not None:
+            raise self._error
+
+
+def _may_differ(func: Any) -> bool:
+    """Say whether a recompute may run an operation more or less often."""
+    return func in (CLONE, CAST) or func in UNRECORDED or is_view_op(func)
+
+
+def _are_constant(steps: Sequence[Step]) -> list[bool]:
+    """Return which steps depend on no input and no draw."""
+    constant: set[int] = set()
+    found = []
+    for step in steps:
+        is_constant = not step.draws and constant.issuperset(step.reads)
+        found.append(is_constant and bool(step.makes))
+        if is_constant:
+            constant.update(step.makes)
+        else:
+            constant.difference_update(step.writes)
+    return found
+
+
+_DIFFERENT = (
+    "remat: the recompute ran other operations than the forward did. The function "
+    "must compute the same thing twice: if it depends on outside state that changed, "
+    "pass that state as an argument.\n"
+)

@@ -22,11 +22,11 @@ from remat._base import pytree
 from remat._base.context import here
 from remat._base.types import Fn
 from remat._live.reach import Reach
-from remat._partial.cache import Kind
+from remat._partial.cache import CallKind
 from remat._partial.decide import ACCUMULATES, Situation
-from remat._partial.forward_plan import is_droppable
 from remat._partial.options import Options
 from remat._partial.plan import Record
+from remat._partial.planned_call import is_droppable
 from remat._report.inputs import Inputs
 from remat._report.labels import stream_name
 from remat._report.ledger import Ledger, is_parameter
@@ -93,7 +93,7 @@ class Examined:
     inner: tuple[tuple[int, str], ...]
     calls: tuple[Within, ...]
     exposed: frozenset[int]
-    kind: Kind
+    kind: CallKind
     streams: tuple[str, ...]
 
 

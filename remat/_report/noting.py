@@ -22,11 +22,10 @@ from remat._base.parts import parts
 from remat._graph.graph import handles_at, nodes_of
 from remat._graph.handles import PackedOutside, stored_by
 from remat._partial.budgeted import moves
-from remat._partial.classify import Seen
 from remat._partial.options import Options
 from remat._partial.plan import Fate
-from remat._partial.recorder import Recorder
-from remat._partial.storages import Storages
+from remat._partial.recorder import Recorder, SeenOperation
+from remat._partial.values import Storages
 from remat._report.labels import reader_of
 from remat._torch import base_tensor, current_task
 from remat._transform.lowering import Lowering
@@ -103,7 +102,7 @@ class Noting(Recorder):
         super().__init__(leaves, None, self.storages)
 
     @override
-    def _note(self, seen: Seen) -> None:
+    def _note(self, seen: SeenOperation) -> None:
         super()._note(seen)
         self._inside.append(here().inside[1:])
         self.differentiates |= current_task() >= 0

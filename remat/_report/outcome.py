@@ -12,11 +12,11 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from remat._partial.budgeted import Spent, moves
+from remat._partial.cache import residual_of_handle
 from remat._partial.candidates import decisions_of
 from remat._partial.decide import inputs_to_drop, planned, why_no_record
 from remat._partial.options import Options
 from remat._partial.plan import Fate, Plan, Record, plan
-from remat._partial.plans import residual_of_handle
 from remat._report.examine import Examined
 from remat.policies import Decision
 

@@ -34,7 +34,7 @@ from remat._torch import (
     storage_id,
 )
 from remat._transform.lowering import Lowering
-from remat._transform.refill import DIFFERENTIATED_AGAIN
+from remat._transform.saved import DIFFERENTIATED_AGAIN
 
 
 MARK, OURS = "remat watches #", "remat keeps"

@@ -20,13 +20,13 @@ from remat._ambient.streams import Stream, global_streams, stream_of
 from remat._base.absent import IGNORED, inputs_of, tensors_of
 from remat._base.source import user_line
 from remat._partial.effects import (
+    Exposures,
     Traits,
     declared_writes,
     traits_of,
     updated_statistics,
 )
-from remat._partial.exposures import Exposures
-from remat._partial.naming import tell_no_more, tell_of_names
+from remat._partial.names import tell_no_more, tell_of_names
 from remat._scope.choosing import choose, choose_named
 from remat._scope.table import Entry, Operands, Table
 from remat._scope.values import (

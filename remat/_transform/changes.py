@@ -39,15 +39,9 @@ def changes_of(
     inputs: Sequence[Tensor],
     run: Callable[[Sequence[Tensor]], object],
 ) -> dict[int, str]:
-    """Run a function once more; return what changes each input, the first one first.
+    """Run a function once more, on copies; return what changes each input.
 
-    Args:
-        snapshot: of the call.
-        inputs: what it runs on copies of.
-        run: runs it.
-
-    Returns:
-        For the index of each input that is changed, the operation and the user's line.
+    By its index: the operation and the user's line, the first change first.
     """
     if not all(map(_can_be_copied, inputs)):
         return {}

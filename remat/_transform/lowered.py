@@ -17,9 +17,8 @@ from remat._base.labels import Label
 from remat._base.types import Fn
 from remat._partial.options import Options
 from remat._transform.call import Call
-from remat._transform.function import evaluate_differentiably
+from remat._transform.function import Primal, evaluate_differentiably
 from remat._transform.lowering import Lowering
-from remat._transform.primal import Primal
 from remat._transform.saved import call_saved
 
 

@@ -26,13 +26,12 @@ from remat._capture.between import (
     Unnoted,
     in_forward,
 )
-from remat._capture.handing_on import Forward, named_change
+from remat._capture.handing_on import ForwardRun, named_change
 from remat._capture.restore import Run
-from remat._capture.snapshot import Bound
+from remat._capture.snapshot import BoundFunction
 from remat._torch import current_layer
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
-from remat._transform.forward import labelled
 from remat._transform.reached import reached_inputs
 from remat.chain._actions import Action, Advance, Drop, Record, Save, Schedule
 from remat.chain._columns import Columns
@@ -136,14 +135,14 @@ class ChainCall(Call):
         return cut
 
     @override
-    def body(self, fn: Bound, run: Forward) -> Fn:
+    def body(self, fn: BoundFunction, run: ForwardRun) -> Fn:
         """Return what runs all steps."""
         assert self._search is not None
         run.watch(self._search.walked())
         return functools.partial(self._run_all, run, fn.fn, fn.args)
 
     @override
-    def hand_on(self, run: Forward) -> None:
+    def hand_on(self, run: ForwardRun) -> None:
         """Note which objects changed, and have the user's hold it.
 
         Raises:
@@ -152,7 +151,7 @@ class ChainCall(Call):
         self.note_changes(run)
         super().hand_on(run)
 
-    def note_changes(self, run: Forward) -> None:
+    def note_changes(self, run: ForwardRun) -> None:
         """Note which objects changed: a recompute of later steps puts them back.
 
         Raises:
@@ -170,7 +169,7 @@ class ChainCall(Call):
         if self._changing:
             self._others = dict.fromkeys(node for node, _ in run.given())
 
-    def changed(self, run: Forward) -> Between:
+    def changed(self, run: ForwardRun) -> Between:
         """Return what objects hold that differ from the call.
 
         Raises:
@@ -213,7 +212,7 @@ class ChainCall(Call):
         super().forward_done()
         self._progress = self.cut = None
 
-    def _run_all(self, run: Forward, fn: Any, args: Sequence[Any]) -> Any:
+    def _run_all(self, run: ForwardRun, fn: Any, args: Sequence[Any]) -> Any:
         """Run all steps; return the last carry and what was collected."""
         cut = self.cut
         assert cut is not None
@@ -242,7 +241,7 @@ class _Loop:
     """The forward of a chain, while it runs."""
 
     def __init__(
-        self, call: ChainCall, run: Forward, fn: Any, args: Sequence[Any], cut: Cut
+        self, call: ChainCall, run: ForwardRun, fn: Any, args: Sequence[Any], cut: Cut
     ) -> None:
         self._call, self._fn, self._args, self._cut = call, fn, args, cut
         self._run = run
@@ -327,7 +326,7 @@ class _Loop:
         known = [*self._cut.inputs, *leaves]
         ids = {*map(id, known)}
         computed = [o for o in outs if id(o) not in ids]
-        labelled(self._call, reached_inputs, computed, known)
+        self._call.labelled(reached_inputs, computed, known)
 
 
 CHANGED = (

@@ -22,7 +22,7 @@ from typing_extensions import override
 from remat._base.context import differentiated
 from remat._base.program import Request
 from remat._base.types import TENSORS
-from remat._capture.handing_on import Forward
+from remat._capture.handing_on import ForwardRun
 from remat._fit.meter import Meter, MissingValueError, has_storage
 from remat._fit.simulate import undisturbed
 from remat._live.reach import Reach
@@ -36,7 +36,7 @@ from remat._torch import (
     outside_all_dispatch_modes,
     storage_id,
 )
-from remat._transform import vjp
+from remat._transform.function import replaced_at
 from remat.chain._actions import (
     Action,
     Advance,
@@ -282,7 +282,7 @@ class Trial(ChainCall):
         self.reach = Reach(fns[0], steps.label, (*fns, *args), {})
 
     @override
-    def hand_on(self, run: Forward) -> None:
+    def hand_on(self, run: ForwardRun) -> None:
         self.note_changes(run)
 
 
@@ -328,7 +328,7 @@ class Rehearsal:
             outs, evaluation = chain.evaluate(inputs, Request(needs, at_base=True))
         updated = evaluation.updated  # buffers, whose values from before come last
         if updated:
-            inputs = vjp.replace(inputs, updated, outs[-len(updated) :])
+            inputs = replaced_at(inputs, updated, outs[-len(updated) :])
         self.inputs = inputs
         places = chain.call.outs
         self.forward = taken.peak - _nbytes([outs[j] for j in places.of_collected])

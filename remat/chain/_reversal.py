@@ -32,9 +32,7 @@ from remat._torch import (
     unwrap_dead,
 )
 from remat._transform.checks import RefuseReads
-from remat._transform.function import call as evaluate
-from remat._transform.primal import Primal
-from remat._transform.vjp import Vjp
+from remat._transform.function import Primal, Vjp, call as evaluate
 from remat.chain._actions import (
     Action,
     Advance,

@@ -1,6 +1,6 @@
 """What tells a policy in every process, for caches of compiled code on disk.
 
-`_transform/node_keys.py` makes it part of the key of a node in Dynamo's graph.
+`_transform/traced.py` makes it part of the key of a node in Dynamo's graph.
 
 Invariant: policies of equal identity decide alike. A policy that asks a user's
 function, or is of a user's class, has none: nobody can tell what its code reads.

@@ -42,14 +42,14 @@ PARTIAL, REPORT = "remat/_partial/", "remat/_report/"
 FAULTS = [
     Fault(
         "a recompute runs to its end",
-        TRANSFORM + "filling.py",
+        TRANSFORM + "saved.py",
         "        handle.value = value\n        self.left -= 1\n        if not self.left and",
         "        handle.value = value\n        self.left -= 0.5\n        if not self.left and",
         ("tests/parity/test_golden.py",),
     ),
     Fault(
         "a recompute that saves something else is not noticed",
-        TRANSFORM + "filling.py",
+        TRANSFORM + "saved.py",
         "if then is None or meta[:2] != then[:2]:\n            return True",
         "if then is None or meta[:2] != then[:2]:\n            return False",
         ("tests/transform/test_recompute_error.py",),
@@ -70,14 +70,14 @@ FAULTS = [
     ),
     Fault(
         "an input that changed before the backward is read",
-        TRANSFORM + "saved_inputs.py",
-        "            and version_of(value) != then[i]\n",
-        "            and False\n",
+        TRANSFORM + "inputs.py",
+        "                and version_of(value) != then[i]\n",
+        "                and False\n",
         ("tests/transform/test_mutation.py",),
     ),
     Fault(
         "a buffer is updated by each recompute",
-        TRANSFORM + "saved_inputs.py",
+        TRANSFORM + "inputs.py",
         "tensors.append(value.clone())",
         "tensors.append(value)",
         ("tests/capture/test_buffers.py",),
@@ -161,7 +161,7 @@ FAULTS = [
     ),
     Fault(
         "a name is given to no value",
-        PARTIAL + "naming.py",
+        PARTIAL + "names.py",
         "for listener in here().listeners:",
         "for listener in here().listeners[:0]:",
         ("tests/policies/test_names.py",),

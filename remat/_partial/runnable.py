@@ -1,15 +1,16 @@
-"""Compares an operation with the one recorded.
+"""A plan laid out for running, and the mode that follows it through a function.
 
-Called by `replay` for what it leaves out, by `collect` and by `check`. A *static*
-argument is one that is not a tensor.
+`cache` makes them; the modes of `replay` follow them. A *static* argument is one that
+is not a tensor.
 
-Invariant: an operation that is left out returns the metadata that it returned then.
-That depends on the metadata of its tensor arguments and on its static ones, so these
-are compared.
+Invariant: what is looked up for each operation is a list index or one look in a dict.
+An operation that is left out returns the metadata that it returned then. That depends
+on the metadata of its tensor arguments and on its static ones, so these are compared.
 Rejected: comparing the static arguments of pointwise operations, such as a factor that
 is annealed. They change no metadata.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
+from typing_extensions import override
 
-from remat._base.absent import IGNORED, are_tensors, tensors_of
+from remat._base.absent import IGNORED, MismatchError, are_tensors, tensors_of
 from remat._base.op import Op, Value
 from remat._base.source import user_line
-from remat._partial.plan import Step
-from remat._torch import SNAPSHOT
+from remat._partial.plan import Fate, Plan, Record, Step
+from remat._torch import SNAPSHOT, LeanDispatchMode, call_kernel, kernel_of
 
 
 # No record has these. A nested call takes snapshots of what it may update (see
@@ -145,3 +147,108 @@ def described(steps: Sequence[Step], i: int, func: Any) -> str:
 
 def _line(op: Op) -> str:
     return f"{op.func}" + (f"  # {op.source}" if op.source else "")
+
+
+class RunnablePlan:
+    """A plan laid out for running, one entry for each operation.
+
+    Args:
+        record: of a forward.
+        plan: of a recompute, made of the record.
+        order: all residuals of the call, if the plan uses only some of them.
+
+    Attributes:
+        record: the record.
+        plan: the plan.
+        funcs: the operations, and None after the last.
+        kernels: what each calls.
+        runs: what each calls in a recompute; None for those that are not recomputed.
+        fates: what becomes of each.
+        expected: what is compared of those left out.
+        unneeded: the inputs whose values are not needed.
+        written: the storages that are changed in place.
+        residual_storages: of the residuals that it uses, the index and the storage.
+        residual_index: of the operations whose results are saved, which residual each
+            output is.
+        known: the storages of inputs, and those that operations made. Another one may
+            be that of a constant that is gone by now.
+    """
+
+    __slots__ = (
+        *("expected", "fates", "funcs", "kernels", "known", "plan", "record"),
+        *("residual_index", "residual_storages", "runs", "unneeded", "written"),
+    )
+
+    def __init__(
+        self, record: Record, plan: Plan, order: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self.record, self.plan = record, plan
+        funcs = [step.op.func for step in record.steps]
+        self.funcs = [*funcs, None]
+        self.kernels = [_kernel_of(step.op) for step in record.steps]
+        self.fates = [*plan.fates]
+        self.runs = [
+            kernel if fate is Fate.RECOMPUTED else None
+            for kernel, fate in zip(self.kernels, self.fates, strict=True)
+        ]
+        self.unneeded = sorted({*range(len(record.inputs))} - plan.needed)
+        self.written = {s for step in record.steps for s in step.writes}
+        made = (s for step in record.steps for s in {*step.makes} - {*step.reads})
+        self.known = {*record.inputs, *made}
+        self.expected = {
+            i: Expected(record.steps[i].op)
+            for i, fate in enumerate(plan.fates)
+            if fate is Fate.DEAD
+        }
+        self.residual_storages: list[tuple[int, int]] = []
+        self.residual_index: dict[int, dict[int, int]] = {}
+        used = {*plan.residuals}
+        for index, (i, k) in enumerate(order or plan.residuals):
+            if (i, k) in used:
+                self.residual_index.setdefault(i, {})[k] = index
+                self.residual_storages.append((index, record.steps[i].makes[k]))
+
+
+def _kernel_of(op: Op) -> Callable[..., Any]:
+    """Return what an operation calls from a dispatch mode."""
+    kernel = kernel_of(op.func)
+    if any(value.dtype.is_complex for value in (*op.inputs, *op.outputs)):
+        return functools.partial(call_kernel, kernel)
+    return kernel
+
+
+class Follow(LeanDispatchMode):
+    """Follows a schedule from operation to operation."""
+
+    def __init__(self, schedule: RunnablePlan) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self._funcs, self._kernels = schedule.funcs, schedule.kernels
+        self._next = 0
+
+    def note_saved(self, outs: Sequence[Any]) -> None:
+        """Do nothing: the record says what the graph saves."""
+
+    def end(self) -> None:
+        """Check that every recorded operation has run.
+
+        Raises:
+            MismatchError: one has not.
+        """
+        if self._funcs[self._next] is not None:
+            raise self._differs(None)
+
+    @override
+    def note_unseen(self) -> None:
+        """Let nothing fit: the record has no operations that a mode does not see."""
+        self._differs(None)
+
+    def _differs(self, func: Any) -> Exception:
+        """Return the error that another operation ran than was recorded."""
+        error = MismatchError(described(self.schedule.record.steps, self._next, func))
+        self._give_up()
+        return error
+
+    def _give_up(self) -> None:
+        """Let nothing fit from now on: the function may catch the error and go on."""
+        self._next = len(self._funcs) - 1
