@@ -211,18 +211,7 @@ class Schedule(abc.ABC):
 
 
 def check_count(taker: str, name: str, value: object, least: int = 1) -> None:
-    """Refuse an argument of a schedule that is not a count.
-
-    Args:
-        taker: The name of the schedule.
-        name: The name of the argument.
-        value: Its value.
-        least: The least value that is allowed.
-
-    Raises:
-        TypeError: the value is not an integer.
-        ValueError: the value is too small.
-    """
+    """Refuse an argument of a schedule that is not a count."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(
             f"remat: {taker} takes an integer as {name}; got {value!r}, a "

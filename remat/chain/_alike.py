@@ -48,15 +48,7 @@ def kind_of_chain(
     needs: Sequence[bool],
     budget: LoopBudget,
 ) -> Kind:
-    """Return what a chain has in common with those whose steps are alike.
-
-    Args:
-        call: the chain.
-        fn: its function.
-        inputs: its tensors.
-        needs: which of them are differentiated.
-        budget: that it is given.
-    """
+    """Return what a chain has in common with those whose steps are alike."""
     steps = call.steps
     # Of more steps, none more is run to measure them.
     most = TOGETHER + len(call.initial) + 2

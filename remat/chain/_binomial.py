@@ -103,12 +103,6 @@ def descent(start: int, stop: int, slots: int, width: int = 1) -> Iterator[int]:
 
     The run goes over the last unit too, without recording it. That is what the classic
     schedule does with a chain that is one unit longer, whose last unit costs nothing.
-
-    Args:
-        start: The first step.
-        stop: The step after the last.
-        slots: How many carries may be stored, with carry `start`.
-        width: How many steps are a unit, which is reversed as one.
     """
     left = units(start, stop, width) + 1
     while left > 1:
@@ -135,14 +129,7 @@ def save_on_the_way(carries: Iterable[int], stop: int) -> Iterator[Action]:
 def reverse(
     stored: Iterable[int], stop: int, slots: int, width: int = 1
 ) -> Iterator[Action]:
-    """Reverse a subchain from its stored carries.
-
-    Args:
-        stored: The carries that are stored, in order. The first is its start.
-        stop: The step after the last.
-        slots: How many carries may be stored at once, at least those that are.
-        width: How many steps are a unit, which is reversed as one.
-    """
+    """Reverse a subchain from its stored carries."""
     stack = list(stored)
     while stack:
         live = stack[-1]

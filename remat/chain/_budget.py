@@ -44,19 +44,7 @@ def budget_of(
     disk: bool = False,
     **others: object,
 ) -> LoopBudget | None:
-    """Return the budget that a user asks for; None if for none.
-
-    Args:
-        taker: the function that takes it.
-        budget: as passed.
-        policy: of the steps.
-        disk: as passed.
-        **others: arguments that a budget stands for; None where they were not passed.
-
-    Raises:
-        TypeError: the budget is no number of bytes.
-        ValueError: it is passed with what it stands for, or `disk` without it.
-    """
+    """Return the budget that a user asks for; None if for none."""
     if budget is None:
         if disk:
             raise ValueError(_DISK.format(taker=taker))

@@ -36,11 +36,6 @@ class Columns:
     A tensor is written to its place at once. A row that is a view of a carry would keep
     the carry alive.
 
-    Args:
-        length: how many steps there are.
-        label: what errors call the chain.
-        is_reversed: whether the last step comes first.
-
     Attributes:
         frame: of each step; None if nothing is collected.
         needs: which of the tensors require grad, in any step.
@@ -54,11 +49,7 @@ class Columns:
         self.needs: list[bool] = []
 
     def add(self, row: Collected) -> None:
-        """Add what was collected of the next step.
-
-        Raises:
-            TypeError: it is not built like that of the first step.
-        """
+        """Add what was collected of the next step."""
         if self.frame is None:
             self.frame, self.needs = row.frame, [*row.needs]
             self._columns = [*map(self._column, row.tensors)]

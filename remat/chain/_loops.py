@@ -334,12 +334,7 @@ def _goes_on(both: Functions, carry: Any) -> bool:
 
 
 def schedule_for(checkpoints: Checkpoints, unroll: int) -> Schedule:
-    """Return the schedule that a user asks for.
-
-    Raises:
-        TypeError: `checkpoints` is nothing of the kind.
-        ValueError: there is no unit of so many steps, or not with these checkpoints.
-    """
+    """Return the schedule that a user asks for."""
     if checkpoints is None or isinstance(checkpoints, Schedule):
         if unroll != 1:
             raise ValueError(_UNROLL.format(unroll=unroll, checkpoints=checkpoints))

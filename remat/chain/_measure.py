@@ -59,19 +59,7 @@ from remat.chain._steps import Functions, Live, Steps, taken_apart
 def measured(
     fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_batched: bool
 ) -> StepBytes | Staged | Exception:
-    """Return the numbers of the steps of a chain, as they are inside all vmaps.
-
-    Args:
-        fn: the function of a step.
-        args: of the chain.
-        steps: how a step calls the function.
-        nbytes: of interest: it is not measured how many steps take more.
-        is_batched: whether a vmap is around it.
-
-    Returns:
-        Those of one step, or of all where each one differs. If the steps raise an
-        error, that. They may ask for values, which a vmap does not have.
-    """
+    """Return the numbers of the steps of a chain, as they are inside all vmaps."""
     lengths: Sequence[int] = (steps.length or 0,)
     if steps.length is None:  # there may be fewer than are tried
         lengths = len(taken_apart(args[0])[0]) + 2, 2, 1
@@ -151,11 +139,7 @@ def _set_back(trial: "Trial") -> Iterator[None]:
 
 
 class Unsettled(Exception):  # noqa: N818
-    """Carries of the first steps are unlike those after them.
-
-    Args:
-        steps: how many there are until all are alike.
-    """
+    """Carries of the first steps are unlike those after them."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)
@@ -260,12 +244,6 @@ class _First(Schedule):
 class Trial(ChainCall):
     """A call of some steps of a chain, of which nothing stays.
 
-    Args:
-        fn: the function of a step.
-        args: of the chain.
-        steps: how a step calls the function.
-        count: how many steps its forward runs, of those that are alike.
-
     Attributes:
         reach: what is to be put back.
     """
@@ -303,12 +281,6 @@ class Taken:
 
 class Rehearsal:
     """A forward of a trial that has run, and steps of it that run again.
-
-    Args:
-        chain: the chain, of a trial.
-        inputs: to run it on.
-        needs: which of them are differentiated.
-        meter: that is entered.
 
     Attributes:
         call: the trial.
@@ -351,9 +323,6 @@ class Rehearsal:
 
         The first carries may hold tensors that were passed, as a window of states does,
         and need no gradients yet.
-
-        Raises:
-            Unsettled: they became alike after more steps than the forward ran.
         """
         lives, taken = [self.call.first(self.inputs)], list[Taken]()
         assert self.call.steps.length is not None

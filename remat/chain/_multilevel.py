@@ -48,7 +48,7 @@ from remat.chain._binomial import (
 class Blocks(NamedTuple):
     """How a chain is cut: equal blocks that begin on disk, and a last one that doesn't.
 
-    Args:
+    Attributes:
         count: How many blocks begin on disk.
         size: The units of all of them.
         last: The units of the last block.
@@ -70,11 +70,6 @@ def cut(length: int, count: int, slots: int) -> Blocks:
 
     Block sizes are optimal when one unit more costs the same in each. It costs `r`
     advances in a block, and one fewer in the last block: the forward did its first run.
-
-    Args:
-        length: How many units the chain has, more than `count`.
-        count: How many blocks begin on disk.
-        slots: How many carries the memory holds.
     """
     most = length + 1  # the forward goes over the last unit too: see `descent`
     r = _slope(most, count, slots)

@@ -33,7 +33,7 @@ from remat.chain._plan import Keep, Parts, Recompute, Rotor, Stage, Stages
 class Choice(NamedTuple):
     """What may be done with the first stages of a subchain.
 
-    Args:
+    Attributes:
         keep: Record the first stage. None: recompute the stages before `rest`.
         need: The bytes that the first stages need while they run.
         held: The bytes that exist while the rest of the subchain is reversed.

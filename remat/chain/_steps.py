@@ -71,11 +71,7 @@ class Live(NamedTuple):
 
 
 def refuse_opaque(frame: Frame, label: str) -> None:
-    """Refuse a carry with a value that may hold a tensor, and cannot be looked into.
-
-    Raises:
-        TypeError: there is one.
-    """
+    """Refuse a carry with a value that may hold a tensor, and cannot be looked into."""
     paths = pytree.paths(frame.treedef)
     for path, leaf in zip(paths, frame.leaves, strict=True):
         if leaf is not TENSOR and type(leaf) not in INERT:
@@ -122,11 +118,7 @@ class Steps:
 
 
 class Functions:
-    """Several functions, as one that a search can walk.
-
-    Args:
-        fns: the functions.
-    """
+    """Several functions, as one that a search can walk."""
 
     def __init__(self, fns: Sequence[Any]) -> None:
         self.fns = fns
@@ -176,18 +168,7 @@ COLLECTED = Named(
 def refuse_other_form(
     live: Live, first: Live, k: int, label: str, what: Named = CARRY
 ) -> None:
-    """Refuse a carry that is not built like the first one.
-
-    Args:
-        live: the carry, or what is collected.
-        first: the first one.
-        k: the step that returned it.
-        label: of the chain.
-        what: what errors call it.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Refuse a carry that is not built like the first one."""
     if live.frame.treedef != first.frame.treedef:
         then, now = first.frame.treedef, live.frame.treedef
         shown = {"then": then, "now": now, "kind": what.kind, "first": what.first}

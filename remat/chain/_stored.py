@@ -43,11 +43,7 @@ class Stored:
         self._versions: dict[int, Sequence[int | None]] = {}
 
     def save(self, step: int, live: Live, storage: Storage) -> None:
-        """Store a carry.
-
-        Raises:
-            OffloadError: there is no room on the disk.
-        """
+        """Store a carry."""
         if storage is Storage.MEMORY:
             self._carries[step] = live
             self._versions[step] = versions_of(live.tensors)

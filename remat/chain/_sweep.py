@@ -44,11 +44,6 @@ def cutting(
     """Make graphs that can be cut: below all levels, or in a level of their own.
 
     Below a vmap alone no tensor can be made to require grad.
-
-    Args:
-        inputs: of the chain.
-        needs: which of them require grad.
-        are_leaves: whether those are leaves already that require grad.
     """
     if current_layer() is None:
         with grad_mode(True):
@@ -88,23 +83,7 @@ def run_step(
     offset: int = 0,
     look: Look | None = None,
 ) -> tuple[Live, Collected, list[Tensor]]:
-    """Run a step.
-
-    Args:
-        steps: of the chain.
-        call: the function, and the arguments of the chain.
-        cut: how its graph ends.
-        live: its carry.
-        k: its number.
-        offset: where what is scanned begins.
-        look: see `Look`.
-
-    Returns:
-        The next carry, what is collected, and the leaves of the graph.
-
-    Raises:
-        MutationError: the step changed its carry in place.
-    """
+    """Run a step."""
     leaves = [*map(cut.leaf, live.tensors, live.needs)]
     before = versions_of(leaves)
     try:

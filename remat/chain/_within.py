@@ -38,21 +38,7 @@ def schedule_within(
     inputs: Sequence[Tensor],
     needs: Sequence[bool],
 ) -> tuple[Schedule, str]:
-    """Return the schedule with the least work that stays under a budget.
-
-    Args:
-        budget: what the user asks for.
-        call: the chain.
-        called: its function, and its arguments.
-        inputs: its tensors.
-        needs: which of them are differentiated.
-
-    Returns:
-        The schedule, and what to warn of: "" if it keeps the budget.
-
-    Raises:
-        BudgetError: none does. The error names the least budget.
-    """
+    """Return the schedule with the least work that stays under a budget."""
     layer, steps = current_layer(), call.steps
     if layer is not None and kind_of(layer) == VMAP:
         return Sqrt(), _OUTSIDE.format(label=steps.label)

@@ -214,16 +214,7 @@ def call(
     caller: FrameType,
     name: str = "",
 ) -> Any:
-    """Call a function as `checkpoint` does.
-
-    Args:
-        fn: the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        asked: what `checkpoint` was asked for.
-        caller: the frame that called `checkpoint`, for messages.
-        name: what messages call the function; "" for its own name.
-    """
+    """Call a function as `checkpoint` does."""
     refuse_function(fn)
     options = _OPTIONS
     lowering = lowering_of(options)
@@ -292,12 +283,7 @@ _DEBUG = (
 
 
 class _Contexts:
-    """The contexts of one call. Its first run is the forward.
-
-    Args:
-        first: for the forward.
-        second: for each recompute.
-    """
+    """The contexts of one call. Its first run is the forward."""
 
     def __init__(self, first: Any, second: Any) -> None:
         self._next, self._second = first, second

@@ -17,11 +17,7 @@ from remat.policies._selective import Selective
 
 
 def policy_of(context: object) -> Policy | None:
-    """Return the policy of the context for the forward, or None for another context.
-
-    Raises:
-        TypeError: the policy is a function that cannot be hashed.
-    """
+    """Return the policy of the context for the forward, or None for another context."""
     policy = selective_policy(context)
     if policy is None:
         if hasattr(context, "respect_saved_tensors_hooks"):

@@ -128,16 +128,7 @@ def claim_on(module: nn.Module) -> Applied | None:
 def refuse_others(
     model: nn.Module, function: str, allowed: Container[str] = ()
 ) -> None:
-    """Refuse a model of which something else recomputes modules.
-
-    Args:
-        model: the model.
-        function: what is called, for the message.
-        allowed: what may recompute modules beside it, as in `Applied.by`.
-
-    Raises:
-        ValueError: something else does.
-    """
+    """Refuse a model of which something else recomputes modules."""
     for name, found in applied(model).items():
         if found.by not in allowed:
             raise ValueError(_message(model, function, name, found))

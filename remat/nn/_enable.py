@@ -174,11 +174,7 @@ class Checkpoint:
 
 
 class _Keeping(Claiming):
-    """The hook before a forward that keeps our function where the library put its own.
-
-    Args:
-        checkpoint: our function.
-    """
+    """The hook before a forward that keeps our function where the library put its own."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint

@@ -30,17 +30,6 @@ def selected(
     """Return the modules that selectors select, and the first that does.
 
     Modules without `forward`, such as an `nn.ModuleList`, are left out.
-
-    Args:
-        model: the model.
-        selectors: in order.
-
-    Returns:
-        Names, modules, and indices of selectors.
-
-    Raises:
-        TypeError: something is not a selector.
-        ValueError: a selector selects nothing, or nothing that has a `forward`.
     """
     selectors = [*selectors]
     tests = [_test_of(selector) for selector in selectors]

@@ -71,13 +71,7 @@ def how_to_switch_off(model: nn.Module) -> str:
 
 
 class Refusing:
-    """The hook before a forward that refuses a switch which was put on too late.
-
-    Args:
-        by: what recomputes blocks of the model.
-        where: the line that asked for it.
-        advice: how to switch it off.
-    """
+    """The hook before a forward that refuses a switch which was put on too late."""
 
     def __init__(self, by: str, where: str, advice: str) -> None:
         self.by, self.where, self.advice = by, where, advice

@@ -45,12 +45,7 @@ def draw(
 
 
 def shape_for(key: KeyLike, shape: Shape, **parameters: Value) -> tuple[int, ...]:
-    """Return the requested shape; by default, the broadcast shape of the parameters.
-
-    Raises:
-        ValueError: a parameter would widen the result. This check comes before the key
-            is consumed.
-    """
+    """Return the requested shape; by default, the broadcast shape of the parameters."""
     tensors = {name: p for name, p in parameters.items() if isinstance(p, Tensor)}
     if shape is None:
         shape = torch.broadcast_shapes(*(p.shape for p in tensors.values()))

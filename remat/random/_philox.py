@@ -38,16 +38,7 @@ PAD = 32
 
 
 def philox(counter: Any, key: Any, lanes: int = 1) -> Any:
-    """Encrypt a counter of four 32-bit words under a key of two.
-
-    Args:
-        counter: Four words. Or four large integers, with one word in every 128 bits.
-        key: Two words, or two such integers.
-        lanes: An integer with the lowest bit of each word set.
-
-    Returns:
-        Four words, or four such integers.
-    """
+    """Encrypt a counter of four 32-bit words under a key of two."""
     (a, b, c, d), (k, m) = counter, key
     low, step, other = MASK * lanes, WEYL[0] * lanes, WEYL[1] * lanes
     for _ in range(ROUNDS):
@@ -106,14 +97,7 @@ _WEYL = [_constant(number) for number in WEYL]
 
 
 def _by_tensors(seed: Tensor, offset: Tensor, index: Tensor, scratch: Tensor) -> Tensor:
-    """Compute the blocks at `offset + index` in the scratch, padded: int64[:].
-
-    Args:
-        seed: int64, broadcasts with the next two.
-        offset: int64.
-        index: int64.
-        scratch: int64[:], large enough for five buffers of the padded size.
-    """
+    """Compute the blocks at `offset + index` in the scratch, padded: int64[:]."""
     shape = torch.broadcast_shapes(offset.shape, index.shape)
     size = _padded(shape.numel())
     buffers = scratch[: 5 * size].view(5, size)
@@ -198,15 +182,7 @@ class Reading(NamedTuple):
 def draw(
     keys: Tensor, n: int, dtype: torch.dtype, reading: Reading, start: int = 0
 ) -> Tensor:
-    """Return the first values of every stream: dtype[k, n].
-
-    Args:
-        keys: uint64[k, 2].
-        n: How many values of each stream.
-        dtype: The dtype of the result.
-        reading: How blocks become values.
-        start: The first block, as an int64.
-    """
+    """Return the first values of every stream: dtype[k, n]."""
     per_block = reading.per_block
     count = -(-n // per_block)
     out = torch.empty(len(keys), n, dtype=dtype, device=keys.device)

@@ -158,16 +158,7 @@ def shard(
     starts: Sequence[int],
     kind: Any,
 ) -> Tensor:
-    """Return a block of the numbers that each key gives for a shape.
-
-    Args:
-        op: draws.
-        data: the keys.
-        shape: of all numbers of a key.
-        lengths: of the block.
-        starts: of the block.
-        kind: of the numbers, for `op`.
-    """
+    """Return a block of the numbers that each key gives for a shape."""
     out = (*data.shape[:-1], *lengths)
     cut = [d for d, (n, m) in enumerate(zip(shape, lengths, strict=True)) if n != m]
     if not cut or 0 in lengths:
