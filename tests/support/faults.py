@@ -231,7 +231,7 @@ FAULTS = [
     ),
     Fault(
         "assert_same takes every value for the same",
-        "remat/testing.py",
+        "remat/testing/_equality.py",
         "wrong = ~_equal(actual, expected)",
         "wrong = ~_equal(actual, actual)",
         ("tests/testing",),
