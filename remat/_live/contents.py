@@ -23,8 +23,8 @@ from remat._base.interpreter import may_refer_to_others
 from remat._base.types import INERT, TENSORS
 from remat._capture.kinds import COPIED_ITERATORS
 from remat._live.holders import FUNCTIONS, MISSING, Kind, dict_of
-from remat._live.kinds import is_opaque
 from remat._live.layout import Layout, Taken
+from remat._live.walk import is_opaque
 
 
 Place = tuple[int, bool]  # position, whether among the keys
@@ -40,12 +40,12 @@ class At:
         self.number = number
 
 
-_FIRST = tuple(map(At, range(64)))
+FIRST = tuple(map(At, range(64)))
 
 
 def at(number: int) -> At:
     """Return what is in place of the tensor with a number."""
-    return _FIRST[number] if number < len(_FIRST) else At(number)
+    return FIRST[number] if number < len(FIRST) else At(number)
 
 
 class Ref:

@@ -25,8 +25,7 @@ from remat._base.errors import RecomputeError
 from remat._base.types import Fn
 from remat._capture.results import Result
 from remat._capture.structure import Out
-from remat._live.reach import Reach
-from remat._live.running import Running
+from remat._live.reach import Reach, Running
 from remat._partial.cache import CACHES
 from remat._partial.options import DEFAULT
 from remat._report.bitwise import CompareValues, KeepValues, has_values

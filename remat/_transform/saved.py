@@ -42,8 +42,7 @@ from remat._base.tensors import outside_inference_mode, version_of
 from remat._base.tracebacks import note
 from remat._base.types import Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
-from remat._live.reach import Reach
-from remat._live.running import Running
+from remat._live.reach import Reach, Running
 from remat._partial.cache import Kind, metas_of
 from remat._partial.decide import Situation, warn_if_asked, why_no_record
 from remat._partial.following import Following, Replaying
