@@ -73,7 +73,7 @@ class Reach:
     """
 
     __slots__ = (
-        *("_buffers", "_cache", "_count", "_fn", "_modes", "_names", "_refs"),
+        *("_buffers", "_cache", "_count", "_modes", "_names", "_refs"),
         *("_roots", "_running", "_values", "buffers", "compiled", "first_parameter"),
         *("handles_states", "hooks", "is_lazy", "label", "streams", "tensors"),
     )
@@ -87,7 +87,7 @@ class Reach:
                 target = code_of_arguments(fn)
                 raise spent(value, argument_name(target, self._names, k, self._count))
             self._values.append(given.put_aside(value))
-        self._fn = given.put_aside(fn)
+        self._values.append(given.put_aside(fn))  # the last
         self._modes: Sequence[Any] = ()
         if function_mode_count():
             self._modes = [*map(given.put_aside, function_modes())]
@@ -105,7 +105,10 @@ class Reach:
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
         self.tensors = given.tensors + parameters
-        self._note_streams(given)
+        self.streams: Sequence[Any] = ()
+        self.handles_states = self.compiled = self.is_lazy = False
+        if given.search is not None or self._roots:
+            self._note_streams(given)
         buffers = given.buffers
         for root in self._roots:
             buffers += root.buffers
@@ -165,11 +168,7 @@ class Reach:
         return parameters if _PARAMETERS.issuperset(map(type, parameters)) else []
 
     def _note_streams(self, given: Given) -> None:
-        self.streams: Sequence[Any] = ()
-        self.handles_states = self.compiled = self.is_lazy = False
         search = given.search
-        if search is None and not self._roots:
-            return
         found: dict[int, Any] = {}
         if search is not None:
             found, self.compiled = search.streams, search.compiled
@@ -192,7 +191,7 @@ class Reach:
         structure of the arguments and those that are constants. It holds no tensor and
         no user's object.
         """
-        values = structure_of([self._fn, *self._values])
+        values = structure_of(self._values)
         roots = [root.signature for root in self._roots]
         return self._count, *self._names, *values, *roots
 
@@ -209,15 +208,16 @@ class Reach:
 
     # --- A recompute ---
 
-    def restored(self, tensors: Sequence[Any], *, exchanges: bool) -> "Running":
+    def restored(self, tensors: Sequence[Any], values: Sequence[Any]) -> "Running":
         """Return a context in which everything holds what it held at the call.
 
         Args:
             tensors: to run on.
-            exchanges: whether others stand for some of the parameters.
+            values: what the call saved of its inputs; of parameters, these themselves.
         """
-        if self._roots and not exchanges:
-            originals = [ref() for ref in self._refs]
+        exchanges, first = False, self.first_parameter
+        if self._roots:  # of which holders may have to hold other tensors
+            originals = (*(ref() for ref in self._refs), *values[first:])
             exchanges = not all(map(operator.is_, originals, tensors))
         return Running(
             self._roots, self._buffers, self.hooks, tensors, exchanges=exchanges
@@ -227,8 +227,9 @@ class Reach:
         """Call the function again, under the modes of the call and no others."""
         building = Building(tensors, running.found, running.container)
         cache = None if self._cache is None else building.value(self._cache)
-        args, fn = building.values(self._values), building.value(self._fn)
-        modes, kwargs = building.values(self._modes), dict[str, Any]()
+        *args, fn = building.values(self._values)
+        modes = building.values(self._modes) if self._modes else []
+        kwargs: dict[str, Any] = {}
         if self._names:
             kwargs = dict(zip(self._names, args[self._count :], strict=True))
             del args[self._count :]
@@ -271,7 +272,7 @@ class Reach:
             tensors = running.tensors
             building = Building(tensors, running.found, running.container)
         search = Search()
-        values, fn = building.values(self._values), building.value(self._fn)
+        *values, fn = building.values(self._values)
         kwargs = dict(zip(self._names, values[self._count :], strict=True))
         args = (*values[: self._count],)
         snapshot = Snapshot(fn, self.label, args, kwargs, search)
@@ -403,7 +404,8 @@ class Running:
             _set_bytes(buffer, then)
 
     def _write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
-        written = Written(kind, holder, *kind.held(holder), (id(holder), id(kind)))
+        now_keys, now = kind.held(holder)
+        written = Written(kind, holder, now_keys, now, (id(holder), id(kind)))
         written.start()
         self._undo.append(written.end)
         kind.write(holder, keys, values)
