@@ -131,7 +131,8 @@ def _set_back(trial: "Trial") -> Iterator[None]:
     states = [stream.read() for stream in streams]
     try:
         # It is as for a recompute, which leaves everything as it was before.
-        with trial.reach.restored(trial.reach.take_tensors(), exchanges=False):
+        tensors = trial.reach.take_tensors()
+        with trial.reach.restored(tensors, tensors):
             yield
     finally:
         for stream, state in zip(streams, states, strict=True):

@@ -29,8 +29,7 @@ from remat._base.tracebacks import hide_frames
 from remat._base.types import Fn, Opaque
 from remat._partial.options import Options
 from remat._torch import checkpoint_settings, constant_in_traces, eager_only
-from remat._transform.lowered import call_lowered
-from remat._transform.lowering import Lowering, lowering_of
+from remat._transform.lowering import Lowering, call_lowered, lowering_of
 from remat._transform.refused import refuse_function
 from remat._transform.rematerialized import Rematerialized
 from remat._transform.traced import call_as_node, call_in_graph, call_traced, key_of
