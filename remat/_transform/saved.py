@@ -31,7 +31,7 @@ from remat._graph.handles import Handle, unpack
 from remat._live.reach import Reach
 from remat._partial.decide import warn_if_asked, why_no_record
 from remat._partial.options import Options
-from remat._partial.planned_call import SavedInHandles
+from remat._partial.stores import SavedInHandles
 from remat._torch import (
     Noted,
     Renorm,

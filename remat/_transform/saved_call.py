@@ -30,7 +30,7 @@ from remat._transform.saved_inputs import SavedInputs
 if TYPE_CHECKING:
     import weakref
 
-    from remat._partial.planned_call import SavedInHandles
+    from remat._partial.stores import SavedInHandles
 
 
 # Its sizes are asked for by operations, in some runs and not in others.
