@@ -46,7 +46,8 @@ from remat._live.reach import Reach, Running
 from remat._partial.cache import CallKind, metas_of
 from remat._partial.decide import Situation, warn_if_asked, why_no_record
 from remat._partial.options import Options
-from remat._partial.planned_call import Replaying, SavedInHandles
+from remat._partial.planned_call import Replaying
+from remat._partial.stores import SavedInHandles
 from remat._torch import (
     Noted,
     Renorm,
