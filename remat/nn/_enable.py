@@ -174,7 +174,7 @@ class Checkpoint:
 
 
 class _Keeping(Claiming):
-    """The hook before a forward that keeps our function where the library put its own."""
+    """The hook before a forward that puts our function in place of the library's."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
