@@ -24,7 +24,7 @@ from remat._fit.training_step import TrainingStep
 from remat._report.render import mebibytes
 from remat._transform.refused import has_forward
 from remat.nn._applied import refuse_others
-from remat.nn._select import as_selectors, selected
+from remat.nn._apply import as_selectors, selected
 
 
 @dataclass(frozen=True)

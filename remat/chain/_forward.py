@@ -33,18 +33,18 @@ from remat._torch import current_layer
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
 from remat._transform.reached import reached_inputs
-from remat.chain._actions import Action, Advance, Drop, Record, Save, Schedule
-from remat.chain._columns import Columns
-from remat.chain._online import Online
+from remat.chain._actions import Action, Advance, Drop, RecordStep, Save, Schedule
+from remat.chain._binomial import Online
 from remat.chain._steps import (
+    Cut,
     Live,
     Steps,
     refuse_opaque,
     refuse_other_form,
+    run_step,
     taken_apart,
 )
-from remat.chain._stored import Stored
-from remat.chain._sweep import Cut, run_step
+from remat.chain._stored import Columns, Stored
 
 
 class Outs(NamedTuple):
@@ -202,7 +202,7 @@ class ChainCall(Call):
         for action in loop.actions():
             if isinstance(action, Advance):
                 loop.advance(action)
-            elif isinstance(action, Record):
+            elif isinstance(action, RecordStep):
                 # Residuals would outlive the forward: the carry is stored instead.
                 if stored is not None:
                     loop.store(Save(action.step), stored)

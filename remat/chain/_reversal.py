@@ -39,16 +39,15 @@ from remat.chain._actions import (
     Backward,
     Drop,
     Load,
-    Record,
+    RecordStep,
     Reverse,
     Save,
 )
-from remat.chain._columns import can_be_written
 from remat.chain._forward import ChainCall
 from remat.chain._segment import Segment
 from remat.chain._segments import Sqrt
 from remat.chain._steps import Live
-from remat.chain._stored import Stored
+from remat.chain._stored import Stored, can_be_written
 
 
 class Reversal(Program):
@@ -175,7 +174,7 @@ class Reversing:
                 self._stored.drop(step)
             case Reverse(start, stop):
                 self._reverse(start, stop)
-            case Record(step):
+            case RecordStep(step):
                 self._record(step)
             case Backward(step) if step in self._recorded:
                 self._pull_recorded(step)

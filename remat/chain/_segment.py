@@ -27,8 +27,7 @@ from remat._capture.snapshot import call_under
 from remat._torch import without_hooks
 from remat._transform.function import Primal
 from remat.chain._forward import ChainCall
-from remat.chain._steps import Live, taken_apart, through
-from remat.chain._sweep import Cut, cutting, run_step
+from remat.chain._steps import Cut, Live, cutting, run_step, taken_apart, through
 
 
 class Segment(Program):

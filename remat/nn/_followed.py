@@ -27,8 +27,16 @@ from remat._scope.api import scope
 from remat._scope.following import Course, Following
 from remat._torch import constant_in_traces, current_layer
 from remat._transform.module import recompute_in_place
-from remat.nn._applied import PLAN, Applied, Claiming, mark, refuse_others, unmark
-from remat.nn._switches import Refusing, refuse_later
+from remat.nn._applied import (
+    PLAN,
+    Applied,
+    Claiming,
+    Refusing,
+    mark,
+    refuse_later,
+    refuse_others,
+    unmark,
+)
 
 
 class FollowedScope:

@@ -163,7 +163,7 @@ def _chunks(
 # --- Blocks as values -------------------------------------------------------------
 
 
-class Reading(NamedTuple):
+class BlockReading(NamedTuple):
     """How blocks become values.
 
     Attributes:
@@ -180,7 +180,7 @@ class Reading(NamedTuple):
 
 
 def draw(
-    keys: Tensor, n: int, dtype: torch.dtype, reading: Reading, start: int = 0
+    keys: Tensor, n: int, dtype: torch.dtype, reading: BlockReading, start: int = 0
 ) -> Tensor:
     """Return the first values of every stream: dtype[k, n]."""
     per_block = reading.per_block
@@ -197,7 +197,7 @@ def draw(
     return out
 
 
-def _write(out: Tensor, words: Tensor, flipped: bool, reading: Reading) -> None:
+def _write(out: Tensor, words: Tensor, flipped: bool, reading: BlockReading) -> None:
     """Write the values of some padded blocks of some keys."""
     rows, n = out.shape
     per_block, read, low, step = reading
@@ -220,7 +220,7 @@ def _same(values: Tensor) -> Tensor:
     return values
 
 
-KEYS = Reading(2, _same)
+KEYS = BlockReading(2, _same)
 
 
 def split(keys: Tensor, num: int, start: int = 0) -> Tensor:
@@ -247,18 +247,18 @@ def _halves(words: Tensor) -> Tensor:
 
 
 BITS = {
-    8: Reading(4, _quarters, _constant(0xFF, torch.int32)),
-    16: Reading(4, _quarters, _constant(0xFFFF, torch.int32)),
-    32: Reading(4, _unsigned_quarters),
-    64: Reading(2, _halves),
+    8: BlockReading(4, _quarters, _constant(0xFF, torch.int32)),
+    16: BlockReading(4, _quarters, _constant(0xFFFF, torch.int32)),
+    32: BlockReading(4, _unsigned_quarters),
+    64: BlockReading(2, _halves),
 }
 
 
-def _uniform(precision: int, dtype: torch.dtype) -> Reading:
+def _uniform(precision: int, dtype: torch.dtype) -> BlockReading:
     low, step = (1 << precision) - 1, _constant(2.0**-precision, dtype)
     if precision > 32:
-        return Reading(2, _halves, _constant(low), step)
-    return Reading(4, _quarters, _constant(low, torch.int32), step)
+        return BlockReading(2, _halves, _constant(low), step)
+    return BlockReading(4, _quarters, _constant(low, torch.int32), step)
 
 
 # Uniform numbers in [0, 1) are the low bits, times 2**-precision.
@@ -308,5 +308,5 @@ def _wide(words: Tensor) -> Tensor:
     return _WIDE.pairs(u.mul_(_WIDE.step))
 
 
-NORMAL = dict.fromkeys(UNIFORM, Reading(4, _narrow))
-NORMAL[torch.float64] = Reading(2, _wide)
+NORMAL = dict.fromkeys(UNIFORM, BlockReading(4, _narrow))
+NORMAL[torch.float64] = BlockReading(2, _wide)
