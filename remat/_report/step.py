@@ -21,14 +21,12 @@ from torch import Tensor
 from remat._base.context import here
 from remat._base.parts import parts
 from remat._base.types import Fn
-from remat._report.advice import Built, advice_on
 from remat._report.bitwise import has_values
 from remat._report.examine import undone
-from remat._report.holders import HeldValues, Holder, Kind, Peak
-from remat._report.inputs import Inputs
-from remat._report.ledger import is_parameter, tensors_in
-from remat._report.timeline import Change, changes_in, name_of
-from remat._report.watching import MARK, OURS, Watch, Watched
+from remat._report.inputs import Inputs, is_parameter, tensors_in
+from remat._report.peak import Built, HeldValues, Holder, Kind, Peak, advice_on
+from remat._report.timeline import MemoryChange, changes_in, name_of
+from remat._report.watching import MARK, OURS, StepWatch, WatchedOp
 from remat._torch import AccumulateGrad, storage_id
 
 
@@ -36,20 +34,14 @@ def peak_of(fn: Fn, args: Any, kwargs: Any, *, again: bool) -> Peak | None:
     """Run a step and return its peak; None if the function is not one of a step.
 
     A step is a function that returns a loss, or one that runs a backward itself.
-
-    Args:
-        fn: the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        again: whether a step is run before: calls know after it what they need.
     """
     for _ in range(again):
-        with undone(fn, args, kwargs, Watch) as (inputs, watch):
+        with undone(fn, args, kwargs, StepWatch) as (inputs, watch):
             warm = _Step(fn, args, kwargs, inputs, watch)
             warm.run()
         if not warm.is_step:
             return None
-    with undone(fn, args, kwargs, Watch) as (inputs, watch):
+    with undone(fn, args, kwargs, StepWatch) as (inputs, watch):
         if not all(map(has_values, inputs.tensors)):
             return None
         step = _Step(fn, args, kwargs, inputs, watch)
@@ -65,7 +57,7 @@ class _Step:
     """
 
     def __init__(
-        self, fn: Fn, args: Any, kwargs: Any, inputs: Inputs, watch: Watch
+        self, fn: Fn, args: Any, kwargs: Any, inputs: Inputs, watch: StepWatch
     ) -> None:
         self._fn, self._inputs, self._watch = fn, inputs, watch
         self._own = args, kwargs
@@ -147,7 +139,7 @@ class _Key(NamedTuple):
 _Found = dict[tuple[Kind, str], dict[_Key, list[int]]]
 
 
-def _peak(changes: Sequence[Change], watch: Watch, inputs: Inputs) -> Peak:
+def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> Peak:
     theirs = [*_theirs(changes)]
     live = [*accumulate(change.nbytes for change in theirs)]
     end = live.index(max(live)) + 1 if live and max(live) > 0 else 0
@@ -169,7 +161,7 @@ def _peak(changes: Sequence[Change], watch: Watch, inputs: Inputs) -> Peak:
     return Peak(sum(h.nbytes for h in holders), op, holders, advice)
 
 
-def _theirs(changes: Sequence[Change]) -> Iterator[Change]:
+def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
     """Yield the changes but for copies that are kept to put tensors back."""
     ours: set[Any] = set()
     for change in changes:
@@ -196,19 +188,14 @@ def _before(inputs: Inputs) -> Iterator[tuple[Kind, str, _Key, int]]:
 
 
 class _Sorting:
-    """Sorts what is alive at the peak by what holds it.
+    """Sorts what is alive at the peak by what holds it."""
 
-    Args:
-        watch: what the step did.
-        changes: up to the peak.
-    """
-
-    def __init__(self, watch: Watch, changes: Sequence[Change]) -> None:
+    def __init__(self, watch: StepWatch, changes: Sequence[MemoryChange]) -> None:
         self._watch, self._changes = watch, changes
 
-    def alive(self) -> list[tuple[Change, int]]:
+    def alive(self) -> list[tuple[MemoryChange, int]]:
         """Return what is alive after the changes, with the operations that made it."""
-        alive: dict[Any, tuple[Change, int]] = {}
+        alive: dict[Any, tuple[MemoryChange, int]] = {}
         last = 0
         for change in self._changes:
             last = _marked(change, last)
@@ -220,7 +207,7 @@ class _Sorting:
         self._in_forward = bool(self._watch.ops) and self._watch.ops[last].node < 0
         return [*alive.values()]
 
-    def sorted(self, change: Change, i: int) -> tuple[Kind, str, _Key]:
+    def sorted(self, change: MemoryChange, i: int) -> tuple[Kind, str, _Key]:
         """Return what holds an allocation, and what it is."""
         watch = self._watch
         made = watch.made.get((i, change.place[1]))
@@ -235,13 +222,13 @@ class _Sorting:
         key = _Key(maker.name, *meta, maker.source, is_gradient)
         return kind, name or _NAMES[kind], key
 
-    def _origin(self, op: Watched, i: int) -> int:
+    def _origin(self, op: WatchedOp, i: int) -> int:
         """Return the forward operation that an operation belongs to, -1 if unknown."""
         if op.node < 0 or op.again:
             return i
         return self._watch.origins.get(op.node, -1)
 
-    def _holder(self, op: Watched, origin: int, storage: int) -> tuple[Kind, str]:
+    def _holder(self, op: WatchedOp, origin: int, storage: int) -> tuple[Kind, str]:
         watch = self._watch
         if storage in watch.gradients:
             return "gradients", ""
@@ -271,7 +258,7 @@ _NAMES: dict[Kind, str] = {
 }
 
 
-def _marked(change: Change, last: int) -> int:
+def _marked(change: MemoryChange, last: int) -> int:
     """Return the operation that ran at a change, else the last one before."""
     for name in reversed(change.running):
         if name.startswith(MARK):

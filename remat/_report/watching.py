@@ -24,7 +24,7 @@ from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._graph.handles import Handle, PackedOutside, stored_by
 from remat._partial.options import Options
-from remat._report.ledger import Ledger, tensors_in
+from remat._report.inputs import Ledger, tensors_in
 from remat._torch import (
     base_tensor,
     marked,
@@ -41,7 +41,7 @@ MARK, OURS = "remat watches #", "remat keeps"
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class WatchedOp:
     """One operation of a step.
 
     Attributes:
@@ -62,7 +62,7 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MadeStorage:
     """A storage that an operation made.
 
     Attributes:
@@ -76,7 +76,7 @@ class Made:
     shape: tuple[int, ...]
 
 
-class Watch(Ledger):
+class StepWatch(Ledger):
     """A mode that notes the operations of a step and the storages that they make.
 
     Attributes:
@@ -94,8 +94,8 @@ class Watch(Ledger):
 
     def __init__(self, stack: ExitStack) -> None:
         super().__init__(stack)
-        self.ops: list[Watched] = []
-        self.made: dict[tuple[int, int], Made] = {}
+        self.ops: list[WatchedOp] = []
+        self.made: dict[tuple[int, int], MadeStorage] = {}
         self.origins: dict[int, int] = {}
         self.inputs: set[int] = set()
         self.saved: set[int] = set()
@@ -112,7 +112,7 @@ class Watch(Ledger):
     # --- Operations ---
 
     @override
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         node = running_node()
         if node is not None and torch.is_grad_enabled() and not here().recomputing:
             self.differentiates = True
@@ -123,15 +123,15 @@ class Watch(Ledger):
         self.ops.append(self._watched(func, number))
         self.origins.setdefault(next_sequence_number() - 1, i)
         with marked(f"{MARK}{i}"):
-            result = super()._call(func, args, kwargs)
+            result = super().call(func, args, kwargs)
         for part in _parts_in(result):
             if storage_id(part) not in self.entries:
                 place = i, part.untyped_storage().data_ptr()
                 meta = storage_id(part), part.dtype, tuple(part.shape)
-                self.made.setdefault(place, Made(*meta))
+                self.made.setdefault(place, MadeStorage(*meta))
         return result
 
-    def _watched(self, func: Any, node: int) -> Watched:
+    def _watched(self, func: Any, node: int) -> WatchedOp:
         context = here()
         again = self._name_of(context.recomputing[-1]) if context.recomputing else ""
         inside = context.inside
@@ -141,7 +141,7 @@ class Watch(Ledger):
             self.last = len(self.ops)
         name = getattr(func, "overloadpacket", func).__name__
         saves = bool(context.functions) and context.policy is not None
-        return Watched(name, user_line(), node, called, again, saves)
+        return WatchedOp(name, user_line(), node, called, again, saves)
 
     @override
     def _preserve(self, tensor: Tensor) -> None:

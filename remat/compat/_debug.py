@@ -13,10 +13,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from remat._base.absent import IGNORED
+from remat._base.observer import Observer
 from remat._base.source import user_line
-from remat._report.bitwise import Operation, around, same_statics, statics_of
-from remat._torch import LeanDispatchMode, call_kernel, eager_only
+from remat._report.bitwise import RunOperation, around, same_statics, statics_of
 
 
 class Log:
@@ -45,12 +44,12 @@ _TITLE = (
 )
 
 
-class _Operations(LeanDispatchMode):
+class _Operations(Observer):
     """Notes each operation of a run, and the user's line."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Operation] = []
+        self.steps: list[RunOperation] = []
 
     @override
     def __enter__(self) -> Any:
@@ -58,18 +57,13 @@ class _Operations(LeanDispatchMode):
         return super().__enter__()
 
     @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if func not in IGNORED:
-            self.steps.append(Operation(func, statics_of((args, kwargs)), user_line()))
-        return call_kernel(func, *args, **kwargs)
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        # Noted first: an operation may raise.
+        self.steps.append(RunOperation(func, statics_of((args, kwargs)), user_line()))
+        return super().run(func, args, kwargs)
 
 
-def _differ(then: Operation | None, now: Operation | None) -> bool:
+def _differ(then: RunOperation | None, now: RunOperation | None) -> bool:
     if then is None or now is None or then.func is not now.func:
         return True
     return not same_statics(now.statics, then.statics)

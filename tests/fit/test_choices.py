@@ -8,14 +8,12 @@ import torch
 from support.fitted import CASES, bytes_before
 
 import remat
-from remat._fit.choose import chosen_for, greedy, lowest, solved
+from remat._fit.choose import SavingProgram, chosen_for, greedy, lowest, solved
 from remat._fit.planning import _course
-from remat._fit.program import Program
 from remat._fit.record import record
-from remat._fit.simulate import undisturbed
-from remat._fit.training_step import TrainingStep, copied
+from remat._fit.simulate import TrainingStep, copied, undisturbed
 from remat._fit.walk import Walker
-from remat._scope.following import Course, Following
+from remat._scope.following import ByPosition, Course
 from remat._torch import fake_mode
 from remat.policies import Decision, Op
 from remat.testing import memory_timeline
@@ -40,7 +38,7 @@ def measured(walker, chosen, case):
     model, course = copy.deepcopy(model), _course(walker, chosen)
 
     def step():
-        with remat.scope(Following("", [course])):
+        with remat.scope(ByPosition("", [course])):
             out = model(*args, **kwargs)  # alive until the end
             value = loss(out)
         value.backward()
@@ -68,7 +66,7 @@ def test_a_walk_tells_choices_apart():
 
 def bound(walker, budget):
     """Return the least seconds, if what is recomputed took no memory."""
-    program = Program(walker)
+    program = SavingProgram(walker)
     for at, nbytes in enumerate(walker.base):
         program.limits[at] = budget - nbytes
     program.solve(nodes=5000, gap=1e-4)
@@ -112,21 +110,21 @@ SIN_EXP = Course(("aten.sin.default", "aten.exp.default"), (True, True))
 
 
 def test_a_policy_by_position_starts_again_after_the_last():
-    policy = Following("f", [SIN_COS])
+    policy = ByPosition("f", [SIN_COS])
     assert asked(policy, "sin", "cos", "sin", "cos") == [True, False, True, False]
 
 
 def test_a_policy_by_position_takes_the_course_that_runs():
-    policy = Following("f", [SIN_COS, SIN_EXP])
+    policy = ByPosition("f", [SIN_COS, SIN_EXP])
     assert asked(policy, "sin", "exp", "sin", "cos") == [True, True, True, False]
 
 
 def test_what_runs_outside_of_a_course_is_saved():
-    policy = Following("f", [SIN_COS])
+    policy = ByPosition("f", [SIN_COS])
     assert asked(policy, "exp", "sin", "cos", "exp") == [True, True, False, True]
 
 
 def test_other_operations_are_recomputed_from_there_on():
-    policy = Following("f", [SIN_COS])
+    policy = ByPosition("f", [SIN_COS])
     with pytest.warns(UserWarning, match=r"expects aten\.cos\.default, but aten\.exp"):
         assert asked(policy, "sin", "exp", "sin", "cos") == [True, False, False, False]

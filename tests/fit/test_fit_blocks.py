@@ -26,8 +26,7 @@ from support.fitted import (
 from torch import nn
 
 import remat
-from remat._fit.simulate import simulate, undisturbed
-from remat._fit.training_step import TrainingStep
+from remat._fit.simulate import TrainingStep, simulate, undisturbed
 from remat._partial.cache import CACHES
 from remat._torch import fake_mode
 from remat.testing import assert_same, count_ops
@@ -134,8 +133,8 @@ def test_modules_around_blocks_are_recomputed_where_that_pays():
     plan = fit(model, x, budget=budget, loss=square)
     around = [block.name for block in plan.blocks if block.around]
     assert around
-    every = next(c for c in plan.candidates if c.label == "all nothing_saveable")
-    assert every.peak > budget
+    every = remat.nn.apply(copy.deepcopy(model), [*remat.nn.blocks(model)])
+    assert simulated(every, (x,), {}, square).peak > budget
     real = plan.apply(copy.deepcopy(model))
     assert_predicted(plan.peak, measured_peak(real, (x,), {}, square))
     assert_same(gradients(real, x), gradients(model, x))
@@ -260,11 +259,12 @@ def test_blocks_are_selected_as_by_apply():
 def test_names_of_values_are_an_option():
     class Named(Mlp):
         def forward(self, x):
-            return x + self.down(remat.checkpoint_name(self.up(x), "up").relu())
+            y = x.sin().cos().sin().cos()
+            return x + self.down(remat.checkpoint_name(self.up(y), "up").relu())
 
     model = nn.Sequential(*(Named(8) for _ in range(3)))
-    plan = fit(model, X, budget=least(model, X))
-    assert any("save_only_these_names('up')" in c.label for c in plan.candidates)
+    plan = fit(model, X, budget=middle(model, X, share=0.3))
+    assert "save_only_these_names('up')" in str([b.policy for b in plan.blocks])
 
 
 class Twice(nn.Module):

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat import policies
 from remat._fit.meter import allocated
-from remat._fit.simulate import simulate, undisturbed
-from remat._fit.training_step import TrainingStep
+from remat._fit.simulate import TrainingStep, simulate, undisturbed
 from remat._torch import fake_mode
 from remat.testing import memory_timeline
 

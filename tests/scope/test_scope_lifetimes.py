@@ -13,7 +13,7 @@ from torch import nn
 
 import remat
 from remat import MutationError, policies
-from remat._scope.values import Given, Made, Operation
+from remat._scope.values import BlockOperation, GivenTensor, Made
 from remat._torch import hooks_here
 from remat.testing import (
     assert_same,
@@ -240,7 +240,7 @@ def test_nothing_is_left_after_a_backward():
 
 def test_no_object_of_a_block_is_left():
     def count():
-        kinds = (Given, Made, Operation)
+        kinds = (GivenTensor, Made, BlockOperation)
         return sum(type(obj) in kinds for obj in gc.get_objects())
 
     before = count()
