@@ -8,7 +8,6 @@ In: a function and arguments. Out: values that print as tables and draw themselv
     explain     each operation of a call
     compare     what policies save, against what they recompute
     step        a forward and its backward: what holds the peak
-    watching    the observer of such a step
     peak        what holds a peak, and what to do about it
     residuals   what stays alive for the backward, to the byte
     timeline    the bytes that are alive during a call

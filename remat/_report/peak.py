@@ -30,6 +30,19 @@ Kind: TypeAlias = Literal[
 ]
 
 
+# Of those that are of no single call.
+NAMES: dict[Kind, str] = {
+    "gradients": "the gradients of the parameters",
+    "saved inputs": "the inputs that remat calls save",
+    "policy": "the results that policies save",
+    "cotangents": "the gradients that pass through remat calls",
+    "residuals": "the operations outside of remat calls",
+    "parameters": "the parameters",
+    "inputs": "the inputs of the step, and buffers",
+    "loss": "the operations after the last remat call: the head and the loss",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class HeldValues:
     """Values that are alive at the peak and were made alike.
