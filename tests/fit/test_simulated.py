@@ -13,6 +13,7 @@ from support.fitted import (
     measured_peak,
     square,
 )
+from support.rotated import rotated
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -56,21 +57,7 @@ def simulated(model, args=(), kwargs=None, loss=None, change=unchanged, **more):
 # --- Against what is measured ---
 
 
-# One choice for each model; all others are slow.
-USUAL = {
-    *(("mlps", "dots"), ("lm", "nothing"), ("resnet", "plain")),
-    *(("tied lm", "everything"), ("unet", "nothing"), ("llama", "dots")),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "choice"),
-    [
-        (n, c) if (n, c) in USUAL else pytest.param(n, c, marks=pytest.mark.slow)
-        for n in CASES
-        for c in CHOICES
-    ],
-)
+@rotated("name, choice", CASES, CHOICES)
 def test_the_peak_is_the_measured_one(name, choice):
     make, args, kwargs, loss = CASES[name]
     model = make()
