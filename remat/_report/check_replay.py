@@ -161,7 +161,7 @@ class _Twice(Saved):
         self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Any, mode: Any
     ) -> Any:
         """Run the forward; return its result, whose graph holds the handles."""
-        followed: Any = _Followed(mode)
+        followed: Any = _ByMode(mode)
         self.following = followed
         result = self.forward(fn, args, kwargs, leaves)
         self.following = None
@@ -211,7 +211,7 @@ class _ToTheEnd(Filling):
             return t if t.is_leaf else t.detach()
 
 
-class _Followed:
+class _ByMode:
     """Has a mode follow the call, in place of `Following`."""
 
     dropped: Mapping[int, Any] = types.MappingProxyType({})

@@ -25,18 +25,16 @@ from torch.utils import checkpoint as theirs
 from torch.utils.checkpoint import noop_context_fn
 from typing_extensions import override
 
-from remat._base.absent import IGNORED
 from remat._base.context import here
 from remat._base.errors import RematError
 from remat._base.labels import Label, label_of
+from remat._base.observer import Observer
 from remat._base.source import shown, user_line
 from remat._base.tracebacks import hide_frames
 from remat._base.types import Fn, Opaque
 from remat._partial.options import Options
-from remat._report.bitwise import Operation, around, same_statics, statics_of
+from remat._report.bitwise import RunOperation, around, same_statics, statics_of
 from remat._torch import (
-    LeanDispatchMode,
-    call_kernel,
     checkpoint_settings,
     constant_in_traces,
     eager_only,
@@ -362,12 +360,12 @@ _TITLE = (
 )
 
 
-class _Operations(LeanDispatchMode):
+class _Operations(Observer):
     """Notes each operation of a run, and the user's line."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Operation] = []
+        self.steps: list[RunOperation] = []
 
     @override
     def __enter__(self) -> Any:
@@ -375,18 +373,13 @@ class _Operations(LeanDispatchMode):
         return super().__enter__()
 
     @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if func not in IGNORED:
-            self.steps.append(Operation(func, statics_of((args, kwargs)), user_line()))
-        return call_kernel(func, *args, **kwargs)
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        # Noted first: an operation may raise.
+        self.steps.append(RunOperation(func, statics_of((args, kwargs)), user_line()))
+        return super().run(func, args, kwargs)
 
 
-def _differ(then: Operation | None, now: Operation | None) -> bool:
+def _differ(then: RunOperation | None, now: RunOperation | None) -> bool:
     if then is None or now is None or then.func is not now.func:
         return True
     return not same_statics(now.statics, then.statics)

@@ -24,7 +24,7 @@ from remat._base.context import here
 from remat._partial.decide import warn_once
 from remat._partial.options import Options
 from remat._scope.api import scope
-from remat._scope.following import Course, Following
+from remat._scope.following import ByPosition, Course
 from remat._torch import constant_in_traces, current_layer
 from remat._transform.module import recompute_in_place
 from remat.nn._applied import (
@@ -48,7 +48,7 @@ class FollowedScope:
         why = _why_not(model)
         if why:
             _warn(label, why)
-        self._scope = None if why else scope(Following(label, courses))
+        self._scope = None if why else scope(ByPosition(label, courses))
 
     def __enter__(self) -> None:
         if self._scope is not None:

@@ -217,7 +217,7 @@ FAULTS = [
     ),
     Fault(
         "a report counts a storage for each tensor in it",
-        REPORT + "ledger.py",
+        REPORT + "inputs.py",
         "entry = self.entries.get(storage_id(part))\n            if entry is None:\n                meta",
         "entry = None\n            if entry is None:\n                meta",
         ("tests/report",),
