@@ -37,10 +37,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import remat
 from remat._fit import meter
-from remat._fit.program import Program
+from remat._fit.choose import SavingProgram
 from remat._fit.record import record
-from remat._fit.simulate import undisturbed
-from remat._fit.training_step import TrainingStep, copied
+from remat._fit.simulate import TrainingStep, copied, undisturbed
 from remat._fit.walk import Walker
 from remat._torch import fake_mode
 
@@ -345,7 +344,7 @@ def bound(case: Case, budget: int) -> float:
         )
         found = record(made, mode)
     assert found is not None
-    program = Program(Walker(found))
+    program = SavingProgram(Walker(found))
     for at, nbytes in enumerate(program.walker.base):
         program.limits[at] = budget - nbytes
     program.solve(nodes=5000, gap=1e-4)

@@ -29,11 +29,7 @@ from remat._transform.api import remat as remat
 if _typing.TYPE_CHECKING:
     from remat import chain as chain, compat as compat, nn as nn
     from remat._fit.api import fit as fit
-    from remat._fit.plan import (
-        FitBlock as FitBlock,
-        FitCandidate as FitCandidate,
-        FitPlan as FitPlan,
-    )
+    from remat._fit.block_plan import FitBlock as FitBlock, FitPlan as FitPlan
     from remat._fit.step_plan import (
         FitSegment as FitSegment,
         Followed as Followed,
@@ -41,7 +37,7 @@ if _typing.TYPE_CHECKING:
     )
     from remat._report.compare import compare as compare
     from remat._report.explain import explain as explain
-    from remat._report.holders import (
+    from remat._report.peak import (
         HeldValues as HeldValues,
         Holder as Holder,
         Peak as Peak,
@@ -54,7 +50,7 @@ if _typing.TYPE_CHECKING:
         Explanation as Explanation,
     )
     from remat._report.residuals import (
-        Residual as Residual,
+        SavedResidual as SavedResidual,
         print_saved_residuals as print_saved_residuals,
         saved_residuals as saved_residuals,
     )
@@ -65,17 +61,17 @@ else:
         {
             "remat": ("chain", "compat", "nn"),
             "remat._fit.api": ("fit",),
-            "remat._fit.plan": ("FitBlock", "FitCandidate", "FitPlan"),
+            "remat._fit.block_plan": ("FitBlock", "FitPlan"),
             "remat._fit.step_plan": ("FitSegment", "Followed", "StepPlan"),
             "remat._report.compare": ("compare",),
             "remat._report.explain": ("explain",),
-            "remat._report.holders": ("HeldValues", "Holder", "Peak"),
+            "remat._report.peak": ("HeldValues", "Holder", "Peak"),
             "remat._report.reports": (
                 *("ComparedPolicy", "Comparison", "ExplainedInput", "ExplainedOp"),
                 "Explanation",
             ),
             "remat._report.residuals": (
-                *("Residual", "print_saved_residuals", "saved_residuals"),
+                *("SavedResidual", "print_saved_residuals", "saved_residuals"),
             ),
             "remat._scope.api": ("scope",),
         },

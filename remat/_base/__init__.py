@@ -18,6 +18,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     operators         the operators that graphs hold: the barrier, and names
     later             names whose modules are imported where they are first used
     optional          what messages say of a package that is not installed
+    observer          the mode by which reports, blocks and budgets see operations
     absent            a tensor without a value, for what a recompute leaves out
     tensors           how a tensor is described, and how often it was changed
     parts             the tensors with a storage that a tensor consists of

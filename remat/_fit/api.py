@@ -1,7 +1,7 @@
 """`fit`: what a step saves, so that it stays under a budget.
 
-Called by users. It makes data of the step (`training_step`), and has `planning` plan
-the whole step, or `fitting` the blocks of its model.
+Called by users. It makes data of the step (`simulate`), and has `planning` plan the
+whole step, or `blocks` the blocks of its model.
 
 Invariant: the model, its gradients, its buffers and random streams stay as they are.
 Rejected: to apply the plan at once. It is made for models that do not exist yet.
@@ -14,11 +14,11 @@ import torch
 
 from remat._base.sizes import bytes_in
 from remat._base.types import Fn
-from remat._fit.fitting import fitted, over_blocks
-from remat._fit.plan import FitPlan
+from remat._fit.block_plan import FitPlan
+from remat._fit.blocks import fitted
 from remat._fit.planning import planned
+from remat._fit.simulate import TrainingStep, resident
 from remat._fit.step_plan import StepPlan
-from remat._fit.training_step import TrainingStep, resident
 from remat._report.labels import refuse_transforms
 from remat.nn._followed import can_follow
 
@@ -104,7 +104,7 @@ def fit(
     if over is None and model is not None and not can_follow(model):
         over = "blocks"
     if over == "blocks":
-        return fitted(over_blocks(step, where, select), limit)
+        return fitted(step, where, select, limit)
     if select is not None:
         raise ValueError(_SELECT)
     return planned(step, where, limit)

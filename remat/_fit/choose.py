@@ -14,20 +14,25 @@ solved in a quarter of a second: only the limits that a walk found exceeded are 
 Rejected: a time limit. Two processes would choose differently.
 """
 
-from collections.abc import Iterator
+import importlib
+import importlib.util
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
-from remat._fit.options import has_solver
-from remat._fit.program import Chosen, Program, idle_at
 from remat._fit.walk import Walked, Walker
 
 
-def chosen_for(walker: Walker, budget: int) -> Chosen | None:
-    """Return the operations whose results are saved; None if nothing was found.
+Chosen = frozenset[int]
 
-    Args:
-        walker: over the record.
-        budget: the most bytes that there may be.
-    """
+
+def has_solver() -> bool:
+    """Say whether scipy is installed: programs, and policies with a budget, need it."""
+    return importlib.util.find_spec("scipy") is not None
+
+
+def chosen_for(walker: Walker, budget: int) -> Chosen | None:
+    """Return the operations whose results are saved; None if nothing was found."""
     every = frozenset(walker.choices)
     if walker(every).peak <= budget:
         return every
@@ -61,6 +66,140 @@ def least_of(walker: Walker, budget: int) -> Iterator[Chosen]:
     if walker(chosen).peak <= budget:
         yield improved(walker, chosen, budget)
     yield chosen
+
+
+# --- The program -------------------------------------------------------------------
+
+
+def idle_at(
+    walker: Walker, chosen: Iterable[int], at: int
+) -> Iterator[tuple[int, int]]:
+    """Yield what is saved and not used at an operation, and its bytes."""
+    sizes = walker.record.sizes
+    for i in chosen:
+        size = sum(sizes[n] for n in walker.choices[i] if walker.is_idle(n, at))
+        if size:
+            yield i, size
+
+
+@dataclass
+class SavingProgram:
+    """A mixed-integer program: what is saved at least work, with some limits.
+
+    A limit counts what is saved alone. So it is a necessary condition, and the least
+    work of the program is a lower bound.
+
+    The variables are whether an operation is saved, whether a storage is needed,
+    whether an operation runs again, and whether one of several results that are saved
+    is kept, as the backward needs it.
+
+    Attributes:
+        walker: over the record.
+        limits: the bytes that may be saved and idle at an operation.
+    """
+
+    walker: Walker
+    limits: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        walker = self.walker
+        self.choices = sorted(walker.choices)
+        self.numbers = sorted(walker.makers)
+        self.runs = sorted({i for each in walker.makers.values() for i in each})
+        count = len(self.choices)
+        self._saved = {i: k for k, i in enumerate(self.choices)}
+        self._needed = {n: count + k for k, n in enumerate(self.numbers)}
+        count += len(self.numbers)
+        self._again = {i: count + k for k, i in enumerate(self.runs)}
+        count += len(self.runs)
+        self._kept = {n: count + k for k, n in enumerate(self._perhaps_kept())}
+        self._count = count + len(self._kept)
+        self._rows = [*self._closure()]
+
+    def _perhaps_kept(self) -> Iterable[int]:
+        walker = self.walker
+        several = (each for each in walker.choices.values() if len(each) > 1)
+        return (n for each in several for n in each if n not in walker.targets)
+
+    def _closure(self) -> Iterable[tuple[float, list[tuple[int, float]]]]:
+        """Yield rows, and the least value that each may have."""
+        walker = self.walker
+        for n, makers in walker.makers.items():
+            born = walker.record.born[n]
+            saved = (
+                [(self._saved[born], 1.0)] if n in walker.choices.get(born, ()) else []
+            )
+            for i in makers:
+                yield 0, [(self._again[i], 1.0), *saved, (self._needed[n], -1.0)]
+        for i in self.runs:
+            for n in walker.touched(i):
+                yield 0, [(self._needed[n], 1.0), (self._again[i], -1.0)]
+        for n, kept in self._kept.items():
+            saved = self._saved[walker.record.born[n]]
+            yield -1, [(kept, 1.0), (saved, -1.0), (self._needed[n], -1.0)]
+
+    def idle(self, at: int) -> dict[int, int]:
+        """Return the bytes that each choice keeps idle at an operation."""
+        return dict(idle_at(self.walker, self.choices, at))
+
+    def _idle_row(self, at: int) -> Iterable[tuple[int, float]]:
+        walker = self.walker
+        for n, born in ((n, i) for i in self.choices for n in walker.choices[i]):
+            if walker.is_idle(n, at):
+                column = self._kept.get(n, self._saved[born])
+                yield column, -walker.record.sizes[n] / _UNIT
+
+    def solve(self, nodes: int = 200, gap: float = 1e-3) -> Chosen | None:
+        """Return what is saved at least work; None if there is nothing."""
+        optimize = importlib.import_module("scipy.optimize")
+        whole = [1] * len(self.choices)
+        found: Any = optimize.milp(
+            self._costs(),
+            integrality=whole + [0] * (self._count - len(whole)),
+            bounds=optimize.Bounds(self._least_values(), 1),
+            constraints=optimize.LinearConstraint(*self._constraints()),
+            options={"node_limit": nodes, "mip_rel_gap": gap},
+        )
+        self.bound = found.mip_dual_bound
+        if found.x is None:
+            return None
+        return frozenset(i for i, k in self._saved.items() if found.x[k] > 0.5)
+
+    def _costs(self) -> list[float]:
+        """Return the microseconds of what runs again; of two choices the smaller."""
+        operations, sizes = self.walker.record.operations, self.walker.record.sizes
+        costs = [0.0] * self._count
+        for i in self.runs:
+            costs[self._again[i]] = operations[i].seconds * 1e6
+        for i in self.choices:
+            kept = sum(sizes[n] for n in self.walker.choices[i])
+            costs[self._saved[i]] = 1e-7 * kept
+        return costs
+
+    def _least_values(self) -> list[int]:
+        """Return 1 for what the backward reads: it is needed."""
+        least = [0] * self._count
+        for n in self.walker.targets:
+            least[self._needed[n]] = 1
+        return least
+
+    def _constraints(self) -> tuple[Any, list[float]]:
+        """Return a matrix, and the least value that each row may have."""
+        sparse = importlib.import_module("scipy.sparse")
+        least = [value for value, _ in self._rows]
+        rows = [row for _, row in self._rows]
+        for at, limit in self.limits.items():
+            rows.append([*self._idle_row(at)])
+            least.append(-limit / _UNIT)
+        entries = [(r, k, x) for r, row in enumerate(rows) for k, x in row]
+        if not entries:  # nothing may be saved
+            return sparse.csr_array((len(rows), self._count)), least
+        at, columns, values = zip(*entries, strict=True)
+        shape = len(rows), self._count
+        return sparse.csr_array((values, (at, columns)), shape=shape), least
+
+
+_UNIT = 1e4  # bytes, so that numbers are of one order
 
 
 # --- Without a solver --------------------------------------------------------------
@@ -98,7 +237,7 @@ def solved(walker: Walker, budget: int, rounds: int = 30) -> Chosen | None:
     A limit that a walk finds exceeded becomes lower by what recomputes held there. That
     may be too low, as other choices recompute other things.
     """
-    program, last = Program(walker), None
+    program, last = SavingProgram(walker), None
     for _ in range(rounds):
         chosen = program.solve()
         if chosen is None:
@@ -113,7 +252,9 @@ def solved(walker: Walker, budget: int, rounds: int = 30) -> Chosen | None:
 _AT_ONCE = 6  # limits that are corrected in one round
 
 
-def _correct(program: Program, chosen: Chosen, walked: Walked, budget: int) -> None:
+def _correct(
+    program: SavingProgram, chosen: Chosen, walked: Walked, budget: int
+) -> None:
     over = [t for t, nbytes in enumerate(walked.bytes) if nbytes > budget]
     over.sort(key=lambda t: -walked.bytes[t])
     walker, sizes = program.walker, program.walker.record.sizes

@@ -7,7 +7,7 @@ whole: then it saves its input alone, and its stages run again, under options of
 own, when its backward begins. That is rotor's recursion (Beaumont et al. 2019, and
 Rockmate for several options per stage), for the nests that a model has.
 
-Called by `search`. Numbers in, numbers out: nothing here knows of tensors.
+Called by `blocks`. Numbers in, numbers out: nothing here knows of tensors.
 
 Invariant: sizes are rounded up, so a chain that fits in units fits in bytes. The table
 is for all amounts of memory at once.
@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One option of a stage.
+class Cost:
+    """What one option of a stage costs.
 
     Attributes:
         saves: the bytes that stay alive after its forward.
@@ -39,7 +39,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ChainStage:
     """A stage of a chain, and its options.
 
     Attributes:
@@ -48,7 +48,7 @@ class Stage:
     """
 
     key: str
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, Cost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class Nest:
 
     key: str
     items: tuple["Item", ...]
-    whole: Choice
+    whole: Cost
 
 
-Item: TypeAlias = Stage | Nest
+Item: TypeAlias = ChainStage | Nest
 WHOLE = "whole"
 
 
@@ -98,14 +98,10 @@ _Table: TypeAlias = list[_Cell]
 def front(items: Sequence[Item], memory: int, units: int = 1000) -> list[Assignment]:
     """Return the best assignments, from the one that needs least memory on.
 
-    Args:
-        items: the chain.
-        memory: the most bytes that there can be.
-        units: the amounts of memory that are told apart.
-
     Example:
-        >>> plain, again = Choice(10, 12, 0.0), Choice(2, 12, 1.0)
-        >>> stages = [Stage(key, {"plain": plain, "again": again}) for key in "abc"]
+        >>> plain, again = Cost(10, 12, 0.0), Cost(2, 12, 1.0)
+        >>> options = {"plain": plain, "again": again}
+        >>> stages = [ChainStage(key, options) for key in "abc"]
         >>> for found in front(stages, 40, 40):
         ...     print(found.memory, found.work, *found.picks.values())
         16 2.0 again again plain
@@ -131,13 +127,13 @@ class _Solving:
     def before(self, items: Sequence[Item], after: _Table) -> _Table:
         """Return the table before some items, given the one after them."""
         for item in reversed(items):
-            if isinstance(item, Stage):
+            if isinstance(item, ChainStage):
                 after = self._before_stage(item, after)
             else:
                 after = self._before_nest(item, after)
         return after
 
-    def _before_stage(self, stage: Stage, after: _Table) -> _Table:
+    def _before_stage(self, stage: ChainStage, after: _Table) -> _Table:
         table = [_NO_WAY] * (self._units + 1)
         for name, choice in stage.choices.items():
             pick = (stage.key, name) if stage.key else None
@@ -158,7 +154,7 @@ class _Solving:
                 table[m] = _Cell(work, picks)
         return table
 
-    def _reachable(self, choice: Choice, after: _Table) -> list[tuple[int, _Cell]]:
+    def _reachable(self, choice: Cost, after: _Table) -> list[tuple[int, _Cell]]:
         """Return the amounts for which a choice fits, and what follows it then."""
         saves, needs = self._rounded(choice.saves), self._rounded(choice.needs)
         least, last = max(needs, saves, 0), self._units
@@ -203,13 +199,13 @@ def work(items: Sequence[Item], picks: Mapping[str, str]) -> float:
     return sum(_chosen(stage, picks).work for stage in flat(items))
 
 
-def _chosen(stage: Stage, picks: Mapping[str, str]) -> Choice:
+def _chosen(stage: ChainStage, picks: Mapping[str, str]) -> Cost:
     return stage.choices[picks[stage.key] if stage.key else next(iter(stage.choices))]
 
 
-def flat(items: Sequence[Item]) -> list[Stage]:
+def flat(items: Sequence[Item]) -> list[ChainStage]:
     """Return the stages of a chain, also those in nests."""
-    found: list[Stage] = []
+    found: list[ChainStage] = []
     for item in items:
-        found += [item] if isinstance(item, Stage) else flat(item.items)
+        found += [item] if isinstance(item, ChainStage) else flat(item.items)
     return found

@@ -1,19 +1,19 @@
-"""Counts the bytes that are alive while a step runs on fake tensors, and its work.
+"""Sees the operations of a step: counts the bytes that are alive, and work.
 
-Called by `simulate`. A step is cut into windows: one for each call of a block, and one
-for what lies between two calls. The backward of an operation belongs to the window in
-which the forward ran it.
+Called by `simulate`, by `record`, which also notes each operation, and by `chain`. A
+step is cut into windows: one for each call of a block, and one for what lies between
+two calls. The backward of an operation belongs to the window in which the forward ran
+it.
 
 Invariant: bytes are counted by storage, from the operation that makes one until its
 last reference is gone, as an allocator counts them. Nothing is allocated.
-Rejected: a walk over a record of the step. It would have to know what autograd, remat
-and the user's code hold at each moment; running them tells.
+Rejected: a formula for what autograd, remat and the user's code hold at each moment.
+Running them tells.
 """
 
 import bisect
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._base.absent import IGNORED, Absent, tensors_of
+from remat._base.absent import Absent, tensors_of
 from remat._base.errors import CaptureError
+from remat._base.observer import Observer
 from remat._base.op import Op
 from remat._base.source import user_line
 from remat._base.tensors import describe
@@ -33,11 +34,9 @@ from remat._partial.plan import Step
 from remat._partial.values import Arguments, Results
 from remat._torch import (
     NO_VALUES,
-    LeanDispatchMode,
     call_kernel,
     current_node,
     current_task,
-    eager_only,
     is_fake,
     is_view_op,
     nodes_made,
@@ -54,6 +53,7 @@ class Window:
         name: of the block that is called; "" between two calls.
         first: the number of the first node that it makes.
         entered: the bytes alive when it begins.
+        left: the bytes alive when it ends.
         highest: the most bytes alive in it, and in its backward.
         seconds: of its operations at nominal rates, in the forward.
         again: the same of its backward, with what is recomputed.
@@ -63,40 +63,54 @@ class Window:
     name: str
     first: int
     entered: int
+    left: int
     highest: int
     seconds: float = 0.0
     again: float = 0.0
     flops: int = 0
 
+    @property
+    def work(self) -> float:
+        """The seconds of its forward and its backward."""
+        return self.seconds + self.again
 
-class Meter(LeanDispatchMode):
+    @property
+    def saves(self) -> int:
+        """The bytes that its forward leaves alive."""
+        return self.left - self.entered
+
+    @property
+    def needs(self) -> int:
+        """The most bytes that are alive in it beside those from before."""
+        return self.highest - self.entered
+
+
+class Meter(Observer):
     """Counts bytes and work.
 
     Attributes:
+        sizes: the bytes of each storage, by number, in the order of their making.
         live: the bytes alive now.
         peak: the most bytes alive so far.
-        where: the operation and the window of the peak.
+        peak_at: where that was: "in mm in the backward of layers.3".
         windows: those that have begun, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.sizes: list[int] = []
         self.live = self.peak = 0
-        self.where = "", "", False
+        self.peak_at = ""
         self.windows: list[Window] = []
-        self._alive: dict[int, tuple[int, Any]] = {}
+        self._numbers: dict[int, tuple[int, Any]] = {}
         self._current: Window | None = None
         # What an accumulation of gradients replaced, and the bytes alive beside it.
         self._replaced: tuple[int, int, str] | None = None
         self._costs = False
 
     def begin(self, *, costs: bool) -> None:
-        """Start to measure a step: forget the windows and the peak before.
-
-        Args:
-            costs: whether its work is counted, besides its bytes.
-        """
-        self._settle()
+        """Start to measure a step: forget the windows and the peak before."""
+        self.settle()
         self._costs = costs
         self.peak = self.live
         self.windows = list[Window]()
@@ -104,83 +118,126 @@ class Meter(LeanDispatchMode):
 
     def enter(self, name: str) -> int:
         """Begin a window; return its index."""
-        self._settle()
-        made = Window(name, nodes_made(), self.live, self.live)
+        self.leave()
+        made = Window(name, nodes_made(), self.live, self.live, self.live)
         self.windows.append(made)
         self._current = made
         return len(self.windows) - 1
 
+    def leave(self) -> None:
+        """End the last window, if there is one."""
+        self.settle()
+        if self.windows:
+            self.windows[-1].left = self.live
+
     def end(self) -> None:
         """Take the last operation into account."""
-        self._settle()
+        self.settle()
 
-    def hold(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor, until it is freed."""
+    # --- Storages ---
+
+    def hold(self, tensor: Tensor) -> int:
+        """Count the storage of a tensor until it is freed; return its number, or -1."""
         if not has_storage(tensor):
-            return
-        number = storage_id(tensor)
-        if number in self._alive:
-            return
-        storage = tensor.untyped_storage()
+            return -1
+        key = storage_id(tensor)
+        known = self._numbers.get(key)
+        if known is not None:
+            return known[0]
+        storage, number = tensor.untyped_storage(), len(self.sizes)
         size = allocated(storage.nbytes(), tensor.device)
-        freed = weakref.ref(storage, partial(self._free, number))
-        self._alive[number] = size, freed
+        freed = weakref.ref(storage, partial(self._free, key, number))
+        self._numbers[key] = number, freed
+        self.sizes.append(size)
         self.live += size
+        return number
 
-    def is_counted(self, tensor: Tensor) -> bool:
-        """Say whether the storage of a tensor is counted."""
-        return has_storage(tensor) and storage_id(tensor) in self._alive
+    def _free(self, key: int, number: int, _: Any) -> None:
+        del self._numbers[key]
+        self.live -= self.sizes[number]
+        self.freed(number)
 
-    def _free(self, number: int, _: Any) -> None:
-        size, _ = self._alive.pop(number)
-        self.live -= size
+    def freed(self, number: int) -> None:
+        """Be told that a storage was freed."""
+
+    def _is_counted(self, tensor: Tensor) -> bool:
+        return has_storage(tensor) and storage_id(tensor) in self._numbers
+
+    # --- Operations ---
 
     @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if func in IGNORED:
-            return func(*args, **kwargs)
-        self._settle()
-        task = current_task()
-        if task != -1:
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.settle()
+        in_backward = current_task() != -1
+        if in_backward:
             self._find_window()
         before = self.live
-        with values_refused(func, args, kwargs, self.is_counted):
+        self._refuse_others(func, (args, kwargs))
+        reads = self.reads(args, kwargs)
+        known = len(self.sizes)
+        try:
             result = call_kernel(func, *args, **kwargs)
-        for tensor in tensors_of(result):
-            self.hold(tensor)
-        if task != -1 and may_accumulate(func, args, result):
+        except NO_VALUES as error:
+            where = user_line() or "the step"
+            message = _VALUE.format(where=where, op=name_of(func))
+            raise MissingValueError(message) from error
+        found = [*map(self.hold, tensors_of(result))]
+        copies = copied_inside(func, args)
+        held = held_inside(func, args)
+        # The engine adds in place where nothing else holds the sum so far. Under a mode
+        # it never does. What is alive then is known when the next operation begins.
+        if in_backward and may_accumulate(func, args, result):
             self._replaced = storage_id(args[0]), self.live, name_of(func)
         else:
-            copies = copied_inside(func, args)
-            inside = max(self.live, before + held_inside(func, args))
-            self._note(inside + copies, name_of(func))
-        self._count(func, args, kwargs, result, in_backward=task != -1)
+            self._note(max(self.live, before + held) + copies, name_of(func))
+        work = self._work(func, args, kwargs, result, in_backward=in_backward)
+        makes = [*dict.fromkeys(n for n in found if n >= known)]
+        inside = max(0, held - sum(self.sizes[n] for n in makes)) + copies
+        self.measured(func, args, kwargs, reads, makes, *work, inside)
         return result
+
+    def reads(self, args: Any, kwargs: dict[str, Any]) -> Sequence[int]:
+        """Return what an operation is about to read, by number, if that is wanted."""
+        del args, kwargs
+        return ()
+
+    def measured(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        reads: Sequence[int],
+        makes: Sequence[int],
+        seconds: float,
+        flops: int,
+        inside: int,
+    ) -> None:
+        """Be told of an operation, and what was measured of it."""
+
+    def settle(self) -> None:
+        """Note the bytes after an accumulation of gradients.
+
+        The sum counts once if what was replaced is freed at once.
+        """
+        if self._replaced is not None:
+            key, live, name = self._replaced
+            self._replaced = None
+            is_freed = key not in self._numbers
+            self._note(self.live if is_freed else live, name)
+            if is_freed:
+                self.added_in_place()
+
+    def added_in_place(self) -> None:
+        """Be told that the last operation adds in place, where no mode sees it."""
 
     def _find_window(self) -> None:
         """Note in which window the operations ran whose backward runs now."""
         node = current_node()
         number = -1 if node is None else sequence_number(node)
         # The accumulation of a gradient is of no window.
-        if 0 <= number < _NO_NUMBER:
+        if self.windows and 0 <= number < _NO_NUMBER:
             k = bisect.bisect_right(self.windows, number, key=lambda w: w.first) - 1
             self._current = self.windows[max(k, 0)]
-
-    def _settle(self) -> None:
-        """Note the bytes after an accumulation of gradients.
-
-        The engine adds in place where nothing else holds the sum so far. Under a mode
-        it never does. So the sum counts once if it is freed at once.
-        """
-        if self._replaced is not None:
-            number, live, name = self._replaced
-            self._replaced = None
-            self._note(live if number in self._alive else self.live, name)
 
     def _note(self, live: int, name: str) -> None:
         window = self._current
@@ -188,21 +245,49 @@ class Meter(LeanDispatchMode):
             window.highest = max(window.highest, live)
         if live > self.peak:
             self.peak = live
-            block = "" if window is None else window.name
-            self.where = name, block, current_task() != -1
+            phase = "forward" if current_task() == -1 else "backward"
+            of = f" of {window.name}" if window is not None and window.name else ""
+            self.peak_at = f"in {name} in the {phase}{of}"
 
-    def _count(
+    def _work(
         self, func: Any, args: Any, kwargs: Any, result: Any, *, in_backward: bool
-    ) -> None:
-        window = self._current
-        if window is None or not self._costs or is_view_op(func):
-            return
+    ) -> tuple[float, int]:
+        if not self._costs or is_view_op(func):
+            return 0.0, 0
         spent, count = work_of(func, args, kwargs, result)
-        window.flops += count
-        if in_backward:
-            window.again += spent
-        else:
-            window.seconds += spent
+        window = self._current
+        if window is not None:
+            window.flops += count
+            if in_backward:
+                window.again += spent
+            else:
+                window.seconds += spent
+        return spent, count
+
+    def _refuse_others(self, func: Any, args: Any) -> None:
+        """Refuse a parameter of the user's: the backward would give it a gradient."""
+        for tensor in tensors_of(args):
+            if type(tensor) is Absent or not tensor.requires_grad or is_fake(tensor):
+                continue
+            if not self._is_counted(tensor):
+                what = f"{name_of(func)} reads {describe(tensor)}"
+                raise CaptureError(_REAL.format(what=what))
+
+
+class MissingValueError(CaptureError):
+    """A step on fake tensors asks for the value of one."""
+
+
+_REAL = (
+    "remat.fit: the step uses a tensor that requires grad and was not passed: {what}. "
+    "Pass the model that it is of as an argument: fit(step, model, batch, budget=...)."
+)
+_VALUE = (
+    "remat.fit: {where} depends on the value of a tensor, by {op}. The step is run "
+    "without values, so what it would do is not known. Pass a function that computes "
+    "the same without reading the value, or fit a part that does not read it."
+)
+_NO_NUMBER = 2**64 - 1
 
 
 def has_storage(tensor: Tensor) -> bool:
@@ -219,57 +304,6 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]
     op = Op(func, *arguments.described, tuple(results.values))
     step = Step(op, result=results.form)
     return seconds(step), flops(step)
-
-
-@contextmanager
-def values_refused(
-    func: Any, args: Any, kwargs: Any, is_known: Callable[[Tensor], bool]
-) -> Iterator[None]:
-    """Run an operation of a copy of a step; say what a copy cannot do.
-
-    Args:
-        func: the operation.
-        args: its arguments.
-        kwargs: its arguments by name.
-        is_known: whether the storage of a tensor is the copy's.
-
-    Raises:
-        CaptureError: it reads a parameter of the user's.
-        MissingValueError: it asks for a value, and tensors are fake.
-    """
-    _refuse_others(func, (args, kwargs), is_known)
-    try:
-        yield
-    except NO_VALUES as error:
-        where = user_line() or "the step"
-        raise MissingValueError(_VALUE.format(where=where, op=name_of(func))) from error
-
-
-class MissingValueError(CaptureError):
-    """A step on fake tensors asks for the value of one."""
-
-
-def _refuse_others(func: Any, args: Any, is_known: Callable[[Tensor], bool]) -> None:
-    """Refuse a parameter of the user's, to which the backward would add a gradient."""
-    for tensor in tensors_of(args):
-        if type(tensor) is Absent or not tensor.requires_grad or is_fake(tensor):
-            continue
-        if not is_known(tensor):
-            what = f"{name_of(func)} reads {describe(tensor)}"
-            raise CaptureError(_REAL.format(what=what))
-
-
-_REAL = (
-    "remat.fit: the step uses a tensor that requires grad and was not passed: {what}. "
-    "Pass the model that it is of as an argument: fit(step, model, batch, budget=...)."
-)
-
-
-_VALUE = (
-    "remat.fit: {where} depends on the value of a tensor, by {op}. The step is run "
-    "without values, so what it would do is not known. Pass a function that computes "
-    "the same without reading the value, or fit a part that does not read it."
-)
 
 
 def name_of(func: Any) -> str:
@@ -306,6 +340,3 @@ def allocated(nbytes: int, device: torch.device) -> int:
     """
     block = 512 if device.type == "cuda" else 1
     return -(-nbytes // block) * block
-
-
-_NO_NUMBER = 2**64 - 1

@@ -22,22 +22,21 @@ import torch
 
 from remat import nn as remat_nn
 from remat._base.errors import BudgetError, RematError
-from remat._fit.choose import Chosen, chosen_for, least_of, lowest
+from remat._fit.choose import Chosen, chosen_for, has_solver, least_of, lowest
 from remat._fit.meter import MissingValueError
-from remat._fit.options import has_solver
-from remat._fit.record import ASKED, StepRecord, names_of, record
-from remat._fit.simulate import place, simulate, undisturbed
-from remat._fit.step_plan import FitSegment, Followed, StepPlan
-from remat._fit.training_step import (
+from remat._fit.record import ASKED, StepRecord, record
+from remat._fit.simulate import (
     TrainingStep,
     copied,
     copied_for_real,
     is_there,
     refuse_lazy,
+    simulate,
+    undisturbed,
 )
+from remat._fit.step_plan import FitSegment, Followed, StepPlan, too_small
 from remat._fit.walk import Walker
 from remat._report.labels import label_of
-from remat._report.render import mebibytes
 from remat._scope.following import Course
 from remat._torch import fake_mode
 from remat.nn._followed import FollowedScope, follow
@@ -165,7 +164,7 @@ class _Planning:
         )
         again, seconds = done.flops - self.record.flops, walker.seconds(chosen)
         return _Found(
-            Followed(done.peak, place(done), again, seconds, courses), chosen, walker
+            Followed(done.peak, done.peak_at, again, seconds, courses), chosen, walker
         )
 
     def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
@@ -185,7 +184,7 @@ class _Planning:
             twin.train(not is_training)
 
         try:
-            known = names_of(self.record.operations[: self.record.turn])
+            known = [op.name for op in self.record.operations[: self.record.turn]]
             return _recorded(self._step, self._device, change, known)[0]
         except Exception:  # noqa: BLE001 - the user may never run it
             return None
@@ -205,14 +204,8 @@ class _Planning:
 
     def _too_small(self) -> BudgetError:
         least = min(self._least, key=lambda each: each.peak)
-        message = _TOO_SMALL.format(
-            label=self.label,
-            budget=mebibytes(self._budget),
-            least=mebibytes(least.peak),
-            at=least.peak_at,
-            resident=mebibytes(self.record.resident),
-            plain=mebibytes(self._plain_peak()),
-        )
+        where = least.peak, least.peak_at, self.record.resident, self._plain_peak()
+        message = too_small(self.label, self._budget, *where)
         return BudgetError(message, least.peak)
 
     def _plain_peak(self) -> int:
@@ -291,11 +284,3 @@ def _segment_of(module: str, blocks: tuple[str, ...]) -> str:
     """Return the block that a module is in, or the module itself."""
     around = (name for name in blocks if f"{module}.".startswith(f"{name}."))
     return next(around, module.partition(".")[0] or "outside")
-
-
-_TOO_SMALL = (
-    "remat.fit: no plan for {label} stays under {budget}. The least budget for which "
-    "there is one is {least} (`error.least`), with the peak {at}; {resident} of it are "
-    "there before the step. Without remat the peak is {plain}. Pass a larger budget, "
-    "or a smaller batch."
-)

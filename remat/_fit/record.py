@@ -10,47 +10,34 @@ Rejected: a graph of `make_fx`. It says nothing of lifetimes, of what kernels ho
 of the order in which a real backward runs.
 """
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from remat._base.absent import IGNORED, inputs_of, tensors_of
+from remat._base.absent import inputs_of
 from remat._base.context import here
-from remat._fit.meter import (
-    allocated,
-    has_storage,
-    may_accumulate,
-    values_refused,
-    work_of,
+from remat._fit.meter import Meter
+from remat._fit.simulate import (
+    TrainingStep,
+    backward,
+    gradients_of,
+    put_back,
+    resident,
 )
-from remat._fit.training_step import TrainingStep, backward, losses, resident
-from remat._fit.workspace import copied_inside, held_inside
 from remat._partial.effects import declared_writes, traits_of
-from remat._report.labels import one_by_one
 from remat._scope.recording import Recording
-from remat._scope.table import Table
+from remat._scope.table import ValueTable
 from remat._scope.values import Block
-from remat._torch import (
-    LeanDispatchMode,
-    call_kernel,
-    current_task,
-    eager_only,
-    hooks_here,
-    is_of_checkpoint,
-    is_view_op,
-    storage_id,
-)
+from remat._torch import current_task, hooks_here, is_of_checkpoint, is_view_op
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class StepOp:
     """One operation of a step that computes something.
 
     Attributes:
@@ -98,7 +85,7 @@ class StepRecord:
         resident: the bytes that were there before.
     """
 
-    operations: tuple[Operation, ...]
+    operations: tuple[StepOp, ...]
     forward: tuple[int, int] | None
     turn: int
     sizes: tuple[int, ...]
@@ -119,99 +106,76 @@ def record(
     *,
     unless: Sequence[str] | None = None,
 ) -> StepRecord | None:
-    """Run a step twice, and return what it did.
-
-    Args:
-        step: a copy of the user's.
-        mode: the mode of its fake tensors; a context that does nothing for real ones.
-        unless: the names of the operations of a forward of which no record is needed.
-
-    Returns:
-        The record; None if it is not needed.
-    """
-    grads = [(t, t.grad) for t in resident(step) if t.is_leaf and t.requires_grad]
-    forward, whole = Watch(counts=False), Watch(counts=True)
+    """Run a step twice, and return what it did."""
+    grads = gradients_of(step)
+    forward, whole = StepRecorder(costs=False), StepRecorder(costs=True)
     with mode:
         with (
-            forward.watching(step),
+            forward.watching(step) as watched,
             torch.autograd.graph.saved_tensors_hooks(_let_go, _let_go),
         ):
-            kept = _forward(step, forward)
+            kept = watched.forward()
         del kept
-        if unless is not None and names_of(forward.operations) == unless:
+        if unless is not None and [op.name for op in forward.operations] == unless:
             return None
-        for tensor, grad in grads:
-            tensor.grad = grad
-        with whole.watching(step):
+        put_back(grads)
+        with whole.watching(step) as watched:
             with whole.asking():
-                result, outs = _forward(step, whole)
+                result, outs = watched.forward()
             whole.turn = len(whole.operations)
             backward(outs)
-            whole.settle()
+            whole.end()
             found = whole.record(forward)
             del result, outs
-        for tensor, grad in grads:
-            tensor.grad = grad
+        put_back(grads)
     return found
-
-
-def names_of(operations: Iterable[Operation]) -> list[str]:
-    """Return the names of operations, in order."""
-    return [op.name for op in operations]
 
 
 def _let_go(tensor: Any) -> Any:
     del tensor
 
 
-def _forward(step: TrainingStep, watch: "Watch") -> tuple[Any, list[Tensor]]:
-    with one_by_one("fit", step.args):
-        result = step.fn(*step.args, **step.kwargs)
-    watch.end_forward(step)
-    return result, losses(result, step.loss)
-
-
-class Watch(LeanDispatchMode):
-    """Sees the operations of a step, and when storages are made and freed.
+class StepRecorder(Meter):
+    """Notes the operations of a step, and when storages are made and freed.
 
     Attributes:
         operations: those that were seen.
-        forward: see `StepRecord`.
         turn: how many there were before the backward.
-
-    Args:
-        counts: whether the work and the bytes inside of operations are of interest.
     """
 
-    def __init__(self, *, counts: bool) -> None:
+    def __init__(self, *, costs: bool) -> None:
         super().__init__()
-        self._counts = counts
-        self.operations: list[Operation] = []
+        self._costs = costs
+        self.operations: list[StepOp] = []
         self.turn = 0
         self._ends: list[tuple[int, int]] = []
-        self._numbers: dict[int, tuple[int, Any]] = {}
-        self._sizes: list[int] = []
-        self._born: list[int] = []
         self._dies: dict[int, int] = {}
         self._modules: list[tuple[str, int]] = []
-        self._replaced: tuple[int, int] | None = None
         self._resident = 0
         self._is_over = False
 
     @contextmanager
-    def watching(self, step: TrainingStep) -> Iterator[None]:
-        """See the operations of the body."""
+    def watching(self, step: TrainingStep) -> Iterator[TrainingStep]:
+        """See the operations of the body, which runs the step that is yielded."""
         with ExitStack() as stack:
             stack.enter_context(self)
             for tensor in resident(step):
-                self._number(tensor)
-            self._resident = sum(self._sizes)
+                self.hold(tensor)
+            self._resident = self.live
             model = step.model()
             for name, module in () if model is None else model.named_modules():
                 for handle in self._hook(name, module):
                     stack.callback(handle.remove)
-            yield
+            yield step._replace(around_forward=lambda: self._forward_of(step))
             self._is_over = True
+
+    @contextmanager
+    def _forward_of(self, step: TrainingStep) -> Iterator[None]:
+        """Note what a plan is applied to, if that is the function of the step."""
+        yield
+        model = step.model()
+        if model is None or getattr(step.fn, "__self__", None) is model:
+            self._ends = [(0, len(self.operations))]
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -222,17 +186,6 @@ class Watch(LeanDispatchMode):
             yield
         finally:
             positions.end()
-
-    def end_forward(self, step: TrainingStep) -> None:
-        """Note that the function of the step has returned."""
-        model = step.model()
-        if model is None or getattr(step.fn, "__self__", None) is model:
-            self._ends = [(0, len(self.operations))]
-
-    @property
-    def forward(self) -> tuple[int, int] | None:
-        """The operations of the forward that a plan can be applied to."""
-        return self._ends[0] if len(self._ends) == 1 else None
 
     def _hook(self, name: str, module: nn.Module) -> Sequence[Any]:
         """Note in which module operations run, and which those of the model are."""
@@ -250,133 +203,81 @@ class Watch(LeanDispatchMode):
             module.register_forward_hook(leave, always_call=True),
         )
 
-    @property
-    def _module(self) -> str:
-        return self._modules[-1][0] if self._modules else ""
+    @override
+    def reads(self, args: Any, kwargs: dict[str, Any]) -> Sequence[int]:
+        return [*map(self.hold, inputs_of(args, kwargs))]
+
+    @override
+    def measured(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        reads: Sequence[int],
+        makes: Sequence[int],
+        seconds: float,
+        flops: int,
+        inside: int,
+    ) -> None:
+        if is_view_op(func):
+            return
+        module = self._modules[-1][0] if self._modules else ""
+        if current_task() == -1:
+            _refuse_recomputed(module or "the function")
+        written = declared_writes(traits_of(func), args, kwargs)
+        writes = dict.fromkeys(n for n in map(self.hold, written) if n >= 0)
+        if not (makes or writes):
+            return
+        read = tuple(dict.fromkeys(n for n in reads if n >= 0))
+        costs = seconds, flops, inside
+        self.operations.append(
+            StepOp(
+                *(str(func), module, read, tuple(makes), tuple(writes), *costs, STORED)
+            )
+        )
+        self._sum = reads[0] if reads else -1
 
     def note_fate(self, fate: str) -> None:
         """Note what a scope does with what the last operation made."""
         self.operations[-1] = replace(self.operations[-1], fate=fate)
 
     @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if func in IGNORED:
-            return func(*args, **kwargs)
-        self.settle()
-        with values_refused(func, args, kwargs, self._is_known):
-            read = [*map(self._number, inputs_of(args, kwargs))]
-            result = call_kernel(func, *args, **kwargs)
-        if not is_view_op(func):
-            self._see(func, args, kwargs, result, read)
-        return result
+    def added_in_place(self) -> None:
+        # What was replaced was freed before the next operation began.
+        last = self.operations[-1]
+        self.operations[-1] = replace(last, inside=-self.sizes[self._sum])
 
-    def _see(
-        self, func: Any, args: Any, kwargs: Any, result: Any, read: Sequence[int]
-    ) -> None:
-        if current_task() == -1:
-            self._refuse_recomputed()
-        at, known = len(self.operations), len(self._sizes)
-        found = [*map(self._number, tensors_of(result))]
-        makes = [*dict.fromkeys(n for n in found if n >= known)]
-        written = declared_writes(traits_of(func), args, kwargs)
-        writes = [*dict.fromkeys(map(self._number, written))]
-        if not (makes or writes):
-            return
-        if current_task() != -1 and may_accumulate(func, args, result):
-            self._replaced = at, read[0]
-        self.operations.append(
-            Operation(
-                str(func),
-                self._module,
-                tuple(dict.fromkeys(n for n in read if n >= 0)),
-                tuple(makes),
-                tuple(n for n in writes if n >= 0),
-                *self._costs(func, args, kwargs, result, makes),
-                STORED,
-            )
-        )
+    @override
+    def freed(self, number: int) -> None:
+        if not self._is_over:
+            self._dies[number] = len(self.operations)
 
-    def _refuse_recomputed(self) -> None:
-        is_torchs = any(is_of_checkpoint(pack) for pack, _ in hooks_here())
-        if is_torchs or here().is_in_call():
-            by = "torch.utils.checkpoint" if is_torchs else "remat"
-            name = self._module or "the function"
-            raise ValueError(_RECOMPUTED.format(name=name, by=by))
-
-    def _costs(
-        self, func: Any, args: Any, kwargs: Any, result: Any, makes: Sequence[int]
-    ) -> tuple[float, int, int]:
-        if not self._counts:
-            return 0.0, 0, 0
-        return *work_of(func, args, kwargs, result), self._inside(func, args, makes)
-
-    def _inside(self, func: Any, args: Any, makes: Sequence[int]) -> int:
-        made = sum(self._sizes[n] for n in makes)
-        return max(0, held_inside(func, args) - made) + copied_inside(func, args)
-
-    def settle(self) -> None:
-        """Take an accumulation of gradients for one in place, if it freed the sum."""
-        if self._replaced is not None:
-            at, before = self._replaced
-            self._replaced = None
-            if before in self._dies:
-                inside = -self._sizes[before]
-                self.operations[at] = replace(self.operations[at], inside=inside)
-
-    def _number(self, tensor: Tensor) -> int:
-        """Return the number of the storage of a tensor; -1 if it has none."""
-        if not has_storage(tensor):
-            return -1
-        key = storage_id(tensor)
-        known = self._numbers.get(key)
-        if known is not None:
-            return known[0]
-        storage, number = tensor.untyped_storage(), len(self._sizes)
-        freed = weakref.ref(storage, partial(self._free, key, number))
-        self._numbers[key] = number, freed
-        self._sizes.append(allocated(storage.nbytes(), tensor.device))
-        self._born.append(len(self.operations))
-        return number
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        return has_storage(tensor) and storage_id(tensor) in self._numbers
-
-    def _free(self, key: int, number: int, _: Any) -> None:
-        if self._is_over:
-            return
-        del self._numbers[key]
-        self._dies[number] = len(self.operations)
-
-    def record(self, forward: "Watch") -> StepRecord:
+    def record(self, forward: "StepRecorder") -> StepRecord:
         """Return the record, with the lifetimes of a forward that saves nothing."""
-        born = [-1 if not self._is_made(n) else b for n, b in enumerate(self._born)]
-        end = len(self.operations) + 1
-        same = self._same_in(forward)
+        end, count = len(self.operations) + 1, len(self.sizes)
+        born, same = [-1] * count, dict[int, int]()
+        for i, op in enumerate(self.operations):
+            for n in op.makes:
+                born[n] = i
+        for op, other in zip(self.operations, forward.operations, strict=False):
+            same.update(zip(op.makes, other.makes, strict=False))
         return StepRecord(
             tuple(self.operations),
-            self.forward,
+            self._ends[0] if len(self._ends) == 1 else None,
             self.turn,
-            tuple(self._sizes),
+            tuple(self.sizes),
             tuple(born),
-            tuple(forward._dies.get(same.get(n, -1), end) for n in range(len(born))),
-            tuple(self._dies.get(n, end) for n in range(len(born))),
+            tuple(forward._dies.get(same.get(n, -1), end) for n in range(count)),
+            tuple(self._dies.get(n, end) for n in range(count)),
             self._resident,
         )
 
-    def _is_made(self, number: int) -> bool:
-        at = self._born[number]
-        return at < len(self.operations) and number in self.operations[at].makes
 
-    def _same_in(self, forward: "Watch") -> dict[int, int]:
-        """Return the numbers that storages have in the other run."""
-        pairs = zip(self.operations, forward.operations, strict=False)
-        made = (zip(a.makes, b.makes, strict=False) for a, b in pairs)
-        return {n: m for each in made for n, m in each}
+def _refuse_recomputed(name: str) -> None:
+    is_torchs = any(is_of_checkpoint(pack) for pack, _ in hooks_here())
+    if is_torchs or here().is_in_call():
+        by = "torch.utils.checkpoint" if is_torchs else "remat"
+        raise ValueError(_RECOMPUTED.format(name=name, by=by))
 
 
 _RECOMPUTED = (
@@ -387,15 +288,11 @@ _RECOMPUTED = (
 
 
 class Positions(Recording):
-    """The recording of a scope whose policy saves everything.
+    """The recording of a scope whose policy saves everything."""
 
-    Args:
-        watch: is told what the scope does with each result.
-    """
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__(Table())
-        self._watch = watch
+    def __init__(self, recorder: StepRecorder) -> None:
+        super().__init__(ValueTable())
+        self._recorder = recorder
         self.blocks.append(Block(None))
 
     @override
@@ -409,4 +306,4 @@ class Positions(Recording):
     ) -> None:
         if new:
             asks = asks and bool(operation.operands)
-            self._watch.note_fate(ASKED if asks else AGAIN)
+            self._recorder.note_fate(ASKED if asks else AGAIN)

@@ -1,70 +1,165 @@
-"""Runs a training step on fake tensors, and tells its peak and its work.
+"""A training step as data, and what a copy of it does: its peak and its work.
 
-Called by `planning` for a plan, and by `search` for each candidate. The copy of the
-step is changed as that says. Where calls have policies it runs twice: the first call of
-a policy records what the function does, and may hold more than the calls after it.
+Called by `planning` for a plan, and by `blocks` for each choice. The copy is changed as
+that says. Where calls have policies it runs twice: the first call of a policy records
+what the function does, and may hold more than the calls after it.
 
-Invariant: nothing of the user's is touched, no memory is allocated, no number is drawn.
+Invariant: a step is a function of what is passed. Nothing of the user's is touched, no
+memory is allocated, no number is drawn.
+Rejected: to take the step apart by its closure. A model that a function refers to would
+have to be replaced in there.
 Rejected: a formula for the peak. Whatever autograd, remat and a model do with memory is
 done here as it is done in training.
 """
 
+import copy
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from remat._ambient.streams import global_streams, stream_of
+from remat._base import pytree
 from remat._base.context import is_recomputing
+from remat._base.errors import CaptureError
 from remat._fit.meter import Meter, Window
-from remat._fit.training_step import (
-    TrainingStep,
-    backward,
-    copied,
-    copied_for_real,
-    resident,
-)
 from remat._partial.cache import CACHES
 from remat._partial.names import told_of_names
-from remat._torch import device_generators, fake_mode
+from remat._report.labels import one_by_one
+from remat._torch import copied_as_fake, device_generators, fake_mode, is_fake
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What was measured of a window: see `Window`.
+class TrainingStep(NamedTuple):
+    """A step: its forward and its loss.
 
     Attributes:
-        name: of the block that is called; "" between two calls.
-        entered: the bytes alive when it begins.
-        left: the bytes alive when it ends.
-        highest: the most bytes alive in it, and in its backward.
-        forward: the seconds of its forward.
-        seconds: of its forward and its backward, with what is recomputed.
-        flops: of both.
+        fn: a model, or a function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        loss: a function of its result; None for the default.
+        accumulates: whether all parameters have gradients before it.
+        around: makes a context in which forward and loss run.
+        around_forward: makes one in which the forward runs.
     """
 
-    name: str
-    entered: int
-    left: int
-    highest: int
-    forward: float
-    seconds: float
-    flops: int
+    fn: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], Any] | None
+    accumulates: bool = False
+    around: Callable[[], Any] = nullcontext
+    around_forward: Callable[[], Any] = nullcontext
 
-    @property
-    def saves(self) -> int:
-        """The bytes that its forward leaves alive."""
-        return self.left - self.entered
+    def model(self) -> nn.Module | None:
+        """Return the model: what is called, or the first module that is passed."""
+        owner = getattr(self.fn, "__self__", self.fn)
+        if isinstance(owner, nn.Module):
+            return owner
+        leaves = pytree.flatten((self.args, self.kwargs))[0]
+        return next((m for m in leaves if isinstance(m, nn.Module)), None)
 
-    @property
-    def needs(self) -> int:
-        """The most bytes that are alive in it beside those from before."""
-        return self.highest - self.entered
+    def forward(self) -> tuple[Any, list[Tensor]]:
+        """Return the result, and what is differentiated."""
+        with self.around():
+            with self.around_forward(), one_by_one("fit", self.args):
+                result = self.fn(*self.args, **self.kwargs)
+            return result, losses(result, self.loss)
+
+
+def losses(result: Any, loss: Callable[[Any], Any] | None) -> list[Tensor]:
+    """Return what a step differentiates."""
+    if loss is not None:
+        result = loss(result)
+    elif isinstance(getattr(result, "loss", None), Tensor):
+        result = result.loss
+    found = [t for t in pytree.flatten(result)[0] if isinstance(t, Tensor)]
+    found = [t for t in found if t.requires_grad]
+    if not found:
+        raise ValueError(_NO_GRAD)
+    return found
+
+
+def backward(outs: list[Tensor]) -> None:
+    """Run the backward of a step; of outputs that are no scalars, that of their sum."""
+    torch.autograd.backward(outs, [torch.ones_like(t) for t in outs])
+
+
+def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
+    """Return a copy of a step whose tensors are fake, with the gradients there are."""
+    refuse_lazy(step)
+    made = copied_as_fake(step, mode, device)
+    for tensor, twin in zip(_leaves(step), _leaves(made), strict=True):
+        if tensor.grad is not None:
+            twin.grad = copied_as_fake(tensor.grad, mode, device)
+        elif step.accumulates and twin.requires_grad:
+            with mode:
+                twin.grad = torch.empty_like(twin)
+    return made
+
+
+def copied_for_real(step: TrainingStep) -> TrainingStep:
+    """Return a copy of a step whose tensors are real, with the gradients there are."""
+    made = copy.deepcopy(step)
+    for tensor, twin in zip(_leaves(step), _leaves(made), strict=True):
+        if tensor.grad is not None:
+            twin.grad = tensor.grad.clone()
+        elif step.accumulates and twin.requires_grad:
+            twin.grad = torch.zeros_like(twin)
+    return made
+
+
+def is_there(step: TrainingStep) -> bool:
+    """Say whether the tensors of a step have values."""
+    return not any(t.is_meta or is_fake(t) for t in _leaves(step))
+
+
+def refuse_lazy(step: TrainingStep) -> None:
+    """Refuse modules whose parameters a first call makes."""
+    if any(map(is_lazy, _leaves(step))):
+        raise CaptureError(_LAZY)
+
+
+def resident(step: TrainingStep) -> Iterator[Tensor]:
+    """Yield what exists before a step: parameters, buffers, gradients and arguments."""
+    for tensor in _leaves(step):
+        yield tensor
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad
+
+
+def gradients_of(step: TrainingStep) -> list[tuple[Tensor, Any]]:
+    """Return the parameters of a step, with the gradients that they have."""
+    return [(t, t.grad) for t in resident(step) if t.is_leaf and t.requires_grad]
+
+
+def put_back(grads: list[tuple[Tensor, Any]]) -> None:
+    """Give parameters the gradients that they had."""
+    for tensor, grad in grads:
+        tensor.grad = grad
+
+
+def _leaves(step: TrainingStep) -> list[Tensor]:
+    owner = getattr(step.fn, "__self__", step.fn)
+    values = [owner, *pytree.flatten((step.args, step.kwargs))[0]]
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, nn.Module):
+            found += [*value.parameters(), *value.buffers()]
+        elif isinstance(value, Tensor):
+            found.append(value)
+    return found
+
+
+# --- What a copy of it does --------------------------------------------------------
+
+
+Nests = list[tuple[str, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +171,8 @@ class Simulation:
         resident: the bytes that are there before.
         seconds: the time of its operations, at nominal rates.
         flops: their floating-point operations.
-        op: that ran at the peak.
-        block: whose forward or backward ran at the peak; "" if none.
-        in_backward: whether it was in the backward.
-        steps: the windows of each of the two runs.
+        peak_at: where the peak is: "in mm in the backward of layers.3".
+        steps: the windows of each run.
         nests: modules around several windows, as (name, first, end).
         names: given to values by `checkpoint_name`.
     """
@@ -88,19 +181,10 @@ class Simulation:
     resident: int
     seconds: float
     flops: int
-    op: str
-    block: str
-    in_backward: bool
-    steps: tuple[tuple[Part, ...], ...]
-    nests: tuple[tuple[str, int, int], ...]
+    peak_at: str
+    steps: tuple[tuple[Window, ...], ...]
+    nests: Nests
     names: frozenset[str]
-
-
-def place(found: Simulation) -> str:
-    """Return where the peak of a step is: "mm in the backward of layers.3"."""
-    phase = "backward" if found.in_backward else "forward"
-    of = f" of {found.block}" if found.block else ""
-    return f"in {found.op} in the {phase}{of}"
 
 
 @contextmanager
@@ -142,117 +226,75 @@ def simulate(
     is_real: bool = False,
     times: int = 2,
 ) -> Simulation:
-    """Run a step twice on fake tensors, where it is `undisturbed`.
-
-    Args:
-        step: the step.
-        device: of tensors that are on the meta device.
-        change: what is to be measured, done to the copy.
-        blocks: the names of the modules whose calls are windows.
-        around: the names of modules around them.
-        is_real: whether it runs on real tensors.
-        times: how often it runs. Work is counted in the last run.
-    """
+    """Run a copy of a step, where it is `undisturbed`."""
     mode = nullcontext() if is_real else fake_mode()
     # Choices before have left records of calls of the same kinds.
     with CACHES.set_aside(), ExitStack() as stack:
         made = copied_for_real(step) if is_real else copied(step, mode, device)
-        grads = [t.grad for t in _parameters(made)]
-        made = change(made)
+        grads = gradients_of(made)
+        made = change(made)  # before the hooks of windows, which are to be outermost
         stack.enter_context(mode)
         meter = Meter()
-        watch = _Watch(meter)
-        watch.see(made, blocks, around)
-        with meter, told_of_names(watch):
+        windows = _Windows(meter, made.model(), blocks, around)
+        peaks: list[tuple[int, str]] = []
+        steps: list[tuple[Window, ...]] = []
+        with meter, told_of_names(windows):
             for tensor in resident(made):
                 meter.hold(tensor)
             before = meter.live
-            runs = []
             for k in range(times):
-                runs.append(_run(made, meter, watch, costs=k == times - 1))
-                for tensor, grad in zip(_parameters(made), grads, strict=True):
-                    tensor.grad = grad
-    return _outcome(before, runs, watch)
-
-
-def _parameters(step: TrainingStep) -> list[Any]:
-    return [t for t in resident(step) if t.is_leaf and t.requires_grad]
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    peak: int
-    where: tuple[str, str, bool]
-    windows: Sequence[Window]
-    nests: tuple[tuple[str, int, int], ...]
-    last: int
-
-
-def _run(step: TrainingStep, meter: Meter, watch: "_Watch", *, costs: bool) -> _Run:
-    watch.nests = []
-    meter.begin(costs=costs)
-    result, outs = step.forward()
-    last = meter.live
-    backward(outs)
-    del result, outs
-    meter.end()
-    nests = tuple(watch.nests)
-    return _Run(meter.peak, meter.where, meter.windows, nests, last)
-
-
-def _outcome(before: int, runs: Sequence[_Run], watch: "_Watch") -> Simulation:
-    highest = max(runs, key=lambda run: run.peak)
-    later = runs[-1].windows
-    steps = tuple(tuple(_parts(run)) for run in runs)
+                windows.nests = []
+                meter.begin(costs=k == times - 1)
+                result, outs = made.forward()
+                meter.leave()
+                backward(outs)
+                del result, outs
+                meter.end()
+                peaks.append((meter.peak, meter.peak_at))
+                steps.append(tuple(meter.windows))
+                put_back(grads)
+    peak, at = max(peaks, key=lambda each: each[0])
     return Simulation(
-        highest.peak,
+        peak,
         before,
-        sum(w.seconds + w.again for w in later),
-        sum(w.flops for w in later),
-        *highest.where,
-        steps,
-        runs[-1].nests,
-        frozenset(watch.names),
+        sum(w.work for w in steps[-1]),
+        sum(w.flops for w in steps[-1]),
+        at,
+        tuple(steps),
+        windows.nests,
+        frozenset(windows.names),
     )
 
 
-def _parts(run: _Run) -> Iterator[Part]:
-    ends = [*(w.entered for w in run.windows[1:]), run.last]
-    for w, end in zip(run.windows, ends, strict=True):
-        total = w.seconds + w.again
-        yield Part(w.name, w.entered, end, w.highest, w.seconds, total, w.flops)
-
-
-class _Watch:
-    """Tells a meter when modules are called.
+class _Windows:
+    """Tells a meter when modules are called, outside of what is recomputed.
 
     Attributes:
         nests: the calls of modules around others, with their windows.
         names: given to values.
     """
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(
+        self,
+        meter: Meter,
+        model: nn.Module | None,
+        blocks: Iterable[str],
+        around: Iterable[str],
+    ) -> None:
         self._meter = meter
         self._begun: list[int] = []
-        self.nests: list[tuple[str, int, int]] = []
+        self.nests: Nests = []
         self.names: set[str] = set()
+        if model is not None:
+            for name in blocks:
+                self._hook(model.get_submodule(name), name, "")
+            for name in around:
+                self._hook(model.get_submodule(name), "", name)
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Note the name of a value."""
         del tensor
         self.names.add(name)
-
-    def see(
-        self, step: TrainingStep, blocks: Iterable[str], around: Iterable[str]
-    ) -> None:
-        """Watch modules of a copy of a step, outside of what is recomputed."""
-        model = step.model()
-        if model is None:
-            return
-        for name in blocks:
-            self._hook(model.get_submodule(name), name, "")
-        for name in around:
-            self._hook(model.get_submodule(name), "", name)
 
     def _hook(self, module: nn.Module, window: str, nest: str) -> None:
         def enter(*_: Any) -> None:
@@ -267,3 +309,13 @@ class _Watch:
 
         module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave)
+
+
+_NO_GRAD = (
+    "remat.fit: nothing in the result requires grad, so there is no backward to keep "
+    "values for. Pass loss=, a function of the result, or let parameters require grad."
+)
+_LAZY = (
+    "remat.fit: the model holds a lazy module, whose parameters are not initialized "
+    "yet. Call the model once before."
+)

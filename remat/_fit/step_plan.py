@@ -7,7 +7,7 @@ exist yet.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -235,13 +235,9 @@ class StepPlan(_render.Shown):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        found = {"plan.apply(model)": self.applied, "with plan": self.around}
-        shown = {k: v for k, v in found.items() if v is not None}
-        labels = ["plain", *shown]
-        peaks = [self.plain_peak, *(each.peak for each in shown.values())]
-        costs = [0, *(each.recomputed for each in shown.values())]
-        title = f"peak of {self.label}, budget {_render.mebibytes(self.budget)}"
-        return _plots.points_in(self.budget, labels, peaks, costs, title, ax)
+        each = {"plan.apply(model)": self.applied, "with plan": self.around}
+        found = {k: (f.peak, f.recomputed) for k, f in each.items() if f is not None}
+        return drawn(self, found, ax)
 
     @override
     def __repr__(self) -> str:
@@ -252,26 +248,21 @@ class StepPlan(_render.Shown):
     @override
     def _table(self) -> _render.Table:
         return _render.Table(
-            title=f"{self.label} in {_render.mebibytes(self.budget)}",
+            title=title(self),
             columns=("segment", "#operations", "#saved MiB", "#recomputed FLOPs"),
-            rows=tuple(map(_row, self.segments)),
+            rows=tuple(
+                (s.name, f"{s.operations}", mib(s.saved), f"{s.recomputed:,}")
+                for s in self.segments
+            ),
             kinds=tuple(
-                "recomputed" if each.recomputed else "saved" for each in self.segments
+                "recomputed" if s.recomputed else "saved" for s in self.segments
             ),
             notes=(
                 *([] if self.is_applied else [_NOT_APPLIED]),
-                f"peak: {_render.mebibytes(self.peak)}, {self.peak_at}",
-                f"peak without remat: {_render.mebibytes(self.plain_peak)}",
-                f"before the step: {_render.mebibytes(self.resident)}",
-                f"recomputed: {self.recomputed:,} FLOPs, {self.share:.1%} of a step",
+                *notes(self),
                 *([_NO_SOLVER] if self.lacks_solver else []),
             ),
         )
-
-
-def _row(segment: FitSegment) -> tuple[str, ...]:
-    saved = _render.mebibytes(segment.saved).removesuffix(" MiB")
-    return segment.name, f"{segment.operations}", saved, f"{segment.recomputed:,}"
 
 
 def _following(fn: Callable[..., Any], plan: StepPlan) -> Any:
@@ -294,4 +285,50 @@ _ONLY_AROUND = (
     "remat: the plan for {label} cannot be applied to the model: it stays under its "
     "budget only if it covers the loss, or the step calls the model several times. Run "
     "forward and loss in `with plan:`, or pass a larger budget to remat.fit."
+)
+
+
+# --- What plans by blocks show, too ------------------------------------------------
+
+
+def title(plan: Any) -> str:
+    """Return the title of a plan's table."""
+    return f"{plan.label} in {_render.mebibytes(plan.budget)}"
+
+
+def notes(plan: Any) -> Iterator[str]:
+    """Yield the lines below a plan's table."""
+    yield f"peak: {_render.mebibytes(plan.peak)}, {plan.peak_at}"
+    yield f"peak without remat: {_render.mebibytes(plan.plain_peak)}"
+    yield f"before the step: {_render.mebibytes(plan.resident)}"
+    yield f"recomputed: {plan.recomputed:,} FLOPs, {plan.share:.1%} of a step"
+
+
+def mib(nbytes: int) -> str:
+    """Write bytes for a column of MiB."""
+    return _render.mebibytes(nbytes).removesuffix(" MiB")
+
+
+def drawn(plan: Any, found: Mapping[str, tuple[int, int]], ax: Any) -> Any:
+    """Draw peaks and FLOPs beside those of a step without remat; return the axes."""
+    found = {"plain": (plan.plain_peak, 0), **found}
+    peaks, costs = zip(*found.values(), strict=True)
+    above = f"peak of {plan.label}, budget {_render.mebibytes(plan.budget)}"
+    return _plots.points_in(plan.budget, [*found], peaks, costs, above, ax)
+
+
+def too_small(
+    label: str, budget: int, least: int, at: str, resident: int, plain: int
+) -> str:
+    """Return what to say if no plan stays under a budget."""
+    sizes = {"budget": budget, "least": least, "resident": resident, "plain": plain}
+    shown = {name: _render.mebibytes(size) for name, size in sizes.items()}
+    return _TOO_SMALL.format(label=label, at=at, **shown)
+
+
+_TOO_SMALL = (
+    "remat.fit: no plan for {label} stays under {budget}. The least budget for which "
+    "there is one is {least} (`error.least`), with the peak {at}; {resident} of it are "
+    "there before the step. Without remat the peak is {plain}. Pass a larger budget, "
+    "or a smaller batch."
 )

@@ -40,11 +40,6 @@ class Walked:
 class Walker:
     """Walks over one record.
 
-    Args:
-        record: the record.
-        span: the first operation whose results may be recomputed, and the one after the
-            last; None for the whole forward, with the loss.
-
     Attributes:
         record, span: those.
         targets: the storages that the backward reads and that may be recomputed.
@@ -148,11 +143,7 @@ class Walker:
     # --- What runs again ---
 
     def closure(self, saved: set[int]) -> tuple[set[int], set[int]]:
-        """Return what the backward needs, and which operations run again for it.
-
-        Args:
-            saved: the storages that are saved.
-        """
+        """Return what the backward needs, and which operations run again for it."""
         needed, runs = set[int](), set[int]()
         todo = [*self.targets]
         while todo:
@@ -174,13 +165,7 @@ class Walker:
         return sum(self.record.operations[i].seconds for i in runs)
 
     def more(self, choice: int, saved: set[int], walked: Walked) -> float:
-        """Return the seconds of what also runs again if a choice is not saved.
-
-        Args:
-            choice: an operation that is saved.
-            saved: the storages that are.
-            walked: what a walk with them found.
-        """
+        """Return the seconds of what also runs again if a choice is not saved."""
         runs = set[int]()
         todo = [n for n in self.choices[choice] if n in walked.needed]
         while todo:

@@ -18,12 +18,7 @@ from torch import Tensor
 
 
 def held_inside(func: Any, args: Sequence[Any]) -> int:
-    """Return the most bytes that an operation holds while it runs, results included.
-
-    Args:
-        func: the operation.
-        args: its positional arguments.
-    """
+    """Return the most bytes that an operation holds while it runs, results included."""
     packet = getattr(func, "overloadpacket", func)
     if any(_is_elsewhere(arg) for arg in args):
         return 0

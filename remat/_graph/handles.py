@@ -133,6 +133,8 @@ def meta_of(tensor: Tensor, node: Any) -> tuple[Any, ...]:
 
 def unpack(packed: Any) -> Tensor:
     """Be the hook that gives a saved tensor back."""
+    if type(packed) is Handle and packed.value is not None and not keeps_graph():
+        return packed.value  # most often: here at once
     if not hasattr(type(packed), "unpacked"):
         return packed
     try:

@@ -3,7 +3,7 @@
 In: a policy, `prune=` and a forward. Out: a plan for its backward, and its replay.
 
     options, decide        what the user asked for; whether a call is recorded, and why
-    planned_call           what one call records, saves and replays
+    planned_call, stores   what one call records, saves and replays, and where
     recorder               records a forward, with the help of:
       values, effects      tensors and storages as data; what an operation does
       candidates           what the policy says, and the tensors that it may save

@@ -5,7 +5,6 @@
     problem    operations with costs, values with bytes, and what a backward reads
     evaluate   what a choice costs: work to recompute, and bytes saved
     solve      the best choice within a number of bytes
-    front      the best choices for several numbers of bytes
 
 The model is a mixed-integer program. With s_i for "operation i is saved", r_i for "it
 runs again" and n_v for "value v is needed":
@@ -124,11 +123,6 @@ class Solution:
 def evaluate(problem: Problem, saved: Collection[int]) -> Solution:
     """Return what a choice costs: the work and the bytes.
 
-    Args:
-        problem: the problem.
-        saved: operations that may be saved. The others that must be are added, and
-            those that no recompute would read are left out.
-
     Example:
         >>> chain = CostedOperation(1.0, (0,), (1,)), CostedOperation(2.0, (1,), (2,))
         >>> problem = Problem(chain, ((1, 4), (2, 4)), frozenset({1, 2}))
@@ -222,12 +216,6 @@ def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution
     The same problem is solved once. When the time is up, the best choice that was found
     is returned, also if it was found for fewer bytes.
 
-    Args:
-        problem: the problem.
-        limit: the bytes. If what must be saved takes more, nothing else is saved, and
-            the solution has more bytes than the limit.
-        time_limit: the seconds after which the solver stops.
-
     Raises:
         ImportError: scipy is not installed.
 
@@ -251,28 +239,6 @@ def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution
     best = known.best(limit) or evaluate(problem, ())
     gap = 0.0 if best.work <= bound else (best.work - bound) / best.work
     return Solution(best.saved, best.work, best.nbytes, gap)
-
-
-def front(
-    problem: Problem, limits: Iterable[int], *, time_limit: float = 10.0
-) -> list[Solution]:
-    """Return what to save for each number of bytes.
-
-    More bytes never cost more work.
-
-    Args:
-        problem: the problem.
-        limits: the numbers of bytes.
-        time_limit: the seconds for each of them.
-
-    Raises:
-        ImportError: scipy is not installed.
-    """
-    limits = [*limits]
-    for limit in sorted(limits):
-        solve(problem, limit, time_limit=time_limit)
-    # What was found for few bytes is used for more.
-    return [solve(problem, limit, time_limit=time_limit) for limit in limits]
 
 
 # --- The solver ---

@@ -66,13 +66,6 @@ def spent(
 ) -> Spent | None:
     """Return what the budget in a policy keeps; None if there is no budget in it.
 
-    Args:
-        policy: of the call.
-        record: of a forward.
-        decisions: what the policy allows for each operation.
-        exposed: storages that are needed, and that the graph did not save.
-        prune: whether a recompute leaves out what is not needed.
-
     Raises:
         ImportError: scipy is not installed.
     """
@@ -123,19 +116,7 @@ def problem_of(
     *,
     prune: bool = True,
 ) -> tuple[Problem, list[list[int]]]:
-    """Return what there is to choose in a record.
-
-    Args:
-        record: of a forward.
-        may: for each operation, where its results go if they are kept.
-        must: the operations whose results must be kept.
-        extra_roots: storages that are needed, and that the graph did not save.
-        cost: says what an operation costs.
-        prune: whether a recompute leaves out what is not needed.
-
-    Returns:
-        The problem, and the steps of the record that each of its operations stands for.
-    """
+    """Return what there is to choose in a record."""
     found = _Reading(record, may, extra_roots, prune=prune)
     groups = _groups(record)
     operations = tuple(found.operation(group, must, cost) for group in groups)

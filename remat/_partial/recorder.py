@@ -219,12 +219,7 @@ class Recorder(LeanDispatchMode):
         self.candidates.raise_error()
 
     def record(self, outs: Sequence[Any], gone: Container[int] = ()) -> Record:
-        """Return the record.
-
-        Args:
-            outs: of the function.
-            gone: the handles that no backward can reach.
-        """
+        """Return the record."""
         return Record(
             _completed(self.steps, self._names, self._updates, self.exposed),
             self.inputs,

@@ -411,15 +411,7 @@ class Sketch:
         outputs: Sequence[Tensor],
         written: Sequence[Tensor] = (),
     ) -> int:
-        """Note an operation; return its index.
-
-        Args:
-            op: the operation.
-            decision: where its results go if they are kept.
-            inputs: its tensor arguments.
-            outputs: what it returned.
-            written: what it wrote to.
-        """
+        """Note an operation; return its index."""
         self._held += [*inputs, *outputs]
         tensors = inputs, outputs, written
         reads, makes, writes = (tuple(map(self._number, each)) for each in tensors)
@@ -441,11 +433,7 @@ class Sketch:
         self._may[index] = decision
 
     def chosen(self, outs: Iterable[Any]) -> frozenset[int]:
-        """Return the operations whose results the budget keeps.
-
-        Args:
-            outs: of the forward, while they have a graph.
-        """
+        """Return the operations whose results the budget keeps."""
         roots = frozenset(self._saved([o for o in outs if isinstance(o, Tensor)]))
         record = Record(tuple(self._steps), (), (roots,))
         found = spent(self._policy, record, self._may, (), prune=True)

@@ -32,6 +32,7 @@ from remat._torch import (
     finished,
     no_torch_functions,
     storage_id,
+    viewed,
 )
 
 
@@ -155,15 +156,17 @@ def _value_if(strided: bool, tensor: Tensor) -> Value:
     return shared_value(shape, tensor.dtype, tensor.device)
 
 
-def can_be_viewed_as(tensor: Tensor, value: Value) -> bool:
-    """Say whether the storage of a tensor is large enough for such a view."""
+def viewed_as(tensor: Tensor, value: Value) -> Tensor | None:
+    """Return a tensor as another view of its storage; None if that is too small."""
     if value_of(tensor) == value:
-        return True
+        return tensor
     has_strides = is_strided(tensor) and len(value.stride) == len(value.shape)
     if not has_strides or tensor.dtype != value.dtype:
-        return False
+        return None
     end = value.offset + extent(value.shape, value.stride)
-    return end * value.dtype.itemsize <= storage_of(tensor).nbytes()
+    if end * value.dtype.itemsize > storage_of(tensor).nbytes():
+        return None
+    return viewed(tensor, value.shape, value.stride, value.offset)
 
 
 def shared_value(shape: Sequence[int], *meta: Any) -> Value:

@@ -16,16 +16,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from remat._base.absent import IGNORED, inputs_of, tensors_of
+from remat._base.absent import inputs_of, tensors_of
+from remat._base.observer import Observer
 from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._base.types import CONSTANTS
 from remat._partial.effects import written_by
 from remat._partial.values import Storages
 from remat._torch import (
-    LeanDispatchMode,
-    call_kernel,
-    eager_only,
     undisturbed,
 )
 
@@ -34,7 +32,7 @@ from remat._torch import (
 
 
 @dataclass(slots=True)
-class Operation:
+class RunOperation:
     """One operation.
 
     Attributes:
@@ -56,7 +54,7 @@ class Operation:
         return f"{self.func}  # {self.source}"
 
 
-class _Watch(LeanDispatchMode):
+class _Values(Observer):
     """Sees each operation, with its arguments and results.
 
     Attributes:
@@ -67,31 +65,24 @@ class _Watch(LeanDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Operation] = []
+        self.steps: list[RunOperation] = []
         self.values = self.nbytes = 0
         self._storages = Storages()
 
     def end(self) -> None:
         """Do nothing: `CompareValues` finds what is missing."""
 
-    def note_value(self, step: Operation, what: str, bits: list[Tensor]) -> None:
+    def note_value(self, step: RunOperation, what: str, bits: list[Tensor]) -> None:
         """Note a value of a step, given as copies in host memory."""
         raise NotImplementedError
 
-    def note_step(self, step: Operation) -> None:
+    def note_step(self, step: RunOperation) -> None:
         """Note the next operation."""
         self.steps.append(step)
 
     @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if func in IGNORED:
-            return func(*args, **kwargs)
-        step = Operation(func, statics_of((args, kwargs)), user_line())
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        step = RunOperation(func, statics_of((args, kwargs)), user_line())
         self.note_step(step)
         inputs = inputs_of(args, kwargs)
         known = len(self._storages)
@@ -99,12 +90,12 @@ class _Watch(LeanDispatchMode):
         for k, t in enumerate(inputs):
             if step.reads[k] >= known and step.reads[k] not in step.reads[:k]:
                 self._look(step, f"input {k}", t)
-        result = call_kernel(func, *args, **kwargs)
+        result = super().run(func, args, kwargs)
         self._look_at_results(step, tensors_of(result), written_by(func, args, kwargs))
         return result
 
     def _look_at_results(
-        self, step: Operation, outputs: Sequence[Tensor], written: Sequence[Tensor]
+        self, step: RunOperation, outputs: Sequence[Tensor], written: Sequence[Tensor]
     ) -> None:
         given = {id(t) for t in outputs}
         changed = {*map(self._number, written)}
@@ -123,32 +114,29 @@ class _Watch(LeanDispatchMode):
         part = next(parts(tensor), None)
         return -1 if part is None else self._storages.number(part)
 
-    def _look(self, step: Operation, what: str, tensor: Tensor) -> None:
+    def _look(self, step: RunOperation, what: str, tensor: Tensor) -> None:
         self.values += 1
         bits = [_on_host(part) for part in parts(tensor) if has_values(part)]
         self.nbytes += sum(t.nbytes for t in bits)
         self.note_value(step, what, bits)
 
 
-class KeepValues(_Watch):
+class KeepValues(_Values):
     """Keeps the values of the forward."""
 
     @override
-    def note_value(self, step: Operation, what: str, bits: list[Tensor]) -> None:
+    def note_value(self, step: RunOperation, what: str, bits: list[Tensor]) -> None:
         step.values.append((what, bits))
 
 
-class CompareValues(_Watch):
+class CompareValues(_Values):
     """Compares values with those of the forward, up to the first difference.
-
-    Args:
-        steps: of the forward. Their values are dropped as they are compared.
 
     Attributes:
         difference: what differs first; None if nothing does so far.
     """
 
-    def __init__(self, steps: Sequence[Operation]) -> None:
+    def __init__(self, steps: Sequence[RunOperation]) -> None:
         super().__init__()
         self._then = steps
         self._at = 0
@@ -156,7 +144,7 @@ class CompareValues(_Watch):
         self.difference: str | None = None
 
     @override
-    def note_step(self, step: Operation) -> None:
+    def note_step(self, step: RunOperation) -> None:
         super().note_step(step)
         if self.difference is not None:
             return
@@ -174,7 +162,7 @@ class CompareValues(_Watch):
             self.difference = f"has the arguments {now}, in the forward {before}."
 
     @override
-    def note_value(self, step: Operation, what: str, bits: list[Tensor]) -> None:
+    def note_value(self, step: RunOperation, what: str, bits: list[Tensor]) -> None:
         if self.difference is not None:
             return
         then = self._then[self._at]
@@ -190,7 +178,7 @@ class CompareValues(_Watch):
         if found:
             self.difference = f"differs: {what} {found}.{self._why(step, then, what)}"
 
-    def _why(self, step: Operation, then: Operation, what: str) -> str:
+    def _why(self, step: RunOperation, then: RunOperation, what: str) -> str:
         if what.startswith("input"):
             return _OUTSIDE
         moved = [
@@ -227,7 +215,7 @@ class CompareValues(_Watch):
         return "\n".join(lines)
 
 
-def around(title: str, steps: Sequence[Operation], i: int) -> Iterator[str]:
+def around(title: str, steps: Sequence[RunOperation], i: int) -> Iterator[str]:
     """Write the operations of a run around the i-th, line by line."""
     yield f"  {title} ({len(steps)} operations):"
     first = max(0, i - 2)
@@ -239,7 +227,7 @@ def around(title: str, steps: Sequence[Operation], i: int) -> Iterator[str]:
 
 _MESSAGE = (
     "remat: recomputing {label} does something else than its forward did. "
-    "Operation {i}, {func} at {source}, {difference} The function must compute the "
+    "RunOperation {i}, {func} at {source}, {difference} The function must compute the "
     "same thing twice: what it reads, pass as an argument."
 )
 _OUTSIDE = " It is from outside of the function, and had another value in the forward."

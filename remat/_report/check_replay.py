@@ -24,14 +24,14 @@ from remat._ambient.draws import without_draws
 from remat._base.errors import RecomputeError
 from remat._base.types import Fn
 from remat._capture.results import Out, Result
-from remat._live.reach import Reach
-from remat._live.running import Running
+from remat._live.reach import Reach, Running
 from remat._partial.cache import CACHES
 from remat._partial.options import DEFAULT
 from remat._report.bitwise import CompareValues, KeepValues, has_values
 from remat._report.inputs import Inputs
 from remat._report.labels import label_of, one_by_one, refuse_transforms
 from remat._torch import below_all_levels, unwrap_dead
+from remat._transform.leaves import UNKNOWN
 from remat._transform.module import recomputed_by
 from remat._transform.saved import Filling, Saved, recompute
 
@@ -161,7 +161,7 @@ class _Twice(Saved):
         self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Any, mode: Any
     ) -> Any:
         """Run the forward; return its result, whose graph holds the handles."""
-        followed: Any = _Followed(mode)
+        followed: Any = _ByMode(mode)
         self.following = followed
         result = self.forward(fn, args, kwargs, leaves)
         self.following = None
@@ -172,7 +172,7 @@ class _Twice(Saved):
     def run_recompute(self, mode: Any) -> None:
         """Run the recompute."""
         filling = _ToTheEnd(self.alive(), self)
-        tensors = self.inputs.to_run_on(leaves_themselves=True)
+        tensors = self.inputs.to_run_on(UNKNOWN)
         below_all_levels(recompute, self, filling, tensors, mode)
         if mode.difference is None and filling.error is not None:
             raise filling.error
@@ -211,7 +211,7 @@ class _ToTheEnd(Filling):
             return t if t.is_leaf else t.detach()
 
 
-class _Followed:
+class _ByMode:
     """Has a mode follow the call, in place of `Following`."""
 
     dropped: Mapping[int, Any] = types.MappingProxyType({})

@@ -8,26 +8,33 @@ Invariant: each row is what `explain` reports for the same call under that polic
 Rejected: one call for each policy. The calls could draw or decide differently.
 """
 
+import dataclasses
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from remat._base.labels import name_in
 from remat._base.types import Fn
 from remat._partial.budget import evaluate
 from remat._partial.budgeted import problem_of
 from remat._partial.cost import flops, work
 from remat._partial.options import Options, Prune
-from remat._report.blocks import Blocks
 from remat._report.examine import Examined, examine
 from remat._report.explain import (
     bytes_of,
+    bytes_recomputed,
     examined_again,
     explained,
     unwrapped,
 )
 from remat._report.labels import one_by_one, refuse_transforms
-from remat._report.peak import bytes_recomputed
 from remat._report.reports import ComparedPolicy, Comparison
+from remat._transform.api import options_of
+from remat._transform.lowering import Lowering
+from remat._transform.module import module_of
+from remat._transform.rematerialized import BoundMethod, Rematerialized
 from remat.policies import (
     Decision,
     Policy,
@@ -84,7 +91,7 @@ def compare(
             wildcards ("Block*"), or as an object: the function or the module that is
             rematerialized, or what `remat` returned. The first key that fits a block
             counts.
-        prune: as for `explain`. Blocks keep theirs.
+        prune: as for `explain`. CalledBlocks keep theirs.
         **kwargs: its keyword arguments. They cannot be named `policies` or `prune`:
             bind such an argument with `functools.partial`.
 
@@ -127,11 +134,11 @@ def compare(
     wanted = [*_named(policies)]
     inner, label, options = unwrapped(fn, None, prune)
     called = _Called(inner, label, args, kwargs, options)
-    blocks = Blocks()
+    blocks = CalledBlocks()
     with one_by_one("compare", args):
         plainly = called.examined(blocks)
     written = [_row_of_blocks("as written", plainly)] if blocks.names else []
-    plain = called.examined(Blocks(plain=True)) if blocks.names else plainly
+    plain = called.examined(CalledBlocks(plain=True)) if blocks.names else plainly
     rows = [*written, _row_of_blocks("plain", plain)]
     for name, policy in [("", None), *wanted]:
         if isinstance(policy, Mapping):
@@ -163,6 +170,85 @@ def _named(policies: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", policy) for policy in several)
 
 
+# --- Blocks ---
+
+
+class CalledBlocks:
+    """The blocks of one run.
+
+    Attributes:
+        names: of the blocks that were called.
+    """
+
+    def __init__(
+        self, policies: Mapping[Any, Any] | None = None, *, plain: bool = False
+    ) -> None:
+        each = (policies or {}).items()
+        self._policies = {key: _checked(policy) for key, policy in each}
+        self._plain, self._unused = plain, {*self._policies}
+        self.names: dict[str, None] = {}
+
+    def ask(
+        self, block: Rematerialized, lowering: Lowering, args: tuple[Any, ...]
+    ) -> tuple[Lowering, Options]:
+        """Return how a block is called."""
+        options = block._options
+        if lowering is Lowering.PLAIN:  # there is nothing to differentiate
+            return lowering, options
+        self.names[name_in(block.__remat_label__)] = None
+        if self._plain:
+            return Lowering.PLAIN, options
+        for key, policy in self._policies.items():
+            if _is_of(key, block, args):
+                self._unused.discard(key)
+                return lowering, dataclasses.replace(options, policy=policy)
+        return lowering, options
+
+    def refuse_unused(self, label: str) -> None:
+        """Check that each key was of a block.
+
+        Raises:
+            ValueError: a key was of none.
+        """
+        for key in self._policies:
+            if key in self._unused:
+                names = ", ".join(map(repr, self.names)) or "none"
+                raise ValueError(_NO_BLOCK.format(key=key, label=label, names=names))
+
+
+def _checked(policy: Any) -> Policy | None:
+    return options_of(policy).policy
+
+
+def _is_of(key: Any, block: Rematerialized, args: tuple[Any, ...]) -> bool:
+    """Say whether a key is of a block: by name, or as one of its objects."""
+    if isinstance(key, str):
+        return fnmatchcase(name_in(block.__remat_label__), key)
+    if isinstance(key, (types.MethodType, BoundMethod)):
+        of_method = key.__func__ is block and bool(args) and args[0] is key.__self__
+        return of_method or key == block.__wrapped__
+    key = module_of(key)
+    return any(key is part for part in _objects_of(block, args))
+
+
+def _objects_of(block: Rematerialized, args: tuple[Any, ...]) -> Iterator[object]:
+    """Yield the block, the function, and the object that it is a method of."""
+    yield block
+    yield block.__wrapped__
+    yield getattr(block.__wrapped__, "__self__", block)
+    yield from args[:1]
+
+
+_NO_BLOCK = (
+    "remat: compare has a policy for the block {key!r}, but {label} calls no such "
+    "rematerialized function. It calls: {names}. Give the name of one of these, a "
+    "pattern such as '*', or the function or module itself."
+)
+
+
+# --- Rows ---
+
+
 @dataclass(frozen=True, slots=True)
 class _Called:
     """The call that is compared: without a policy, unless one is given."""
@@ -173,7 +259,7 @@ class _Called:
     kwargs: dict[str, Any]
     options: Options
 
-    def examined(self, blocks: Blocks) -> Examined:
+    def examined(self, blocks: CalledBlocks) -> Examined:
         """Run the call once."""
         called = self.fn, self.label, self.args, self.kwargs, self.options
         found = examine(*called, blocks.ask)
@@ -213,7 +299,7 @@ class _Called:
         self, name: str, policies: Mapping[Any, object]
     ) -> ComparedPolicy:
         """Return the row of policies for blocks."""
-        blocks = Blocks(policies)
+        blocks = CalledBlocks(policies)
         found = self.examined(blocks)
         blocks.refuse_unused(self.label)
         return _row_of_blocks(name, found)

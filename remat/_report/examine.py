@@ -1,15 +1,17 @@
-"""Runs a call once for a report: records it, and notes what the backward reads.
+"""Runs a call once for a report: its operations, the calls in it, and what reads what.
 
 Called by `explain` and `compare`. It is the forward of a `remat` call, recorded
 whatever its options are; nothing is saved, and nothing is recomputed.
 
-Invariant: a call with the same arguments does what was found. Afterwards every graph,
-stream, gradient and buffer is as it was. Rejected: a trace on fake tensors. Some
-operations choose another kernel there, and the user's code may look at values.
+Invariant: a call with the same arguments does what was found, but for what calls in it
+are asked to do (`ask`). Graphs, streams, gradients and buffers are as they were after.
+Rejected: a trace on fake tensors. Some operations choose another kernel there, and the
+user's code may look at values.
+Rejected: a record for each call. The calls share storages, and bytes are counted once.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,19 +21,218 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from remat._base import pytree
+from remat._base.absent import Absent
 from remat._base.context import here
+from remat._base.labels import name_in
+from remat._base.parts import parts
 from remat._base.types import Fn
+from remat._graph.graph import handles_at, nodes_of
+from remat._graph.handles import PackedOutside, stored_by
 from remat._live.reach import Reach
+from remat._partial.budgeted import moves
 from remat._partial.cache import CallKind
 from remat._partial.decide import ACCUMULATES, Situation
 from remat._partial.options import Options
-from remat._partial.plan import Record
+from remat._partial.plan import Fate, Record
 from remat._partial.planned_call import is_droppable
-from remat._report.inputs import Inputs
-from remat._report.labels import stream_name
-from remat._report.ledger import Ledger, is_parameter
-from remat._report.noting import Ask, Noting, Within
+from remat._partial.recorder import Recorder, SeenOperation
+from remat._partial.values import Storages
+from remat._report.inputs import Inputs, Ledger, is_parameter
+from remat._report.labels import reader_of, stream_name
+from remat._torch import base_tensor, current_task
+from remat._transform.lowering import Lowering
 from remat._transform.saved import Saved
+
+
+Ask = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CallWithin:
+    """A call of a rematerialized function in the function that is examined.
+
+    Attributes:
+        around: the index of the call that it runs in; -1 if it runs in none.
+        inputs: the storages that it keeps alive to be recomputed.
+        holds: the storages that its recompute holds for the backward.
+        away: the storages that its policy offloads.
+    """
+
+    around: int
+    inputs: frozenset[int]
+    holds: frozenset[int]
+    away: frozenset[int]
+
+
+class _Sizes(Storages):
+    """Numbers storages, and notes their sizes.
+
+    Attributes:
+        sizes: the bytes of each storage.
+    """
+
+    __slots__ = ("sizes",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+
+    @override
+    def number(self, tensor: Tensor) -> int:
+        number = super().number(tensor)
+        if number not in self.sizes:
+            storages = [part.untyped_storage() for part in parts(tensor)]
+            self.sizes[number] = sum(s.nbytes() for s in storages)
+        return number
+
+
+class CallNotes(Recorder):
+    """Records, and notes the readers of storages, and nested calls.
+
+    Attributes:
+        storages: numbers and sizes of storages.
+        readers: for each storage, by number, what reads it in the backward.
+        itself: the storages that the graph saves itself, without a handle.
+        differentiates: whether a backward runs in the run.
+        ask: called with each rematerialized function that the run calls, how it would
+            be called and its arguments. It returns the lowering and options to take.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], ask: Ask | None) -> None:
+        self.ask = ask
+        self.storages = _Sizes()
+        self.readers: dict[int, dict[str, None]] = {}
+        self.itself: set[int] = set()
+        self.differentiates = False
+        # For each operation, the calls that it runs in, the outermost first.
+        self._inside: list[tuple[Saved, ...]] = []
+        # For each call: for each handle its storage, and how many operations ran
+        # before it.
+        self._packed: dict[int, tuple[Saved, dict[int, tuple[int, int]]]] = {}
+        # For each call, the one that it runs in.
+        self._around: dict[int, Saved | None] = {}
+        super().__init__(leaves, None, self.storages)
+
+    @override
+    def _note(self, seen: SeenOperation) -> None:
+        super()._note(seen)
+        self._inside.append(here().inside[1:])
+        self.differentiates |= current_task() >= 0
+
+    def observe(
+        self, call: Saved, observe: Callable[[int, Tensor | None], None] | None
+    ) -> Callable[[int, Tensor | None], None]:
+        """Return a function that is called with each tensor that a call saves."""
+        packed: dict[int, tuple[int, int]] = {}
+        is_first = not self._packed
+        self._packed[id(call)] = call, packed
+        around = here().inside
+        self._around[id(call)] = around[-1] if around else None
+
+        def both(place: int, tensor: Tensor | None) -> None:
+            if is_first:
+                self.roots.pack(tensor)
+            if tensor is not None:
+                number = self.storages.number(base_tensor(tensor))
+                packed[place] = number, len(self.steps)
+            if observe is not None:
+                observe(place, tensor)
+
+        return both
+
+    def entered(self, call: Any, inputs: Sequence[Tensor]) -> None:
+        """Be told of the forward of a call under torch.func, which saves no handles."""
+
+    def asked(
+        self, block: Any, lowering: Lowering, args: tuple[Any, ...]
+    ) -> tuple[Lowering, Options]:
+        """Return how a rematerialized function in the function is called."""
+        if self.ask is None:
+            return lowering, block._options
+        return self.ask(block, lowering, args)
+
+    def note_readers(self, outs: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
+        """Note which nodes of the graph read each storage."""
+        numbers: dict[int, int] = {}
+        for call, packed in self._packed.values():
+            for place, (number, _) in packed.items():
+                handle = call.handle_at(place)
+                if handle is not None:
+                    numbers[id(handle)] = number
+        for node, tensors in nodes_of(outs, {t.grad_fn for t in leaves}):
+            reader = reader_of(node)
+            found = [self.storages.number(base_tensor(t)) for t in tensors]
+            self.itself.update(found)
+            found += [numbers[id(h)] for h in handles_at(node) if id(h) in numbers]
+            for number in found:
+                self.readers.setdefault(number, {})[reader] = None
+
+    def inner(self, outermost: Saved) -> Iterator[tuple[int, str]]:
+        """Yield how often nested calls recompute each operation, and the innermost."""
+        times = [0] * len(self.steps)
+        for call, packed in self._packed.values():
+            if call is outermost:
+                continue
+            where = self._steps_of(call)
+            last = max((packed[h.position][1] for h in call.alive()), default=0)
+            for i, fate in zip(where, _fates(call, len(where)), strict=True):
+                times[i] += fate.is_run and i < last
+        for i, inside in enumerate(self._inside):
+            yield times[i], name_in(inside[-1].label) if inside else ""
+
+    def _steps_of(self, call: Saved) -> list[int]:
+        """Return the operations that ran in a call, by index."""
+        return [i for i, inside in enumerate(self._inside) if call in inside]
+
+    def calls(self, outermost: Saved) -> Iterator[CallWithin]:
+        """Yield the calls within, those around before those inside."""
+        index = {id(outermost): -1}
+        for call, packed in self._packed.values():
+            if call is outermost:
+                continue
+            index[id(call)] = len(index) - 1
+            waiting = call.alive()
+            yield CallWithin(
+                around=index[id(self._around[id(call)])],
+                inputs=frozenset(self._inputs_of(call) if waiting else ()),
+                holds=frozenset(packed[handle.position][0] for handle in waiting),
+                away=frozenset(self._away(call)),
+            )
+
+    def _inputs_of(self, call: Saved) -> Iterator[int]:
+        """Yield the storages of the inputs that a call keeps."""
+        for value in call.inputs.values:
+            kept = stored_by(value) if type(value) is PackedOutside else [value]
+            for t in kept:
+                if type(t) is not Absent:
+                    yield self.storages.number(base_tensor(t))
+
+    def _away(self, call: Saved) -> Iterator[int]:
+        """Yield the storages of what a call offloads."""
+        made = _plans_of(call)
+        steps = self._steps_of(call)
+        if made is None or len(steps) != len(made.record.steps):
+            return
+        for (i, k), decision in zip(
+            made.full.plan.residuals, made.destinations, strict=True
+        ):
+            step = self.steps[steps[i]]
+            if moves(decision, step.op.outputs):
+                yield step.makes[k]
+
+
+def _plans_of(call: Saved) -> Any:
+    """Return the plans that a call follows; None if it follows none."""
+    following = call.following
+    decision = None if following is None else following.decision
+    return decision[1] if decision else None
+
+
+def _fates(call: Saved, count: int) -> Sequence[Fate]:
+    """Return what a call's recompute does with its `count` operations."""
+    made = _plans_of(call)
+    fates = made.full.plan.fates if made else ()
+    return fates if len(fates) == count else [Fate.RECOMPUTED] * count
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +292,7 @@ class Examined:
     scalar: bool
     differentiates: bool
     inner: tuple[tuple[int, str], ...]
-    calls: tuple[Within, ...]
+    calls: tuple[CallWithin, ...]
     exposed: frozenset[int]
     kind: CallKind
     streams: tuple[str, ...]
@@ -105,16 +306,7 @@ def examine(
     options: Options,
     ask: Ask | None = None,
 ) -> Examined | None:
-    """Run a call, and put everything back; None if no tensor requires grad.
-
-    Args:
-        fn: the function.
-        label: of the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        options: of the call.
-        ask: what calls within are asked to do; None to leave them as they are.
-    """
+    """Run a call, and put everything back; None if no tensor requires grad."""
     with undone(fn, args, kwargs) as (inputs, _):
         reach = Reach(fn, label, inputs.args, inputs.kwargs)
         leaves = reach.take_tensors()
@@ -134,14 +326,7 @@ L = TypeVar("L", bound=Ledger)
 def undone(
     fn: Fn, args: Any, kwargs: Any, mode: Callable[[ExitStack], L] = Ledger
 ) -> Iterator[tuple[Inputs, L]]:
-    """Yield what to run on, and put back what the run changes.
-
-    Args:
-        fn: the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        mode: makes the mode to run under.
-    """
+    """Yield what to run on, and put back what the run changes."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -167,7 +352,7 @@ class _Examining(Saved):
         ask: Ask | None,
     ) -> None:
         super().__init__(reach, options, inputs, needs)
-        self._situation, self._noting = self.situation(inputs), Noting(inputs, ask)
+        self._situation, self._noting = self.situation(inputs), CallNotes(inputs, ask)
 
     @override
     def forward(

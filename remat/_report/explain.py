@@ -1,7 +1,7 @@
 """`explain`: what `remat` does with each operation of a call, and why.
 
 Called by users, and by `compare` for each policy. The call runs once and is recorded
-(`examine`). `outcome` says what happens to each operation, and `reasons` says why.
+(`examine`). `fates` says what happens to each operation, and why.
 
 Invariant: the totals are those of a call after one backward has succeeded. They are the
 bytes that stay alive until the backward, and the FLOPs that the backward recomputes.
@@ -20,10 +20,8 @@ from remat._partial.cost import flops
 from remat._partial.options import Options, Prune
 from remat._partial.plan import Fate, Record
 from remat._report.examine import Examined, Leaf, examine
+from remat._report.fates import Outcome, Reasons, name, outcome_of
 from remat._report.labels import label_of, one_by_one, refuse_transforms
-from remat._report.outcome import Outcome, outcome_of
-from remat._report.peak import bytes_recomputed
-from remat._report.reasons import Reasons, name
 from remat._report.reports import (
     ExplainedBudget,
     ExplainedInput,
@@ -264,6 +262,24 @@ def bytes_of(found: Examined, storages: Iterable[int]) -> int:
 def saved_by_plain(found: Examined) -> frozenset[int]:
     """Return the storages that stay alive for the backward without remat."""
     return found.itself.union(found.readers, *found.record.roots)
+
+
+def bytes_recomputed(found: Examined, kept: frozenset[int], own: frozenset[int]) -> int:
+    """Return the bytes that the largest recompute holds besides what was saved.
+
+    A backward is at its peak when it has recomputed the largest call: blocks are alike
+    in most models, so the first one that the backward recomputes is at the peak.
+
+    Args:
+        found: what the call did.
+        kept: the storages that are saved.
+        own: those that a recompute of the whole call holds; none without `remat` there.
+    """
+    # The recompute of a call within holds those of the calls around it, too.
+    held = {-1: own - kept}
+    for i, call in enumerate(found.calls):
+        held[i] = held[call.around] | (call.holds - kept)
+    return max(sum(found.sizes[s] for s in storages) for storages in held.values())
 
 
 # --- Advice ---

@@ -26,10 +26,6 @@ from remat._transform.levels import Below
 def refuse_transforms(report: str, instead: str) -> None:
     """Check that a report can be made here.
 
-    Args:
-        report: what the user called.
-        instead: what to call it on, outside the transform.
-
     Raises:
         RuntimeError: under a transform of torch.func, forward-mode AD or torch.compile.
     """
@@ -51,12 +47,7 @@ _COMPILED = (
 
 @contextmanager
 def one_by_one(report: str, args: Sequence[Any]) -> Iterator[None]:
-    """Note on an error of the function that its arguments may be meant one by one.
-
-    Args:
-        report: what the user called.
-        args: the arguments; one tuple or list may stand for several.
-    """
+    """Note on an error of the function that its arguments may be meant one by one."""
     try:
         yield
     except (AttributeError, TypeError) as error:

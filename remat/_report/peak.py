@@ -1,27 +1,322 @@
-"""Estimates the peak of a backward, from what one call did.
+"""What holds the peak of a step, the largest first, and what to do about it.
 
-Called by `explain` and `compare`. A backward is at its peak when it has recomputed the
-largest call: then all that was saved is alive, and all that this recompute holds.
+`step` finds the holders, and `reports` shows them.
 
-Invariant: nothing runs here.
-Rejected: a walk through the backward, which frees what it has read. Blocks are alike in
-most models, so the first one that the backward recomputes is at the peak.
+Invariant: each byte that is alive at the peak is in one holder. Advice reads the
+holders and how the step was built, and no tensors.
+Rejected: one holder for each value. A model has thousands, made by a few lines.
+Rejected: advice for each holder. The largest one hides what the others cost.
 """
 
-from remat._report.examine import Examined
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from remat._base.source import short
+from remat._report import render as _render
 
 
-def bytes_recomputed(found: Examined, kept: frozenset[int], own: frozenset[int]) -> int:
-    """Return the bytes that the largest recompute holds besides what was saved.
+Kind: TypeAlias = Literal[
+    "recompute",
+    "saved inputs",
+    "policy",
+    "residuals",
+    "loss",
+    "forward",
+    "cotangents",
+    "gradients",
+    "parameters",
+    "inputs",
+]
 
-    Args:
-        found: what the call did.
-        kept: the storages that are saved.
-        own: the storages that a recompute of the whole call holds; none if the function
-            is called without `remat` around it.
+
+# Of those that are of no single call.
+NAMES: dict[Kind, str] = {
+    "gradients": "the gradients of the parameters",
+    "saved inputs": "the inputs that remat calls save",
+    "policy": "the results that policies save",
+    "cotangents": "the gradients that pass through remat calls",
+    "residuals": "the operations outside of remat calls",
+    "parameters": "the parameters",
+    "inputs": "the inputs of the step, and buffers",
+    "loss": "the operations after the last remat call: the head and the loss",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HeldValues:
+    """Values that are alive at the peak and were made alike.
+
+    Attributes:
+        op: the operation that made them; of a gradient, the operation that it is in
+            the backward of; "" if they are older than the step.
+        dtype: the dtype; None for what an operation uses only while it runs.
+        shape: the shape.
+        source: the user's line that ran the operation.
+        count: how many there are.
+        nbytes: the bytes of all of them.
+        is_gradient: whether the backward of the operation made them.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from remat import explain, remat
+        >>> block = remat(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)))
+        >>> def loss(x):
+        ...     return block(x).square().sum()
+        >>> peak = explain(loss, torch.ones(256, 8)).peak
+        >>> largest = peak.holders[0].values[0]
+        >>> largest.op, largest.shape, largest.count, largest.nbytes
+        ('addmm', (256, 64), 1, 65536)
     """
-    # The recompute of a call within holds those of the calls around it, too.
-    held = {-1: own - kept}
-    for i, call in enumerate(found.calls):
-        held[i] = held[call.around] | (call.holds - kept)
-    return max(sum(found.sizes[s] for s in storages) for storages in held.values())
+
+    op: str
+    dtype: Any
+    shape: tuple[int, ...]
+    source: str
+    count: int
+    nbytes: int
+    is_gradient: bool = False
+
+    def __str__(self) -> str:
+        what = "memory" if self.dtype is None else _render.short(self.dtype, self.shape)
+        many = f"{self.count} x {what}" if self.count > 1 else what
+        if not self.op:
+            return many
+        maker = f"backward of {self.op}" if self.is_gradient else self.op
+        return f"{many}, made by {maker} at {short(self.source)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One reason why memory is alive at the peak.
+
+    Attributes:
+        kind: "recompute": what the recompute of one call made. "saved inputs": of
+            calls, for their recomputes. "policy": what policies save. "residuals":
+            what is saved by operations outside of calls. "loss": what the operations
+            after the last call made, in the forward or the backward. "forward": what a
+            call made in its forward, if the peak is there. "cotangents": gradients of
+            activations, on their way through calls. "gradients": of the parameters.
+            "parameters" and "inputs": alive before the step.
+        name: the holder in words: "recompute of `Block` (call 3 of 12)".
+        nbytes: the bytes that it holds.
+        share: of all bytes that are alive at the peak.
+        values: what it consists of, the largest first.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from remat import explain, remat
+        >>> block = remat(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)))
+        >>> def loss(x):
+        ...     return block(x).square().sum()
+        >>> peak = explain(loss, torch.ones(256, 8)).peak
+        >>> [(holder.kind, holder.nbytes) for holder in peak.holders][:2]
+        [('cotangents', 131072), ('recompute', 65536)]
+    """
+
+    kind: Kind
+    name: str
+    nbytes: int
+    share: float
+    values: tuple[HeldValues, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment of a step when most bytes are alive.
+
+    Attributes:
+        nbytes: the bytes alive then, with parameters and inputs.
+        op: the operation that ran then, or the node of the backward.
+        holders: what holds them, the largest first.
+        advice: what to do about the largest holder.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from remat import explain, remat
+        >>> block = remat(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)))
+        >>> def loss(x):
+        ...     return block(x).square().sum()
+        >>> peak = explain(loss, torch.ones(256, 8)).peak
+        >>> peak.nbytes, peak.op
+        (206888, 'tanh_backward')
+    """
+
+    nbytes: int
+    op: str
+    holders: tuple[Holder, ...]
+    advice: str
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the section "peak"."""
+        yield f"peak of a step: {self.nbytes:,} bytes, in {self.op or 'Python'}"
+        for holder in self.holders:
+            yield f"  {holder.share:4.0%}  {holder.nbytes:,} bytes: {holder.name}"
+            if any(value.op for value in holder.values):
+                yield f"        largest: {holder.values[0]}"
+        yield f"what to do: {self.advice}"
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """How a step was built.
+
+    Attributes:
+        calls: how many rematerialized calls it made, without those within others.
+        nested: how many calls were within others.
+        covered: the share of its forward operations that ran in calls.
+        again: the labels of calls of which a backward is differentiated.
+        differentiates: whether any backward is (`create_graph=True`).
+    """
+
+    calls: int
+    nested: int
+    covered: float
+    again: tuple[str, ...] = ()
+    differentiates: bool = False
+
+
+def advice_on(holders: Sequence[Holder], built: Built) -> str:
+    """Return what to do, in one line."""
+    if not holders:
+        return "nothing is alive: there is nothing to save."
+    main = holders[0]
+    values = [v for v in main.values if v.dtype is not None]
+    text = _text(main, values, built)
+    most = str(values[0]) if values else "memory of operations"
+    first = _first(values) if values else "memory of operations"
+    calls = ", ".join(built.again)
+    shown = {"most": most, "first": first, "calls": calls}
+    return text.format(name=main.name, share=main.share, **shown)
+
+
+def _text(main: Holder, values: Sequence[HeldValues], built: Built) -> str:
+    if built.again and main.kind not in _ALIVE_ANYWAY:
+        return _AGAIN
+    if main.kind == "recompute":
+        whole = built.calls == 1 and built.covered >= _WHOLE
+        if whole and built.nested:
+            return _GROUP
+        return _EVERYTHING if whole else _BLOCK
+    if main.kind == "residuals":
+        if _is_one_value(main, values) and not built.differentiates:
+            return _NOTHING_BUT_LOGITS if not built.calls else _LOSS
+        if built.differentiates and not built.calls:
+            return _NOTHING_TWICE
+        return _SOME if built.calls else _NOTHING
+    return _TEXTS[main.kind]
+
+
+def _is_one_value(main: Holder, values: Sequence[HeldValues]) -> bool:
+    """Say whether values of one size, made once, are most of what is held."""
+    if not values or values[0].count > 1:
+        return False
+    like = [v for v in values if _elements(v) == _elements(values[0])]
+    others = max((_each(v) for v in values if v not in like), default=0)
+    nbytes = sum(v.nbytes for v in like)
+    return nbytes > main.nbytes / 2 and _each(values[0]) >= _MUCH * others
+
+
+def _each(values: HeldValues) -> int:
+    return values.nbytes // values.count
+
+
+def _elements(values: HeldValues) -> int:
+    count = 1
+    for size in values.shape:
+        count *= size
+    return count
+
+
+def _first(values: Sequence[HeldValues]) -> str:
+    """Describe the largest value by its maker in the forward, if that is known."""
+    like = [v for v in values if _elements(v) == _elements(values[0])]
+    first = min(like, key=lambda v: v.is_gradient)
+    dtype = str(first.dtype).removeprefix("torch.")
+    shape = ", ".join(map(str, first.shape))
+    return f"{dtype}[{shape}], made at {short(first.source)}"
+
+
+_WHOLE = 0.8  # of the operations: then the call is the whole model
+_ALIVE_ANYWAY = "gradients", "parameters", "inputs"
+_MUCH = 3  # times larger than any other value: then the size is a vocabulary's
+
+_EVERYTHING = (
+    "there is one remat around everything: its recompute holds what plain code holds "
+    "({share:.0%} of the peak). Put remat around each block of the model instead."
+)
+_GROUP = (
+    "the {name} is the largest: {share:.0%}, mainly {most}. It holds what the calls "
+    "within save. Divide it into groups of calls, each with a remat of its own."
+)
+_BLOCK = (
+    "the {name} is the largest: {share:.0%}, mainly {most}. Split that block into "
+    "smaller ones, or use a policy so that it recomputes less."
+)
+_LOSS = (
+    "the operations after the last remat call hold {share:.0%}, mainly {first}. If "
+    "these are the logits, compute the loss in chunks, or put remat around the loss "
+    "head of each chunk. If these are blocks, put remat around each."
+)
+_NOTHING = (
+    "nothing is rematerialized: the operations of the step hold {share:.0%}, mainly "
+    "{most}. Put remat around each block of the model."
+)
+_AGAIN = (
+    "a backward of {calls} is differentiated (create_graph=True), so all that it "
+    "computes stays alive, what it recomputes too. Pass higher_order=True to remat "
+    "there: then that is recomputed as well. {share:.0%} of the peak is mainly {most}."
+)
+_NOTHING_TWICE = (
+    "nothing is rematerialized, and a backward is differentiated (create_graph=True): "
+    "{share:.0%} is mainly {most}. Put remat(block, higher_order=True) around each "
+    "block of the model."
+)
+_NOTHING_BUT_LOGITS = (
+    "nothing is rematerialized, and values of one size hold most of the peak: "
+    "{first}. If these are the logits, compute the loss in chunks. Else put remat "
+    "around the code that makes them."
+)
+_SOME = (
+    "operations outside of remat calls hold {share:.0%}, mainly {most}. Put remat "
+    "around those blocks, too."
+)
+_TEXTS = {
+    "saved inputs": (
+        "the inputs that calls save hold {share:.0%}, mainly {most}. Put remat around "
+        "several blocks at once, or around groups of them besides, or offload."
+    ),
+    "policy": (
+        "the results that policies save hold {share:.0%}, mainly {most}. Choose a "
+        "policy that saves less, or offload what it saves."
+    ),
+    "loss": _LOSS,
+    "forward": (
+        "the peak is in the forward: {name} holds {share:.0%}, mainly {most}. Split "
+        "that block into smaller ones."
+    ),
+    "cotangents": (
+        "the gradients that pass through calls hold {share:.0%}, mainly {most}. One "
+        "operation of the backward needs them, and remat does not change that. Use a "
+        "smaller batch, or split the operation."
+    ),
+    "gradients": (
+        "the gradients of the parameters hold {share:.0%}: the peak is not in "
+        "activations, so remat cannot lower it much. Shard them, or free each one as "
+        "soon as the optimizer has used it."
+    ),
+    "parameters": (
+        "the parameters hold {share:.0%}: the peak is not in activations, so remat "
+        "cannot lower it much. Shard them, or use a smaller dtype."
+    ),
+    "inputs": (
+        "the inputs of the step and its buffers hold {share:.0%}: the peak is not in "
+        "activations, so remat cannot lower it much. Use a smaller batch."
+    ),
+}

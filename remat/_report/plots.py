@@ -40,7 +40,7 @@ def bars(
         ImportError: matplotlib is not installed.
     """
     ax = ax or _new_axes((8, 1.5 + 0.25 * len(labels)))
-    for kind, (colour, _) in COLOURS.items():
+    for kind, colour in COLOURS.items():
         at = [i for i, k in enumerate(kinds) if k == kind]
         if at:
             ax.barh(at, [sizes[i] / MIB for i in at], color=colour, label=kind)

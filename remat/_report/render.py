@@ -1,34 +1,26 @@
-"""Shows reports as tables of strings: as text, in a terminal and in a notebook.
+"""Shows reports as tables of strings: as text, and as HTML in a notebook.
 
-Called by `reports` and `timeline`. rich draws tables in terminals, if it is installed.
+Called by all reports and plans.
 
-Invariant: nothing is computed here, so that every form of a report says the same.
-Rejected: importing rich at the top. It is optional, and slow to import for a user who
-prints nothing.
-Rejected: rich's HTML. It is lines of text, in which nothing unfolds.
+Invariant: nothing is computed here, so that both forms of a report say the same.
+Rejected: tables of rich. They break long lines, and nothing unfolds in their HTML.
 """
 
-import importlib
-import importlib.util
-import io
 import re
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 import torch
 
 
-# Of each fate. Colours of matplotlib's `tab10`, which the colour-blind can tell apart,
-# and the nearest colours of a terminal.
+# Of each fate: colours of matplotlib's `tab10`, which the colour-blind can tell apart.
 COLOURS = {
-    "saved": ("#1f77b4", "blue"),
-    "offloaded": ("#9467bd", "magenta"),
-    "recomputed": ("#ff7f0e", "yellow"),
-    "dead": ("#c7c7c7", "bright_black"),
+    "saved": "#1f77b4",
+    "offloaded": "#9467bd",
+    "recomputed": "#ff7f0e",
+    "dead": "#c7c7c7",
 }
 
 
@@ -102,17 +94,11 @@ def mebibytes(nbytes: int) -> str:
 
 
 def text(table: Table) -> str:
-    """Write a table for a terminal: by rich where it is installed, plainly if not."""
-    is_drawn = table.columns and importlib.util.find_spec("rich") is not None
-    return _rich(table) if is_drawn else plain(table)
-
-
-def plain(table: Table) -> str:
-    """Write a table in columns, without lines around the cells.
+    """Write a table in columns for a terminal.
 
     Example:
         >>> columns, row = ("op", "#bytes"), ("sin", "12")
-        >>> print(plain(Table("ops", columns, (row,), ("",), ("1 op",))))
+        >>> print(text(Table("ops", columns, (row,), ("",), ("1 op",))))
         ops
         op   bytes
         sin     12
@@ -127,41 +113,6 @@ def plain(table: Table) -> str:
     forms = [f"{{:{a}{w}}}" for a, w in zip(aligned, widths, strict=True)]
     lines = ["  ".join(forms).format(*row).rstrip() for row in rows]
     return "\n".join([table.title, *lines, *table.notes])
-
-
-def _rich(table: Table) -> str:
-    rich: Any = importlib.import_module("rich.console")
-    width = max(100, shutil.get_terminal_size((120, 24)).columns)
-    # In a notebook rich would show the table there at once.
-    console = rich.Console(
-        file=io.StringIO(), width=width, record=True, force_jupyter=False
-    )
-    console.print(rich_table(table))
-    lines = console.export_text().splitlines()
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def rich_table(table: Table) -> Any:
-    """Return a table of rich, with a colour for each kind of row."""
-    rich: Any = importlib.import_module("rich.table")
-    shown = rich.Table(
-        title=_unmarked(table.title),
-        caption=_unmarked("\n".join(table.notes)),
-        title_justify="left",
-        caption_justify="left",
-    )
-    for name, number in table.headers:
-        side = "right" if number else "left"
-        shown.add_column(name, justify=side, overflow="fold")
-    for row, kind in zip(table.rows, table.kinds, strict=True):
-        style = COLOURS[kind][1] if kind else None
-        shown.add_row(*map(_unmarked, row), style=style)
-    return shown
-
-
-def _unmarked(string: str) -> Any:
-    """Return text that rich shows as it is: [2,3] could be markup."""
-    return importlib.import_module("rich.text").Text(string)
 
 
 # --- HTML ---
@@ -220,7 +171,7 @@ def _cell(cell: str, side: str) -> str:
 
 def _fate(cell: str, kind: str) -> str:
     """Write a fate on a background of its colour."""
-    colour, ink = COLOURS[kind][0], "black" if kind in _BRIGHT else "white"
+    colour, ink = COLOURS[kind], "black" if kind in _BRIGHT else "white"
     style = f"{_FATE}background: {colour}; color: {ink}"
     return f'<span style="{style}">{escape(cell)}</span>'
 
@@ -232,7 +183,7 @@ _BRIGHT = {"recomputed", "dead"}
 
 
 class Shown(ABC):
-    """A report that shows as a table: in a terminal, in a notebook and with rich."""
+    """A report that shows as a table: in a terminal and in a notebook."""
 
     @abstractmethod
     def _table(self) -> Table:
@@ -243,7 +194,3 @@ class Shown(ABC):
 
     def _repr_html_(self) -> str:
         return html(self._table())
-
-    def __rich__(self) -> Any:
-        table = self._table()
-        return rich_table(table) if table.columns else _unmarked(plain(table))

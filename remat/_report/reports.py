@@ -17,7 +17,7 @@ from typing_extensions import override
 from remat._base.op import Value
 from remat._base.source import short
 from remat._report import plots as _plots, render as _render
-from remat._report.holders import Peak
+from remat._report.peak import Peak
 from remat.policies import Policy
 
 

@@ -34,25 +34,25 @@ from remat._graph.graph import (
 )
 from remat._graph.handles import Handle
 from remat._partial.names import told_of_names
-from remat._partial.planned_call import SavedInNode
+from remat._partial.stores import SavedInNode
 from remat._report.bitwise import has_values
-from remat._report.inputs import Inputs
+from remat._report.inputs import (
+    CONSTANT,
+    MADE,
+    Inputs,
+    Ledger,
+    SavedResidual as SavedResidual,
+    StorageNote,
+    counts,
+    origin_text,
+    tensors_in,
+)
 from remat._report.labels import (
     call_of,
     one_by_one,
     reader_of,
     refuse_transforms,
     stream_name,
-)
-from remat._report.ledger import (
-    CONSTANT,
-    MADE,
-    Entry,
-    Ledger,
-    Residual as Residual,
-    counts,
-    origin_text,
-    tensors_in,
 )
 from remat._torch import (
     AccumulateGrad,
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from remat._transform.saved import Saved
 
 
-def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[Residual]:
+def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[SavedResidual]:
     """List what stays alive for the backward after the forward of a function.
 
     The function is called once on the given tensors. It may be rematerialized or not.
@@ -169,14 +169,14 @@ def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _total(what: str, found: Sequence[Residual]) -> str:
+def _total(what: str, found: Sequence[SavedResidual]) -> str:
     plural = "" if len(found) == 1 else "s"
     size, away = (sum(r.nbytes for r in rs) for rs in (found, _offloaded(found)))
     line = f"{what}: {size:,} bytes in {len(found)} residual{plural}"
     return f"{line}, {away:,} of them offloaded" if away else line
 
 
-def _offloaded(found: Iterable[Residual]) -> list[Residual]:
+def _offloaded(found: Iterable[SavedResidual]) -> list[SavedResidual]:
     return [r for r in found if r.place]
 
 
@@ -204,7 +204,7 @@ class _Notes:
         self._ledger = ledger
         self._saved: set[int] = set()
         self._calls: set[int] = set()
-        self._states: list[Residual] = []
+        self._states: list[SavedResidual] = []
 
     def ask(self, roots: Sequence[Any], start: int) -> None:
         """Note for each node since `start` what it saved."""
@@ -220,7 +220,7 @@ class _Notes:
             for t in foreign_tensors_at(node):
                 self._ledger.know(t, CONSTANT, "from a constant")
 
-    def _note(self, tensor: Tensor, reader: str, origin: str) -> list[Entry]:
+    def _note(self, tensor: Tensor, reader: str, origin: str) -> list[StorageNote]:
         entries = self._ledger.know(tensor, CONSTANT, origin)
         for entry in entries:
             entry.readers[reader] = None
@@ -298,15 +298,10 @@ class _Notes:
             self._note(state, reader, origin)
             return
         size, host = _size_of(state), torch.device("cpu")
-        self._states.append(Residual(None, (), host, size, origin, "", (reader,)))
+        self._states.append(SavedResidual(None, (), host, size, origin, "", (reader,)))
 
-    def residuals(self, roots: list[Any], inputs: Inputs) -> list[Residual]:
-        """Drop the graph, and list what it saved or was seen to hold.
-
-        Args:
-            roots: of the graph, which nothing else refers to. They are cleared here.
-            inputs: of the function. The graph may refer to an input tensor itself.
-        """
+    def residuals(self, roots: list[Any], inputs: Inputs) -> list[SavedResidual]:
+        """Drop the graph, and list what it saved or was seen to hold."""
         entries = self._ledger.entries.values()
         sizes = {e.ref.address: e.nbytes() for e in entries}
         made = [e for e in entries if e.rank == MADE]
@@ -334,7 +329,7 @@ class _Notes:
         return [e.residual(sizes[e.ref.address]) for e in found] + self._states
 
 
-def _alive(entries: Iterable[Entry]) -> list[int]:
+def _alive(entries: Iterable[StorageNote]) -> list[int]:
     return [address for address, count in counts(entries).items() if count]
 
 

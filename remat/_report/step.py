@@ -1,117 +1,102 @@
 """Runs a step, a forward and its backward, and says what holds its peak.
 
-Called by `explain` for a function that returns a loss. The profiler counts the bytes
-(`timeline`), and a mode says which operation made them (`watching`).
+Called by `explain` for a function that returns a loss. The profiler says when memory is
+allocated and freed (`timeline`). An observer says which operation made it: each runs
+under a mark that the profiler sees, so both tell of the same one.
 
 Invariant: the bytes are those of `memory_timeline`, plus those of the parameters and
-inputs. Parameters, `.grad`, buffers and random streams are put back.
+inputs. The observer keeps no storage alive. Parameters, `.grad`, buffers and random
+streams are put back.
 Rejected: `.backward()`. It would add to the user's `.grad`, and run the hooks of
 optimizers that step in the backward.
-Rejected: an estimate from the record, as in `peak`. It does not know the backward.
+Rejected: an estimate from the record of a call. It does not know the backward. Or to
+count in the observer: operations use memory that they do not return.
 """
 
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from remat._base.context import here
 from remat._base.parts import parts
+from remat._base.source import user_line
 from remat._base.types import Fn
-from remat._report.advice import Built, advice_on
+from remat._graph.handles import Handle, PackedOutside, stored_by
+from remat._partial.options import Options
 from remat._report.bitwise import has_values
 from remat._report.examine import undone
-from remat._report.holders import HeldValues, Holder, Kind, Peak
-from remat._report.inputs import Inputs
-from remat._report.ledger import is_parameter, tensors_in
-from remat._report.timeline import Change, changes_in, name_of
-from remat._report.watching import MARK, OURS, Watch, Watched
-from remat._torch import AccumulateGrad, storage_id
+from remat._report.inputs import Inputs, Ledger, is_parameter, tensors_in
+from remat._report.peak import NAMES, Built, HeldValues, Holder, Kind, Peak, advice_on
+from remat._report.timeline import MemoryChange, changes_in, name_of
+from remat._torch import (
+    AccumulateGrad,
+    base_tensor,
+    marked,
+    next_sequence_number,
+    running_node,
+    sequence_number,
+    storage_id,
+)
+from remat._transform.lowering import Lowering
+from remat._transform.saved import DIFFERENTIATED_AGAIN
+
+
+MARK, OURS = "remat watches #", "remat keeps"
 
 
 def peak_of(fn: Fn, args: Any, kwargs: Any, *, again: bool) -> Peak | None:
     """Run a step and return its peak; None if the function is not one of a step.
 
-    A step is a function that returns a loss, or one that runs a backward itself.
-
-    Args:
-        fn: the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        again: whether a step is run before: calls know after it what they need.
+    A step is a function that returns a loss, or one that runs a backward itself. If it
+    runs `again`, calls know from the time before what they need.
     """
     for _ in range(again):
-        with undone(fn, args, kwargs, Watch) as (inputs, watch):
-            warm = _Step(fn, args, kwargs, inputs, watch)
-            warm.run()
-        if not warm.is_step:
+        with undone(fn, args, kwargs, StepWatch) as (inputs, watch):
+            _run(fn, args, kwargs, inputs, watch)
+        if not watch.is_step:
             return None
-    with undone(fn, args, kwargs, Watch) as (inputs, watch):
+    with undone(fn, args, kwargs, StepWatch) as (inputs, watch):
         if not all(map(has_values, inputs.tensors)):
             return None
-        step = _Step(fn, args, kwargs, inputs, watch)
-        changes = changes_in(step.run)
-    return _peak(changes, watch, inputs) if step.is_step else None
+        changes = changes_in(lambda: _run(fn, args, kwargs, inputs, watch))
+    return _peak(changes, watch, inputs) if watch.is_step else None
 
 
-class _Step:
-    """One forward and its backward.
-
-    Attributes:
-        is_step: whether there was a backward.
-    """
-
-    def __init__(
-        self, fn: Fn, args: Any, kwargs: Any, inputs: Inputs, watch: Watch
-    ) -> None:
-        self._fn, self._inputs, self._watch = fn, inputs, watch
-        self._own = args, kwargs
-        self.is_step = False
-
-    def run(self) -> Any:
-        """Run it, and return what is alive at its end; None if it has no backward."""
-        context = here()
-        before, context.examining = context.examining, self._watch
-        try:
-            return self._run()
-        finally:
-            context.examining = before
-
-    def _run(self) -> Any:
-        inputs, watch = self._inputs, self._watch
-        leaves = [t for t in inputs.tensors if t.is_leaf]
+def _run(fn: Fn, args: Any, kwargs: Any, inputs: Inputs, watch: "StepWatch") -> Any:
+    """Run a step, and return what is alive at its end."""
+    context = here()
+    before, context.examining = context.examining, watch
+    leaves = [t for t in inputs.tensors if t.is_leaf]
+    try:
         for t in leaves:
             t.grad = None
-        differentiated = any(t.requires_grad for t in inputs.tensors)
-        if not differentiated:
-            args, kwargs = self._own
-            result = self._fn(*args, **kwargs)
-            if self._ran_backward(result, leaves):
+        # A function that makes its own leaves, and differentiates with respect to them.
+        if not any(t.requires_grad for t in inputs.tensors):
+            result = fn(*args, **kwargs)
+            if watch.note_own_backward(result, leaves):
                 return result
             del result
-        result = self._fn(*inputs.args, **inputs.kwargs)
+        result = fn(*inputs.args, **inputs.kwargs)
         outs = [t for t in tensors_in(result) if t.requires_grad]
         if outs and all(t.numel() == 1 for t in outs):
-            self.is_step = True
+            watch.is_step = True
             wrt = _differentiated(outs, inputs.run_on)
             grads = torch.autograd.grad(outs, wrt, allow_unused=True)
             watch.note_gradients(g for g in grads if g is not None)
             return result, grads
-        if not outs and self._ran_backward(result, leaves):
+        if not outs and watch.note_own_backward(result, leaves):
             return result
         return None
-
-    def _ran_backward(self, result: Any, leaves: Sequence[Tensor]) -> bool:
-        """Say whether the function ran a backward; note the gradients if it did."""
-        self.is_step = any(op.node >= 0 for op in self._watch.ops)
-        if self.is_step:
-            made = [t for t in tensors_in(result) if t.numel() > 1]
-            grads = (t.grad for t in leaves)
-            self._watch.note_gradients([*made, *(g for g in grads if g is not None)])
-        return self.is_step
+    finally:
+        context.examining = before
 
 
 def _differentiated(outs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
@@ -131,6 +116,203 @@ def _differentiated(outs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Ten
     return found
 
 
+# --- What runs ---
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedOp:
+    """One operation of a step.
+
+    Attributes:
+        name: of the operation.
+        source: the user's line.
+        node: the number of the node whose backward it is in; -1 in a forward.
+        called: the name of the call whose forward it is in; "" if it is in none.
+        again: the name of the innermost call whose recompute it is in; "" if none.
+        saves: whether a policy of a call under torch.func may save its result.
+    """
+
+    name: str
+    source: str
+    node: int
+    called: str
+    again: str
+    saves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MadeStorage:
+    """A storage that an operation made.
+
+    Attributes:
+        storage: its number.
+        dtype: of the tensor that it was made for.
+        shape: of that tensor.
+    """
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class StepWatch(Ledger):
+    """A mode that notes the operations of a step and the storages that they make.
+
+    Attributes:
+        is_step: whether there was a backward.
+        ops: the operations, in order.
+        made: the storages, by operation and address.
+        origins: for each node, by number, the first operation of its forward.
+        inputs: the storages that calls save as their inputs.
+        saved: the storages that policies save.
+        gradients: the storages of the parameters' gradients.
+        names: of the calls that were not recomputed, with how many calls have it.
+        outermost: how many of those calls are in no other.
+        last: the index of the last operation of a call's forward; -1 if there is none.
+        differentiates: whether a backward is differentiated (`create_graph=True`).
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        super().__init__(stack)
+        self.is_step = False
+        self.ops: list[WatchedOp] = []
+        self.made: dict[tuple[int, int], MadeStorage] = {}
+        self.origins: dict[int, int] = {}
+        self.inputs: set[int] = set()
+        self.saved: set[int] = set()
+        self.gradients: set[int] = set()
+        self.names: dict[str, int] = {}
+        self.outermost, self.last = 0, -1
+        self.differentiates = False
+        self._calls: list[weakref.ref[Any]] = []
+        self._packing: dict[str, None] = {}  # the labels of calls under base autograd
+        self._handles: dict[int, Sequence[weakref.ref[Handle] | None]] = {}
+        self._named: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._in_backward = False
+
+    # --- Operations ---
+
+    @override
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        node = running_node()
+        if node is not None and torch.is_grad_enabled() and not here().recomputing:
+            self.differentiates = True
+        if node is not None and not self._in_backward:
+            self._in_backward = True
+            self.saved.update(self._saved_by_policies())
+        number, i = -1 if node is None else sequence_number(node), len(self.ops)
+        self.ops.append(self._watched(func, number))
+        self.origins.setdefault(next_sequence_number() - 1, i)
+        with marked(f"{MARK}{i}"):
+            result = super().call(func, args, kwargs)
+        for part in _parts_in(result):
+            if storage_id(part) not in self.entries:
+                place = i, part.untyped_storage().data_ptr()
+                meta = storage_id(part), part.dtype, tuple(part.shape)
+                self.made.setdefault(place, MadeStorage(*meta))
+        return result
+
+    def _watched(self, func: Any, node: int) -> WatchedOp:
+        context = here()
+        again = self._name_of(context.recomputing[-1]) if context.recomputing else ""
+        inside = context.inside
+        called = self._name_of(inside[-1]) if inside else ""
+        called = called or ("a call" if context.functions else "")
+        if called and not again:
+            self.last = len(self.ops)
+        name = getattr(func, "overloadpacket", func).__name__
+        saves = bool(context.functions) and context.policy is not None
+        return WatchedOp(name, user_line(), node, called, again, saves)
+
+    @override
+    def _preserve(self, tensor: Tensor) -> None:
+        with marked(OURS):
+            super()._preserve(tensor)
+
+    def note_own_backward(self, result: Any, leaves: Sequence[Tensor]) -> bool:
+        """Say whether the function ran a backward; note the gradients if it did."""
+        self.is_step = any(op.node >= 0 for op in self.ops)
+        if self.is_step:
+            made = [t for t in tensors_in(result) if t.numel() > 1]
+            self.note_gradients(
+                [*made, *(t.grad for t in leaves if t.grad is not None)]
+            )
+        return self.is_step
+
+    def note_gradients(self, tensors: Iterable[Tensor]) -> None:
+        """Note what is a gradient of a parameter."""
+        self.gradients.update(map(storage_id, _parts_in([*tensors])))
+
+    # --- Calls ---
+
+    def asked(
+        self, block: Any, lowering: Lowering, args: tuple[Any, ...]
+    ) -> tuple[Lowering, Options]:
+        """Return how a rematerialized function is called: as it is."""
+        del self, args
+        return lowering, block._options
+
+    def observe(
+        self, call: Any, observe: Callable[[int, Tensor | None], None] | None
+    ) -> Callable[[int, Tensor | None], None]:
+        """Note a call under base autograd, and what it saves of its inputs."""
+        self._calls.append(weakref.ref(call))
+        self._packing[call.label] = None
+        values = call.inputs.values
+        stored = (stored_by(v) if type(v) is PackedOutside else [v] for v in values)
+        self._note(call, [t for each in stored for t in each])
+
+        def both(place: int, tensor: Tensor | None) -> None:
+            # Handles of what a policy saves outlive their call.
+            self._handles[id(call.handles)] = call.handles
+            if observe is not None:
+                observe(place, tensor)
+
+        return both
+
+    def entered(self, call: Any, inputs: Sequence[Tensor]) -> None:
+        """Note a call under torch.func, and its inputs."""
+        self._note(call, [base_tensor(t) for t in inputs])
+
+    def _note(self, call: Any, inputs: Sequence[Tensor]) -> None:
+        context = here()
+        if context.recomputing:
+            return
+        self.inputs.update(map(storage_id, _parts_in(inputs)))
+        count = self.names[call.label] = self.names.get(call.label, 0) + 1
+        self._named[call] = f"{call.label}\0{count}"
+        self.outermost += not (context.inside or context.functions)
+
+    @property
+    def again(self) -> tuple[str, ...]:
+        """The labels of calls of which a backward is differentiated, and stays."""
+        return tuple(label for label in self._packing if label in DIFFERENTIATED_AGAIN)
+
+    def _name_of(self, call: Any) -> str:
+        return self._named.get(call, call.label)
+
+    def _saved_by_policies(self) -> Iterator[int]:
+        refs = chain.from_iterable(self._handles.values())
+        handles = [ref() for ref in refs if ref is not None]
+        found = [h.residual for h in handles if h is not None and h.residual]
+        for ref in self._calls:
+            call = ref()
+            if call is not None and call.following is not None:
+                found += call.following.residuals_held()
+        for residual in found:
+            yield from map(storage_id, _parts_in(residual.stored()))
+
+    def words_of(self, called: str) -> str:
+        """Return the name of a call, with its number if others have the same label."""
+        label, _, number = called.partition("\0")
+        count = self.names.get(label, 1)
+        return f"{label} (call {number} of {count})" if number and count > 1 else label
+
+
+def _parts_in(tree: Any) -> list[Tensor]:
+    return [part for t in tensors_in(tree) for part in parts(base_tensor(t))]
+
+
 # --- The peak ---
 
 
@@ -144,32 +326,50 @@ class _Key(NamedTuple):
     is_gradient: bool
 
 
-_Found = dict[tuple[Kind, str], dict[_Key, list[int]]]
-
-
-def _peak(changes: Sequence[Change], watch: Watch, inputs: Inputs) -> Peak:
+def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> Peak:
     theirs = [*_theirs(changes)]
     live = [*accumulate(change.nbytes for change in theirs)]
     end = live.index(max(live)) + 1 if live and max(live) > 0 else 0
-    found: _Found = defaultdict(lambda: defaultdict(list))
-    sorting = _Sorting(watch, theirs[:end])
-    for change, i in sorting.alive():
-        kind, name, key = sorting.sorted(change, i)
-        found[kind, name][key].append(change.nbytes)
-    for kind, name, key, nbytes in _before(inputs):
-        found[kind, name][key].append(nbytes)
-    holders = _holders(found)
-    forward = [op for op in watch.ops if op.node < 0 and not op.again]
-    covered = sum(bool(op.called) for op in forward) / max(1, len(forward))
+    # What is alive then, with the operation that ran when it was allocated, or before.
+    alive: dict[Any, tuple[MemoryChange, int]] = {}
+    last = 0
+    for change in theirs[:end]:
+        marks = [name for name in change.running if name.startswith(MARK)]
+        last = int(marks[-1].removeprefix(MARK)) if marks else last
+        if change.nbytes > 0:
+            alive[change.place] = change, last
+        else:
+            alive.pop(change.place, None)
+    in_forward = bool(watch.ops) and watch.ops[last].node < 0
+    found: dict[tuple[Kind, str], dict[_Key, list[int]]]
+    found = defaultdict(lambda: defaultdict(list))
+    for change, i in alive.values():
+        kind, name, key = _sorted(watch, change, i, in_forward=in_forward)
+        found[kind, name or NAMES[kind]][key].append(change.nbytes)
+    for kind, key, nbytes in _before(inputs):
+        found[kind, NAMES[kind]][key].append(nbytes)
+    total = sum(sum(n) for values in found.values() for n in values.values())
+    holders: list[Holder] = []
+    for (kind, name), values in found.items():
+        held = [
+            HeldValues(*key[:4], len(sizes), sum(sizes), key.is_gradient)
+            for key, sizes in values.items()
+        ]
+        held.sort(key=lambda v: -v.nbytes)
+        nbytes = sum(v.nbytes for v in held)
+        if nbytes:
+            holders.append(Holder(kind, name, nbytes, nbytes / total, tuple(held)))
+    holders.sort(key=lambda holder: -holder.nbytes)
+    first = [op for op in watch.ops if op.node < 0 and not op.again]
+    covered = sum(bool(op.called) for op in first) / max(1, len(first))
     nested = sum(watch.names.values()) - watch.outermost
-    op = name_of(theirs[end - 1].running) if end else ""
     twice = watch.again, watch.differentiates
-    built = Built(watch.outermost, nested, covered, *twice)
-    advice = advice_on(holders, built)
-    return Peak(sum(h.nbytes for h in holders), op, holders, advice)
+    advice = advice_on(holders, Built(watch.outermost, nested, covered, *twice))
+    op = name_of(theirs[end - 1].running) if end else ""
+    return Peak(total, op, tuple(holders), advice)
 
 
-def _theirs(changes: Sequence[Change]) -> Iterator[Change]:
+def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
     """Yield the changes but for copies that are kept to put tensors back."""
     ours: set[Any] = set()
     for change in changes:
@@ -181,115 +381,44 @@ def _theirs(changes: Sequence[Change]) -> Iterator[Change]:
             yield change
 
 
-def _before(inputs: Inputs) -> Iterator[tuple[Kind, str, _Key, int]]:
+def _before(inputs: Inputs) -> Iterator[tuple[Kind, _Key, int]]:
     """Yield what is alive before the step: parameters and inputs."""
     seen: set[int] = set()
     for t in inputs.tensors:
-        is_kept = is_parameter(t)
-        kind: Kind = "parameters" if is_kept else "inputs"
-        name = "the parameters" if is_kept else "the inputs of the step, and buffers"
+        kind: Kind = "parameters" if is_parameter(t) else "inputs"
         for part in parts(t):
             if storage_id(part) not in seen:
                 seen.add(storage_id(part))
                 key = _Key("", part.dtype, tuple(part.shape), "", False)
-                yield kind, name, key, part.untyped_storage().nbytes()
+                yield kind, key, part.untyped_storage().nbytes()
 
 
-class _Sorting:
-    """Sorts what is alive at the peak by what holds it.
-
-    Args:
-        watch: what the step did.
-        changes: up to the peak.
-    """
-
-    def __init__(self, watch: Watch, changes: Sequence[Change]) -> None:
-        self._watch, self._changes = watch, changes
-
-    def alive(self) -> list[tuple[Change, int]]:
-        """Return what is alive after the changes, with the operations that made it."""
-        alive: dict[Any, tuple[Change, int]] = {}
-        last = 0
-        for change in self._changes:
-            last = _marked(change, last)
-            if change.nbytes > 0:
-                alive[change.place] = change, last
-            else:
-                alive.pop(change.place, None)
-        # The last operation that began: where the peak is.
-        self._in_forward = bool(self._watch.ops) and self._watch.ops[last].node < 0
-        return [*alive.values()]
-
-    def sorted(self, change: Change, i: int) -> tuple[Kind, str, _Key]:
-        """Return what holds an allocation, and what it is."""
-        watch = self._watch
-        made = watch.made.get((i, change.place[1]))
-        meta = (None, ()) if made is None else (made.dtype, made.shape)
-        if i >= len(watch.ops):
-            return "residuals", _NAMES["residuals"], _Key("", *meta, "", False)
-        op, storage = watch.ops[i], -1 if made is None else made.storage
-        origin = self._origin(op, i)
-        kind, name = self._holder(op, origin, storage)
-        maker = watch.ops[origin] if origin >= 0 else op
-        is_gradient = op.node >= 0 and not op.again
-        key = _Key(maker.name, *meta, maker.source, is_gradient)
-        return kind, name or _NAMES[kind], key
-
-    def _origin(self, op: Watched, i: int) -> int:
-        """Return the forward operation that an operation belongs to, -1 if unknown."""
-        if op.node < 0 or op.again:
-            return i
-        return self._watch.origins.get(op.node, -1)
-
-    def _holder(self, op: Watched, origin: int, storage: int) -> tuple[Kind, str]:
-        watch = self._watch
-        if storage in watch.gradients:
-            return "gradients", ""
-        if op.again:
-            return "recompute", f"recompute of {watch.words_of(op.again)}"
-        if storage in watch.inputs:
-            return "saved inputs", ""
-        if storage in watch.saved or (op.saves and op.node < 0):
-            return "policy", ""
-        maker = watch.ops[origin] if origin >= 0 else None
-        if op.node >= 0 and (maker is None or maker.called or maker.again):
-            return "cotangents", ""
-        if op.called and op.node < 0:
-            if self._in_forward:
-                return "forward", f"the forward of {watch.words_of(op.called)}"
-            return "residuals", ""
-        return ("loss", "") if -1 < watch.last < origin else ("residuals", "")
-
-
-_NAMES: dict[Kind, str] = {
-    "gradients": "the gradients of the parameters",
-    "saved inputs": "the inputs that remat calls save",
-    "policy": "the results that policies save",
-    "cotangents": "the gradients that pass through remat calls",
-    "residuals": "the operations outside of remat calls",
-    "loss": "the operations after the last remat call: the head and the loss",
-}
-
-
-def _marked(change: Change, last: int) -> int:
-    """Return the operation that ran at a change, else the last one before."""
-    for name in reversed(change.running):
-        if name.startswith(MARK):
-            return int(name.removeprefix(MARK))
-    return last
-
-
-def _holders(found: _Found) -> tuple[Holder, ...]:
-    total = sum(sum(n) for values in found.values() for n in values.values())
-    holders = []
-    for (kind, name), values in found.items():
-        held = [
-            HeldValues(*key[:4], len(sizes), sum(sizes), key.is_gradient)
-            for key, sizes in values.items()
-        ]
-        held.sort(key=lambda v: -v.nbytes)
-        nbytes = sum(v.nbytes for v in held)
-        if nbytes:
-            share = nbytes / total
-            holders.append(Holder(kind, name, nbytes, share, tuple(held)))
-    return tuple(sorted(holders, key=lambda holder: -holder.nbytes))
+def _sorted(
+    watch: StepWatch, change: MemoryChange, i: int, *, in_forward: bool
+) -> tuple[Kind, str, _Key]:
+    """Return what holds an allocation, and what it is."""
+    made = watch.made.get((i, change.place[1]))
+    meta = (None, ()) if made is None else (made.dtype, made.shape)
+    if i >= len(watch.ops):
+        return "residuals", "", _Key("", *meta, "", False)
+    op, storage = watch.ops[i], -1 if made is None else made.storage
+    # The operation in whose forward or backward it ran; -1 if that is unknown.
+    is_gradient = op.node >= 0 and not op.again
+    origin = watch.origins.get(op.node, -1) if is_gradient else i
+    maker = watch.ops[origin] if origin >= 0 else op
+    key = _Key(maker.name, *meta, maker.source, is_gradient)
+    if storage in watch.gradients:
+        return "gradients", "", key
+    if op.again:
+        return "recompute", f"recompute of {watch.words_of(op.again)}", key
+    if storage in watch.inputs:
+        return "saved inputs", "", key
+    if storage in watch.saved or (op.saves and op.node < 0):
+        return "policy", "", key
+    if op.node >= 0 and (origin < 0 or maker.called or maker.again):
+        return "cotangents", "", key
+    if op.called and op.node < 0:
+        if in_forward:
+            return "forward", f"the forward of {watch.words_of(op.called)}", key
+        return "residuals", "", key
+    return "loss" if -1 < watch.last < origin else "residuals", "", key

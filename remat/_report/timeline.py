@@ -163,7 +163,7 @@ def memory_timeline(
     return MemoryTimeline(label_of(fn), tuple(live), ops)
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """One allocation or free.
 
     Attributes:
@@ -177,7 +177,7 @@ class Change(NamedTuple):
     running: tuple[str, ...]
 
 
-def changes_in(fn: Callable[[], object]) -> list[Change]:
+def changes_in(fn: Callable[[], object]) -> list[MemoryChange]:
     """Run a function and return its allocations and frees, in order."""
     # Kineto writes two lines to stderr at each start. It reads this at its first start.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -206,12 +206,8 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _changes(roots: Iterable[Any]) -> Iterator[tuple[int, Change]]:
-    """Yield each allocation and free with its time, thread by thread.
-
-    Args:
-        roots: of the profiler's trees of events.
-    """
+def _changes(roots: Iterable[Any]) -> Iterator[tuple[int, MemoryChange]]:
+    """Yield each allocation and free with its time, thread by thread."""
     outermost: tuple[str, ...] = ()
     todo = [(event, outermost) for event in roots][::-1]
     while todo:
@@ -219,7 +215,7 @@ def _changes(roots: Iterable[Any]) -> Iterator[tuple[int, Change]]:
         if event.name == "[memory]":
             of = event.extra_fields
             place = str(of.device), of.ptr
-            yield event.start_time_ns, Change(of.alloc_size, place, running)
+            yield event.start_time_ns, MemoryChange(of.alloc_size, place, running)
         inside = (*running, event.name)
         todo += [(child, inside) for child in reversed(event.children)]
 

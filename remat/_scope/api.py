@@ -16,7 +16,7 @@ from remat._base.errors import RematError
 from remat._base.source import user_line
 from remat._scope.hooks import Hooks
 from remat._scope.recording import Recording
-from remat._scope.table import Table
+from remat._scope.table import ValueTable
 from remat._scope.values import Block
 from remat._torch import (
     are_hooks_allowed,
@@ -125,7 +125,7 @@ class _Blocks:
     """The blocks of one thread."""
 
     def __init__(self) -> None:
-        self._table = Table()
+        self._table = ValueTable()
         self._hooks = Hooks(self._table)
         self.recording = Recording(self._table)
 
@@ -163,12 +163,12 @@ class _Blocks:
             hooks.remove()
 
 
-class _Threads(threading.local):
+class _PerThread(threading.local):
     def __init__(self) -> None:
         self.blocks = _Blocks()
 
 
-_THREADS = _Threads()
+_THREADS = _PerThread()
 
 
 @eager_only

@@ -31,14 +31,10 @@ class Course(NamedTuple):
     saves: tuple[bool, ...]
 
 
-class Following(Policy):
+class ByPosition(Policy):
     """Answers as a plan says, operation by operation.
 
     After the last one it starts again: a `with` may hold several forwards.
-
-    Args:
-        label: what warnings call the plan.
-        courses: those of training and evaluation, for instance.
     """
 
     def __init__(self, label: str, courses: Sequence[Course]) -> None:

@@ -28,9 +28,9 @@ from remat._base.context import here
 from remat._base.tensors import describe, version_of
 from remat._base.types import TENSORS
 from remat._graph.handles import VersionedTensor, unpack
-from remat._scope.sweep import Handle
-from remat._scope.table import Table
-from remat._scope.values import Layout, Operand
+from remat._scope.sweep import ValueHandle
+from remat._scope.table import ValueTable
+from remat._scope.values import Operand, TensorLayout
 from remat._torch import (
     current_task,
     eager_only,
@@ -48,16 +48,13 @@ from remat._torch import (
 class Hooks:
     """The hooks of blocks in one thread.
 
-    Args:
-        table: of the values of the thread.
-
     Attributes:
         packing: how many of our hooks are being called. torch refers to the stack
             meanwhile, which must not change.
         open: how many blocks are open.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: ValueTable) -> None:
         self.table, self.packing, self.open = table, 0, 0
         self._thread = threading.get_ident()
         self._is_due, self._task = False, -1
@@ -130,12 +127,7 @@ class _AfterBackward:
 
 
 class Asking:
-    """A hook that asks whether a tensor is a value of a block, and then other hooks.
-
-    Args:
-        hooks: of the thread.
-        inner: the pair of hooks to ask then; None to save the tensor itself.
-    """
+    """A hook that asks whether a tensor is a value of a block, and then other hooks."""
 
     __slots__ = ("_hooks", "inner")
 
@@ -156,13 +148,13 @@ class Asking:
             hooks.packing -= 1
 
 
-def _handle_of(tensor: Tensor, table: Table) -> Handle | None:
+def _handle_of(tensor: Tensor, table: ValueTable) -> ValueHandle | None:
     if tensor.requires_grad and tensor.is_leaf:
         return None
     entry = table.entry_of(tensor)
     if entry is None or entry.made.is_blank:
         return None
-    return Handle(table, Operand.of_layout(entry.made, Layout.of(tensor)))
+    return ValueHandle(table, Operand.of_layout(entry.made, TensorLayout.of(tensor)))
 
 
 def _itself(tensor: Tensor, hooks: Hooks) -> Any:
@@ -170,10 +162,10 @@ def _itself(tensor: Tensor, hooks: Hooks) -> Any:
         tensor = unwrap_dead(tensor)
         if is_of_torch_func(tensor):
             return without_node(tensor)
-    return Kept(tensor, hooks)
+    return SavedItself(tensor, hooks)
 
 
-class Kept(VersionedTensor):
+class SavedItself(VersionedTensor):
     """Stands for a tensor that is saved itself, as without us."""
 
     __slots__ = ("_hooks",)
@@ -208,7 +200,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 def _unpack_with(other: Callable[[Any], Tensor], packed: Any) -> Tensor:
     """Be the hook that gives a tensor back that ours or other hooks packed."""
-    return unpack(packed) if type(packed) is Handle else other(packed)
+    return unpack(packed) if type(packed) is ValueHandle else other(packed)
 
 
 def _unwrapped(pair: Any) -> Any:

@@ -1,15 +1,17 @@
-"""Records the operations of blocks: the dispatch mode that sees them below autograd.
+"""Records the operations of blocks, and asks the policy about each result.
 
-One mode serves all blocks of a thread that are open. `api` enters it with the first one
-and leaves it with the last.
+One observer serves all blocks of a thread that are open. `api` enters it with the first
+one and leaves it with the last.
 
 Invariant: what is recorded is what would run again. To record changes no value, and
-reads none.
+reads none. A result that the policy saves is no value of the block: graphs save it as
+they would without one. A result that it offloads is a value that is brought back.
 Rejected: to record above autograd, and to run functions again. What they call may draw,
 cast and count, and Python code may do anything.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +20,11 @@ from typing_extensions import override
 
 from remat._ambient.streams import Stream, global_streams, stream_of
 from remat._base.absent import IGNORED, inputs_of, tensors_of
+from remat._base.observer import Observer
+from remat._base.op import Op
 from remat._base.source import user_line
+from remat._base.types import CONSTANTS
+from remat._graph.residual import OFFLOAD, Offloads
 from remat._partial.effects import (
     Exposures,
     Traits,
@@ -27,24 +33,26 @@ from remat._partial.effects import (
     updated_statistics,
 )
 from remat._partial.names import tell_no_more, tell_of_names
-from remat._scope.choosing import choose, choose_named
-from remat._scope.table import Entry, Operands, Table
+from remat._partial.values import value_of
+from remat._scope.table import Operands, ValueEntry, ValueTable
 from remat._scope.values import (
     Block,
-    Layout,
+    BlockOperation,
+    GivenTensor,
     Made,
-    Operation,
+    Operand,
+    TensorLayout,
     has_layout,
     results_of,
 )
 from remat._torch import (
-    LeanDispatchMode,
     OpOverload,
     call_kernel,
     current_task,
     device_generators,
     eager_only,
     is_in_compiled_code,
+    is_lazy,
     is_view_op,
     leave_dispatch_mode,
     leave_function_mode,
@@ -52,6 +60,7 @@ from remat._torch import (
     read_settings,
     storage_id,
 )
+from remat.policies import Decision, Policy
 
 
 class _Exposures(Exposures):
@@ -69,18 +78,18 @@ class _Exposures(Exposures):
 _COMMUNICATE = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 
 
-class Recording(LeanDispatchMode):
+class Recording(Observer):
     """Records the operations of the blocks that are open.
-
-    Args:
-        table: where values are entered.
 
     Attributes:
         blocks: those that are open, in the order in which they were entered.
         exposures: the mode that notices what is written past operations.
     """
 
-    def __init__(self, table: Table) -> None:
+    # A detached view ties its storage.
+    unseen = IGNORED - {op for op in IGNORED if is_view_op(op)}
+
+    def __init__(self, table: ValueTable) -> None:
         super().__init__()
         self._table = table
         self._error: Exception | None = None
@@ -106,13 +115,8 @@ class Recording(LeanDispatchMode):
         return True
 
     @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if current_task() >= 0 or func in _UNRECORDED:
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if current_task() >= 0:  # a backward records nothing
             return call_kernel(func, *args, **kwargs)
         with no_torch_functions():
             return self._record(func, args, kwargs)
@@ -130,7 +134,7 @@ class Recording(LeanDispatchMode):
         changed = [*written_to, *statistics]
         self._keep_given(changed)
         operands = Operands(table, written_to)
-        operation = Operation(func, args, kwargs, operands, operands.found)
+        operation = BlockOperation(func, args, kwargs, operands, operands.found)
         targets = [(t, table.entry_of(t)) for t in written_to]
         before = _states_before(traits, args, kwargs)
         result = call_kernel(func, *args, **kwargs)
@@ -163,12 +167,7 @@ class Recording(LeanDispatchMode):
     def _sorted(
         self, results: Sequence[Tensor | None], read: set[int]
     ) -> tuple[list[tuple[int, Tensor]], list[Tensor], list[Tensor]]:
-        """Sort results by their storages.
-
-        Returns:
-            Those that have storages of their own, and their numbers; the others; and
-            those of the others that lie in storages that were read.
-        """
+        """Sort results by their storages."""
         new = list[tuple[int, Tensor]]()
         others, parts, known = list[Tensor](), list[Tensor](), set[int]()
         for k, t in enumerate(results):
@@ -196,8 +195,8 @@ class Recording(LeanDispatchMode):
 
     def _note_writes(
         self,
-        operation: Operation,
-        written: Sequence[tuple[Tensor, Entry]],
+        operation: BlockOperation,
+        written: Sequence[tuple[Tensor, ValueEntry]],
         args: Any,
         kwargs: dict[str, Any],
     ) -> None:
@@ -209,21 +208,21 @@ class Recording(LeanDispatchMode):
             else:
                 inputs = enumerate(inputs_of(args, kwargs))
                 k = next(k for k, other in inputs if other is t)
-                made = Made(self.blocks[-1].part(), Layout.of(t), operation)
+                made = Made(self.blocks[-1].part(), TensorLayout.of(t), operation)
                 operation.note_made(k, made, is_operand=True)
                 entry.made = made
                 self._table.wrote(entry, t)
 
     def _note_new(
         self,
-        operation: Operation,
+        operation: BlockOperation,
         new: Sequence[tuple[int, Tensor]],
         result: Any,
         *,
         asks: bool,
     ) -> None:
         block = self.blocks[-1]
-        makes = [(Made(block.part(), Layout.of(t), operation), t) for _, t in new]
+        makes = [(Made(block.part(), TensorLayout.of(t), operation), t) for _, t in new]
         if block.policy is not None and asks:
             makes = self._chosen(makes, result)
         numbers = {id(t): k for k, t in new}
@@ -235,7 +234,7 @@ class Recording(LeanDispatchMode):
         self, makes: list[tuple[Made, Tensor]], result: Any
     ) -> list[tuple[Made, Tensor]]:
         try:
-            return choose(self.blocks[-1].policy, makes, result)
+            return _choose(self.blocks[-1].policy, makes, result)
         except Exception as error:  # noqa: BLE001 - raised at the end
             # Raised here, a TypeError would make `a + b` say that it takes no tensors.
             self._error = self._error or error
@@ -263,11 +262,8 @@ class Recording(LeanDispatchMode):
     def name(self, tensor: Tensor, name: str) -> None:
         """Be told that the value of a tensor has a name."""
         entry = self._table.entry_of(tensor)
-        if entry is not None and choose_named(entry.made, tensor, name):
+        if entry is not None and _choose_named(entry.made, tensor, name):
             self._table.drop(entry)
-
-
-_UNRECORDED = IGNORED - {op for op in IGNORED if is_view_op(op)}
 
 
 def _may_run_again(func: Any) -> bool:
@@ -298,3 +294,66 @@ def _states_before(
     if traits.is_of_others:
         streams += global_streams().streams[1:]  # Python's and NumPy's
     return [(s, s.read()) for s in streams]
+
+
+# --- What a policy says ------------------------------------------------------------
+
+
+def _choose(
+    policy: Policy,
+    makes: Sequence[tuple[Made, Tensor]],
+    result: Any,
+) -> list[tuple[Made, Tensor]]:
+    """Ask about the results of an operation; return those that graphs do not store."""
+    if not makes:
+        return []
+    operation = makes[0][0].operation
+    assert operation is not None
+    new = {id(tensor): made.layout.value() for made, tensor in makes}
+    op = Op(
+        operation.func,
+        _described(operation.args),
+        tuple((name, _described(arg)) for name, arg in operation.kwargs.items()),
+        tuple(new.get(id(t)) or value_of(t) for t in tensors_of(result)),
+        source=operation.line,
+    )
+    decision = policy(op) if operation.operands else Decision.RECOMPUTE
+    for made, _ in makes:
+        made.op = op
+    return [(m, t) for m, t in makes if not _is_stored(m, t, decision)]
+
+
+def _described(arg: Any) -> Any:
+    """Return an argument of an operation as an `Op` holds it."""
+    kind = type(arg)
+    if kind is Operand:
+        return arg.value()
+    if kind is tuple or kind is list or kind is torch.Size:
+        return tuple(map(_described, arg))
+    return arg if kind in CONSTANTS else kind
+
+
+def _choose_named(made: Made, tensor: Tensor, name: str) -> bool:
+    """Ask again about a result that got a name; say whether graphs store it."""
+    policy: Policy | None = made.part.block.policy
+    if policy is None or made.op is None or made.stored is not None:
+        return False
+    made.op = replace(made.op, names=made.op.names | {name})
+    whole = made.layout.view_of(tensor.detach())
+    return _is_stored(made, whole, policy(made.op))
+
+
+def _is_stored(made: Made, tensor: Tensor, decision: Decision) -> bool:
+    """Do with a result what a policy says; say whether graphs store it."""
+    if not decision:
+        return False
+    if decision in OFFLOAD and not (made.layout.offset or is_lazy(tensor)):
+        assert made.op is not None
+        offloads = Offloads()
+        stored = offloads.put(tensor.detach(), made.op, decision)
+        if storage_id(offloads.stored[0]) != storage_id(tensor):
+            made.stored, made.operation = stored, None
+            return False
+    # What was made of it meanwhile reads it here.
+    made.stored, made.operation = GivenTensor(tensor, made.layout), None
+    return True

@@ -25,14 +25,14 @@ from torch import Tensor
 from remat._ambient.streams import set_state, state_of
 from remat._base.errors import RecomputeError
 from remat._graph.residual import Offloaded
-from remat._scope.table import Table
+from remat._scope.table import ValueTable
 from remat._scope.values import (
-    Given,
-    Layout,
+    BlockOperation,
+    GivenTensor,
     Made,
     Operand,
-    Operation,
     Part,
+    TensorLayout,
     has_layout,
     mapped,
     results_of,
@@ -54,12 +54,8 @@ from remat._torch import (
 )
 
 
-class Handle:
+class ValueHandle:
     """Stands for a value of a block in a graph.
-
-    Args:
-        table: of the thread that made the value.
-        tensor: stands for the tensor in the value.
 
     Attributes:
         made: the value.
@@ -67,7 +63,7 @@ class Handle:
 
     __slots__ = ("__weakref__", "made", "table", "tensor")
 
-    def __init__(self, table: Table, tensor: Operand) -> None:
+    def __init__(self, table: ValueTable, tensor: Operand) -> None:
         assert isinstance(tensor.of, Made)
         self.table, self.made, self.tensor = table, tensor.of, tensor
         # The reference takes itself out.
@@ -79,7 +75,7 @@ class Handle:
 
 
 @eager_only
-def value_of(handle: Handle) -> Tensor:
+def value_of(handle: ValueHandle) -> Tensor:
     """Return what a handle stands for.
 
     Raises:
@@ -89,7 +85,7 @@ def value_of(handle: Handle) -> Tensor:
         return below_all_levels(_read, handle)
 
 
-def _read(handle: Handle) -> Tensor:
+def _read(handle: ValueHandle) -> Tensor:
     table, task = handle.table, current_task()
     if task < 0:
         return Sweep({weakref.ref(handle)}).take(handle)
@@ -105,7 +101,7 @@ def _read(handle: Handle) -> Tensor:
     return sweep.take(handle)
 
 
-def _end(sweep: "Sweep", ref: "weakref.ref[Table]") -> None:
+def _end(sweep: "Sweep", ref: "weakref.ref[ValueTable]") -> None:
     """End a sweep, with its backward."""
     sweep.values.clear()
     for part in sweep.used_up:
@@ -118,16 +114,13 @@ def _end(sweep: "Sweep", ref: "weakref.ref[Table]") -> None:
 class Sweep:
     """The recomputes of one backward.
 
-    Args:
-        handles: weak references to those that may be read.
-
     Attributes:
         unread: weak references to those that were not read yet.
         values: what was recomputed and is still needed.
         used_up: the parts of blocks whose handles were read for the last time.
     """
 
-    def __init__(self, handles: "set[weakref.ref[Handle]]") -> None:
+    def __init__(self, handles: "set[weakref.ref[ValueHandle]]") -> None:
         self.unread = handles.copy()
         self.values: dict[Made, Tensor] = {}
         self.used_up: set[Part] = set()
@@ -137,7 +130,7 @@ class Sweep:
         for operation in _needed_for([*self._uses]):
             self._uses.update(operation.reads)
 
-    def take(self, handle: Handle) -> Tensor:
+    def take(self, handle: ValueHandle) -> Tensor:
         """Return what a handle stands for."""
         self.unread.discard(weakref.ref(handle))
         made = handle.made
@@ -173,7 +166,7 @@ class Sweep:
                 if not missing:
                     self._run(made.operation, settings)
 
-    def _run(self, operation: Operation, settings: Any) -> None:
+    def _run(self, operation: BlockOperation, settings: Any) -> None:
         values = self._operand_values(operation)
         operands, kwargs = iter(values), operation.kwargs
         args = mapped(operation.args, Operand, lambda _: next(operands))
@@ -190,14 +183,14 @@ class Sweep:
             made = ref()
             if made is not None and self._uses[made] > 0:
                 value = values[number] if is_operand else results[number]
-                if value is None or Layout.of(value) != made.layout:
+                if value is None or TensorLayout.of(value) != made.layout:
                     raise RecomputeError(_differs(operation))
                 self.values[made] = value
         for made in operation.reads:
             if made in self.values:
                 self._use(made)
 
-    def _operand_values(self, operation: Operation) -> list[Tensor]:
+    def _operand_values(self, operation: BlockOperation) -> list[Tensor]:
         """Return the tensors to run an operation on.
 
         What it writes to is copied, unless nobody else will read it.
@@ -214,12 +207,12 @@ class Sweep:
             for o in operands
         ]
 
-    def _base(self, of: Given | Made, reader: Operation) -> Tensor:
+    def _base(self, of: GivenTensor | Made, reader: BlockOperation) -> Tensor:
         if isinstance(of, Made):
             return self.values[of]
         return of.tensor(reader.func, reader.line)
 
-    def _to_write(self, of: Given | Made, reader: Operation) -> Tensor:
+    def _to_write(self, of: GivenTensor | Made, reader: BlockOperation) -> Tensor:
         base = self._base(of, reader)
         is_last = isinstance(of, Made) and self._uses[of] == 1
         if is_last and of.operation is not None and of not in self._given_away:
@@ -227,7 +220,7 @@ class Sweep:
         if not has_layout(base):
             return base.clone()
         storage = flat_view(base, base.dtype).clone()
-        return Layout.of(base).view_of(storage)
+        return TensorLayout.of(base).view_of(storage)
 
 
 def _stored(made: Made) -> Tensor:
@@ -240,7 +233,7 @@ def _stored(made: Made) -> Tensor:
     return made.layout.view_of(stored_tensor)
 
 
-def _needed_for(targets: Sequence[Made]) -> Iterator[Operation]:
+def _needed_for(targets: Sequence[Made]) -> Iterator[BlockOperation]:
     """Return the operations that some values need, each once."""
     seen: set[Any] = set()
     stack = [*targets]
@@ -252,12 +245,12 @@ def _needed_for(targets: Sequence[Made]) -> Iterator[Operation]:
             stack += operation.reads
 
 
-def _differs(operation: Operation) -> str:
+def _differs(operation: BlockOperation) -> str:
     return _DIFFERS.format(op=operation.func, where=operation.line)
 
 
 @contextmanager
-def _as_recorded(operation: Operation, settings: Any) -> Iterator[None]:
+def _as_recorded(operation: BlockOperation, settings: Any) -> Iterator[None]:
     """Run the body in the settings and streams of an operation, and put them back."""
     with ExitStack() as stack:
         if settings != operation.settings:

@@ -20,10 +20,10 @@ from torch import Tensor
 from remat._base.tensors import version_of
 from remat._scope.values import (
     Block,
-    Given,
-    Layout,
+    GivenTensor,
     Made,
     Operand,
+    TensorLayout,
     has_layout,
 )
 from remat._torch import StorageRef, eager_only, storage_id
@@ -38,19 +38,19 @@ class _Tie(weakref.ref[Tensor]):
 
     __slots__ = ("entry", "key")
 
-    entry: "Entry"
+    entry: "ValueEntry"
     key: int
 
 
 @eager_only
 def _died(tie: Any) -> None:
-    entry: Entry = tie.entry
+    entry: ValueEntry = tie.entry
     entry.ties.pop(tie.key, None)
     if not entry.ties:
         entry.table.drop(entry)
 
 
-class Entry:
+class ValueEntry:
     """What one storage holds.
 
     Attributes:
@@ -64,7 +64,7 @@ class Entry:
 
     __slots__ = ("_ref", "is_parted", "key", "made", "table", "ties", "version")
 
-    def __init__(self, table: "Table", made: Made, tensor: Tensor) -> None:
+    def __init__(self, table: "ValueTable", made: Made, tensor: Tensor) -> None:
         self.table, self.made = table, made
         self.key = storage_id(tensor)
         self._ref = StorageRef(tensor.untyped_storage())
@@ -81,7 +81,7 @@ class Entry:
             tie.entry, tie.key = self, key
 
 
-class Table:
+class ValueTable:
     """What the storages of one thread hold.
 
     Attributes:
@@ -92,10 +92,10 @@ class Table:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, ValueEntry] = {}
         # By storage and version.
-        self._given: dict[int, dict[int | None, weakref.ref[Given]]] = {}
-        self._unsettled: list[tuple[Entry, Tensor]] = []
+        self._given: dict[int, dict[int | None, weakref.ref[GivenTensor]]] = {}
+        self._unsettled: list[tuple[ValueEntry, Tensor]] = []
         self.handles: set[Any] = set()
         self.sweeps: Any = weakref.WeakValueDictionary()
         self.lock = threading.RLock()
@@ -106,7 +106,7 @@ class Table:
 
     # --- Entries ---
 
-    def entry_of(self, tensor: Tensor) -> Entry | None:
+    def entry_of(self, tensor: Tensor) -> ValueEntry | None:
         """Return the entry of a tensor, if its storage holds the value still."""
         self.settle()
         entry = self.entry_at(tensor)
@@ -114,22 +114,22 @@ class Table:
             return None
         return entry
 
-    def entry_at(self, tensor: Tensor) -> Entry | None:
+    def entry_at(self, tensor: Tensor) -> ValueEntry | None:
         """Return the entry of the storage of a tensor, whatever it holds now."""
         if not (self._entries and has_layout(tensor)):
             return None
         return self._entries.get(storage_id(tensor))
 
-    def entry_in(self, storage: int) -> Entry | None:
+    def entry_in(self, storage: int) -> ValueEntry | None:
         """Return the entry of the storage of a number, whatever it holds now."""
         return self._entries.get(storage)
 
     def enter(self, made: Made, tensor: Tensor) -> None:
         """Note that the storage of a new tensor holds a value."""
-        entry = Entry(self, made, tensor)
+        entry = ValueEntry(self, made, tensor)
         self._entries[entry.key] = entry
 
-    def wrote(self, entry: Entry, tensor: Tensor) -> None:
+    def wrote(self, entry: ValueEntry, tensor: Tensor) -> None:
         """Note that an operation wrote to a tensor. Its version is counted later."""
         entry.version = None
         self._unsettled.append((entry, tensor))
@@ -154,7 +154,7 @@ class Table:
             if entry.is_parted and len(entry.ties) > 1:
                 self.drop(entry)
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: ValueEntry) -> None:
         """Take an entry out."""
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
@@ -192,13 +192,13 @@ class Table:
 
     # --- Operands ---
 
-    def given_of(self, tensor: Tensor, layout: Layout) -> Given:
+    def given_of(self, tensor: Tensor, layout: TensorLayout) -> GivenTensor:
         """Return a tensor that no block made, as the operations read it."""
         known = self._given.setdefault(storage_id(tensor), {})
         ref = known.get(version_of(tensor))
         given = None if ref is None else ref()
         if given is None:
-            given = Given(tensor, layout)
+            given = GivenTensor(tensor, layout)
             known[version_of(tensor)] = weakref.ref(given)
         return given
 
@@ -218,10 +218,6 @@ class Operands:
     read, and a storage that an alias with a version of its own wrote to, as `.data` has
     one.
 
-    Args:
-        table: the table.
-        written_to: what the operation writes to.
-
     Attributes:
         found: what stands for the tensors so far.
         storages: the numbers of their storages.
@@ -229,7 +225,7 @@ class Operands:
 
     __slots__ = ("_table", "_written_to", "found", "storages")
 
-    def __init__(self, table: Table, written_to: "Sequence[Tensor]") -> None:
+    def __init__(self, table: ValueTable, written_to: "Sequence[Tensor]") -> None:
         self._table, self._written_to = table, written_to
         self.found: list[Operand] = []
         self.storages: set[int] = set()
@@ -237,7 +233,7 @@ class Operands:
     def __call__(self, tensor: Tensor) -> Operand:
         """Return what stands for a tensor."""
         if has_layout(tensor):
-            key, layout = storage_id(tensor), Layout.of(tensor)
+            key, layout = storage_id(tensor), TensorLayout.of(tensor)
             self.storages.add(key)
             made = self._value_of(tensor, key)
             if made is None:
@@ -247,7 +243,7 @@ class Operands:
             else:
                 operand = Operand.of_layout(made, layout)
         else:
-            operand = Operand(Given(tensor, None), None)
+            operand = Operand(GivenTensor(tensor, None), None)
         self.found.append(operand)
         return operand
 

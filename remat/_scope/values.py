@@ -1,9 +1,9 @@
 """The values of a block, as data: what made each one, down to what the block was given.
 
-    Layout      how a tensor lies in its storage
-    Given       a tensor that no block made
-    Made        what an operation of a block left in a storage
-    Operation   one operation of a block, and what it was applied to
+    TensorLayout    how a tensor lies in its storage
+    GivenTensor     a tensor that no block made
+    Made            what an operation of a block left in a storage
+    BlockOperation  one operation of a block, and what it was applied to
 
 A `Made` refers to its operation, and that to what it was applied to. A view is a value
 and a layout, so it is no operation.
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 class Block:
     """One `with` block.
 
-    Args:
-        policy: of the block, joined with those around; None to save nothing.
-
     Attributes:
         is_open: whether operations may still be recorded.
     """
@@ -84,7 +81,7 @@ class Part:
 _new: Any = tuple.__new__  # costs a third of what calling a NamedTuple does
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """How a tensor lies in its storage."""
 
     shape: torch.Size
@@ -116,7 +113,7 @@ class Layout(NamedTuple):
 
     def view_of(self, tensor: Tensor) -> Tensor:
         """Return the tensor of this layout in the storage of another tensor."""
-        if Layout.of(tensor) == self:
+        if TensorLayout.of(tensor) == self:
             return tensor
         if tensor.dtype != self.dtype or tensor.is_conj() or tensor.is_neg():
             tensor = flat_view(tensor, self.dtype)
@@ -136,17 +133,12 @@ def has_layout(tensor: Tensor) -> bool:
     )
 
 
-class Given:
-    """A tensor that no block made, which operations of a block read.
-
-    Args:
-        tensor: the tensor. It is held without its graph.
-        layout: of the tensor; None if it has none.
-    """
+class GivenTensor:
+    """A tensor that no block made, which operations of a block read."""
 
     __slots__ = ("__weakref__", "_nbytes", "_tensor", "_version", "layout")
 
-    def __init__(self, tensor: Tensor, layout: Layout | None) -> None:
+    def __init__(self, tensor: Tensor, layout: TensorLayout | None) -> None:
         self._tensor, self._version = detached(tensor), version_of(tensor)
         self._nbytes = 0 if layout is None else tensor.untyped_storage().nbytes()
         self.layout = layout
@@ -162,10 +154,6 @@ class Given:
 
     def tensor(self, reader: Any, where: str) -> Tensor:
         """Return it.
-
-        Args:
-            reader: the operation that reads it.
-            where: the line of that.
 
         Raises:
             MutationError: it was changed in place, or its memory was freed.
@@ -204,12 +192,14 @@ class Made:
         "stored",
     )
 
-    def __init__(self, part: Part, layout: Layout, operation: "Operation") -> None:
+    def __init__(
+        self, part: Part, layout: TensorLayout, operation: "BlockOperation"
+    ) -> None:
         self.part, self.layout = part, layout
         self.op: Op | None = None
         self.is_blank = _makes_blank(operation.func)
-        self.operation: Operation | None = operation
-        self.stored: Given | Offloaded | None = None
+        self.operation: BlockOperation | None = operation
+        self.stored: GivenTensor | Offloaded | None = None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -231,11 +221,11 @@ class Operand(NamedTuple):
         layout: of the tensor in it; None if it is the tensor of the value itself.
     """
 
-    of: Given | Made
-    layout: Layout | None
+    of: GivenTensor | Made
+    layout: TensorLayout | None
 
     @classmethod
-    def of_layout(cls, of: Given | Made, layout: Layout) -> Self:
+    def of_layout(cls, of: GivenTensor | Made, layout: TensorLayout) -> Self:
         """Return what stands for the tensor of a layout in a value."""
         return _new(cls, (of, None if layout == of.layout else layout))
 
@@ -243,7 +233,7 @@ class Operand(NamedTuple):
         """Return what is known of the tensor."""
         layout = self.layout or self.of.layout
         if layout is None:
-            assert isinstance(self.of, Given)
+            assert isinstance(self.of, GivenTensor)
             return self.of.value()
         return layout.value()
 
@@ -252,7 +242,7 @@ class Operand(NamedTuple):
         return base if self.layout is None else self.layout.view_of(base)
 
 
-class Operation:
+class BlockOperation:
     """One operation of a block.
 
     Attributes:
@@ -296,13 +286,7 @@ class Operation:
         self.made: list[tuple[int, bool, weakref.ref[Made]]] = []
 
     def note_made(self, number: int, made: Made, *, is_operand: bool) -> None:
-        """Note what it made.
-
-        Args:
-            number: of the result, or of the operand that it wrote to.
-            made: the value.
-            is_operand: which of the two.
-        """
+        """Note what it made."""
         self.made.append((number, is_operand, weakref.ref(made)))
 
 

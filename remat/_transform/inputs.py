@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from remat._base.absent import Absent
-from remat._base.tensors import version_of, versions_of
+from remat._base.tensors import versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside
 from remat._torch import (
@@ -43,6 +43,7 @@ from remat._torch import (
 )
 from remat._transform.buffers import is_same as has_same_bytes
 from remat._transform.leaves import (
+    Effects,
     Memory,
     addresses_of,
     attributes_of,
@@ -290,7 +291,7 @@ class SavedInputs:
             if (
                 type(value) not in _NOT_OURS
                 and i not in self.copied
-                and version_of(value) != then[i]
+                and (None if value.is_inference() else value._version) != then[i]
             ):
                 found.append(i)
         return found
@@ -305,16 +306,14 @@ class SavedInputs:
         attributes = self._attributes
         return attributes and [attributes[i] for i in self.leaves_at]
 
-    def to_run_on(
-        self, *, leaves_themselves: bool, inputs_themselves: bool = False
-    ) -> list[Tensor]:
+    def to_run_on(self, effects: Effects) -> list[Tensor]:
         """Return the tensors that a recompute runs on.
 
-        Args:
-            leaves_themselves: whether it may run on the user's own leaves.
-            inputs_themselves: whether it may run on the user's other tensors, where
-                they are still there, and write to those that are copied.
+        If the forward had no effects, these are the user's own, where they are still
+        there, and what is copied may be written to. If it changed gradients, not even
+        the leaves are: they would get them twice.
         """
+        leaves_themselves, inputs_themselves = not effects.accumulates, not any(effects)
         if self._memory:  # the forward still runs
             for i, (_, held) in self._memory.items():
                 self.values[i] = _with_bytes(self.values[i], held)
@@ -341,11 +340,6 @@ class SavedInputs:
             else:
                 tensors.append(self._stand_in(i, value, need))
         return tensors + parameters if are_ours else tensors
-
-    def has_parameters(self, tensors: Sequence[Tensor]) -> bool:
-        """Say whether the parameters among tensors to run on are the user's own."""
-        first = self._first
-        return all(map(operator.is_, tensors[first:], self.values[first:]))
 
     def _itself(self, i: int, value: Any) -> Tensor | None:
         """Return an input, if it is still there and a recompute may run on it."""

@@ -24,8 +24,7 @@ from remat._base.labels import Label, label_of
 from remat._base.tracebacks import hide_frames
 from remat._partial.options import Options
 from remat._torch import is_traced_symbolically
-from remat._transform.lowered import call_lowered
-from remat._transform.lowering import Lowering, lowering_of
+from remat._transform.lowering import Lowering, call_lowered, lowering_of
 from remat._transform.traced import call_in_graph
 
 

@@ -42,12 +42,12 @@ from remat._base.tensors import outside_inference_mode, version_of
 from remat._base.tracebacks import note
 from remat._base.types import Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
-from remat._live.reach import Reach
-from remat._live.running import Running
+from remat._live.reach import Reach, Running
 from remat._partial.cache import CallKind, metas_of
 from remat._partial.decide import Situation, warn_if_asked, why_no_record
 from remat._partial.options import Options
-from remat._partial.planned_call import Replaying, SavedInHandles
+from remat._partial.planned_call import Replaying
+from remat._partial.stores import SavedInHandles
 from remat._torch import (
     Noted,
     Renorm,
@@ -276,7 +276,12 @@ class Saved:
         self.seeds = noted.seeds
         before = context.only_our_hooks, context.policy, context.decisions
         inside = context.inside
-        context.only_our_hooks = self._only_ours(context)
+        hooks = self.hooks
+        context.only_our_hooks = (
+            hooks is None
+            or hooks[0] is context.scope_pack
+            or (context.only_our_hooks and self.is_nested)
+        )
         context.policy, context.decisions = self.policy, Decisions(self.inner)
         if context.examining is not None:
             context.inside = (*inside, self)
@@ -309,13 +314,6 @@ class Saved:
                 self._end(inputs, watched, noted.renorms)
                 break
         return result
-
-    def _only_ours(self, context: Context) -> bool:
-        """Say whether all hooks for saved tensors here are of calls of remat."""
-        hooks = self.hooks
-        if hooks is None or hooks[0] is context.scope_pack:
-            return True
-        return context.only_our_hooks and self.is_nested
 
     def _end(
         self,
@@ -413,7 +411,10 @@ class _Packing:
             if is_of_torch_func(t):
                 t = unwrap_dead(t)
                 if is_of_torch_func(t):  # of a level that was opened inside
-                    self._note_itself()
+                    handles.append(None)
+                    self.metas.append(None)
+                    if self._observe is not None:
+                        self._observe(len(handles) - 1, None)
                     return without_node(t)
             node = t.grad_fn
             if node is not None or not (t.requires_grad or id(t) in self._frozen):
@@ -428,16 +429,13 @@ class _Packing:
                     self._observe(position, t)
                 return handle
             version = version_of(t)
-        self._note_itself()
+        handles.append(None)
+        self.metas.append(None)
+        if self._observe is not None:
+            self._observe(len(handles) - 1, None)
         if i is not None and type(self._saved[i]) is PackedOutside:
             return self._saved[i]
         return VersionedTensor(t, version, self._call.reach)
-
-    def _note_itself(self) -> None:
-        self.handles.append(None)
-        self.metas.append(None)
-        if self._observe is not None:
-            self._observe(len(self.handles) - 1, None)
 
     def done(self) -> None:
         """Drop the references to the call: the graph refers to the hook."""
@@ -479,9 +477,10 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
             when_done(forget)
         else:
             weakref.finalize(group, forget)
+    fill = _fill_fully if call.following is None else _fill_or_follow
     try:
         with torch_functions():  # those of a loss may have called the backward
-            outside_inference_mode(below_all_levels, _fill, call, handles)
+            outside_inference_mode(below_all_levels, fill, call, handles)
     except Exception as error:
         note(error, f"remat: raised while recomputing {call.label}.")
         describe = call.options.describe
@@ -503,29 +502,28 @@ def _forget(ref: weakref.ref[Saved]) -> None:
         handle.value = None
 
 
-def _fill(call: Saved, handles: Sequence[Handle]) -> None:
+def _fill_or_follow(call: Saved, handles: Sequence[Handle]) -> None:
     """Recompute what handles stand for, along a plan if there is one that fits."""
-    following, check = call.following, None
-    if following is not None:
-        if not call.is_done:
-            # Unseen by the mode that records the forward.
-            with following.outside():
-                _fill_fully(call, handles, None)
-            following.note_read(handles)
-            return
-        replaying = following.replay(handles)
-        if replaying is not None and _fill_along_plan(call, handles, replaying):
-            return
-        check = following.check()
-    _fill_fully(call, handles, check)
+    following: Any = call.following
+    if not call.is_done:
+        # Unseen by the mode that records the forward.
+        with following.outside():
+            _fill_fully(call, handles)
+        following.note_read(handles)
+        return
+    replaying = following.replay(handles)
+    if replaying is not None and _fill_along_plan(call, handles, replaying):
+        return
+    _fill_fully(call, handles, following.check())
 
 
-def _fill_fully(call: Saved, handles: Sequence[Handle], check: Any) -> None:
+def _fill_fully(call: Saved, handles: Sequence[Handle], check: Any = None) -> None:
     """Run the function as it is, under a mode that checks it if there is one."""
+    stops = call.options.stops_early and not reads_what_is_written_late()
     # Of a forward that still runs, nobody knows yet where it ends.
-    stops = not call.is_done or _stops_early(call)
+    stops = stops or not call.is_done
     filling = Filling(handles, call, stops=stops, compares=call.options.compares)
-    recompute(call, filling, _tensors(call), check)
+    recompute(call, filling, call.inputs.to_run_on(call.effects), check)
     filling.end()
 
 
@@ -533,8 +531,9 @@ def _fill_along_plan(
     call: Saved, handles: Sequence[Handle], replaying: Replaying
 ) -> bool:
     """Recompute along a plan; say whether it fit."""
-    filling = Filling(handles, call, stops=_stops_early(call), is_replay=True)
-    tensors = _tensors(call)
+    stops = call.options.stops_early and not reads_what_is_written_late()
+    filling = Filling(handles, call, stops=stops, is_replay=True)
+    tensors = call.inputs.to_run_on(call.effects)
     try:
         # No name for the stand-ins: `escaped` counts who else holds them.
         recompute(call, filling, replaying.stand_ins(tensors), replaying.mode)
@@ -546,19 +545,6 @@ def _fill_along_plan(
         return False
     replaying.succeeded()
     return True
-
-
-def _stops_early(call: Saved) -> bool:
-    """Say whether the recompute ends once all handles have their values."""
-    return call.options.stops_early and not reads_what_is_written_late()
-
-
-def _tensors(call: Saved) -> list[Tensor]:
-    """Return what the function runs on."""
-    effects = call.effects
-    return call.inputs.to_run_on(
-        leaves_themselves=not effects.accumulates, inputs_themselves=not any(effects)
-    )
 
 
 def recompute(
@@ -623,9 +609,8 @@ def _run_again(call: Saved, tensors: Sequence[Tensor]) -> None:
 
 
 def _run(call: Saved, *tensors: Tensor) -> tuple[()]:
-    exchanges = not call.inputs.has_parameters(tensors)
     noted = Noted(call.seeds)
-    with call.reach.restored(tensors, exchanges=exchanges) as running:
+    with call.reach.restored(tensors, call.inputs.values) as running:
         noted.start()
         try:
             call.run_again(running, tensors)

@@ -49,8 +49,12 @@ from remat._torch import (
     uncompiled,
 )
 from remat._transform.changes import changed_by
-from remat._transform.lowered import call_as_function, call_lowered
-from remat._transform.lowering import Lowering, lowering_of
+from remat._transform.lowering import (
+    Lowering,
+    call_as_function,
+    call_lowered,
+    lowering_of,
+)
 from remat.policies._identity import identity_of
 from remat.policies._parts import offloads_to_disk, parts_of, whole
 

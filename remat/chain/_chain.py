@@ -26,7 +26,7 @@ from remat.chain._forward import CHANGED, ChainCall
 from remat.chain._reversal import Reversal, is_recorded
 from remat.chain._segment import Segment
 from remat.chain._segments import Sqrt, Uniform, ranges_of
-from remat.chain._sweep import cutting
+from remat.chain._steps import cutting
 
 
 class Chain(Primal):

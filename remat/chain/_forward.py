@@ -33,18 +33,18 @@ from remat._torch import current_layer
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
 from remat._transform.reached import reached_inputs
-from remat.chain._actions import Action, Advance, Drop, Record, Save, Schedule
-from remat.chain._columns import Columns
-from remat.chain._online import Online
+from remat.chain._actions import Action, Advance, Drop, RecordStep, Save, Schedule
+from remat.chain._binomial import Online
 from remat.chain._steps import (
+    Cut,
     Live,
     Steps,
     refuse_opaque,
     refuse_other_form,
+    run_step,
     taken_apart,
 )
-from remat.chain._stored import Stored
-from remat.chain._sweep import Cut, run_step
+from remat.chain._stored import Columns, Stored
 
 
 class Outs(NamedTuple):
@@ -65,16 +65,9 @@ Progress: TypeAlias = Callable[[int], object] | None
 class ChainCall(Call):
     """A call of a chain, taken apart. Its function is that of one step.
 
-    Args:
-        fn: the function of a step.
-        args: of the chain: the initial carry, and what is scanned.
+    Attributes:
         steps: how a step calls the function.
         schedule: of checkpoints.
-        progress: called after each step of the forward.
-
-    Attributes:
-        steps: see above.
-        schedule: see above.
         length: how many steps there are; for some chains only after the forward.
         initial: the inputs that are the initial carry, by index.
         scanned: the inputs that are cut into slices.
@@ -143,20 +136,12 @@ class ChainCall(Call):
 
     @override
     def hand_on(self, run: ForwardRun) -> None:
-        """Note which objects changed, and have the user's hold it.
-
-        Raises:
-            CaptureError: one cannot be put back, and the steps repeat.
-        """
+        """Note which objects changed, and have the user's hold it."""
         self.note_changes(run)
         super().hand_on(run)
 
     def note_changes(self, run: ForwardRun) -> None:
-        """Note which objects changed: a recompute of later steps puts them back.
-
-        Raises:
-            CaptureError: one cannot be put back, and the steps repeat.
-        """
+        """Note which objects changed: a recompute of later steps puts them back."""
         changed = self.changed(run)
         if changed:
             # Those that changed and changed back are in checkpoints alone.
@@ -170,11 +155,7 @@ class ChainCall(Call):
             self._others = dict.fromkeys(node for node, _ in run.given())
 
     def changed(self, run: ForwardRun) -> Between:
-        """Return what objects hold that differ from the call.
-
-        Raises:
-            CaptureError: one cannot be put back, and the steps repeat.
-        """
+        """Return what objects hold that differ from the call."""
         try:
             return in_forward(run)
         except Unnoted as error:
@@ -221,7 +202,7 @@ class ChainCall(Call):
         for action in loop.actions():
             if isinstance(action, Advance):
                 loop.advance(action)
-            elif isinstance(action, Record):
+            elif isinstance(action, RecordStep):
                 # Residuals would outlive the forward: the carry is stored instead.
                 if stored is not None:
                     loop.store(Save(action.step), stored)
@@ -273,11 +254,7 @@ class _Loop:
             yield Advance(k, k + 1)
 
     def _goes_on(self, asked: Callable[[Any, Any], bool]) -> bool:
-        """Ask whether there is another step.
-
-        Raises:
-            CaptureError: the answer changed an object. It is not asked again.
-        """
+        """Ask whether there is another step."""
         looks = not self.count or self.is_noting
         before = self._run.noted_now() if looks else ()
         goes_on = asked(self._fn, self.live.carry)

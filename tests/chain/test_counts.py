@@ -74,7 +74,7 @@ def runs_of(schedule, length):
 
 
 @rows("schedule", SCHEDULES)
-@pytest.mark.parametrize("length", [1, 2, 5, 30])
+@pytest.mark.parametrize("length", [1, 2, 30])
 def test_steps_run_as_often_as_predicted(schedule, length):
     forward, backward, again = runs_of(schedule, length)
     assert (forward, backward) == schedule.evaluations(length)
@@ -82,17 +82,10 @@ def test_steps_run_as_often_as_predicted(schedule, length):
     assert backward <= again < backward + length
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 8))
-def test_binomial_chains_of_any_length(length, checkpoints):
-    schedule = Binomial(checkpoints)
-    assert runs_of(schedule, length)[:2] == schedule.evaluations(length)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 8))
-def test_online_chains_of_any_length(length, checkpoints):
-    schedule = Online(checkpoints)
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 25), st.integers(1, 5), st.sampled_from([Binomial, Online]))
+def test_chains_of_any_length(length, checkpoints, kind):
+    schedule = kind(checkpoints)
     assert runs_of(schedule, length)[:2] == schedule.evaluations(length)
 
 
@@ -122,14 +115,13 @@ def test_below_a_vmap_one_more_sweep_is_needed(checkpoints):
 @pytest.mark.parametrize("checkpoints", [1, 3, 10])
 def test_no_more_carries_are_stored_than_allowed(checkpoints, monkeypatch):
     held = []
-    save, drop = chain._stored.Stored.save, chain._stored.Stored.drop
+    save = chain._stored.Stored.save
 
     def saving(self, step, live, storage):
         save(self, step, live, storage)
         held.append(len(self._carries))
 
     monkeypatch.setattr(chain._stored.Stored, "save", saving)
-    monkeypatch.setattr(chain._stored.Stored, "drop", drop)
     x = X.clone().requires_grad_()
     loop(Binomial(checkpoints), 100, x).sum().backward()
     assert max(held) == checkpoints
@@ -148,12 +140,12 @@ def peak(run):
 
 
 @pytest.mark.parametrize("transform", ["backward", "grad"])
-def test_a_thousand_steps_with_ten_checkpoints_need_fifteen_carries(transform):
+def test_many_steps_with_ten_checkpoints_need_fifteen_carries(transform):
     weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 6
     x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
 
     def value(run, x):
-        return run(0, 1000, lambda i, x: torch.tanh(x @ weight), x).sum()
+        return run(0, 300, lambda i, x: torch.tanh(x @ weight), x).sum()
 
     def gradient(run):
         if transform == "grad":
@@ -165,7 +157,7 @@ def test_a_thousand_steps_with_ten_checkpoints_need_fifteen_carries(transform):
         return chain.fori_loop(*args, checkpoints=10)
 
     assert peak(lambda: gradient(in_chain)) <= 15.1 * x.nbytes
-    assert peak(lambda: gradient(Plain.fori_loop)) >= 1000 * x.nbytes
+    assert peak(lambda: gradient(Plain.fori_loop)) >= 300 * x.nbytes
     assert_same(gradient(in_chain), gradient(Plain.fori_loop))
 
 
@@ -177,15 +169,22 @@ def test_what_is_collected_keeps_no_carry_alive():
         return carry, carry[0]  # a view of it
 
     def run():
-        _, firsts = chain.scan(step, x, length=300, checkpoints=10)
+        _, firsts = chain.scan(step, x, length=100, checkpoints=10)
         firsts.sum().backward()
 
     assert peak(run) <= 20 * x.nbytes
 
 
-@pytest.mark.parametrize("transform", ["backward", "grad"])
-def test_a_hundred_thousand_steps_are_one_node(transform):
-    length, limit = 100_000, sys.getrecursionlimit()
+@pytest.mark.parametrize(
+    ("transform", "length"),
+    [
+        ("backward", 4_000),
+        pytest.param("backward", 100_000, marks=pytest.mark.slow),
+        pytest.param("grad", 100_000, marks=pytest.mark.slow),
+    ],
+)
+def test_thousands_of_steps_are_one_node(transform, length):
+    limit = sys.getrecursionlimit()
 
     def value(x):
         return chain.fori_loop(0, length, lambda i, x: x * 0.99999, x)
@@ -238,7 +237,7 @@ def test_nothing_waits_for_the_garbage_collector():
 
 
 def test_a_plan_of_rotor_is_followed():
-    stage = schedules.Stage(1.0, 10, (schedules.Option(30, 2.0),))
+    stage = schedules.StageCosts(1.0, 10, 30, 2.0)
     plan = schedules.rotor([stage] * 8, 130, input_bytes=10)
     fns = [
         torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(8)
@@ -258,6 +257,6 @@ def test_a_plan_of_rotor_is_followed():
         got = gradients(lambda x: chain.sequential(fns, x, checkpoints=plan))
     assert_same(got, gradients(plain))
     # Where the forward of a plan records, a chain stores the carry and runs once more.
-    recorded = sum(isinstance(part, schedules.Keep) for part in plan.parts)
+    recorded = sum(isinstance(part, int) for part in plan.parts)
     assert ops["tanh"] == sum(plan.evaluations(8)) + recorded
     assert ops["tanh"] >= 16

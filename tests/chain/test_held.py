@@ -9,9 +9,8 @@ from remat.chain.schedules import (
     Held,
     Multilevel,
     Online,
-    Option,
     Sqrt,
-    Stage,
+    StageCosts,
     Storage,
     Uniform,
     held,
@@ -20,7 +19,7 @@ from remat.chain.schedules import (
 )
 
 
-STAGE = Stage(1.0, output_bytes=1, options=(Option(4, backward_cost=2.0),))
+STAGE = StageCosts(1.0, output_bytes=1, saved_bytes=4, backward_cost=2.0)
 SCHEDULES = [
     Sqrt(),
     Uniform(7),

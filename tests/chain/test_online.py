@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, strategies as st
 from support.interpreter import Interpreter, assert_as_predicted
 
-from remat.chain.schedules import Advance, Binomial, Online, repetitions
+from remat.chain._binomial import repetitions
+from remat.chain.schedules import Advance, Binomial, Online
 
 
 @given(st.integers(0, 300), st.integers(1, 12))

@@ -15,6 +15,7 @@ from support.interpreter import (
     fewest_advances,
 )
 
+from remat.chain._binomial import advances, beta, repetitions
 from remat.chain.schedules import (
     Advance,
     Binomial,
@@ -28,9 +29,6 @@ from remat.chain.schedules import (
     Sqrt,
     Storage,
     Uniform,
-    advances,
-    beta,
-    repetitions,
 )
 
 

@@ -13,6 +13,7 @@ from support.fitted import (
     measured_peak,
     square,
 )
+from support.rotated import rotated
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -20,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat import policies
 from remat._fit.meter import allocated
-from remat._fit.simulate import simulate, undisturbed
-from remat._fit.training_step import TrainingStep
+from remat._fit.simulate import TrainingStep, simulate, undisturbed
 from remat._torch import fake_mode
 from remat.testing import memory_timeline
 
@@ -57,8 +57,7 @@ def simulated(model, args=(), kwargs=None, loss=None, change=unchanged, **more):
 # --- Against what is measured ---
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("name", CASES)
+@rotated("name, choice", CASES, CHOICES)
 def test_the_peak_is_the_measured_one(name, choice):
     make, args, kwargs, loss = CASES[name]
     model = make()

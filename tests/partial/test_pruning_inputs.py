@@ -11,12 +11,7 @@ import gc
 import pytest
 import torch
 from support.letting_go import Held, activation, called, gradients, warmed
-from support.pruning import (
-    W,
-    X,
-    assert_like_plain,
-    of_backward,
-)
+from support.pruning import W, X, assert_like_plain, of_backward
 from support.zoo import V, leaves_of, make, scalar
 from torch import nn
 

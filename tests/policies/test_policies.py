@@ -7,16 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.operations import (
-    MM,
-    OPS,
-    SIN,
-    custom,
-    op,
-    saves,
-    torch_saves,
-    value,
-)
+from support.operations import MM, OPS, SIN, custom, op, saves, torch_saves, value
 
 from remat import policies
 from remat.policies import (

@@ -26,12 +26,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from remat.policies import (
-    Decision,
-    Op,
-    Value,
-    as_policy,
-)
+from remat.policies import Decision, Op, Value, as_policy
 from remat.policies._selective import call_of, stand_in
 
 

@@ -70,8 +70,7 @@ def without(monkeypatch, module):
     )
 
 
-def test_as_plain_text(monkeypatch):
-    without(monkeypatch, "rich")
+def test_as_plain_text():
     found, compared = reports()
     lines = str(found).splitlines()
     line = blk.__code__.co_firstlineno + 1
@@ -94,26 +93,6 @@ def test_as_plain_text(monkeypatch):
         ["plain", "65,536", "65,536", "0", "0", "0%"],
         ["nothing_saveable", "32,768", "65,536", "0", "1,048,576", "100%"],
     ]
-
-
-def test_as_a_table_of_rich():
-    pytest.importorskip("rich")
-    found, compared = map(str, reports())
-    assert "┃ operation ┃" in found
-    assert "f32[64,64]" in found  # no markup
-    assert "the policy saves it, read by tanh" in found
-    assert "pruned: yes" in found
-    assert "┃ policy" in compared
-    assert "\x1b" not in found + compared
-
-
-def test_rich_shows_it_in_colours():
-    console = pytest.importorskip("rich.console")
-    with (shown := console.Console(force_terminal=True, width=160)).capture() as text:
-        for report in reports():
-            shown.print(report)
-    assert "\x1b[" in text.get()
-    assert "operation" in text.get()
 
 
 class Html(HTMLParser):
@@ -206,7 +185,7 @@ def test_the_repr_is_one_short_line():
     )
 
 
-def test_where_nothing_requires_grad_there_is_no_table(monkeypatch):
+def test_where_nothing_requires_grad_there_is_no_table():
     found = explain(torch.neg, torch.arange(3))
     lines = str(found).splitlines()
     assert lines[0].endswith(
@@ -216,16 +195,6 @@ def test_where_nothing_requires_grad_there_is_no_table(monkeypatch):
     assert len(lines) == 2
     assert "<table" not in found._repr_html_()
     assert lines[1] in html.unescape(found._repr_html_())
-    assert str(found.__rich__()) == str(found)
-
-
-def test_as_text_in_a_notebook(monkeypatch):
-    console = pytest.importorskip("rich.console")
-    found, _ = reports()
-    text = str(found)
-    monkeypatch.setattr(console, "_is_jupyter", lambda: True)
-    assert str(found) == text
-    assert "operation" in text
 
 
 def test_a_long_text_may_be_broken_into_lines_in_a_notebook():

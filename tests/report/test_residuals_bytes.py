@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 from support.kept import leaves, measured, origins, total
+from support.rotated import rotated
 from support.zoo import ZOO, X, plainly
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
@@ -43,10 +44,9 @@ WRAPS = {
 plain_and_remat = pytest.mark.parametrize("wrap", [plainly, ckpt])
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=list(WRAPS))
-@pytest.mark.parametrize("case", sorted(ZOO))
-def test_the_total_is_what_the_graph_of_the_zoo_keeps_alive(case, wrap):
-    fn, call = ZOO[case]
+@rotated("case, name", sorted(ZOO), WRAPS)
+def test_the_total_is_what_the_graph_of_the_zoo_keeps_alive(case, name):
+    (fn, call), wrap = ZOO[case], WRAPS[name]
     w, x = leaves((4, 4), (4, 4))
     wrapped = wrap(fn)
     if case == "linear" and wrap is plainly:
@@ -151,8 +151,7 @@ BATTERY = {
 }
 
 
-@plain_and_remat
-@pytest.mark.parametrize("case", sorted(BATTERY))
+@rotated("case, wrap", sorted(BATTERY), [plainly, ckpt])
 def test_what_torch_has_to_the_byte(case, wrap):
     fn, args = BATTERY[case]()
     found = saved_residuals(wrap(fn), *args)

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from remat import (
     CaptureError,
-    Residual,
+    SavedResidual,
     checkpoint_name,
     policies,
     print_saved_residuals,
@@ -439,12 +439,14 @@ def test_printing_nothing(capsys):
     ids=str,
 )
 def test_the_dtype_of_a_residual_is_written_as_in_jax(dtype, text):
-    line = str(Residual(dtype, (2, 3), torch.device("cpu"), 6, "made", "", ()))
+    line = str(SavedResidual(dtype, (2, 3), torch.device("cpu"), 6, "made", "", ()))
     assert line.split("[")[0] == text
 
 
 def test_the_text_of_a_residual_on_another_device():
-    made = Residual(torch.half, (2,), torch.device("cpu"), 4, "output of mm", "", ())
+    made = SavedResidual(
+        torch.half, (2,), torch.device("cpu"), 4, "output of mm", "", ()
+    )
     assert str(made) == "f16[2] output of mm: 4 bytes"
     away = dataclasses.replace(made, place="pinned host")
     assert str(away) == "f16[2] output of mm, offloaded to pinned host: 4 bytes"

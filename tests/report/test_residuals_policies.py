@@ -9,6 +9,7 @@ import functools
 import pytest
 import torch
 from support.kept import fresh, measured, origins, total
+from support.rotated import rotated
 from support.zoo import make, plainly
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -128,9 +129,9 @@ def steady(fn, *args):
 # --- To the byte ---
 
 
-@pytest.mark.parametrize("when", ["cold", "warm"])
-@pytest.mark.parametrize("prune", [True, "auto", False], ids=str)
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@rotated(
+    "policy, prune, when", sorted(POLICIES), [True, "auto", False], ["warm", "cold"]
+)
 def test_the_total_under_a_policy_is_what_the_graph_keeps_alive(policy, prune, when):
     policy, _ = POLICIES[policy]
     fn, args = remat(network, policy=policy, prune=prune), inputs()

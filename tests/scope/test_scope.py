@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from support.scopes import assert_scoped, counted, grads, leaf, plainly
+from support.scopes import assert_scoped, counted, grads, leaf, plainly, scoped
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
@@ -51,46 +51,38 @@ def test_a_value_is_computed_again_from_what_made_it():
     assert_scoped(added, add=1)
 
 
-def test_several_consumers_share_one_recompute():
-    def program(block):
-        with block():
-            x = (A * B).sin()
-        y = (x * C).sum() + (x @ C).exp().sum() + functional.linear(C, x).sum()
-        return grads(y + (x[1:] * x[:-1]).sum(), A, B, C)
-
-    assert_scoped(program, mul=1, sin=1)
+@scoped(mul=1, sin=1)
+def test_several_consumers_share_one_recompute(block):
+    with block():
+        x = (A * B).sin()
+    y = (x * C).sum() + (x @ C).exp().sum() + functional.linear(C, x).sum()
+    return grads(y + (x[1:] * x[:-1]).sum(), A, B, C)
 
 
-def test_consumers_in_the_block_store_nothing_either():
-    def program(block):
-        with block():
-            x = A + B
-            y = (x * C).sin() * x
-        return grads(y.sum(), A, B, C)
-
-    # The sine itself, the product in it, and the sum in that.
-    assert_scoped(program, add=1, mul=1, sin=1)
+# The sine itself, the product in it, and the sum in that.
+@scoped(add=1, mul=1, sin=1)
+def test_consumers_in_the_block_store_nothing_either(block):
+    with block():
+        x = A + B
+        y = (x * C).sin() * x
+    return grads(y.sum(), A, B, C)
 
 
-def test_only_what_is_needed_runs_again():
-    def program(block):
-        with block():
-            x = A + B
-            unused = (A * B).exp()
-            z = x.cos()
-        assert unused.requires_grad
-        return grads((z * C).sum(), C)
-
-    assert_scoped(program, add=1, cos=1)
+@scoped(add=1, cos=1)
+def test_only_what_is_needed_runs_again(block):
+    with block():
+        x = A + B
+        unused = (A * B).exp()
+        z = x.cos()
+    assert unused.requires_grad
+    return grads((z * C).sum(), C)
 
 
-def test_nothing_runs_again_for_consumers_that_need_no_value():
-    def program(block):
-        with block():
-            x = A + B
-        return grads((x + C).sum(), A, B, C)
-
-    assert_scoped(program)
+@scoped()
+def test_nothing_runs_again_for_consumers_that_need_no_value(block):
+    with block():
+        x = A + B
+    return grads((x + C).sum(), A, B, C)
 
 
 @pytest.mark.parametrize(
@@ -117,16 +109,14 @@ def test_views_of_a_value_are_not_stored(view):
     assert_scoped(program, add=1)
 
 
-def test_a_value_of_another_dtype_and_its_bits_are_not_stored():
-    def program(block):
-        with block():
-            x = A + B
-            z = torch.complex(x, B)
-        bits = torch.view_as_real(z)[..., 0]
-        conj = (z.conj() * torch.complex(C, C)).real
-        return grads((bits * C).sum() + conj.sum(), A, B, C)
-
-    assert_scoped(program, add=1, complex=1)
+@scoped(add=1, complex=1)
+def test_a_value_of_another_dtype_and_its_bits_are_not_stored(block):
+    with block():
+        x = A + B
+        z = torch.complex(x, B)
+    bits = torch.view_as_real(z)[..., 0]
+    conj = (z.conj() * torch.complex(C, C)).real
+    return grads((bits * C).sum() + conj.sum(), A, B, C)
 
 
 @pytest.mark.parametrize(
@@ -176,41 +166,35 @@ def test_attention_takes_values():
 # --- In place ---
 
 
-def test_changes_in_place_in_a_block_run_again():
-    def program(block):
-        with block():
-            x = A * 1.0
-            first = x + C
-            x.add_(B).mul_(2.0)
-            x[0].copy_(x[1])
-        return grads((x * C).sum() + (first * first).sum(), A, B, C)
-
-    assert_scoped(program, mul=1, add=1, add_=1, mul_=1, copy_=1)
+@scoped(mul=1, add=1, add_=1, mul_=1, copy_=1)
+def test_changes_in_place_in_a_block_run_again(block):
+    with block():
+        x = A * 1.0
+        first = x + C
+        x.add_(B).mul_(2.0)
+        x[0].copy_(x[1])
+    return grads((x * C).sum() + (first * first).sum(), A, B, C)
 
 
-def test_a_recompute_of_an_older_state_is_not_destroyed():
-    def program(block):
-        with block():
-            x = A * B
-            with torch.no_grad():
-                early = x.sin()
-                x.exp_()
-        return grads((early * C).sum() + (x.detach() * C).sum(), C)
-
-    assert_scoped(program, mul=1, sin=1, exp_=1)
-
-
-def test_a_value_that_is_changed_after_the_block_is_stored():
-    def program(block):
-        with block():
-            x = A * B
+@scoped(mul=1, sin=1, exp_=1)
+def test_a_recompute_of_an_older_state_is_not_destroyed(block):
+    with block():
+        x = A * B
         with torch.no_grad():
-            before = x * 1.0
-        y = before * C
-        x.add_(1.0)
-        return grads((x * C).sum() + y.sum(), A, B, C)
+            early = x.sin()
+            x.exp_()
+    return grads((early * C).sum() + (x.detach() * C).sum(), C)
 
-    assert_scoped(program)
+
+@scoped()
+def test_a_value_that_is_changed_after_the_block_is_stored(block):
+    with block():
+        x = A * B
+    with torch.no_grad():
+        before = x * 1.0
+    y = before * C
+    x.add_(1.0)
+    return grads((x * C).sum() + y.sum(), A, B, C)
 
 
 def test_a_change_after_the_block_leaves_handles_right():
@@ -223,72 +207,60 @@ def test_a_change_after_the_block_leaves_handles_right():
     assert_same(grads(y, C)[0], value)
 
 
-def test_an_operation_may_write_into_given_memory():
-    def program(block):
-        out = torch.zeros(3, 3)
-        total = torch.zeros(3, 3)
-        with block():
-            with torch.no_grad():
-                torch.mul(A, B, out=out)
-                total += out
-            x = total * C
-        return [*grads((x * C).sum(), C), out, total]
-
-    assert_scoped(program, mul=1)
+@scoped(mul=1)
+def test_an_operation_may_write_into_given_memory(block):
+    out = torch.zeros(3, 3)
+    total = torch.zeros(3, 3)
+    with block():
+        with torch.no_grad():
+            torch.mul(A, B, out=out)
+            total += out
+        x = total * C
+    return [*grads((x * C).sum(), C), out, total]
 
 
-def test_batch_norm_in_a_block_updates_its_statistics_once():
-    def program(block):
-        norm = nn.BatchNorm1d(3)
-        with block():
-            x = norm(A)
-        return [*grads((x * C).sum(), A, C), *norm.state_dict().values()]
-
-    assert_scoped(program, native_batch_norm=1)
+@scoped(native_batch_norm=1)
+def test_batch_norm_in_a_block_updates_its_statistics_once(block):
+    norm = nn.BatchNorm1d(3)
+    with block():
+        x = norm(A)
+    return [*grads((x * C).sum(), A, C), *norm.state_dict().values()]
 
 
-def test_a_policy_may_save_the_result_of_a_batch_norm():
-    def program(block):
-        norm = nn.BatchNorm1d(3)
-        with block(policies.save_ops(torch.ops.aten.native_batch_norm)):
-            x = norm(A).sin()
-        return [*grads((x * C).sum(), A, C), *norm.state_dict().values()]
-
-    assert_scoped(program, sin=1)
+@scoped(sin=1)
+def test_a_policy_may_save_the_result_of_a_batch_norm(block):
+    norm = nn.BatchNorm1d(3)
+    with block(policies.save_ops(torch.ops.aten.native_batch_norm)):
+        x = norm(A).sin()
+    return [*grads((x * C).sum(), A, C), *norm.state_dict().values()]
 
 
-def test_memory_that_python_writes_to_is_stored():
-    def program(block):
-        with block():
-            x = torch.zeros(3, 3)
-            x.numpy()[1] = 5.0
-            y = x.sin()
-        return grads((x * C).sum() + (y * C).sum(), C)
-
-    assert_scoped(program, sin=1)
+@scoped(sin=1)
+def test_memory_that_python_writes_to_is_stored(block):
+    with block():
+        x = torch.zeros(3, 3)
+        x.numpy()[1] = 5.0
+        y = x.sin()
+    return grads((x * C).sum() + (y * C).sum(), C)
 
 
-def test_blank_memory_that_something_unseen_may_fill_is_stored():
-    def program(block):
-        with block():
-            x = torch.empty(3, 3)
-            with torch._C._DisableTorchDispatch():  # as a kernel of an extension
-                x.fill_(2.0)
-            y = x + 1.0
-        return grads((x * C).sum() + (y * C).sum(), C)
-
-    assert_scoped(program, add=1)
+@scoped(add=1)
+def test_blank_memory_that_something_unseen_may_fill_is_stored(block):
+    with block():
+        x = torch.empty(3, 3)
+        with torch._C._DisableTorchDispatch():  # as a kernel of an extension
+            x.fill_(2.0)
+        y = x + 1.0
+    return grads((x * C).sum() + (y * C).sum(), C)
 
 
-def test_blank_memory_that_operations_fill_is_not_stored():
-    def program(block):
-        with block():
-            x = torch.empty(3, 3)
-            for i in range(3):
-                x[i] = B.detach()[i] + i
-        return grads((x * C).sum(), C)
-
-    assert_scoped(program, add=3, copy_=3)
+@scoped(add=3, copy_=3)
+def test_blank_memory_that_operations_fill_is_not_stored(block):
+    with block():
+        x = torch.empty(3, 3)
+        for i in range(3):
+            x[i] = B.detach()[i] + i
+    return grads((x * C).sum(), C)
 
 
 # --- What is changed ---
@@ -305,17 +277,15 @@ def test_a_source_that_was_changed_in_place_is_an_error():
         y.backward()
 
 
-def test_a_source_that_nobody_reads_may_change():
-    def program(block):
-        a = A * 1.0
-        with block():
-            x = a + B
-        y = (x + C).sum()
-        with torch.no_grad():
-            a.add_(1.0)
-        return grads(y, B, C)
-
-    assert_scoped(program)
+@scoped()
+def test_a_source_that_nobody_reads_may_change(block):
+    a = A * 1.0
+    with block():
+        x = a + B
+    y = (x + C).sum()
+    with torch.no_grad():
+        a.add_(1.0)
+    return grads(y, B, C)
 
 
 def test_what_is_no_value_is_watched_as_in_plain_code():
@@ -332,55 +302,45 @@ def test_what_is_no_value_is_watched_as_in_plain_code():
 # --- Backwards ---
 
 
-def test_double_backward():
-    def program(block):
-        with block():
-            x = (A * B).sin()
-        y = (x * C).exp().sum()
-        first = grads(y, A, B, C, create_graph=True)
-        return [*first, *grads(sum(g.square().sum() for g in first), A, B, C)]
-
-    assert_scoped(program, mul=2, sin=2)
+@scoped(mul=2, sin=2)
+def test_double_backward(block):
+    with block():
+        x = (A * B).sin()
+    y = (x * C).exp().sum()
+    first = grads(y, A, B, C, create_graph=True)
+    return [*first, *grads(sum(g.square().sum() for g in first), A, B, C)]
 
 
-def test_a_graph_that_is_retained_recomputes_in_each_backward():
-    def program(block):
-        with block():
-            x = A + B
-        y = (x * C).sum()
-        return [*grads(y, A, C, retain_graph=True), *grads(y, A, C)]
-
-    assert_scoped(program, add=2)
+@scoped(add=2)
+def test_a_graph_that_is_retained_recomputes_in_each_backward(block):
+    with block():
+        x = A + B
+    y = (x * C).sum()
+    return [*grads(y, A, C, retain_graph=True), *grads(y, A, C)]
 
 
-def test_two_losses_have_a_backward_each():
-    def program(block):
-        with block():
-            x = A + B
-        one, two = (x * C).sum(), (x * x).sum()
-        return [*grads(one, A, C), *grads(two, A, B)]
-
-    assert_scoped(program, add=2)
+@scoped(add=2)
+def test_two_losses_have_a_backward_each(block):
+    with block():
+        x = A + B
+    one, two = (x * C).sum(), (x * x).sum()
+    return [*grads(one, A, C), *grads(two, A, B)]
 
 
-def test_a_consumer_after_the_backward():
-    def program(block):
-        with block():
-            x = A + B
-        first = grads((x * C).sum(), A, C)
-        return [*first, *grads((x * C).sum(), A, C)]
-
-    assert_scoped(program, add=1)
+@scoped(add=1)
+def test_a_consumer_after_the_backward(block):
+    with block():
+        x = A + B
+    first = grads((x * C).sum(), A, C)
+    return [*first, *grads((x * C).sum(), A, C)]
 
 
-def test_batched_cotangents():
-    def program(block):
-        with block():
-            x = A + torch.rand(3, 3)
-        eye = torch.eye(9).view(9, 3, 3)
-        return grads(x * C, A, C, grad_outputs=eye, is_grads_batched=True)
-
-    assert_scoped(program, add=1, rand=1)
+@scoped(add=1, rand=1)
+def test_batched_cotangents(block):
+    with block():
+        x = A + torch.rand(3, 3)
+    eye = torch.eye(9).view(9, 3, 3)
+    return grads(x * C, A, C, grad_outputs=eye, is_grads_batched=True)
 
 
 def test_a_saved_tensor_can_be_read_outside_of_a_backward():
@@ -415,15 +375,13 @@ def test_a_function_that_reads_what_it_saved_twice():
     assert ops["add"] - plain["add"] == 2
 
 
-def test_a_backward_inside_of_a_block():
-    def program(block):
-        with block():
-            x = A * B
-            first = grads((x * C).sum(), A, C)
-            y = x.sin()
-        return [*first, *grads((y * C).sum(), C)]
-
-    assert_scoped(program, mul=2, sin=1)
+@scoped(mul=2, sin=1)
+def test_a_backward_inside_of_a_block(block):
+    with block():
+        x = A * B
+        first = grads((x * C).sum(), A, C)
+        y = x.sin()
+    return [*first, *grads((y * C).sum(), C)]
 
 
 def test_an_error_in_a_backward_leaves_nothing():
@@ -459,29 +417,25 @@ def test_autocast_casts_are_values():
     assert ops["mm"] == plain["mm"] + 1
 
 
-def test_autocast_around_the_backward_does_not_count():
-    def program(block):
+@scoped(mm=1)
+def test_autocast_around_the_backward_does_not_count(block):
+    with block():
+        x = A @ B
+    y = (x * C).sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        return grads(y, C)
+
+
+@scoped(randn=1)
+def test_settings_are_those_of_the_block(block):
+    torch.set_default_dtype(torch.float64)
+    try:
         with block():
-            x = A @ B
-        y = (x * C).sum()
-        with torch.autocast("cpu", torch.bfloat16):
-            return grads(y, C)
-
-    assert_scoped(program, mm=1)
-
-
-def test_settings_are_those_of_the_block():
-    def program(block):
-        torch.set_default_dtype(torch.float64)
-        try:
-            with block():
-                x = torch.randn(3, 3)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        c = C.double().detach().requires_grad_()
-        return grads((x * c).sum(), c)
-
-    assert_scoped(program, randn=1)
+            x = torch.randn(3, 3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    c = C.double().detach().requires_grad_()
+    return grads((x * c).sum(), c)
 
 
 @pytest.mark.parametrize("how", ["argument", "closure"])
@@ -502,26 +456,22 @@ def test_consumers_in_a_call_of_remat(how):
     assert ops["add"] == plain["add"] + 1
 
 
-def test_consumers_in_checkpoint():
-    def program(block):
+@scoped(add=1)
+def test_consumers_in_checkpoint(block):
+    with block():
+        x = A + B
+    y = checkpoint(lambda x, c: (x * c).sin(), x, C, use_reentrant=False)
+    return grads(y.sum(), A, B, C)
+
+
+@scoped()
+def test_a_block_in_a_call_does_nothing(block):
+    def fn(a, c):
         with block():
-            x = A + B
-        y = checkpoint(lambda x, c: (x * c).sin(), x, C, use_reentrant=False)
-        return grads(y.sum(), A, B, C)
+            x = a + B
+        return (x * c).sin()
 
-    assert_scoped(program, add=1)
-
-
-def test_a_block_in_a_call_does_nothing():
-    def program(block):
-        def fn(a, c):
-            with block():
-                x = a + B
-            return (x * c).sin()
-
-        return grads(remat.remat(fn)(A, C).sum(), A, B, C)
-
-    assert_scoped(program)
+    return grads(remat.remat(fn)(A, C).sum(), A, B, C)
 
 
 def test_a_block_in_a_call_under_torch_func_does_nothing():
@@ -536,17 +486,15 @@ def test_a_block_in_a_call_under_torch_func_does_nothing():
     assert_scoped(lambda block: [program(block)])
 
 
-def test_a_block_in_checkpoint_does_nothing():
-    def program(block):
-        def fn(a, c):
-            with block():
-                x = a + B
-            return (x * c).sin()
+@scoped()
+def test_a_block_in_checkpoint_does_nothing(block):
+    def fn(a, c):
+        with block():
+            x = a + B
+        return (x * c).sin()
 
-        y = checkpoint(fn, A, C, use_reentrant=False)
-        return grads(y.sum(), A, B, C)
-
-    assert_scoped(program)
+    y = checkpoint(fn, A, C, use_reentrant=False)
+    return grads(y.sum(), A, B, C)
 
 
 def test_a_block_without_grad_does_nothing():
@@ -623,15 +571,13 @@ def test_a_policy_says_what_is_stored():
     assert_scoped(lambda b: program(b, policies.everything_saveable))
 
 
-def test_a_policy_finds_results_by_name():
-    def program(block):
-        with block(policies.save_only_these_names("x")):
-            x = remat.checkpoint_name((A * B).sin(), "x")
-            y = x.exp()
-        return grads((x * C).sum() + (y * C).sum(), A, B, C)
-
-    # The product is what the sine saves.
-    assert_scoped(program, mul=1, exp=1)
+# The product is what the sine saves.
+@scoped(mul=1, exp=1)
+def test_a_policy_finds_results_by_name(block):
+    with block(policies.save_only_these_names("x")):
+        x = remat.checkpoint_name((A * B).sin(), "x")
+        y = x.exp()
+    return grads((x * C).sum() + (y * C).sum(), A, B, C)
 
 
 def test_a_policy_offloads(folder):
@@ -644,13 +590,11 @@ def test_a_policy_offloads(folder):
     assert_scoped(program, sin=1)
 
 
-def test_the_policies_of_nested_blocks_are_joined():
-    def program(block):
-        with block(policies.dots_saveable), block():
-            x = (A @ B).sin()
-        return grads((x * C).sum(), A, B, C)
-
-    assert_scoped(program, sin=1)
+@scoped(sin=1)
+def test_the_policies_of_nested_blocks_are_joined(block):
+    with block(policies.dots_saveable), block():
+        x = (A @ B).sin()
+    return grads((x * C).sum(), A, B, C)
 
 
 def test_an_error_of_a_policy_is_raised_when_the_block_ends():
@@ -714,21 +658,19 @@ def test_parametrizations():
     assert_scoped(program, mul=2)
 
 
-def test_blocks_nest_overlap_and_are_used_again():
-    def program(block):
-        one, two = block(), block()
-        one.__enter__()
-        x = A + B
-        two.__enter__()
-        y = x * C
-        one.__exit__(None, None, None)
-        z = y.sin()
-        two.__exit__(None, None, None)
-        with one, two, one:
-            w = z.exp()
-        return grads((z * y).sum() + (w * x).sum(), A, B, C)
-
-    assert_scoped(program, add=1, mul=1, sin=1, exp=1)
+@scoped(add=1, mul=1, sin=1, exp=1)
+def test_blocks_nest_overlap_and_are_used_again(block):
+    one, two = block(), block()
+    one.__enter__()
+    x = A + B
+    two.__enter__()
+    y = x * C
+    one.__exit__(None, None, None)
+    z = y.sin()
+    two.__exit__(None, None, None)
+    with one, two, one:
+        w = z.exp()
+    return grads((z * y).sum() + (w * x).sum(), A, B, C)
 
 
 def test_a_block_that_raises_is_closed():
@@ -740,14 +682,12 @@ def test_a_block_that_raises_is_closed():
     assert ops["add"] == 1
 
 
-def test_other_modes_may_end_in_any_order():
-    def program(block):
-        stack = contextlib.ExitStack()
-        with block(), count_ops() as ops:
-            x = A + B
-            stack.enter_context(block())
-        with stack:
-            y = x.sin()
-        return [*grads((x * y).sum(), A, B), torch.tensor(ops["add"])]
-
-    assert_scoped(program, add=1, sin=1)
+@scoped(add=1, sin=1)
+def test_other_modes_may_end_in_any_order(block):
+    stack = contextlib.ExitStack()
+    with block(), count_ops() as ops:
+        x = A + B
+        stack.enter_context(block())
+    with stack:
+        y = x.sin()
+    return [*grads((x * y).sum(), A, B), torch.tensor(ops["add"])]

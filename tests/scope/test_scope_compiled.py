@@ -66,6 +66,7 @@ def code_in_a_block():
     assert backend.frame_count == graphs
 
 
+@pytest.mark.slow
 def test_code_is_compiled_and_runs_compiled_in_a_block():
     # In a process of its own: Dynamo guards what other tests leave behind.
     program = f"import {__name__} as here; here.code_in_a_block()"
@@ -127,6 +128,7 @@ def test_what_compiled_code_changes_in_place_is_stored():
     assert_same(program(remat.scope), program(plainly))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_COMPILER, reason="inductor compiles C++")
 @pytest.mark.filterwarnings("default")  # inductor warns of slow numerics
 def test_kernels_that_write_where_no_mode_sees_it():

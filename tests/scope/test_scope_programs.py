@@ -69,7 +69,7 @@ def gradients(plan, scope, order):
     return [y.detach(), *(g.detach() for g in found), torch.rand(2)]
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(plans())
 def test_random_programs(plan):
     wanted = gradients(plan, nothing, 1)
@@ -77,20 +77,20 @@ def test_random_programs(plan):
     assert not hooks_here()
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(plans(SMOOTH, 6))
 def test_random_programs_to_second_order(plan):
     assert_same(gradients(plan, remat.scope, 2), gradients(plan, nothing, 2))
 
 
 @pytest.mark.slow
-@settings(max_examples=2000)
+@settings(max_examples=1000)
 @given(plans(size=16))
 def test_many_random_programs(plan):
     assert_same(gradients(plan, remat.scope, 1), gradients(plan, nothing, 1))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(plans(("unary", "binary"), 8))
 def test_no_program_stores_more_than_plain_and_its_sources(plan):
     body, _ = plan

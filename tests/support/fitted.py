@@ -1,11 +1,15 @@
 """Models whose steps are fitted into a budget, and the peak of a step as measured."""
 
 import copy
+import dataclasses
+import functools
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+import remat
 from remat.testing import memory_timeline
 
 
@@ -136,7 +140,7 @@ class UNet(nn.Module):
 
 
 def llama():
-    transformers = __import__("pytest").importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -198,3 +202,43 @@ def measured_peak(model, args, kwargs, loss):
 def assert_predicted(predicted, measured):
     """Assert that a predicted peak is at most 5% above and 2% below the measured."""
     assert 0.98 * measured <= predicted <= 1.05 * measured, (predicted, measured)
+
+
+# --- Plans ---
+
+
+X = torch.randn(256, 8)
+
+
+def least(model, *args, **options):
+    """Return the least budget that there is a plan for."""
+    with pytest.raises(remat.BudgetError, match=r"The least budget") as raised:
+        remat.fit(model, *args, budget=1, **options)
+    return raised.value.least
+
+
+@functools.cache
+def _tight(over):
+    model = mlps()
+    options = {"loss": square, "over": over}
+    return remat.fit(model, X, budget=least(model, X, **options), **options)
+
+
+def tight(over="step"):
+    """Return the plan of the least budget for `mlps()`, which was not applied yet."""
+    plan = _tight(over)
+    return dataclasses.replace(plan, is_applied=False) if over == "step" else plan
+
+
+def applied_mlps(over="step"):
+    """Return a plain model, a copy that follows the tight plan, and the plan."""
+    model, plan = mlps(), tight(over)
+    return model, plan.apply(copy.deepcopy(model)), plan
+
+
+def gradients(model, run, seed=0):
+    """Run a backward from a seed, and return the gradients of a model."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    run()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -50,3 +50,16 @@ def assert_scoped(program, *, scope=remat.scope, **again):
 
 def grads(out, *inputs, **kwargs):
     return torch.autograd.grad(out, inputs, **kwargs)
+
+
+def scoped(**again):
+    """Make a test of a program: see `assert_scoped`."""
+
+    def decorate(program):
+        def test():
+            assert_scoped(program, **again)
+
+        test.__name__ = program.__name__
+        return test
+
+    return decorate

@@ -24,7 +24,7 @@ BLOCK = re.compile(
 )
 # A reader runs an example in a file of another name. That moves columns, too.
 SOURCE = re.compile(r"[\w./-]+\.(?:py|md):\d+")
-# It shows a table of a plan, as it prints without rich.
+# Its numbers depend on the kernels of the machine.
 NOT_COMPARED = {"fit.md"}
 LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

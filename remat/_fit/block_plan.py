@@ -1,9 +1,8 @@
 """The plan by blocks: which blocks of a model are recomputed, and what that costs.
 
-Invariant: a plan holds neither tensors nor modules, so it pickles, compares, and can be
-made on one machine and applied on another.
-Rejected: a plan that keeps the model. It is applied to the real one, which may not
-exist yet.
+Invariant: as of `StepPlan`, it holds neither tensors nor modules.
+Rejected: a plan of single operations. The budget of a block's policy is spent when it
+runs, so a plan fits blocks of other sizes.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from torch import nn
 from typing_extensions import override
 
 from remat._base.optional import missing
-from remat._report import plots as _plots, render as _render
+from remat._fit.step_plan import drawn, mib, notes, title
+from remat._report import render as _render
 from remat._transform.api import caller
 from remat.nn._applied import PLAN, REMAT, refuse_others
 from remat.nn._apply import apply_from
@@ -55,34 +55,6 @@ class FitBlock:
     recomputed: int
 
 
-@dataclass(frozen=True, slots=True)
-class FitCandidate:
-    """A choice that was simulated.
-
-    Attributes:
-        label: what it is; "" if the search made it.
-        peak: the most bytes alive in a step.
-        recomputed: the FLOPs that are recomputed.
-        seconds: what it costs at nominal rates.
-
-    Example:
-        >>> import torch
-        >>> import remat
-        >>> def layer():
-        ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
-        >>> with torch.device("meta"):
-        ...     model = nn.Sequential(*[layer() for _ in range(4)])
-        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB", over="blocks")
-        >>> [c.peak for c in plan.candidates if c.label == "plain"]
-        [461984]
-    """
-
-    label: str
-    peak: int
-    recomputed: int
-    seconds: float
-
-
 @dataclass(frozen=True, repr=False)
 class FitPlan(_render.Shown):
     """The plan of `remat.fit` by blocks. It prints as a table of blocks.
@@ -99,7 +71,6 @@ class FitPlan(_render.Shown):
         seconds: what is recomputed, at nominal rates of FLOPs and bytes.
         peak_at: where the peak is: "mm in the backward of layers.3".
         blocks: what is done with each block, in the order of `named_modules()`.
-        candidates: what was simulated.
         lacks_budgets: whether `policies.within` was left out: it needs scipy, which was
             not installed.
 
@@ -127,7 +98,6 @@ class FitPlan(_render.Shown):
     seconds: float
     peak_at: str
     blocks: tuple[FitBlock, ...]
-    candidates: tuple[FitCandidate, ...]
     lacks_budgets: bool = False
 
     @property
@@ -169,7 +139,7 @@ class FitPlan(_render.Shown):
         return apply_from(caller(), model, chosen, by=PLAN) if chosen else model
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw peak and recomputed FLOPs of what was simulated.
+        """Draw peak and recomputed FLOPs, beside those of a step without remat.
 
         Args:
             ax: the matplotlib axes to draw on; None for new ones.
@@ -180,12 +150,7 @@ class FitPlan(_render.Shown):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        shown = [c for c in self.candidates if c.label]
-        labels = [*(c.label for c in shown), "fit"]
-        peaks = [*(c.peak for c in shown), self.peak]
-        costs = [*(c.recomputed for c in shown), self.recomputed]
-        title = f"peak of {self.label}, budget {_render.mebibytes(self.budget)}"
-        return _plots.points_in(self.budget, labels, peaks, costs, title, ax)
+        return drawn(self, {"fit": (self.peak, self.recomputed)}, ax)
 
     @override
     def __repr__(self) -> str:
@@ -198,29 +163,22 @@ class FitPlan(_render.Shown):
     @override
     def _table(self) -> _render.Table:
         return _render.Table(
-            title=f"{self.label} in {_render.mebibytes(self.budget)}",
+            title=title(self),
             columns=("block", "fate", "policy", "#saved MiB", "#recomputed FLOPs"),
             rows=tuple(map(_row, self.blocks)),
-            kinds=tuple(_KINDS[b.recomputes] for b in self.blocks),
+            kinds=tuple("recomputed" if b.recomputes else "saved" for b in self.blocks),
             notes=(
-                f"peak: {_render.mebibytes(self.peak)}, {self.peak_at}",
-                f"peak without remat: {_render.mebibytes(self.plain_peak)}",
-                f"before the step: {_render.mebibytes(self.resident)}",
-                f"recomputed: {self.recomputed:,} FLOPs, {self.share:.1%} of a step",
+                *notes(self),
                 *([_NO_BUDGETS] if self.lacks_budgets else []),
             ),
         )
-
-
-_KINDS = {True: "recomputed", False: "saved"}
 
 
 def _row(block: FitBlock) -> tuple[str, ...]:
     policy = "" if block.policy is None else str(block.policy)
     inside = ", with the blocks in it" if block.around else ""
     fate = f"recomputed{inside}" if block.recomputes else "saved"
-    saved = _render.mebibytes(block.saved).removesuffix(" MiB")
-    return block.name, fate, policy, saved, f"{block.recomputed:,}"
+    return block.name, fate, policy, mib(block.saved), f"{block.recomputed:,}"
 
 
 _NO_MODEL = (

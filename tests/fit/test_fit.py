@@ -1,0 +1,317 @@
+"""What holds for both kinds of plans of `remat.fit`: for a step, and by blocks."""
+
+import copy
+import pickle
+import re
+import sys
+
+import pytest
+import torch
+from support.fitted import (
+    IDS,
+    Lm,
+    ResNet,
+    X,
+    applied_mlps,
+    bytes_before,
+    gradients,
+    least,
+    llama,
+    measured_peak,
+    mlps,
+    square,
+    step,
+    tight,
+    words,
+)
+from torch import nn
+
+import remat
+from remat.testing import assert_same, count_ops, memory_timeline
+
+
+both = pytest.mark.parametrize("over", ["step", "blocks"])
+
+
+# --- The plan ------------------------------------------------------------------------
+
+
+@both
+def test_the_recomputed_flops_are_those_that_run(over):
+    _, model, plan = applied_mlps(over)
+    counter = torch.utils.flop_counter.FlopCounterMode(display=False)
+    with counter:
+        step(model, (X,), {}, square)
+    assert counter.get_total_flops() == plan.flops + plan.recomputed
+    rows = plan.segments if over == "step" else plan.blocks
+    assert 0 < plan.recomputed == sum(row.recomputed for row in rows) < plan.flops
+    assert plan.share == plan.recomputed / plan.flops
+
+
+@both
+def test_a_large_budget_recomputes_nothing(over):
+    model = mlps()
+    plan = remat.fit(model, X, loss=square, budget="1 GB", over=over)
+    assert plan.recomputed == plan.seconds == 0
+    assert plan.peak == plan.plain_peak
+    with count_ops() as plain:
+        step(mlps(), (X,), {}, square)
+    with count_ops() as ops:
+        step(plan.apply(model), (X,), {}, square)
+    assert ops["addmm"] == plain["addmm"]
+
+
+@both
+def test_the_least_budget_would_do(over):
+    plan = tight(over)
+    assert plan.peak == plan.budget
+    with pytest.raises(remat.BudgetError, match=r"The least budget") as raised:
+        remat.fit(mlps(), X, budget=plan.budget - 1, loss=square, over=over)
+    assert raised.value.least == plan.budget
+    assert "before the step" in str(raised.value)
+
+
+@both
+@pytest.mark.parametrize("where", ["meta", "fake"])
+def test_the_model_need_not_exist(over, where):
+    if where == "fake" and over == "step":
+        pytest.skip("as on the meta device")
+    with torch.device("meta") if where == "meta" else remat._torch.fake_mode():
+        model = mlps()
+    plan = tight(over)
+    assert plan == remat.fit(model, X, loss=square, budget=plan.budget, over=over)
+    real = plan.apply(mlps())
+    assert measured_peak(real, (X,), {}, square) <= plan.budget
+
+
+def test_all_may_be_on_the_meta_device():
+    with torch.device("meta"):
+        model, x = mlps(2), torch.randn(256, 8)
+    found = remat.fit(model, x, budget="1GB", over="blocks")
+    expected = remat.fit(mlps(2), X, budget="1GB", device="cpu", over="blocks")
+    assert found.peak == expected.peak
+
+
+@both
+def test_gradients_that_exist_are_part_of_the_peak(over):
+    model = mlps()
+    before = remat.fit(model, X, loss=square, budget="1GB", over=over)
+    square(model(X)).backward()
+    after = remat.fit(model, X, loss=square, budget="1GB", over=over)
+    size = sum(p.nbytes for p in model.parameters())
+    assert after.resident == before.resident + size
+
+
+@both
+def test_a_step_that_accumulates_has_gradients_before(over):
+    model = mlps()
+    options = {"loss": square, "over": over, "accumulates": True}
+    low = least(model, X, **options)
+    plan = remat.fit(model, X, budget=low, **options)
+    size = sum(p.nbytes for p in model.parameters())
+    assert plan.resident == tight(over).resident + size
+    plan.apply(model)
+    step(model, (X,), {}, square)
+    timeline = memory_timeline(step, model, (X,), {}, square)
+    assert bytes_before(model, X) + size + timeline.peak <= low
+
+
+@both
+def test_outputs_of_transformers_have_a_loss(over):
+    pytest.importorskip("scipy")
+    model = llama()
+    low = least(model, IDS, labels=IDS, over=over)
+    plan = remat.fit(model, IDS, labels=IDS, budget=low, over=over)
+    rows = plan.segments if over == "step" else plan.blocks
+    assert {f"model.layers.{k}" for k in range(3)} <= {row.name for row in rows}
+
+
+# --- What is passed, and what is refused ----------------------------------------------
+
+
+def test_a_function_is_passed_its_model():
+    model = Lm()
+
+    def run(model, ids):
+        return words(model(ids))
+
+    def fit(*args, **options):
+        return remat.fit(*args, budget="1GB", over="blocks", **options)
+
+    passed = fit(model, IDS, loss=words)
+    assert fit(model.forward, IDS, loss=words).peak == passed.peak
+    inside = fit(run, model, IDS)
+    assert inside.flops == passed.flops
+    # Nothing holds the logits of `run` in its backward.
+    assert inside.peak < passed.peak
+
+
+def test_of_what_is_no_scalar_all_is_differentiated():
+    model = mlps(2)
+    assert remat.fit(model, X, budget="1GB", over="blocks").flops > 0
+    several = remat.fit(lambda m, x: [m(x), {"a": x}], model, X, budget="1GB")
+    assert several.flops > 0
+
+
+def reading(model, x):
+    return model(x) if x.sum() > 0 else model(x + 1)
+
+
+REFUSED = {
+    "no gradients": (
+        lambda: (mlps(2).requires_grad_(False), X),
+        (ValueError, r"nothing in the result requires grad"),
+    ),
+    "lazy": (
+        lambda: (nn.Sequential(mlps(2), nn.LazyLinear(3)), X),
+        (remat.CaptureError, r"Call the model once before"),
+    ),
+    "recomputed already": (
+        lambda: (remat.nn.apply(mlps()), X),
+        (ValueError, r"is recomputed already"),
+    ),
+}
+
+
+@both
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_plan_can_be_made_for_is_refused(case, over):
+    make, (kind, message) = REFUSED[case]
+    with pytest.raises(kind, match=message):
+        remat.fit(*make(), budget="1GB", over=over)
+
+
+@both
+def test_a_model_that_was_not_passed_is_refused(over):
+    model, other = mlps(2), mlps(2)
+    with pytest.raises(remat.CaptureError, match=r"requires grad and was not passed"):
+        remat.fit(lambda m, x: m(x) + other(x), model, X, budget="1GB", over=over)
+    assert all(p.grad is None for p in other.parameters())
+
+
+def test_values_that_do_not_exist_cannot_be_read():
+    with pytest.raises(remat.CaptureError, match=r"test_fit\.py:\d+, in reading"):
+        remat.fit(reading, mlps(2), X, budget="1GB", over="blocks")
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_a_device_that_is_not_there_is_refused(device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=f"torch finds no {device} here"):
+        remat.fit(mlps(2), X, budget="1GB", device=device)
+
+
+@pytest.mark.parametrize("budget", ["8 parsecs", -1, None])
+def test_a_budget_is_bytes(budget):
+    with pytest.raises((ValueError, TypeError), match=r"fit takes a number of bytes"):
+        remat.fit(mlps(2), X, budget=budget)
+
+
+def test_over_is_step_or_blocks():
+    with pytest.raises(ValueError, match=r"\"blocks\" or None, got 'layers'"):
+        remat.fit(mlps(2), X, budget=1, over="layers")
+
+
+def test_blocks_are_not_selected_for_a_step():
+    with pytest.raises(ValueError, match=r"select= says which modules are blocks"):
+        remat.fit(mlps(), X, budget=1, select="1.*")
+
+
+@both
+def test_a_plan_is_applied_once(over):
+    _, model, plan = applied_mlps(over)
+    with pytest.raises(ValueError, match=r"already, by remat\.fit, since \S*fitted\."):
+        plan.apply(model)
+
+
+# --- What is left as it is -----------------------------------------------------------
+
+
+@both
+def test_the_model_stays_as_it_is(over):
+    model = ResNet()
+    image = torch.randn(2, 3, 16, 16)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    classes = [type(module) for module in model.modules()]
+    plain = remat.fit(model, image, loss=square, budget="1GB", over=over).plain_peak
+    budget = int(0.9 * plain)
+    remat.fit(model, image, loss=square, budget=budget, over=over)
+    assert_same(model.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [type(module) for module in model.modules()] == classes
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@both
+def test_remove_undoes_apply(over):
+    plain, model, _ = applied_mlps(over)
+    remat.nn.remove(model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    with count_ops() as ops:
+        found = gradients(model, lambda: step(model, (X,), {}, square))
+    assert ops["relu"] == 6
+    assert_same(found, gradients(plain, lambda: step(plain, (X,), {}, square)))
+
+
+# --- How it shows --------------------------------------------------------------------
+
+
+@both
+def test_a_plan_is_a_value(over):
+    plan = tight(over)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    again = remat.fit(mlps(), X, loss=square, budget=plan.budget, over=over)
+    assert plan == again
+    assert all(f"1.{k}" in str(plan) for k in range(6))
+    assert f"MiB, {plan.peak_at}" in str(plan)
+
+
+def test_a_plan_by_blocks_is_one_line():
+    found = repr(tight("blocks"))
+    assert re.match(r"<FitPlan of Sequential: \d of 6 blocks recomputed", found)
+
+
+def test_a_plan_for_a_step_says_that_it_is_not_applied():
+    plan = tight()
+    note = "not applied yet: plan.apply(model)"
+    assert note in str(plan)
+    assert note in repr(plan)
+    plan.apply(mlps())
+    assert note not in str(plan) + repr(plan)
+
+
+@both
+def test_budgets_are_written_in_one_unit(over):
+    model = mlps()
+    with pytest.raises(remat.BudgetError, match=r"under 0\.001 MiB\. ") as raised:
+        remat.fit(model, X, budget=1000, loss=square, over=over)
+    assert "bytes" not in str(raised.value)
+    shown = re.search(r"there is one is (\S+ MiB)", str(raised.value))[1]
+    plan = remat.fit(model, X, budget=shown, loss=square, over=over)
+    assert plan.peak == raised.value.least
+    assert f"peak: {shown}, in " in str(plan)
+
+
+@both
+def test_a_plan_draws_itself(over):
+    pytest.importorskip("matplotlib").use("Agg")
+    axes = tight(over).plot()
+    assert axes.get_xlabel() == "peak of the step, MiB"
+    labels = axes.get_legend_handles_labels()[1]
+    ours = ["fit"] if over == "blocks" else ["plan.apply(model)\nwith plan"]
+    assert labels == ["plain", *ours, "budget"]
+
+
+def test_a_plan_by_blocks_says_what_it_was_made_without(monkeypatch):
+    budget = tight("blocks").budget
+    assert "policies.within" not in str(tight("blocks"))
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    plan = remat.fit(mlps(), X, budget=budget, loss=square, over="blocks")
+    assert plan.lacks_budgets
+    note = "without policies.within: scipy is not installed (pip install scipy)"
+    assert note in str(plan)
+    assert "without policies.within" in plan._repr_html_()
+    free = remat.fit(mlps(), X, budget="1GB", loss=square, over="blocks")
+    assert not free.lacks_budgets
