@@ -205,8 +205,8 @@ class Primal(Program):
     def run_forward(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
         """Run the function for the first time; return the tensors of its result."""
         context = here()
-        if context.examining is not None:
-            context.examining.entered(self, inputs)
+        if context.observer is not None:
+            context.observer.entered(self, inputs)
         context.functions += 1
         try:
             result = self._under(mode, self.call.run_forward, inputs)
