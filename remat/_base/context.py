@@ -17,7 +17,7 @@ from torch import Tensor
 Observe: TypeAlias = Callable[[int, Tensor | None], None]
 
 
-class Observer(Protocol):
+class Reporter(Protocol):
     """What follows the run of a function for a report."""
 
     def asked(
@@ -43,7 +43,7 @@ class Context:
         followed: how many of remat's modes see the operations of the thread.
         recomputing: the calls that are recomputed, from the outermost in.
         decisions: of the calls within the innermost one, in order.
-        observer: what follows the run for a report; None where there is no report.
+        reporter: what follows the run for a report; None where there is no report.
         listeners: told of the names that `checkpoint_name` gives.
         inside: the calls whose forwards run, from the outermost in; for such a report.
         cells: the variables of functions that were made for runs whose graphs are being
@@ -59,8 +59,8 @@ class Context:
 
     __slots__ = (
         *("after", "block_pack", "cells", "decisions", "followed", "functions"),
-        *("inside", "listeners", "observer", "only_our_hooks", "plans", "policy"),
-        "recomputing",
+        *("inside", "listeners", "only_our_hooks", "plans", "policy", "recomputing"),
+        "reporter",
     )
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Context:
         self.followed = self.functions = self.plans = 0
         self.recomputing: tuple[Any, ...] = ()
         self.decisions: Decisions | None = None
-        self.observer: Observer | None = None
+        self.reporter: Reporter | None = None
         self.after: tuple[Any, ...] = ()
         self.inside: tuple[Any, ...] = ()
         self.listeners: list[Any] = []
@@ -96,14 +96,10 @@ def here() -> Context:
 
 
 class Decisions:
-    """What the calls within a call decided to do with their records.
+    """What the calls within a call decided to do with their records, in order.
 
-    They do the same when the call around is recomputed: what it saves of them depends
-    on it.
-
-    Args:
-        made: the decisions, in order; the forward adds them.
-        again: whether the call around is recomputed.
+    They do the same when the call around is recomputed (`again`): what it saves of them
+    depends on it.
     """
 
     __slots__ = ("_made", "_next", "again")

@@ -78,14 +78,14 @@ class Noted:
         return self.seeds[self._next - 1]
 
 
-class _Notes(threading.local):
+class _NotesOfThread(threading.local):
     """What one thread notes: by its innermost run, and whether for other calls, too."""
 
     current: Noted | None = None
     later = True
 
 
-_NOTES = _Notes()
+_NOTES = _NotesOfThread()
 _functional: Any = torch.nn.functional
 _seed_of_torch = torch.random.seed
 _renorm_of_torch = _functional._no_grad_embedding_renorm_

@@ -283,7 +283,7 @@ class Saved:
             or (context.only_our_hooks and self.is_nested)
         )
         context.policy, context.decisions = self.policy, Decisions(self.inner)
-        if context.observer is not None:
+        if context.reporter is not None:
             context.inside = (*inside, self)
         noted.start()
         # The hook comes last: the graphs of all of the above are not the call's.
@@ -394,8 +394,8 @@ class _Packing:
         self._observe: Callable[[int, Tensor | None], None] | None = None
         if call.following is not None:
             self._observe = call.following.pack
-        if context.observer is not None:
-            self._observe = context.observer.observe(call, self._observe)
+        if context.reporter is not None:
+            self._observe = context.reporter.observe(call, self._observe)
 
     def pack(self, t: Tensor) -> Any:  # noqa: C901 - one call, and no others
         """Be the hook that saves a tensor."""
@@ -564,7 +564,7 @@ def recompute(
     context.only_our_hooks, context.policy = True, call.policy
     context.decisions = Decisions(call.inner, again=True)
     context.recomputing = (*recomputing, call)
-    if context.observer is not None:
+    if context.reporter is not None:
         context.inside = (*inside, call)
     # The hooks and the grad mode of the backward do not count.
     suspended, grad_mode = suspend_hooks(), torch.is_grad_enabled()
