@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from support.holders import HOLDERS_OF_STREAMS, WAYS_OF_STREAMS, use
-from support.runs import assert_replayed, configurations, leaf
+from support.rotated import rotated
+from support.runs import CONFIGURATIONS, assert_replayed, leaf
 from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, vmap
@@ -22,7 +23,6 @@ STREAMS = {
     "numpy Generator": lambda: np.random.default_rng(5),
     "numpy RandomState": lambda: np.random.RandomState(5),
 }
-ways = pytest.mark.parametrize("way", WAYS_OF_STREAMS.values(), ids=WAYS_OF_STREAMS)
 streams = pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
 
 
@@ -30,13 +30,11 @@ def next_of(stream):
     return use(torch.ones(64), stream)
 
 
-@configurations
-@streams
-@ways
+@rotated("way, make, ours", WAYS_OF_STREAMS, STREAMS, CONFIGURATIONS)
 def test_a_stream_is_replayed_for_each_call_wherever_it_is_held(way, make, ours):
     def program(wrap):
-        stream = make()
-        fn = way(wrap, stream)
+        stream = STREAMS[make]()
+        fn = WAYS_OF_STREAMS[way](wrap, stream)
         first, second = fn(x).sum(), fn(x).sum()
         drawn = next_of(stream)
         found = [
@@ -46,26 +44,25 @@ def test_a_stream_is_replayed_for_each_call_wherever_it_is_held(way, make, ours)
         return found, drawn, next_of(stream)
 
     x = leaf()
-    assert_replayed(program, wrap=ours, sin=2 + 3 + 2)
+    assert_replayed(program, wrap=CONFIGURATIONS[ours], sin=2 + 3 + 2)
 
 
-@ways
+@pytest.mark.parametrize("way", WAYS_OF_STREAMS)
 def test_a_stream_is_replayed_under_grad_wherever_it_is_held(way):
     def program(wrap):
         stream = torch.Generator().manual_seed(5)
-        fn = way(wrap, stream)
+        fn = WAYS_OF_STREAMS[way](wrap, stream)
         return grad(lambda x: fn(x).sum())(x), next_of(stream)
 
     x = torch.randn(64)
     assert_replayed(program, sin=2 + 1)
 
 
-@streams
-@ways
+@rotated("way, make", WAYS_OF_STREAMS, STREAMS)
 def test_a_stream_is_replayed_under_vmap_of_grad_wherever_it_is_held(way, make):
     def program(wrap):
-        stream = make()
-        fn = way(wrap, stream)
+        stream = STREAMS[make]()
+        fn = WAYS_OF_STREAMS[way](wrap, stream)
         found = vmap(grad(lambda x: fn(x).sum()), randomness="same")(xs)
         return found, next_of(stream)
 
