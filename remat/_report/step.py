@@ -39,9 +39,9 @@ from remat._report.timeline import MemoryChange, changes_in, name_of
 from remat._torch import (
     AccumulateGrad,
     base_tensor,
+    current_node,
     marked,
-    next_sequence_number,
-    running_node,
+    nodes_made,
     sequence_number,
     storage_id,
 )
@@ -194,7 +194,7 @@ class StepWatch(Ledger):
 
     @override
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        node = running_node()
+        node = current_node()
         if node is not None and torch.is_grad_enabled() and not here().recomputing:
             self.differentiates = True
         if node is not None and not self._in_backward:
@@ -202,7 +202,7 @@ class StepWatch(Ledger):
             self.saved.update(self._saved_by_policies())
         number, i = -1 if node is None else sequence_number(node), len(self.ops)
         self.ops.append(self._watched(func, number))
-        self.origins.setdefault(next_sequence_number() - 1, i)
+        self.origins.setdefault(nodes_made() - 1, i)
         with marked(f"{MARK}{i}"):
             result = super().call(func, args, kwargs)
         for part in _parts_in(result):

@@ -344,14 +344,6 @@ marked: Callable[[str], Any] = vars(torch._C._profiler)["_RecordFunctionFast"]
 
 
 # Deleted by: public sequence numbers of nodes.
-next_sequence_number: Callable[[], int] = vars(torch._C._autograd)["_get_sequence_nr"]
-
-
-# Deleted by: a public name for the node that the engine runs.
-running_node: Callable[[], Any] = torch._C._current_autograd_node
-
-
-# Deleted by: public sequence numbers of nodes.
 def sequence_number(node: Any) -> int:
     """Return a number that is larger for nodes made later, on one thread."""
     return node._sequence_nr()

@@ -38,10 +38,6 @@ def _block(x: Tensor) -> Tensor:
 # --- Ways to run it: each makes of a function one that differentiates it ---
 
 
-def _total(fn: _Fn) -> _Fn:
-    return lambda x: fn(x).sum()
-
-
 def _backward(fn: _Fn) -> _Fn:
     def run(x: Tensor) -> Any:
         leaf = x.detach().requires_grad_()
@@ -61,33 +57,18 @@ def _backward_twice(fn: _Fn) -> _Fn:
 
 
 def _grad(fn: _Fn) -> _Fn:
-    return func.grad(_total(fn))
+    return func.grad(lambda x: fn(x).sum())
 
 
-def _grad_twice(fn: _Fn) -> _Fn:
-    return func.grad(_total(_grad(fn)))
-
-
-def _vmap(fn: _Fn) -> _Fn:
-    return func.vmap(_grad(fn))
-
-
-def _jvp(fn: _Fn) -> _Fn:
-    return lambda x: func.jvp(_grad(fn), (x,), (x.cos(),))
-
-
-def _compiled(fn: _Fn) -> _Fn:
-    return _backward(torch.compile(fn, backend="aot_eager", fullgraph=True))
-
-
+_COMPILED = "torch.compile"
 _WAYS: dict[str, Callable[[_Fn], _Fn]] = {
     ".backward()": _backward,
     "a second .backward()": _backward_twice,
     "torch.func.grad": _grad,
-    "grad of grad": _grad_twice,
-    "vmap of grad": _vmap,
-    "jvp of grad": _jvp,
-    "torch.compile": _compiled,
+    "grad of grad": lambda fn: _grad(_grad(fn)),
+    "vmap of grad": lambda fn: func.vmap(_grad(fn)),
+    "jvp of grad": lambda fn: lambda x: func.jvp(_grad(fn), (x,), (x.cos(),)),
+    _COMPILED: lambda fn: _backward(torch.compile(fn, backend="aot_eager")),
 }
 
 
@@ -106,23 +87,21 @@ def _products(run: Callable[[], Any], *, is_compiled: bool) -> int:
     return sum(map(names.count, _PRODUCTS))
 
 
-def _outcome(way: Callable[[_Fn], _Fn]) -> str:
-    """Run the program both ways; say in a word what comes of it."""
+def _outcome(name: str) -> str:
+    """Run the program plain and rematerialized; say in a word what comes of it."""
+    way, is_compiled = _WAYS[name], name == _COMPILED
     x = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
     try:
         plain, ours = way(_block), way(remat(_block))
         wanted, found = _leaves(plain(x)), _leaves(ours(x))
-        runs = [
-            _products(lambda run=run: run(x), is_compiled=way is _compiled)
-            for run in (plain, ours)
-        ]
+        in_plain = _products(lambda: plain(x), is_compiled=is_compiled)
+        in_ours = _products(lambda: ours(x), is_compiled=is_compiled)
     except Exception as error:  # noqa: BLE001 - whatever another torch raises
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     if not all(map(torch.equal, wanted, found)):
         return "differs from plain"
-    if runs[1] <= runs[0]:
-        return f"does not recompute: {runs[1]} products, and {runs[0]} in plain"
-    return f"{_FINE}: {runs[1]} products, and {runs[0]} in plain"
+    said = _FINE if in_ours > in_plain else "does not recompute"
+    return f"{said}: {in_ours} products, and {in_plain} in plain"
 
 
 _FINE = "equal, and recomputes"
@@ -133,7 +112,7 @@ def _leaves(result: Any) -> tuple[Tensor, ...]:
 
 
 def _main() -> int:
-    lines = {name: _outcome(way) for name, way in _WAYS.items()}
+    lines = {name: _outcome(name) for name in _WAYS}
     differs = [f"torch: {what}" for what in versions.differences()]
     differs += [f"Python: {what}" for what in interpreter.differences()]
     python = sys.version.split(maxsplit=1)[0]
