@@ -10,27 +10,16 @@ import enum
 import operator
 import sys
 import types
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from remat._base.installed import is_installed
-from remat._base.interpreter import is_made_by_statement, names_used, nested
+from remat._base.interpreter import (
+    NamesUsed,
+    is_made_by_statement,
+    names_used,
+    nested,
+)
 from remat._base.types import CONSTANTS
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalNames:
-    """Global names of a function's code.
-
-    Attributes:
-        loaded: those it loads.
-        stored: those it stores or deletes.
-        handles_states: whether it reads or sets the state of a random stream.
-    """
-
-    loaded: tuple[str, ...]
-    stored: tuple[str, ...]
-    handles_states: bool
 
 
 # Names in code that handles the state of a stream, or a setting. Such code may put a
@@ -49,16 +38,18 @@ class KnownCode(NamedTuple):
 
     Attributes:
         code: held, so that its identity is not used again.
-        names: all of them.
+        names: all that it uses.
         open: those loaded that may stand for something of the user's.
         settled: the others, of builtins or packages, and what they were at the time.
+        handles_states: whether it reads or sets the state of a random stream.
         is_settled: whether there is nothing open, assigned, or done to a stream.
     """
 
     code: types.CodeType
-    names: GlobalNames
+    names: NamesUsed
     open: tuple[str, ...]
     settled: dict[str, Any]
+    handles_states: bool
     is_settled: bool
 
 
@@ -82,20 +73,16 @@ def known_code(fn: types.FunctionType) -> KnownCode:
 
 def _find_known(fn: types.FunctionType) -> KnownCode:
     code, scope = fn.__code__, fn.__globals__
-    names = _find_names(code)
+    names = names_used(code)
+    states = _CALLED in names.called
+    states = states or not all(STATES.isdisjoint(c.co_names) for c in nested(code))
     settled: dict[str, Any] = {}
     opened: tuple[str, ...] = ()
     if not is_library(scope):
         settled = {n: scope.get(n) for n in names.loaded if _is_settled(n, scope)}
         opened = tuple(n for n in names.loaded if n not in settled)
-    touches = names.stored or names.handles_states or fn.__name__ in STATES
-    return KnownCode(code, names, opened, settled, not (opened or touches))
-
-
-def _find_names(code: types.CodeType) -> GlobalNames:
-    used = names_used(code)
-    states = not all(STATES.isdisjoint(here.co_names) for here in nested(code))
-    return GlobalNames(used.loaded, used.stored, states or _CALLED in used.called)
+    touches = opened or names.stored or states or fn.__name__ in STATES
+    return KnownCode(code, names, opened, settled, states, not touches)
 
 
 def _is_settled(name: str, scope: dict[str, Any]) -> bool:

@@ -118,7 +118,7 @@ class StreamSearch:
 
     def look_at_function(self, fn: types.FunctionType, known: KnownCode) -> None:
         """Look at the code of a function, and walk its attributes."""
-        if known.names.handles_states or fn.__name__ in STATES:
+        if known.handles_states or fn.__name__ in STATES:
             self.handles_states = True
         if fn.__dict__:
             self.compiled = self.compiled or is_compiled(fn.__dict__)
