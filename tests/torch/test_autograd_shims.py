@@ -1,7 +1,4 @@
-"""What the shims of `autograd` and `storages` expect of torch.
-
-Invariant: a check fails where a name of it is missing or does something else.
-"""
+"""What the shims of `autograd` and `storages` expect of torch."""
 
 from typing import Any
 

@@ -1,10 +1,4 @@
-"""What the shims of `graphs` and `nodes` expect of torch.
-
-Invariant: a check fails where a name of it is missing or does something else.
-Rejected: to have Dynamo or inductor compile something, or to make fake tensors, which
-imports Dynamo. That takes a second, so what is asked of them is looked up in their
-text.
-"""
+"""What the shims of `graphs` and `nodes` expect of torch."""
 
 import functools
 import sys

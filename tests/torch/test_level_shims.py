@@ -1,8 +1,4 @@
-"""What the shims of `levels` expect of torch.
-
-Invariant: a check fails where a name of it is missing or does something else.
-Rejected: `torch.func.grad` in a check. It imports Dynamo, which takes seconds.
-"""
+"""What the shims of `levels` expect of torch."""
 
 import torch
 from support.shims import expects, leaf, same

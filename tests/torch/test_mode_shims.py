@@ -1,8 +1,4 @@
-"""What the shims of `modes` expect of torch.
-
-Invariant: a check fails where a name of it is missing or does something else.
-Rejected: one mode around all checks. Some need that there is none.
-"""
+"""What the shims of `modes` expect of torch."""
 
 import functools
 from contextlib import contextmanager

@@ -1,8 +1,4 @@
-"""What the shims of `process`, `surroundings` and `pytrees` expect of torch.
-
-Invariant: a check fails where a name of it is missing or does something else.
-Rejected: `torch.utils.checkpoint` as users call it, which imports Dynamo.
-"""
+"""What the shims of `process`, `surroundings` and `pytrees` expect of torch."""
 
 import inspect
 import types

@@ -1,16 +1,13 @@
-"""What the shims of `operators` and `tensors` expect of torch.
-
-Invariant: a check fails where a name of it is missing or does something else.
-Rejected: fake tensors of a real mode, which imports much.
-"""
+"""What the shims of `operators`, `tensors` and `distributed` expect of torch."""
 
 from types import SimpleNamespace
 
 import torch
 from support.shims import expects, same
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat._torch import operators, tensors
+from remat._torch import distributed, operators, tensors
 
 
 @expects(
@@ -85,3 +82,80 @@ def test_fake_tensors_are_made():
         assert tensors.as_fake(x) == (x, "fake")
     finally:
         torch._C._unset_dispatch_mode(key)
+
+
+@expects("NO_VALUES")
+def test_fakes_have_no_values():
+    with tensors.fake_mode():
+        for read in (Tensor.item, Tensor.nonzero):
+            try:
+                read(torch.ones(()))
+            except tensors.NO_VALUES:
+                continue
+            raise AssertionError("a value was given")
+
+
+@expects("empty_in")
+def test_a_fake_is_like_a_tensor():
+    x = torch.ones(2, 3).t()
+    made = tensors.empty_in(tensors.fake_mode(), x)
+    assert tensors.is_fake(made)
+    assert (made.shape, made.stride(), made.dtype) == (x.shape, x.stride(), x.dtype)
+
+
+@expects("copied_as_fake", "fake_mode", "is_fake")
+def test_copies_are_fake():
+    mode, cpu = tensors.fake_mode(), torch.device("cpu")
+    w = nn.Parameter(torch.ones(2, 3))
+    meta = nn.Parameter(torch.ones(2, 3, device="meta"), requires_grad=False)
+    found = tensors.copied_as_fake([w, w, w.detach()[0], meta], mode, cpu)
+    assert found[0] is found[1]
+    _is_copy(found[0], w)
+    _is_copy(found[3], meta)
+    assert found[2].untyped_storage()._cdata == found[0].untyped_storage()._cdata
+    again = tensors.copied_as_fake(found[0], tensors.fake_mode(), cpu)
+    _is_copy(again, found[0])
+    with mode:
+        made = found[0] @ torch.ones(3, 1) + w[:, :1]
+    assert tensors.is_fake(made)
+    assert made.untyped_storage().nbytes() == 8
+
+
+def _is_copy(copy, tensor):
+    assert tensors.is_fake(copy)
+    assert not tensors.is_fake(torch.ones(2))
+    assert isinstance(copy, nn.Parameter)
+    assert copy.requires_grad == tensor.requires_grad
+    assert (copy.device.type, copy.shape) == ("cpu", tensor.shape)
+
+
+@expects("finished", "wait_for")
+def test_a_work_can_be_done():
+    assert distributed.finished(None) is None
+    if not torch.distributed.is_available():
+        return
+    work = torch._C._distributed_c10d.FakeWork().boxed()
+    done = distributed.finished(work)
+    assert done is not work
+    assert torch._C._distributed_c10d.Work.unbox(done).wait()
+    x = torch.ones(2)
+    assert distributed.wait_for(x) is None
+    assert torch.ops._c10d_functional.wait_tensor(x) is x
+
+
+@expects("CollectivesInGraph")
+def test_what_nobody_reads_is_dropped():
+    if not torch.distributed.is_available():
+        return
+    ops = torch.ops._c10d_functional
+
+    def step(x):
+        collectives = distributed.CollectivesInGraph()
+        read, unread = (ops.wait_tensor(ops.all_reduce(x, "sum", "0")) for _ in "ab")
+        unread.sin()
+        collectives.drop_unread([read])
+        return read
+
+    graph = make_fx(step, tracing_mode="fake")(torch.ones(2)).graph
+    names = [n.target for n in graph.nodes if n.op == "call_function"]
+    assert names == [ops.all_reduce.default, ops.wait_tensor.default]

@@ -1,9 +1,4 @@
-"""What the shims of `tracing` expect of torch.
-
-Invariant: a check fails where a name of it is missing or does something else.
-Rejected: to have Dynamo compile something. Importing it takes seconds, so what it asks
-for is looked up in its text.
-"""
+"""What the shims of `tracing` expect of torch."""
 
 import sys
 from pathlib import Path
