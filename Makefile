@@ -27,7 +27,7 @@ TORCHES := 2.14.1
 # tests with each that is installed.
 PYTHONS := python3.13
 # The tests that CI runs with those: the transform, what it keeps and counts, keys.
-CORE := $(addprefix tests/,transform live capture policies random parity compat nn scope)
+CORE := $(addprefix tests/,torch transform live capture policies random parity compat nn scope)
 
 # The tests for the loop of changing and trying: files of every room, but for those that
 # compile, start programs, or run thousands of combinations. A new file is among them.
