@@ -60,7 +60,7 @@ help:
 	@echo "                TORCH=2.14.1 in an environment that has that version of torch"
 	@echo "make quick      run fast tests of every room, in less than two minutes"
 	@echo "make core       run the core tests with every other version of torch"
-	@echo "make faults     plant 30 faults, one at a time, and show that a test catches each"
+	@echo "make faults     plant 40 faults, one at a time, and show that a test catches each"
 	@echo "make full       run everything: slow tests, clients, torch's operator database,"
 	@echo "                with every version of torch, and the core tests with every other"
 	@echo "                Python that is installed; before a release"
