@@ -164,10 +164,10 @@ def stored_by(packed: Any) -> list[Tensor]:
 def _are_harmless() -> bool:
     """Say whether the hooks here leave alone what torch.func saves at its levels."""
     context = here()
-    if context.only_our_hooks or context.scope_pack is None:
+    if context.only_our_hooks or context.block_pack is None:
         return context.only_our_hooks
     hooks = top_hooks(True)
-    return hooks is not None and hooks[0] is context.scope_pack
+    return hooks is not None and hooks[0] is context.block_pack
 
 
 leave_hooks_on(_are_harmless)

@@ -359,12 +359,12 @@ class _Examining(Saved):
         self, fn: Fn, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
     ) -> Any:
         context = here()
-        before, context.examining = context.examining, self._noting
+        before, context.reporter = context.reporter, self._noting
         try:
             with self._noting:
                 return super().forward(fn, args, kwargs, inputs)
         finally:
-            context.examining = before
+            context.reporter = before
 
     def found(self, leaves: Sequence[Tensor], result: Any) -> Examined:
         """Return what was found."""

@@ -28,14 +28,16 @@ try:
     from remat._torch import (
         autograd,
         distributed as distributed,
-        fakes as fakes,
+        graphs as graphs,
         levels,
         modes,
         nodes as nodes,
+        noted as noted,
         operators as operators,
         process as process,
         storages,
         surroundings as surroundings,
+        tensors as tensors,
     )
 except (AttributeError, ImportError, KeyError) as missing:
     raise ImportError(

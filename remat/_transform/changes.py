@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from remat._ambient.ambient import Ambient
+from remat._base.parts import taken_apart
 from remat._base.source import user_line
 from remat._base.types import TENSORS
-from remat._base.wrappers import taken_apart
 from remat._live.reach import Origin
 from remat._partial.effects import written_by
 from remat._torch import (

@@ -39,6 +39,7 @@ from typing_extensions import override
 
 from remat._base.absent import may_be_absent
 from remat._base.context import differentiated, here, within
+from remat._base.parts import taken_apart
 from remat._base.program import (
     Evaluation,
     InputIndex,
@@ -51,7 +52,6 @@ from remat._base.program import (
 from remat._base.tensors import outside_inference_mode
 from remat._base.tracebacks import hide_frames, note
 from remat._base.types import Fn, Outputs
-from remat._base.wrappers import taken_apart
 from remat._graph.edges import root_of
 from remat._partial.barrier import behind, recomputing_after
 from remat._partial.cache import cache_of
@@ -205,8 +205,8 @@ class Primal(Program):
     def run_forward(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
         """Run the function for the first time; return the tensors of its result."""
         context = here()
-        if context.examining is not None:
-            context.examining.entered(self, inputs)
+        if context.reporter is not None:
+            context.reporter.entered(self, inputs)
         context.functions += 1
         try:
             result = self._under(mode, self.call.run_forward, inputs)

@@ -62,9 +62,9 @@ class Rematerialized:
         if lowering is Lowering.INLINED:
             return fn(*args, **kwargs)
         label = self._label or self.__remat_label__
-        examining = here().examining
-        if examining is not None:
-            lowering, options = examining.asked(self, lowering, args)
+        reporter = here().reporter
+        if reporter is not None:
+            lowering, options = reporter.asked(self, lowering, args)
         try:
             return call_lowered(lowering, fn, label, args, kwargs, options)
         except Exception as error:

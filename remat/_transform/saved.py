@@ -175,7 +175,7 @@ class Saved:
         context, self.hooks = here(), top_hooks(True)
         hooks = self.hooks
         is_nested = hooks is not None and hooks[1] is unpack
-        self.is_nested = is_nested and hooks[0] is not context.scope_pack
+        self.is_nested = is_nested and hooks[0] is not context.block_pack
         self.policy = options.policy if context.policy is None else options.joined()
         self.inputs = SavedInputs(
             inputs,
@@ -279,11 +279,11 @@ class Saved:
         hooks = self.hooks
         context.only_our_hooks = (
             hooks is None
-            or hooks[0] is context.scope_pack
+            or hooks[0] is context.block_pack
             or (context.only_our_hooks and self.is_nested)
         )
         context.policy, context.decisions = self.policy, Decisions(self.inner)
-        if context.examining is not None:
+        if context.reporter is not None:
             context.inside = (*inside, self)
         noted.start()
         # The hook comes last: the graphs of all of the above are not the call's.
@@ -394,8 +394,8 @@ class _Packing:
         self._observe: Callable[[int, Tensor | None], None] | None = None
         if call.following is not None:
             self._observe = call.following.pack
-        if context.examining is not None:
-            self._observe = context.examining.observe(call, self._observe)
+        if context.reporter is not None:
+            self._observe = context.reporter.observe(call, self._observe)
 
     def pack(self, t: Tensor) -> Any:  # noqa: C901 - one call, and no others
         """Be the hook that saves a tensor."""
@@ -564,7 +564,7 @@ def recompute(
     context.only_our_hooks, context.policy = True, call.policy
     context.decisions = Decisions(call.inner, again=True)
     context.recomputing = (*recomputing, call)
-    if context.examining is not None:
+    if context.reporter is not None:
         context.inside = (*inside, call)
     # The hooks and the grad mode of the backward do not count.
     suspended, grad_mode = suspend_hooks(), torch.is_grad_enabled()

@@ -239,7 +239,7 @@ def call(
     if lowering is Lowering.TRACED:  # by make_fx
         where = f"{shown(file)}:{line}"
         return call_in_graph(fn, name, where, options, *args, **kwargs)
-    if here().examining is not None:  # a report, which asks each block how to run
+    if here().reporter is not None:  # a report, which asks each block how to run
         block = Rematerialized(fn, f"{shown(file)}:{line}", options, name)
         return block(*args, **kwargs)
     try:

@@ -134,8 +134,8 @@ FAULTS = [
     Fault(
         "a stream is not set back for a recompute",
         "remat/_ambient/ambient.py",
-        "        for s, state in states:\n            set_state(s, state)\n        yield\n",
-        "        yield\n",
+        "    for s, state in states:\n        set_state(s, state)\n",
+        "",
         ("tests/ambient/test_global_streams.py",),
     ),
     Fault(

@@ -19,7 +19,7 @@ from torch._functorch import predispatch
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat._torch import bodies, graphs, levels, nodes
+from remat._torch import graphs, levels, nodes
 
 
 def _text(*path):
@@ -65,23 +65,23 @@ def test_bodies_are_run():
     graph.placeholder("x").meta["example_value"] = "fake"
     body = nn.Module()
     body.graph, body.meta = graph, dict[str, Any]()
-    assert bodies.is_body(object.__new__(fx.GraphModule))
-    assert not bodies.is_body(body)
-    assert bodies.inputs_of_body(body) == ["fake"]
+    assert nodes.is_body(object.__new__(fx.GraphModule))
+    assert not nodes.is_body(body)
+    assert nodes.inputs_of_body(body) == ["fake"]
     with nodes.faking([torch.ones(2)]) as copies:
         assert copies is None  # nothing is fake
     # To run a real one imports locks of processes.
-    with replaced(vars(bodies), "_Run", _Run):
-        assert bodies.run_body(body, 1, 2) == (body, 1, 2)
+    with replaced(vars(nodes), "_BodyRun", _Run):
+        assert nodes.run_body(body, 1, 2) == (body, 1, 2)
     # The names of what opens levels, and of what is told their numbers.
     functorch = torch._C._functorch
     hooks = torch._C._autograd
-    assert bodies._name(functorch._wrap_for_grad) in bodies._RUNS
-    assert bodies._name(predispatch._add_batch_dim) in bodies._RUNS
-    assert bodies._name(hooks._saved_tensors_hooks_disable) in bodies._RUNS
-    assert issubclass(bodies.UnknownLevelError, RuntimeError)
+    assert nodes._name(functorch._wrap_for_grad) in nodes._RUNS
+    assert nodes._name(predispatch._add_batch_dim) in nodes._RUNS
+    assert nodes._name(hooks._saved_tensors_hooks_disable) in nodes._RUNS
+    assert issubclass(nodes.UnknownLevelError, RuntimeError)
     known = vars(functorch).keys() | vars(predispatch).keys() | vars(hooks).keys()
-    assert bodies._RUNS.keys() - known == {"invoke_subgraph", "register_hook"}
+    assert nodes._RUNS.keys() - known == {"invoke_subgraph", "register_hook"}
 
 
 class _Run:

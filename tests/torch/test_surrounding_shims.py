@@ -17,12 +17,9 @@ from torch.utils.module_tracker import ModuleTracker
 
 from remat._torch import (
     noted,
+    operators,
     process,
-    pytrees,
-    renorms,
-    seeds,
     surroundings,
-    twisters,
 )
 
 
@@ -149,7 +146,7 @@ def _unflatten(*_):
 
 @expects("TORCH_NODES", "register_torch_node", "register_torch_class")
 def test_classes_of_pytrees_are_listed():
-    assert {dict, list, tuple} <= pytrees.TORCH_NODES.keys()
+    assert {dict, list, tuple} <= operators.TORCH_NODES.keys()
     takes = inspect.signature(_pytree.register_pytree_node)
     given: list[inspect.BoundArguments] = []
 
@@ -161,8 +158,8 @@ def test_classes_of_pytrees_are_listed():
 
     # Not registered, which could not be undone.
     with replaced(vars(_pytree), "register_pytree_node", note):
-        pytrees.register_torch_node(_Node, "name", ["a"], flatten, _unflatten)
-        pytrees.register_torch_class(_Node, flatten, _unflatten)
+        operators.register_torch_node(_Node, "name", ["a"], flatten, _unflatten)
+        operators.register_torch_class(_Node, flatten, _unflatten)
     assert len(given) == 2
     keyed, _ = given[0].arguments["flatten_with_keys_fn"](None)
     assert keyed == [(_pytree.GetAttrKey("a"), 3)]
@@ -179,9 +176,9 @@ def test_scaled_rows_are_noted():
     (note,) = notes.renorms
     assert (note.rows.tolist(), note.before.tolist()) == ([0], [[3.0]])
     assert weight[0] < 3.0
-    later = renorms.later_renorms(note.storage)
+    later = noted.later_renorms(note.storage)
     torch.nn.functional.embedding(torch.tensor([1]), weight, max_norm=0.1)
-    with renorms.renorms_taken_back():
+    with noted.renorms_taken_back():
         torch.nn.functional.embedding(torch.tensor([1]), weight, max_norm=0.01)
     assert [note.rows.tolist() for note in later.changes] == [[1]]
 
@@ -201,7 +198,7 @@ def test_seeds_are_taken_again():
 def _draw_with(notes: noted.Noted):
     notes.start()
     try:
-        return seeds.seed(), torch.rand(2).tolist()
+        return noted.seed(), torch.rand(2).tolist()
     finally:
         notes.end()
 
@@ -209,10 +206,10 @@ def _draw_with(notes: noted.Noted):
 @expects("twister_memory", "twister_state")
 def test_memory_tells_what_was_drawn():
     generator = torch.Generator().manual_seed(0)
-    memory = twisters.twister_memory(generator)
+    memory = process.twister_memory(generator)
     before = memory.raw
     assert memory.raw == before
     first = torch.randn(3, generator=generator)
     assert memory.raw != before
-    generator.set_state(twisters.twister_state(before))
+    generator.set_state(process.twister_state(before))
     assert torch.equal(torch.randn(3, generator=generator), first)
