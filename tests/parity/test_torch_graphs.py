@@ -6,7 +6,6 @@ checkpoint inside and around (26) is in `whole/test_interop_checkpoint.py`.
 
 import gc
 import weakref
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from remat import remat
-from remat.testing import assert_same, assert_same_gradients, count_ops
+from remat.testing import assert_same, assert_same_gradients
 
 
 # --- 15: custom Functions ---
@@ -66,15 +65,6 @@ def test_reading_what_one_node_saved_recomputes_nothing():
     with pytest.raises(RuntimeError, match="after they have already been freed"):
         _ = out.grad_fn.saved_tensors
     assert_same(x.grad, 2 * (points(3) * 2).exp())
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_inputs_that_need_grad_and_that_do_not(wanted):
-    """21: keyword arguments too."""
-    body, calls = counted(lambda x, *, scale, power=2: (x.sin() * scale) ** power)
-    x = points(3).requires_grad_(wanted)
-    assert_same_gradients(remat(body), body, x, scale=leaf(3), power=3)
-    assert len(calls) == 3
 
 
 def test_a_failed_backward_does_not_poison_the_next():
@@ -182,24 +172,6 @@ def test_a_parameter_used_inside_and_outside_fires_its_hook_once(wrap, counting)
     return once, weight.grad
 
 
-def test_dictionaries_in_and_out():
-    """25: ordered ones keep their order, outputs their structure."""
-    seen = Evaluations()
-
-    def f(named):
-        seen.note(list(named))
-        out = OrderedDict(
-            (k, v.sin() * (i + 1)) for i, (k, v) in enumerate(named.items())
-        )
-        return {"out": out, "sum": sum(out.values()).exp()}
-
-    named = OrderedDict(b=leaf(3), a=leaf(3) * 2.0)
-    assert_same_gradients(remat(f), f, OrderedDict(b=leaf(3), a=leaf(3)))
-    out = remat(f)(named)
-    assert list(out["out"]) == ["b", "a"]
-    assert [*seen] == [["b", "a"]] * 4
-
-
 @compared(evaluations=4, plain=2)
 def test_save_on_cpu_around_a_call(wrap, counting):
     """26: the inputs go through it; the gradients are right."""
@@ -265,24 +237,6 @@ def test_any_mix_of_gradients_and_remat(mix):
     assert len(made) > len(refs)
 
 
-@compared(evaluations=2 + 4, plain=2, reassociated=True)
-def test_two_children_in_one_parent(wrap, counting):
-    """28: with arguments that are no tensors, and keywords with gradients."""
-    left = counting(lambda x, flag, *, scale: x.sin() * scale if flag else x)
-    right = counting(lambda x, name: {"name": name, "y": x.exp()})
-
-    def parent(x, *, scale):
-        a = wrap(left)(x, True, scale=scale)
-        b = wrap(right)(a, "b")
-        assert b["name"] == "b"
-        return a * b["y"], b["name"]
-
-    x, scale = leaf(3), leaf(3)
-    out, name = wrap(parent)(x, scale=scale)
-    assert name == "b"
-    return torch.autograd.grad(out.sum(), (x, scale))
-
-
 @compared(evaluations=3)
 def test_hooks_on_the_graph_around_fire_once(wrap, counting):
     """28: on an argument, on an output, and on a node."""
@@ -325,24 +279,3 @@ def test_a_backward_started_inside_the_body(wrap, counting):
     x = leaf(3)
     wrap(f)(x).sum().backward()
     return x.grad
-
-
-# --- 30: what needs no recompute ---
-
-
-def test_a_function_that_saves_only_its_input():
-    """30: the op does not run again."""
-    x = leaf(3)
-    with count_ops() as ops:
-        remat(torch.sin)(x).sum().backward()
-    assert (ops["sin"], ops["cos"]) == (1, 1)
-    assert_same(x.grad, points(3).cos())
-
-
-def test_a_function_that_saves_nothing():
-    """30: the function does not run again."""
-    body, calls = counted(lambda x: 2.0 * x + 1.0)
-    x = leaf(3)
-    remat(body)(x).sum().backward()
-    assert len(calls) == 1
-    assert_same(x.grad, torch.full((3,), 2.0))
