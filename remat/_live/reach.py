@@ -23,7 +23,7 @@ from remat._base.tensors import describe
 from remat._base.types import TENSORS
 from remat._capture.kinds import is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
-from remat._capture.search import Search
+from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under, spent
 from remat._capture.stream_search import has_user_code
 from remat._live.given import Building, Given, structure_of
@@ -266,7 +266,7 @@ class Reach:
         else:
             tensors = running.tensors
             fn = self._bound(Building(tensors, running.found, running.container))
-        search = Search()
+        search = CallSearch()
         snapshot = Snapshot(fn.fn, self.label, (*fn.args,), fn.kwargs, search)
         same = [t is tensors[index] for t in search.found.tensors]
         return snapshot.name_of(same.index(True))

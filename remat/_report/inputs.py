@@ -22,7 +22,7 @@ from remat._ambient.streams import global_streams, stream_of
 from remat._base import pytree
 from remat._base.errors import CaptureError
 from remat._base.types import Fn
-from remat._capture.search import Search
+from remat._capture.search import CallSearch
 from remat._capture.snapshot import Snapshot
 from remat._report.ledger import ARGUMENT, CAPTURED
 from remat._torch import device_generators, preserved_version, use_count
@@ -40,7 +40,7 @@ class Inputs:
     """
 
     def __init__(self, fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        search = Search()
+        search = CallSearch()
         self._snapshot = Snapshot(_named(fn), "", args, kwargs, search)
         if search.found.is_lazy:
             raise CaptureError(_LAZY)
