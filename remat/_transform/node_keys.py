@@ -16,7 +16,7 @@ from pathlib import Path
 from remat._base.labels import Label, label_of
 from remat._partial.options import Options
 from remat._torch import OF_THIS_PROCESS
-from remat.policies._identity import identity_of
+from remat.policies._data import identity_of
 
 
 _CALLS: dict[str, tuple[Label, Options]] = {}

@@ -47,7 +47,7 @@ from remat._transform import node_keys
 from remat._transform.changes import changed_by
 from remat._transform.lowered import call_as_function, call_lowered
 from remat._transform.lowering import Lowering, lowering_of
-from remat.policies._parts import offloads_to_disk, parts_of, whole
+from remat.policies._data import offloads_to_disk, parts_of, whole
 
 
 def call_traced(

@@ -11,9 +11,8 @@ policy saves, read or not, and give it back once.
 
 from remat._torch import selective_policy
 from remat.policies import Policy, as_policy
-from remat.policies._functions import checked_hash
+from remat.policies._functions import Selective, checked_hash
 from remat.policies._policy import Function
-from remat.policies._selective import Selective
 
 
 def policy_of(context: object) -> Policy | None:

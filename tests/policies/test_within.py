@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from remat import checkpoint_name, explain, policies, random, remat
-from remat._partial import budget, measured as timing
+from remat._partial import budget, cost as timing
 from remat.nn import apply, remove
 from remat.policies import dots_saveable, save_only_these_names, within
 from remat.testing import assert_same, assert_same_gradients, count_ops, live_bytes
