@@ -152,6 +152,7 @@ def test_a_while_loop_is_refused_in_compiled_code():
         compiled(leaves_of(X)[0])
 
 
+@pytest.mark.slow
 def test_decoder_layers_of_transformers():
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     config = llama.LlamaConfig(

@@ -18,7 +18,7 @@ from remat.testing import assert_same, count_ops
 # runs a step in the forward and again in the backward; the next does both again.
 MOST = {1: 6, 2: 10, 3: 20}
 FAST = (
-    *("backward", "twice", "grad", "jvp", "linearize", "vmap_grad", "grad_vmap"),
+    *("backward", "twice", "grad", "jvp", "vmap_grad", "grad_vmap"),
     *("hessian", "batched_cotangents", "retained"),
 )
 
