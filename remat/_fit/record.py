@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from remat._base.absent import inputs_of
 from remat._base.context import here
-from remat._fit.meter import Meter
+from remat._fit.meter import Measured, Meter
 from remat._fit.simulate import (
     TrainingStep,
     backward,
@@ -209,15 +209,7 @@ class StepRecorder(Meter):
 
     @override
     def measured(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        reads: Sequence[int],
-        makes: Sequence[int],
-        seconds: float,
-        flops: int,
-        inside: int,
+        self, func: Any, args: Any, kwargs: dict[str, Any], found: Measured
     ) -> None:
         if is_view_op(func):
             return
@@ -226,16 +218,16 @@ class StepRecorder(Meter):
             _refuse_recomputed(module or "the function")
         written = declared_writes(traits_of(func), args, kwargs)
         writes = dict.fromkeys(n for n in map(self.hold, written) if n >= 0)
-        if not (makes or writes):
+        if not (found.makes or writes):
             return
-        read = tuple(dict.fromkeys(n for n in reads if n >= 0))
-        costs = seconds, flops, inside
+        reads = tuple(dict.fromkeys(n for n in found.reads if n >= 0))
         self.operations.append(
             StepOp(
-                *(str(func), module, read, tuple(makes), tuple(writes), *costs, STORED)
+                *(str(func), module, reads, tuple(found.makes), tuple(writes)),
+                *(found.seconds, found.flops, found.inside, STORED),
             )
         )
-        self._sum = reads[0] if reads else -1
+        self._sum = found.reads[0] if found.reads else -1
 
     def note_fate(self, fate: str) -> None:
         """Note what a scope does with what the last operation made."""
