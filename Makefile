@@ -40,7 +40,7 @@ SLOW := transform/test_traced_% transform/test_adversarial.py \
 	random/test_random_training.py torch/test_versions.py parity/test_opinfo.py \
 	compat/%_compiled.py compat/test_compat_patch.py chain/test_compiled.py \
 	chain/test_counts.py chain/test_long_loops.py chain/test_programs.py \
-	chain/test_transforms.py fit/test_fake_replays.py fit/test_fit_blocks.py fit/test_simulated.py \
+	fit/test_fake_replays.py fit/test_fit_blocks.py fit/test_simulated.py \
 	fit/test_step_plans.py \
 	offload/test_offload_files.py offload/test_offload_ranks.py partial/test_pruning_zoo.py \
 	partial/test_pruning_draws.py partial/test_pruning_properties.py \
@@ -60,7 +60,7 @@ help:
 	@echo "                TORCH=2.14.1 in an environment that has that version of torch"
 	@echo "make quick      run fast tests of every room, in less than two minutes"
 	@echo "make core       run the core tests with every other version of torch"
-	@echo "make faults     plant 30 faults, one at a time, and show that a test catches each"
+	@echo "make faults     plant 40 faults, one at a time, and show that a test catches each"
 	@echo "make full       run everything: slow tests, clients, torch's operator database,"
 	@echo "                with every version of torch, and the core tests with every other"
 	@echo "                Python that is installed; before a release"

@@ -1,7 +1,7 @@
 """How a call is run again: what it refers to, as it was.
 
 In: a function and its arguments. Out: a `Snapshot`, which holds nodes in place of the
-user's objects, and a `Run`, which makes them again around other tensors.
+user's objects, and a `SnapshotRun`, which makes them again around other tensors.
 
     search                  finds what a call refers to: what is done at which kind
     walk                    a walk over values, each once; the tensors and code found

@@ -100,13 +100,13 @@ class Emptied:
             return self._value
         if type(self._node) is TensorNode:
             return tensors[self._node.index]
-        filling = _Filling(tensors, self._values)
+        filling = _PuttingIn(tensors, self._values)
         value = self._node.build(filling)
         filling.end()
         return value
 
 
-class _Filling:
+class _PuttingIn:
     """Puts tensors in. What it changes it changes last: that may refer to itself.
 
     Args:

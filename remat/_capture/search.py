@@ -1,6 +1,6 @@
 """Finds what a call refers to: its arguments, and what its function reaches besides.
 
-A `Search` walks arguments, closures, defaults, globals, bound objects, modules and
+A `CallSearch` walks arguments, closures, defaults, globals, bound objects, modules and
 plain objects. The tensors that it finds are inputs of the call. What else it finds
 becomes nodes, which are a snapshot: each mutable object as it is now. A visit says what
 is done at one kind of value, and a table at the end which visit that is. It returns the
@@ -62,19 +62,19 @@ from remat._capture.stream_search import (
     is_scripted,
     is_stream,
 )
-from remat._capture.walk import Visit, Walk
+from remat._capture.walk import ValueWalk, Visit
 from remat._torch import is_compiled
 
 
 _LARGE = 1000  # entries, above which a container is not copied in each call
 
 
-def visit_tensor(walk: Walk, value: Tensor, path: Path) -> Node:
+def visit_tensor(walk: ValueWalk, value: Tensor, path: Path) -> Node:
     """Add a tensor."""
     return TensorNode.of(walk.found.index_of(value, path))
 
 
-def visit_as_it_is(walk: Walk, value: Any, path: Path) -> None:
+def visit_as_it_is(walk: ValueWalk, value: Any, path: Path) -> None:
     """Use a value as it is, and look for random streams in it."""
     del path
     walk.found.is_contained = False
@@ -84,7 +84,7 @@ def visit_as_it_is(walk: Walk, value: Any, path: Path) -> None:
 # --- Containers ---
 
 
-def visit_sequence(walk: Walk, value: Any, path: Path) -> Node | None:
+def visit_sequence(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     """Walk the items of a list, tuple, set, frozenset or deque."""
     if _is_compared(value):
         return _visit_large(walk, value, path)
@@ -104,7 +104,7 @@ def visit_sequence(walk: Walk, value: Any, path: Path) -> Node | None:
     return node
 
 
-def visit_dict(walk: Walk, value: Any, path: Path) -> Node:
+def visit_dict(walk: ValueWalk, value: Any, path: Path) -> Node:
     """Walk the keys and the items of a dict."""
     if _is_compared(value):
         return _visit_large(walk, value, path)
@@ -122,7 +122,7 @@ def visit_dict(walk: Walk, value: Any, path: Path) -> Node:
 
 
 def _walk_items(
-    walk: Walk, node: ContainerNode, keys: Sequence[Any], path: Path
+    walk: ValueWalk, node: ContainerNode, keys: Sequence[Any], path: Path
 ) -> None:
     for i, part in enumerate(node.items):
         if type(part) not in INERT:
@@ -139,7 +139,7 @@ def _is_compared(value: Any) -> bool:
     return INERT.issuperset({*map(type, value), *map(type, items)})
 
 
-def _visit_large(walk: Walk, value: Any, path: Path) -> Node:
+def _visit_large(walk: ValueWalk, value: Any, path: Path) -> Node:
     node = LargeNode(value, _name(path))
     walk.remember(value, node)
     return node
@@ -149,7 +149,7 @@ def _name(path: Path) -> str:
     return written(path)[1].lstrip(".")
 
 
-def visit_iterator(walk: Walk, value: Any, path: Path) -> Node | None:
+def visit_iterator(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     """Note how far an iterator was read that cannot be copied."""
     streams = walk.found.stream_search.streams
     before = len(streams)
@@ -161,7 +161,7 @@ def visit_iterator(walk: Walk, value: Any, path: Path) -> Node | None:
     return node
 
 
-def visit_copied(walk: Walk, value: Any, path: Path) -> Node:
+def visit_copied(walk: ValueWalk, value: Any, path: Path) -> Node:
     """Copy an iterator or a buffer."""
     del path
     node = CopyNode(value)
@@ -169,7 +169,7 @@ def visit_copied(walk: Walk, value: Any, path: Path) -> Node:
     return node
 
 
-def visit_buffer(walk: Walk, value: Any, path: Path) -> Node | None:
+def visit_buffer(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     """Copy a buffer of numbers, if it is small."""
     rows = len(value) if getattr(value, "shape", True) else 1  # without dimensions
     return visit_copied(walk, value, path) if rows <= _LARGE else None
@@ -178,7 +178,7 @@ def visit_buffer(walk: Walk, value: Any, path: Path) -> Node | None:
 # --- What can be called ---
 
 
-def visit_function(walk: Walk, fn: types.FunctionType, path: Path) -> Node | None:
+def visit_function(walk: ValueWalk, fn: types.FunctionType, path: Path) -> Node | None:
     """Walk the variables of a function, and the globals that its code names."""
     walk.found.code.append(fn.__code__)
     known = known_code(fn)
@@ -201,7 +201,7 @@ def visit_function(walk: Walk, fn: types.FunctionType, path: Path) -> Node | Non
     return found
 
 
-def visit_cell(walk: Walk, cell: types.CellType, path: Path) -> Node:
+def visit_cell(walk: ValueWalk, cell: types.CellType, path: Path) -> Node:
     """Walk what a variable of an outer function holds."""
     node = CellNode(cell)
     walk.cells.append(node)
@@ -210,7 +210,7 @@ def visit_cell(walk: Walk, cell: types.CellType, path: Path) -> Node:
     return node
 
 
-def visit_builtin(walk: Walk, value: Any, path: Path) -> Node | None:
+def visit_builtin(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     """Walk the owner of a method of a built-in class."""
     walk.found.code.append(value.__name__)
     visit_as_it_is(walk, value, path)
@@ -221,14 +221,14 @@ def visit_builtin(walk: Walk, value: Any, path: Path) -> Node | None:
     return walk.walk_fixed(value, node, path)
 
 
-def visit_method(walk: Walk, value: types.MethodType, path: Path) -> Node | None:
+def visit_method(walk: ValueWalk, value: types.MethodType, path: Path) -> Node | None:
     """Walk the owner and the function of a bound method."""
     parts = [value.__func__, value.__self__]
     node = MadeNode(types.MethodType, parts, ("", "self"))
     return walk.walk_fixed(value, node, path)
 
 
-def visit_partial(walk: Walk, value: Any, path: Path) -> Node | None:
+def visit_partial(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     """Walk the function and the arguments of a partial."""
     kind, parts = type(value), [value.func, value.args, value.keywords]
     make = functools.partial(_made_partial, kind)
@@ -239,7 +239,7 @@ def _made_partial(kind: Any, fn: Any, args: Any, keywords: Any) -> Any:
     return kind(fn, *args, **keywords)
 
 
-def visit_wrapper(walk: Walk, value: Any, path: Path) -> Node | None:
+def visit_wrapper(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     """Walk the function of another remat."""
     walk.found.code.append(value.__remat_options__[-1].key)
     kind, rest = type(value), value.__remat_options__
@@ -253,7 +253,7 @@ def visit_wrapper(walk: Walk, value: Any, path: Path) -> Node | None:
 # --- Objects ---
 
 
-def visit_object(walk: Walk, value: Any, path: Path) -> Node | None:
+def visit_object(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     """Walk the attributes of an object, unless it is used as it is."""
     kind = type(value)
     if kind in REGISTERED:
@@ -272,14 +272,14 @@ def visit_object(walk: Walk, value: Any, path: Path) -> Node | None:
     return walk.walk_parts(value, node, path)
 
 
-def visit_registered(walk: Walk, value: Any, how: Registered, path: Path) -> Node:
+def visit_registered(walk: ValueWalk, value: Any, how: Registered, path: Path) -> Node:
     """Walk what the class of a value says that it holds."""
     node = RegisteredNode(value, how)
     walk.found.note_constants(node.items)
     return walk.walk_parts(value, node, path)
 
 
-def visit_proxy(walk: Walk, value: Any, path: Path) -> Node | None:
+def visit_proxy(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     """Walk the mapping that a read-only view is of."""
     mapping = mapping_of(value)
     if mapping is None:
@@ -288,7 +288,7 @@ def visit_proxy(walk: Walk, value: Any, path: Path) -> Node | None:
     return walk.walk_fixed(value, node, path)
 
 
-def look_at_class(walk: Walk, kind: type) -> None:
+def look_at_class(walk: ValueWalk, kind: type) -> None:
     """Look for random streams in the code of a class."""
     if has_user_code(kind):
         walk.found.stream_search.look_at_class(kind)
@@ -297,7 +297,7 @@ def look_at_class(walk: Walk, kind: type) -> None:
 # --- Modules ---
 
 
-def visit_module(walk: Walk, module: nn.Module, path: Path) -> Node | None:
+def visit_module(walk: ValueWalk, module: nn.Module, path: Path) -> Node | None:
     """Walk a module."""
     if issubclass(type(module), torch.jit.ScriptModule):
         return _visit_script_module(walk, module, path)
@@ -306,7 +306,7 @@ def visit_module(walk: Walk, module: nn.Module, path: Path) -> Node | None:
     return _walk_module(walk, module, path)
 
 
-def _visit_view(walk: Walk, view: Any, path: Path) -> Node | None:
+def _visit_view(walk: ValueWalk, view: Any, path: Path) -> Node | None:
     """Walk the module that a view is of."""
     outer = walk.is_sharded
     walk.is_sharded = outer or is_sharded(type(view))
@@ -315,7 +315,7 @@ def _visit_view(walk: Walk, view: Any, path: Path) -> Node | None:
     return node
 
 
-def _walk_module(walk: Walk, module: nn.Module, path: Path) -> Node:
+def _walk_module(walk: ValueWalk, module: nn.Module, path: Path) -> Node:
     kind = type(module)
     look_at_class(walk, kind)
     node, outer = ModuleNode(module), walk.is_sharded
@@ -340,7 +340,7 @@ def _walk_module(walk: Walk, module: nn.Module, path: Path) -> Node:
 
 
 def _indices(
-    walk: Walk, registered: dict[str, Any], path: Path, *, is_buffer: bool
+    walk: ValueWalk, registered: dict[str, Any], path: Path, *, is_buffer: bool
 ) -> dict[str, int | None]:
     """Return the indices of the tensors that are registered, by name."""
     found = walk.found
@@ -356,7 +356,7 @@ def _indices(
     return indices
 
 
-def _visit_script_module(walk: Walk, module: Any, path: Path) -> None:
+def _visit_script_module(walk: ValueWalk, module: Any, path: Path) -> None:
     """Add the parameters of a module that cannot be taken apart."""
     found = walk.found
     found.stream_search.compiled = True
@@ -390,7 +390,7 @@ _OF_SUBCLASSES: tuple[tuple[Any, Visit], ...] = (
 )
 
 
-class Search(Walk):
+class CallSearch(ValueWalk):
     """A walk over what a call refers to."""
 
     __slots__ = ()

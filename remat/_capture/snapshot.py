@@ -1,6 +1,6 @@
 """A snapshot: a call's function and arguments as they were, to be called again.
 
-Made by `_transform` before the function runs. A `Run` or a `ForwardRun` calls it.
+Made by `_transform` before the function runs. A `SnapshotRun` calls it.
 
 Invariant: that of `nodes`. A snapshot holds no tensor: who asked for it holds them, and
 frees them in time.
@@ -22,7 +22,7 @@ from remat._base.types import INERT, Fn
 from remat._capture.kinds import is_spent_by_use
 from remat._capture.nodes import Node, Rebuilding, TensorNode
 from remat._capture.paths import argument_name, code_of_arguments, parts_of, written
-from remat._capture.search import Search
+from remat._capture.search import CallSearch
 from remat._torch import (
     function_mode_count,
     function_modes,
@@ -67,7 +67,7 @@ class Snapshot:
         label: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        search: Search,
+        search: CallSearch,
     ) -> None:
         self.label = label
         self._count, self._names = len(args), [*kwargs]
@@ -98,7 +98,7 @@ class Snapshot:
         self.streams = [*streams.streams.values()]
         self.handles_states, self.compiled = streams.handles_states, streams.compiled
 
-    def _visit(self, k: int, value: Any, search: Search) -> None:
+    def _visit(self, k: int, value: Any, search: CallSearch) -> None:
         if is_spent_by_use(type(value)):
             raise spent(value, self._argument(k))
         node = search.visit(value, k)

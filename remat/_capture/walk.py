@@ -81,7 +81,7 @@ class Findings:
         self.in_arguments, self.is_contained = False, not self.code
 
 
-class Walk:
+class ValueWalk:
     """One walk.
 
     Attributes:
@@ -167,4 +167,4 @@ class Walk:
         return {id(node): value for value, node in pairs if node is not None}
 
 
-Visit: TypeAlias = Callable[[Walk, Any, Path], Node | None]
+Visit: TypeAlias = Callable[[ValueWalk, Any, Path], Node | None]

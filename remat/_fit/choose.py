@@ -16,8 +16,8 @@ Rejected: a time limit. Two processes would choose differently.
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from remat._fit.walk import Walked, Walker
@@ -82,44 +82,35 @@ def idle_at(
             yield i, size
 
 
-@dataclass
 class SavingProgram:
     """A mixed-integer program: what is saved at least work, with some limits.
 
     A limit counts what is saved alone. So it is a necessary condition, and the least
-    work of the program is a lower bound.
-
-    The variables are whether an operation is saved, whether a storage is needed,
-    whether an operation runs again, and whether one of several results that are saved
-    is kept, as the backward needs it.
+    work of the program is a lower bound. The variables are whether an operation is
+    saved, whether a storage is needed, whether an operation runs again, and whether one
+    of several results that are saved is kept, as the backward needs it.
 
     Attributes:
         walker: over the record.
         limits: the bytes that may be saved and idle at an operation.
+        bound: the least work that there may be, in microseconds, once it is solved.
     """
 
-    walker: Walker
-    limits: dict[int, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        walker = self.walker
-        self.choices = sorted(walker.choices)
-        self.numbers = sorted(walker.makers)
-        self.runs = sorted({i for each in walker.makers.values() for i in each})
-        count = len(self.choices)
-        self._saved = {i: k for k, i in enumerate(self.choices)}
-        self._needed = {n: count + k for k, n in enumerate(self.numbers)}
-        count += len(self.numbers)
-        self._again = {i: count + k for k, i in enumerate(self.runs)}
-        count += len(self.runs)
-        self._kept = {n: count + k for k, n in enumerate(self._perhaps_kept())}
-        self._count = count + len(self._kept)
+    def __init__(self, walker: Walker) -> None:
+        self.walker = walker
+        self.limits: dict[int, float] = {}
+        self.bound = 0.0
+        several = [each for each in walker.choices.values() if len(each) > 1]
+        runs = sorted({i for each in walker.makers.values() for i in each})
+        columns = itertools.count()
+        self._saved = {i: next(columns) for i in sorted(walker.choices)}
+        self._needed = {n: next(columns) for n in sorted(walker.makers)}
+        self._again = {i: next(columns) for i in runs}
+        self._kept = {
+            n: next(columns) for ns in several for n in ns if n not in walker.targets
+        }
+        self._count = next(columns)
         self._rows = [*self._closure()]
-
-    def _perhaps_kept(self) -> Iterable[int]:
-        walker = self.walker
-        several = (each for each in walker.choices.values() if len(each) > 1)
-        return (n for each in several for n in each if n not in walker.targets)
 
     def _closure(self) -> Iterable[tuple[float, list[tuple[int, float]]]]:
         """Yield rows, and the least value that each may have."""
@@ -129,34 +120,38 @@ class SavingProgram:
             saved = (
                 [(self._saved[born], 1.0)] if n in walker.choices.get(born, ()) else []
             )
-            for i in makers:
+            for i in makers:  # what is needed is saved, or made again
                 yield 0, [(self._again[i], 1.0), *saved, (self._needed[n], -1.0)]
-        for i in self.runs:
+        for i, again in self._again.items():
             for n in walker.touched(i):
-                yield 0, [(self._needed[n], 1.0), (self._again[i], -1.0)]
+                yield 0, [(self._needed[n], 1.0), (again, -1.0)]
         for n, kept in self._kept.items():
-            saved = self._saved[walker.record.born[n]]
-            yield -1, [(kept, 1.0), (saved, -1.0), (self._needed[n], -1.0)]
-
-    def idle(self, at: int) -> dict[int, int]:
-        """Return the bytes that each choice keeps idle at an operation."""
-        return dict(idle_at(self.walker, self.choices, at))
-
-    def _idle_row(self, at: int) -> Iterable[tuple[int, float]]:
-        walker = self.walker
-        for n, born in ((n, i) for i in self.choices for n in walker.choices[i]):
-            if walker.is_idle(n, at):
-                column = self._kept.get(n, self._saved[born])
-                yield column, -walker.record.sizes[n] / _UNIT
+            saved_at = self._saved[walker.record.born[n]]
+            yield -1, [(kept, 1.0), (saved_at, -1.0), (self._needed[n], -1.0)]
 
     def solve(self, nodes: int = 200, gap: float = 1e-3) -> Chosen | None:
-        """Return what is saved at least work; None if there is nothing."""
+        """Return what is saved at least work; None if there is nothing.
+
+        The search ends after some nodes of its tree, or at a gap to the optimum.
+        """
         optimize = importlib.import_module("scipy.optimize")
-        whole = [1] * len(self.choices)
+        walker, operations = self.walker, self.walker.record.operations
+        sizes = walker.record.sizes
+        # The microseconds of what runs again; of two choices the smaller.
+        costs = [0.0] * self._count
+        for i, column in self._again.items():
+            costs[column] = operations[i].seconds * 1e6
+        for i, column in self._saved.items():
+            costs[column] = 1e-7 * sum(sizes[n] for n in walker.choices[i])
+        # What the backward reads is needed.
+        lowest = [0] * self._count
+        for n in walker.targets:
+            lowest[self._needed[n]] = 1
+        whole = len(self._saved)
         found: Any = optimize.milp(
-            self._costs(),
-            integrality=whole + [0] * (self._count - len(whole)),
-            bounds=optimize.Bounds(self._least_values(), 1),
+            costs,
+            integrality=[1] * whole + [0] * (self._count - whole),
+            bounds=optimize.Bounds(lowest, 1),
             constraints=optimize.LinearConstraint(*self._constraints()),
             options={"node_limit": nodes, "mip_rel_gap": gap},
         )
@@ -165,37 +160,25 @@ class SavingProgram:
             return None
         return frozenset(i for i, k in self._saved.items() if found.x[k] > 0.5)
 
-    def _costs(self) -> list[float]:
-        """Return the microseconds of what runs again; of two choices the smaller."""
-        operations, sizes = self.walker.record.operations, self.walker.record.sizes
-        costs = [0.0] * self._count
-        for i in self.runs:
-            costs[self._again[i]] = operations[i].seconds * 1e6
-        for i in self.choices:
-            kept = sum(sizes[n] for n in self.walker.choices[i])
-            costs[self._saved[i]] = 1e-7 * kept
-        return costs
-
-    def _least_values(self) -> list[int]:
-        """Return 1 for what the backward reads: it is needed."""
-        least = [0] * self._count
-        for n in self.walker.targets:
-            least[self._needed[n]] = 1
-        return least
-
     def _constraints(self) -> tuple[Any, list[float]]:
         """Return a matrix, and the least value that each row may have."""
         sparse = importlib.import_module("scipy.sparse")
+        walker = self.walker
         least = [value for value, _ in self._rows]
         rows = [row for _, row in self._rows]
         for at, limit in self.limits.items():
-            rows.append([*self._idle_row(at)])
+            rows.append([])
             least.append(-limit / _UNIT)
+            for i, column in self._saved.items():
+                for n in walker.choices[i]:
+                    if walker.is_idle(n, at):
+                        size = -walker.record.sizes[n] / _UNIT
+                        rows[-1].append((self._kept.get(n, column), size))
+        shape = len(rows), self._count
         entries = [(r, k, x) for r, row in enumerate(rows) for k, x in row]
         if not entries:  # nothing may be saved
-            return sparse.csr_array((len(rows), self._count)), least
+            return sparse.csr_array(shape), least
         at, columns, values = zip(*entries, strict=True)
-        shape = len(rows), self._count
         return sparse.csr_array((values, (at, columns)), shape=shape), least
 
 
@@ -261,8 +244,7 @@ def _correct(
     kept = walker.storages(chosen) & walked.needed
     seen: set[frozenset[int]] = set()
     for t in over:
-        idle = program.idle(t)
-        kind = frozenset(idle)
+        kind = frozenset(i for i, _ in idle_at(walker, walker.choices, t))
         if kind in seen:
             continue
         seen.add(kind)

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +83,24 @@ class Window:
     def needs(self) -> int:
         """The most bytes that are alive in it beside those from before."""
         return self.highest - self.entered
+
+
+class Measured(NamedTuple):
+    """What was measured of an operation.
+
+    Attributes:
+        reads: the storages of its arguments, if a meter asks for them.
+        makes: those that it made.
+        seconds: at nominal rates.
+        flops: its floating-point operations.
+        inside: the bytes that it holds while it runs, beside what it reads and makes.
+    """
+
+    reads: Sequence[int]
+    makes: Sequence[int]
+    seconds: float
+    flops: int
+    inside: int
 
 
 class Meter(Observer):
@@ -193,7 +211,7 @@ class Meter(Observer):
         work = self._work(func, args, kwargs, result, in_backward=in_backward)
         makes = [*dict.fromkeys(n for n in found if n >= known)]
         inside = max(0, held - sum(self.sizes[n] for n in makes)) + copies
-        self.measured(func, args, kwargs, reads, makes, *work, inside)
+        self.measured(func, args, kwargs, Measured(reads, makes, *work, inside))
         return result
 
     def reads(self, args: Any, kwargs: dict[str, Any]) -> Sequence[int]:
@@ -202,17 +220,9 @@ class Meter(Observer):
         return ()
 
     def measured(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        reads: Sequence[int],
-        makes: Sequence[int],
-        seconds: float,
-        flops: int,
-        inside: int,
+        self, func: Any, args: Any, kwargs: dict[str, Any], found: Measured
     ) -> None:
-        """Be told of an operation, and what was measured of it."""
+        """Be told of an operation that has run."""
 
     def settle(self) -> None:
         """Note the bytes after an accumulation of gradients.

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from remat._base.absent import inputs_of
 from remat._base.context import here
-from remat._fit.meter import Meter
+from remat._fit.meter import Measured, Meter
 from remat._fit.simulate import (
     TrainingStep,
     backward,
@@ -108,24 +108,24 @@ def record(
 ) -> StepRecord | None:
     """Run a step twice, and return what it did."""
     grads = gradients_of(step)
-    forward, whole = StepRecorder(costs=False), StepRecorder(costs=True)
+    alone, whole = StepRecorder(costs=False), StepRecorder(costs=True)
     with mode:
         with (
-            forward.watching(step) as watched,
+            alone.watching(step) as watched,
             torch.autograd.graph.saved_tensors_hooks(_let_go, _let_go),
         ):
-            kept = watched.forward()
+            kept = watched.to_loss()
         del kept
-        if unless is not None and [op.name for op in forward.operations] == unless:
+        if unless is not None and [op.name for op in alone.operations] == unless:
             return None
         put_back(grads)
         with whole.watching(step) as watched:
             with whole.asking():
-                result, outs = watched.forward()
+                result, outs = watched.to_loss()
             whole.turn = len(whole.operations)
             backward(outs)
             whole.end()
-            found = whole.record(forward)
+            found = whole.record(alone)
             del result, outs
         put_back(grads)
     return found
@@ -209,15 +209,7 @@ class StepRecorder(Meter):
 
     @override
     def measured(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        reads: Sequence[int],
-        makes: Sequence[int],
-        seconds: float,
-        flops: int,
-        inside: int,
+        self, func: Any, args: Any, kwargs: dict[str, Any], found: Measured
     ) -> None:
         if is_view_op(func):
             return
@@ -226,16 +218,16 @@ class StepRecorder(Meter):
             _refuse_recomputed(module or "the function")
         written = declared_writes(traits_of(func), args, kwargs)
         writes = dict.fromkeys(n for n in map(self.hold, written) if n >= 0)
-        if not (makes or writes):
+        if not (found.makes or writes):
             return
-        read = tuple(dict.fromkeys(n for n in reads if n >= 0))
-        costs = seconds, flops, inside
+        reads = tuple(dict.fromkeys(n for n in found.reads if n >= 0))
         self.operations.append(
             StepOp(
-                *(str(func), module, read, tuple(makes), tuple(writes), *costs, STORED)
+                *(str(func), module, reads, tuple(found.makes), tuple(writes)),
+                *(found.seconds, found.flops, found.inside, STORED),
             )
         )
-        self._sum = reads[0] if reads else -1
+        self._sum = found.reads[0] if found.reads else -1
 
     def note_fate(self, fate: str) -> None:
         """Note what a scope does with what the last operation made."""
@@ -252,14 +244,14 @@ class StepRecorder(Meter):
         if not self._is_over:
             self._dies[number] = len(self.operations)
 
-    def record(self, forward: "StepRecorder") -> StepRecord:
+    def record(self, alone: "StepRecorder") -> StepRecord:
         """Return the record, with the lifetimes of a forward that saves nothing."""
         end, count = len(self.operations) + 1, len(self.sizes)
         born, same = [-1] * count, dict[int, int]()
         for i, op in enumerate(self.operations):
             for n in op.makes:
                 born[n] = i
-        for op, other in zip(self.operations, forward.operations, strict=False):
+        for op, other in zip(self.operations, alone.operations, strict=False):
             same.update(zip(op.makes, other.makes, strict=False))
         return StepRecord(
             tuple(self.operations),
@@ -267,7 +259,7 @@ class StepRecorder(Meter):
             self.turn,
             tuple(self.sizes),
             tuple(born),
-            tuple(forward._dies.get(same.get(n, -1), end) for n in range(count)),
+            tuple(alone._dies.get(same.get(n, -1), end) for n in range(count)),
             tuple(self._dies.get(n, end) for n in range(count)),
             self._resident,
         )

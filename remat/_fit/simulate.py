@@ -64,8 +64,8 @@ class TrainingStep(NamedTuple):
         leaves = pytree.flatten((self.args, self.kwargs))[0]
         return next((m for m in leaves if isinstance(m, nn.Module)), None)
 
-    def forward(self) -> tuple[Any, list[Tensor]]:
-        """Return the result, and what is differentiated."""
+    def to_loss(self) -> tuple[Any, list[Tensor]]:
+        """Run forward and loss: return the result, and what is differentiated."""
         with self.around():
             with self.around_forward(), one_by_one("fit", self.args):
                 result = self.fn(*self.args, **self.kwargs)
@@ -245,7 +245,7 @@ def simulate(
             for k in range(times):
                 windows.nests = []
                 meter.begin(costs=k == times - 1)
-                result, outs = made.forward()
+                result, outs = made.to_loss()
                 meter.leave()
                 backward(outs)
                 del result, outs

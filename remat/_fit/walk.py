@@ -56,28 +56,28 @@ class Walker:
         self.record = record
         self.span = first, last = span or (0, record.turn)
         end, turn = len(record.operations), record.turn
-        forward = record.operations[:last]
+        before = record.operations[:last]
         late = {n for op in record.operations[last:turn] for n in op.writes}
         again = {
             n
-            for op in forward[first:]
+            for op in before[first:]
             if op.fate in (ASKED, AGAIN)
             for n in op.makes
             if record.left[n] <= turn and n not in late
         }
         self.makers: dict[int, list[int]] = {n: [] for n in again}
-        for i, op in enumerate(forward):
+        for i, op in enumerate(before):
             for n in (*op.makes, *op.writes):
                 if n in again:
                     self.makers[n].append(i)
         self.choices: dict[int, list[int]] = {}
         for n in sorted(again):
-            if forward[record.born[n]].fate == ASKED and record.sizes[n]:
+            if before[record.born[n]].fate == ASKED and record.sizes[n]:
                 self.choices.setdefault(record.born[n], []).append(n)
         self.targets = {n for n in again if record.dies[n] > turn}
         self._touched = [
             tuple(n for n in {*op.reads, *op.makes, *op.writes} if n in again)
-            for op in forward
+            for op in before
         ]
         self._end, self._turn = end, turn
         self._fixed = self._fixed_bytes(again)

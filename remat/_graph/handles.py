@@ -68,12 +68,9 @@ class Handle:
 
 
 class VersionedTensor:
-    """Stands for a tensor that is saved itself.
+    """Stands for a tensor that is saved itself, by how often it had been changed.
 
-    Attributes:
-        tensor: the tensor.
-        version: how often it had been changed; None if that is not counted.
-        reach: of the call, for the name.
+    That is None if it is not counted. The reach of the call knows its name.
     """
 
     __slots__ = ("reach", "tensor", "version")
@@ -121,14 +118,6 @@ class PackedOutside(ReadOnce):
 
 # What gives its tensor as often as it is asked, and does not compute it each time.
 _CHEAP = (Handle, VersionedTensor, PackedOutside)
-
-
-def meta_of(tensor: Tensor, node: Any) -> tuple[Any, ...]:
-    """Return the shape and dtype of a saved tensor, and the type of its node."""
-    try:
-        return tensor.shape, tensor.dtype, type(node)
-    except RuntimeError:  # a nested tensor has no shape
-        return None, tensor.dtype, type(node)
 
 
 def unpack(packed: Any) -> Tensor:

@@ -16,7 +16,14 @@ from typing_extensions import override
 
 from remat._base.errors import RecomputeError
 from remat._capture.objects import by_class
-from remat._live.holders import Kind, dict_of, flatten, without_contents
+from remat._live.holders import (
+    Held,
+    Kind,
+    MovedError,
+    dict_of,
+    flatten,
+    without_contents,
+)
 
 
 class Dicts(Kind):
@@ -30,12 +37,19 @@ class Dicts(Kind):
         self._values, self._keys = base.values, base.keys
 
     @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(map(self._values, holders))
+    def read(self, holders: Sequence[Any], to: Held) -> None:
+        values, keys, lengths = to.values, to.keys, [*map(dict.__len__, holders)]
+        ends = len(values) + len(keys) + 2 * sum(lengths)
+        to.lengths += lengths
+        for table in itertools.compress(holders, lengths):  # most are empty
+            values += self._values(table)
+            keys += self._keys(table)
+        if len(values) + len(keys) != ends:
+            raise MovedError
 
     @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return map(dict.__len__, holders)
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return flatten(map(self._values, holders))
 
     @override
     def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
@@ -89,8 +103,8 @@ class Owned(Attributes):
         return super().keys([*map(dict_of, holders)])
 
     @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return super().lengths([*map(dict_of, holders)])
+    def read(self, holders: Sequence[Any], to: Held) -> None:
+        super().read([*map(dict_of, holders)], to)
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:

@@ -46,11 +46,9 @@ class Held:
     """
 
     __slots__ = "keys", "lengths", "values"
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self.keys: list[Any] = []
-        self.lengths: list[int] = []
+    values: list[Any]
+    keys: list[Any]
+    lengths: list[int]
 
 
 class Kind:

@@ -200,7 +200,9 @@ class Taken(Held):
     __slots__ = "below", "holders", "marks", "owners"
 
     def __init__(self, owners: list[Any], holders: Holders) -> None:
-        super().__init__()
+        self.values: list[Any] = []
+        self.keys: list[Any] = []
+        self.lengths: list[int] = []
         self.owners, self.holders = owners, holders
         self.below: list[Group] = []
         self.marks: tuple[bytes, list[int]] = b"", self.lengths

@@ -29,7 +29,7 @@ from remat._base.types import TENSORS
 from remat._capture.kinds import is_spent_by_use
 from remat._capture.modules import HOOKS
 from remat._capture.paths import argument_name, code_of_arguments
-from remat._capture.search import Search
+from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under, spent
 from remat._capture.stream_search import has_user_code
 from remat._live.containers import CONTAINERS
@@ -271,7 +271,7 @@ class Reach:
         else:
             tensors = running.tensors
             building = Building(tensors, running.found, running.container)
-        search = Search()
+        search = CallSearch()
         *values, fn = building.values(self._values)
         kwargs = dict(zip(self._names, values[self._count :], strict=True))
         args = (*values[: self._count],)

@@ -105,11 +105,7 @@ NORMS = frozenset((_aten.native_layer_norm, _aten.native_group_norm))
 
 
 class Order:
-    """What the operations of a forward read.
-
-    Args:
-        inputs: what the function is given.
-    """
+    """What the operations of a forward read."""
 
     __slots__ = ("_free", "_held", "_late")
 

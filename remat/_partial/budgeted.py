@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from remat._base.op import Value
-from remat._offload.bytes import extent
+from remat._offload.offload import extent
 from remat._partial.budget import CostedOperation, Problem, Solution, evaluate, solve
 from remat._partial.candidates import overwritten
 from remat._partial.cost import measured_work, work

@@ -35,14 +35,6 @@ from remat.policies import Decision, Policy
 class Plans:
     """The plans of one record.
 
-    Args:
-        record: of a forward.
-        decisions: what the policy says of each operation.
-        made: the plan for all roots.
-        prune: whether to leave out what is not needed.
-        extra_roots: more storages that are needed.
-        spent: what the budget of the policy keeps; None if it has none.
-
     Attributes:
         record: the record.
         decisions: what the policy says of each operation. A budget allows it, and

@@ -24,9 +24,6 @@ from remat.policies import Decision, Policy
 class Candidates:
     """What may be saved of a forward that is recorded.
 
-    Args:
-        policy: of the call; None if it has none.
-
     Attributes:
         statics: of each operation, the arguments that are no tensors, if there is a
             policy.

@@ -103,11 +103,7 @@ _MOST = 2**16  # operations that are remembered
 
 
 class Timing:
-    """Calls operations, and notes how long they take.
-
-    Args:
-        call: calls an operation.
-    """
+    """Calls operations, and notes how long they take."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call, self._last = call, 0.0

@@ -351,11 +351,6 @@ class Roots:
     the graph of each output is read. One set of roots for a call would not do: a
     backward that reaches few of them would recompute for all.
 
-    Args:
-        storages: numbers them.
-        steps: the operations so far; it grows.
-        made: the storages that those made; it grows.
-
     Attributes:
         packs: what each handle stands for.
     """

@@ -152,11 +152,6 @@ def _line(op: Op) -> str:
 class RunnablePlan:
     """A plan laid out for running, one entry for each operation.
 
-    Args:
-        record: of a forward.
-        plan: of a recompute, made of the record.
-        order: all residuals of the call, if the plan uses only some of them.
-
     Attributes:
         record: the record.
         plan: the plan.

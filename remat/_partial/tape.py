@@ -53,11 +53,6 @@ from remat.policies import Decision, Policy
 class TapedCall:
     """What one call keeps.
 
-    Args:
-        label: what messages call the function.
-        policy: says which results to keep; None for none.
-        refuses_draws: whether draws from global streams are errors.
-
     Attributes:
         entries: what was kept of each operation, in order.
         draws: each draw, in order, and the state of the random stream before it.
@@ -117,7 +112,7 @@ class TapedOperation:
         results = [t.detach() if _is_tensor(t) else t for t in tree_leaves(out)]
         self.devices = [t.device if _is_tensor(t) else None for t in results]
         if decision is Decision.OFFLOAD:
-            results = [_on_host(t) if _is_tensor(t) else t for t in results]
+            results = [t.to("cpu") if _is_tensor(t) else t for t in results]
         self.results = results
 
     def given(self) -> Any:
@@ -134,10 +129,6 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu")
-
-
 def _back(tensor: Tensor, device: torch.device) -> Tensor:
     back = after_cotangents(tensor)
     return back if back.device == device else back.to(device)
@@ -150,11 +141,7 @@ _DISK = (
 
 
 class Tape(TracedMode):
-    """A mode under which a call runs while a graph is made.
-
-    Args:
-        kept: what the call keeps.
-    """
+    """A mode under which a call runs while a graph is made."""
 
     def __init__(self, kept: TapedCall) -> None:
         super().__init__()
@@ -390,11 +377,7 @@ _OTHER = (
 
 
 class Sketch:
-    """The operations of a forward, and what may be kept of them.
-
-    Args:
-        policy: of the call, with a budget.
-    """
+    """The operations of a forward, and what may be kept of them."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

@@ -24,7 +24,7 @@ from remat._base.absent import PLAIN, Absent, tensors_of
 from remat._base.op import Value
 from remat._base.parts import wrapped_by
 from remat._base.types import CONSTANTS
-from remat._offload.bytes import extent
+from remat._offload.offload import extent
 from remat._partial.plan import Passed, Slot
 from remat._torch import (
     StorageRef,

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from remat._base.labels import name_in
 from remat._base.types import Fn
-from remat._partial.budgeted import Spent, cost_of
+from remat._partial.budgeted import cost_of
 from remat._partial.cost import flops
 from remat._partial.options import Options, Prune
-from remat._partial.plan import Fate, Record
+from remat._partial.plan import Fate
 from remat._report.examine import Examined, Leaf, examine
 from remat._report.fates import Outcome, Reasons, name, outcome_of
 from remat._report.labels import label_of, one_by_one, refuse_transforms
@@ -94,7 +94,8 @@ def explain(
     with one_by_one("explain", args):
         plainly = examine(inner, label, args, kwargs, none)
     if plainly is None:
-        return _nothing(label, options)
+        nothing = label, options.policy, (), (), False, _NO_GRAD, 0, 0, 0, ()
+        return Explanation(*nothing, advice=(_NO_GRAD_ADVICE,))
     found = examined_again(inner, label, args, kwargs, options, plainly)
     report = explained(label, options, found, plainly)
     if not (found.scalar or found.differentiates):
@@ -134,13 +135,6 @@ def examined_again(
     return examine(fn, label, args, kwargs, options) or plainly
 
 
-def _nothing(label: str, options: Options) -> Explanation:
-    return Explanation(
-        *(label, options.policy, (), (), False, _NO_GRAD, 0, 0, 0, ()),
-        advice=(_NO_GRAD_ADVICE,),
-    )
-
-
 _NO_GRAD = "no tensor requires grad, so remat just calls the function"
 _NO_GRAD_ADVICE = (
     "No floating tensor is passed, and none that the function refers to requires grad: "
@@ -151,15 +145,18 @@ _NO_GRAD_ADVICE = (
 def explained(
     label: str, options: Options, found: Examined, plainly: Examined
 ) -> Explanation:
-    outcome = outcome_of(found, options)
-    made, unpruned = outcome.plan, outcome.unpruned
-    readers, itself = found.readers, found.itself
-    reasons = Reasons(found.record, made, readers, itself, found.exposed, unpruned)
+    outcome, budget = outcome_of(found, options), None
+    if outcome.spent is not None:
+        spent, solution = outcome.spent, outcome.spent.solution
+        whole = sum(map(cost_of(spent.budget), found.record.steps))
+        kept = spent.budget.nbytes, solution.nbytes, solution.work, whole, solution.gap
+        budget = ExplainedBudget(*kept, bool(spent.overdrawn))
+    reasons = Reasons(found, outcome)
     inputs, counted = _inputs(found, outcome, reasons, options)
-    indices = range(len(made.fates))
+    indices = range(len(outcome.plan.fates))
     ops = [_operation(i, found, outcome, reasons, counted) for i in indices]
     # The one node of such a call holds its inputs and residuals, and nothing else.
-    held = frozenset[int]() if options.higher_order else itself - counted
+    held = frozenset[int]() if options.higher_order else found.itself - counted
     roots = frozenset[int]().union(*found.record.roots)
     again = bytes_recomputed(found, held | counted, roots)
     report = Explanation(
@@ -167,26 +164,17 @@ def explained(
         policy=options.policy,
         inputs=inputs,
         ops=tuple(ops),
-        pruned=not unpruned,
-        reason=unpruned,
+        pruned=not outcome.unpruned,
+        reason=outcome.unpruned,
         plain_bytes=bytes_of(plainly, saved_by_plain(plainly)),
         held_bytes=bytes_of(found, held),
         recomputed_bytes=again,
         streams=found.streams,
         advice=(),
-        budget=_budget(outcome.spent, found.record),
+        budget=budget,
     )
     advice = _advice(report, found, plainly, higher_order=options.higher_order)
     return dataclasses.replace(report, advice=tuple(advice))
-
-
-def _budget(spent: Spent | None, record: Record) -> ExplainedBudget | None:
-    if spent is None:
-        return None
-    found, limit, cost = spent.solution, spent.budget.nbytes, cost_of(spent.budget)
-    whole = sum(map(cost, record.steps))
-    over = bool(spent.overdrawn)
-    return ExplainedBudget(limit, found.nbytes, found.work, whole, found.gap, over)
 
 
 # --- What becomes of it ---
@@ -233,26 +221,23 @@ def _operation(
     op, why = step.op, reasons.of_operation(i)
     if within and fate is Fate.DEAD:
         why = f"in the backward of remat({inside}), within this"
+    word: Literal["saved", "offloaded", "recomputed", "dead"]
+    if fate is Fate.SAVED:
+        word = "offloaded" if i in outcome.offloaded else "saved"
+    else:
+        word = "recomputed" if within or fate.is_run else "dead"
     return ExplainedOp(
         name=name(op),
         source=op.source,
         outputs=op.outputs,
         nbytes=0 if step.is_view else op.nbytes,
         flops=flops(step),
-        fate=_word(fate, within=within, away=i in outcome.offloaded),
+        fate=word,
         times=within + fate.is_run,
         kept=bytes_of(found, saved),
         why=why,
         is_view=step.is_view,
     )
-
-
-def _word(
-    fate: Fate, *, within: int, away: bool
-) -> Literal["saved", "offloaded", "recomputed", "dead"]:
-    if fate is Fate.SAVED:
-        return "offloaded" if away else "saved"
-    return "recomputed" if within or fate.is_run else "dead"
 
 
 def bytes_of(found: Examined, storages: Iterable[int]) -> int:

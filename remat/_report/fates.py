@@ -12,7 +12,7 @@ way first.
 """
 
 import dataclasses
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -23,9 +23,8 @@ from remat._partial.cache import residual_of_handle
 from remat._partial.candidates import decisions_of
 from remat._partial.decide import inputs_to_drop, planned, why_no_record
 from remat._partial.options import Options
-from remat._partial.plan import Fate, Plan, Record, Step, plan
+from remat._partial.plan import Fate, Plan, Step, plan
 from remat._report.examine import Examined
-from remat.policies import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +55,21 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
     cache = found.kind.cache(policy, prune)
     given_up = (cache.reason or found.situation.given_up) if is_saved else ""
     call = dataclasses.replace(found.situation, is_saved=is_saved, given_up=given_up)
+
+    def unplanned(why: str) -> Outcome:
+        none = frozenset[int]()
+        outcome = Outcome(plan(record, prune=False), none, none, none, why)
+        return outcome if options.higher_order else _stopped(outcome, found, ())
+
     why = why_no_record(policy, prune, call)
     if why:
-        return _without_plan(record, options, found, why)
+        return unplanned(why)
     decisions = decisions_of(policy, record, found.exposed)
     roots = found.exposed.union(cache.plans.extra_roots if cache.plans else ())
     verdict = planned(record, decisions, policy, prune, roots)
     made = verdict.plan
     if made is None:
-        return _without_plan(record, options, found, verdict.why_none)
+        return unplanned(verdict.why_none)
     leaves = found.leaves
     droppable = [
         i for i, t in enumerate(leaves) if i not in made.needed and not t.stays
@@ -76,42 +81,27 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
         lambda i: leaves[i].nbytes,
         is_differentiated=None if is_saved else lambda i: leaves[i].needs,
     )
-    dropped = frozenset(unread)
-    offloaded = frozenset(_offloaded(record, decisions))
-    unpruned, budget = verdict.why_unpruned, verdict.spent
-    outcome = Outcome(made, dropped, dropped, offloaded, unpruned, budget)
-    return _stopped(outcome, options, found, residual_of_handle(record, made))
-
-
-def _without_plan(
-    record: Record, options: Options, found: Examined, why: str
-) -> Outcome:
-    none = frozenset[int]()
-    outcome = Outcome(plan(record, prune=False), none, none, none, why)
-    return _stopped(outcome, options, found, ())
-
-
-def _offloaded(record: Record, decisions: Sequence[Decision]) -> list[int]:
-    """Return the operations whose results move: those in host memory stay in it."""
     pairs = enumerate(zip(record.steps, decisions, strict=True))
-    return [i for i, (step, d) in pairs if moves(d, step.op.outputs)]
+    # What is in host memory stays in it.
+    away = frozenset(i for i, (step, d) in pairs if moves(d, step.op.outputs))
+    dropped = frozenset(unread)
+    unpruned, budget = verdict.why_unpruned, verdict.spent
+    outcome = Outcome(made, dropped, dropped, away, unpruned, budget)
+    if options.higher_order:
+        return outcome
+    return _stopped(outcome, found, residual_of_handle(record, made))
 
 
-def _stopped(
-    outcome: Outcome, options: Options, found: Examined, filled: Container[int]
-) -> Outcome:
-    """Have a recompute stop when the last handle is filled.
+def _stopped(outcome: Outcome, found: Examined, filled: Container[int]) -> Outcome:
+    """Have a recompute stop when the last handle is filled, of those not `filled`.
 
     If there is none to fill, it does not start, and reads no input.
     """
-    if options.higher_order:
-        return outcome
     record = found.record
+    places = enumerate(zip(record.packs, record.roots, strict=True))
     wanted = [
         pack.after
-        for place, (pack, roots) in enumerate(
-            zip(record.packs, record.roots, strict=True)
-        )
+        for place, (pack, roots) in places
         if pack is not None and roots and place not in filled
     ]
     last = max(wanted, default=0)
@@ -126,6 +116,9 @@ def _stopped(
         unread=unread,
         dropped=frozenset(i for i in unread if record.inputs[i] not in found.itself),
     )
+
+
+# --- Why ---------------------------------------------------------------------------
 
 
 _SHOWN = 2  # at most so many readers are named
@@ -143,21 +136,14 @@ def _reads(step: Step) -> bool:
 
 
 class Reasons:
-    """The reasons for the fates of one plan."""
+    """The reasons for what one outcome does."""
 
-    def __init__(
-        self,
-        record: Record,
-        plan: Plan,
-        readers: Mapping[int, Sequence[str]],
-        itself: Collection[int] = (),
-        exposed: Collection[int] = (),
-        unpruned: str = "",
-    ) -> None:
-        self._record, self._plan, self._readers = record, plan, readers
-        self._exposed, self._unpruned, self._itself = exposed, unpruned, itself
+    def __init__(self, found: Examined, outcome: Outcome) -> None:
+        self._found, self._record, self._plan = found, found.record, outcome.plan
+        self._unpruned = outcome.unpruned
+        self._roots = found.itself.union(*found.record.roots)
         self._users: dict[int, list[int]] = {}
-        for i, step in enumerate(record.steps):
+        for i, step in enumerate(found.record.steps):
             for s in {*step.reads}:
                 self._users.setdefault(s, []).append(i)
 
@@ -180,19 +166,16 @@ class Reasons:
 
     def _use(self, touched: set[int], after: int) -> str:
         """Say what reads any of the storages; "" if nothing does."""
-        if not touched.isdisjoint(self._roots()):
-            each = (self._readers.get(s, ()) for s in sorted(touched))
+        if not touched.isdisjoint(self._roots):
+            each = (self._found.readers.get(s, ()) for s in sorted(touched))
             names = dict.fromkeys(chain.from_iterable(each))
             return f"read by the backward of {_listed(names)}" if names else _UNTOLD
-        if not touched.isdisjoint(self._exposed):
+        if not touched.isdisjoint(self._found.exposed):
             return "its value is read outside of operations"
         fates = self._plan.fates
         users = [i for i in self._users_of(touched) if i > after]
         running = [i for i in users if fates[i].is_run]
         return f"read by {self._steps(running)}" if running else ""
-
-    def _roots(self) -> frozenset[int]:
-        return frozenset(self._itself).union(*self._record.roots)
 
     def _unused(self, touched: set[int], i: int) -> str:
         users = [j for j in self._users_of(touched) if j > i]

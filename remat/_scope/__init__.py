@@ -8,8 +8,8 @@ results. To follow a value, read the files in this order.
     following   a policy by position, which follows a plan for a whole step
     values      what made each result, as data
     table       which storages hold results, and for how long
-    hooks       what a graph saves is a handle, if it is a result or a view of one
-    sweep       the backward computes what handles stand for
+    hooks       what a graph saves is a handle, if it is a result or a view of one; the
+                backward computes what handles stand for
 
 Called by users, by `nn`, and by `_fit`.
 """

@@ -119,44 +119,41 @@ class Recording(Observer):
         if current_task() >= 0:  # a backward records nothing
             return call_kernel(func, *args, **kwargs)
         with no_torch_functions():
-            return self._record(func, args, kwargs)
-
-    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        table = self._table
-        table.settle()
-        if is_view_op(func) or not _may_run_again(func) or is_in_compiled_code():
+            table = self._table
+            table.settle()
+            if is_view_op(func) or not _may_run_again(func) or is_in_compiled_code():
+                result = call_kernel(func, *args, **kwargs)
+                self._tie(tensors_of(result))
+                return result
+            traits = traits_of(func)
+            written_to = declared_writes(traits, args, kwargs)
+            statistics = updated_statistics(traits, args, kwargs)
+            changed = [*written_to, *statistics]
+            self._keep_given(changed)
+            operands = Operands(table, written_to)
+            operation = BlockOperation(func, args, kwargs, operands, operands.found)
+            targets = [(t, table.entry_of(t)) for t in written_to]
+            before = _states_before(traits, args, kwargs)
             result = call_kernel(func, *args, **kwargs)
-            self._tie(tensors_of(result))
+            operation.streams = [(s, state) for s, state in before if s.read() != state]
+            written = [(t, e) for t, e in targets if e is not None]
+            new, others, parts = self._sorted(results_of(result), operands.storages)
+            if parts:
+                self._drop_parted(parts, inputs_of(args, kwargs))
+            for entry in filter(None, map(table.entry_at, statistics)):
+                table.drop(entry)  # a batch norm wrote to it, and counted no version
+            if len(written) < len(targets):
+                new.clear()  # it changed what it was given, so it cannot be run again
+            if new or written:
+                operation.written = _places(changed, args, kwargs)
+                operation.settings, operation.line = read_settings(), user_line()
+                operation.grad_mode = torch.is_grad_enabled()
+                self._note_writes(operation, written, args, kwargs)
+                # Statistics that it updates are no result that anybody saves.
+                asks = not written_to
+                self._note_new(operation, new, result, asks=asks)
+            self._tie(others)
             return result
-        traits = traits_of(func)
-        written_to = declared_writes(traits, args, kwargs)
-        statistics = updated_statistics(traits, args, kwargs)
-        changed = [*written_to, *statistics]
-        self._keep_given(changed)
-        operands = Operands(table, written_to)
-        operation = BlockOperation(func, args, kwargs, operands, operands.found)
-        targets = [(t, table.entry_of(t)) for t in written_to]
-        before = _states_before(traits, args, kwargs)
-        result = call_kernel(func, *args, **kwargs)
-        operation.streams = [(s, state) for s, state in before if s.read() != state]
-        written = [(t, e) for t, e in targets if e is not None]
-        new, others, parts = self._sorted(results_of(result), operands.storages)
-        if parts:
-            self._drop_parted(parts, inputs_of(args, kwargs))
-        for entry in filter(None, map(table.entry_at, statistics)):
-            table.drop(entry)  # a batch norm wrote to it, and counted no version
-        if len(written) < len(targets):
-            new.clear()  # it changed what it was given, so it cannot be run again
-        if new or written:
-            operation.written = _places(changed, args, kwargs)
-            operation.settings, operation.line = read_settings(), user_line()
-            operation.grad_mode = torch.is_grad_enabled()
-            self._note_writes(operation, written, args, kwargs)
-            # Statistics that it updates are no result that anybody saves.
-            asks = not written_to
-            self._note_new(operation, new, result, asks=asks)
-        self._tie(others)
-        return result
 
     def _keep_given(self, written_to: Sequence[Tensor]) -> None:
         """Copy what was given, where the block itself writes to it now."""

@@ -34,10 +34,10 @@ from remat._base.program import Program
 from remat._base.tensors import describe
 from remat._base.types import Fn, Outputs
 from remat._capture.handing_on import ForwardRun
-from remat._capture.restore import Run
+from remat._capture.restore import SnapshotRun
 from remat._capture.result_walk import Hidden, Own
 from remat._capture.results import Emptied, Out, Result, slots_of
-from remat._capture.search import Search
+from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under
 from remat._graph.edges import Edge, edge_of, edges_behind
 from remat._partial.options import DEFAULT, Options
@@ -94,7 +94,7 @@ class Call:
         self.is_differentiated_once = True
         self.may_read_early: Callable[[Tensor], bool] | None = None
         self._fn: Any = fn
-        self._search: Search | None = Search()
+        self._search: CallSearch | None = CallSearch()
         self.snapshot = Snapshot(fn, label, args, kwargs, self._search)
         self._inputs = self._search.found.tensors
 
@@ -202,7 +202,7 @@ class Call:
 
     def run_again(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects is dropped."""
-        with Run(inputs) as run:
+        with SnapshotRun(inputs) as run:
             return Result(self.snapshot.call(run))
 
     def labelled(self, fn: Fn, *args: Any) -> Any:

@@ -1,6 +1,6 @@
 """Finds which inputs are changed in place, and by what: by running on copies.
 
-`saved` and `forward` ask about a call, when they refuse it. `traced` asks about the
+`saved` and `function` ask about a call, when they refuse it. `traced` asks about the
 body of a node, once.
 
 Invariant: what it does to objects is undone.

@@ -121,7 +121,7 @@ from remat._transform.reached import (
     reaches_only_inputs,
     sharing_memory,
 )
-from remat._transform.state import State, state_of
+from remat._transform.state import CallState, state_of
 
 
 # Cheaper than comprehensions, on a path taken on every call.
@@ -146,7 +146,7 @@ class Primal(Program):
 
     def __init__(self, call: Call) -> None:
         self.call, self._counts = call, (0, 0)  # of inputs and outputs
-        self.state: State | None = None
+        self.state: CallState | None = None
         self.evaluation: Evaluation | None = None
 
     @property
@@ -221,7 +221,7 @@ class Primal(Program):
         return self.call.structure.split_again(result, inputs)
 
     def again(
-        self, run: Fn, inputs: Sequence[Tensor], mode: Any, state: State | None
+        self, run: Fn, inputs: Sequence[Tensor], mode: Any, state: CallState | None
     ) -> tuple[Any, Sequence[Tensor]]:
         """Run something on inputs, in a state. Also return the inputs it was given."""
         evaluation = self.evaluation
@@ -435,7 +435,7 @@ def _dispatch_dual(
 
 def evaluate_forward(
     call: Call, program: Program, inputs: Sequence[Tensor], request: Request
-) -> tuple[Sequence[Any], Evaluation, State]:
+) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward of a call, and drop its graph.
 
     What runs is `program`: that of the call, or this under vmap or in forward mode.
@@ -459,7 +459,7 @@ def _evaluate(
     inputs: Sequence[Tensor],
     inner: list[Tensor],
     request: Request,
-) -> tuple[Sequence[Any], Evaluation, State]:
+) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward on `inner`, the fresh leaves for `inputs`."""
     snapshot, needs = call.snapshot, request.needs
     # Before the function draws or changes anything: recomputes start from here.
@@ -529,7 +529,7 @@ def _plan(
     inputs: Sequence[Tensor],
     inner: Sequence[Tensor],
     request: Request,
-    state: State,
+    state: CallState,
 ) -> SavedInNode | None:
     """Return what the forward does with the records of calls like it, if anything."""
     policy, prune, label = call.policy, call.prune, call.snapshot.label
@@ -555,7 +555,7 @@ def _plan(
 
 
 def _run(
-    call: Call, program: Program, inner: list[Tensor], mode: Any, state: State
+    call: Call, program: Program, inner: list[Tensor], mode: Any, state: CallState
 ) -> Sequence[Any]:
     """Run with grad mode on, under a mode if there is one."""
     run = program.run if mode is None else functools.partial(program.run, mode=mode)

@@ -1,6 +1,6 @@
 """What the graph of a call's outputs reaches, and which of them share memory.
 
-`function`, `forward` and `checks` ask.
+`function`, `levels` and `checks` ask.
 
 Invariant: a graph is walked once for each forward, and nothing of it is held.
 Rejected: to ask autograd for gradients of zeros. It runs the backward.

@@ -55,8 +55,12 @@ from remat._transform.lowering import (
     call_lowered,
     lowering_of,
 )
-from remat.policies._identity import identity_of
-from remat.policies._parts import offloads_to_disk, parts_of, whole
+from remat.policies._data import (
+    identity_of,
+    offloads_to_disk,
+    parts_of,
+    whole,
+)
 
 
 def call_traced(

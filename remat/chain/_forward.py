@@ -22,12 +22,12 @@ from remat._capture.between import (
     NOTHING,
     Between,
     Nodes,
-    Recomputing,
+    RecomputedObjects,
     Unnoted,
     in_forward,
 )
 from remat._capture.handing_on import ForwardRun, named_change
-from remat._capture.restore import Run
+from remat._capture.restore import SnapshotRun
 from remat._capture.snapshot import BoundFunction
 from remat._torch import current_layer
 from remat._transform.call import Call
@@ -164,11 +164,11 @@ class ChainCall(Call):
             label = self.steps.label
             raise CaptureError(CHANGED.format(label=label, what=error)) from None
 
-    def recomputing(self, run: Run) -> Recomputing | None:
+    def recomputing(self, run: SnapshotRun) -> RecomputedObjects | None:
         """Return what notes and puts back the objects that change, if some do."""
         if not self._changing:
             return None
-        return Recomputing(run, self._changing, self._others)
+        return RecomputedObjects(run, self._changing, self._others)
 
     def forget_streams(self) -> None:
         """Forget where random streams were, from which no step drew."""

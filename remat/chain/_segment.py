@@ -22,7 +22,7 @@ from remat._base.program import Evaluation, Program, Request, has_derivatives
 from remat._base.tracebacks import note
 from remat._base.types import Outputs
 from remat._capture.between import NOTHING
-from remat._capture.restore import Run
+from remat._capture.restore import SnapshotRun
 from remat._capture.snapshot import call_under
 from remat._torch import without_hooks
 from remat._transform.function import Primal
@@ -139,7 +139,7 @@ class Segment(Program):
             state = state._replace(ambient=self._live.ambient)
 
         def run(inputs: Sequence[Tensor]) -> Any:
-            with Run(inputs) as run:
+            with SnapshotRun(inputs) as run:
                 fn, *around = snapshot.built(run)
                 recomputing = self._call.recomputing(run)
                 if recomputing is not None:

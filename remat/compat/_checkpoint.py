@@ -46,9 +46,8 @@ from remat._transform.rematerialized import Rematerialized
 from remat._transform.traced import call_as_node, call_in_graph, call_traced, key_of
 from remat.compat._settings import with_signature_of
 from remat.policies import Policy, as_policy
-from remat.policies._functions import checked_hash
+from remat.policies._functions import Selective, checked_hash
 from remat.policies._policy import Function
-from remat.policies._selective import Selective
 
 
 ContextFn = Callable[

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support.loops import Plain, by_fori_loop, by_sequential
+from support.loops import Plain, by_scan, by_sequential
 from support.tables import rows
 from support.traced import ran
 from support.zoo import W, X, leaves_of, scalar
@@ -24,7 +24,7 @@ def _fresh():
     torch._dynamo.reset()
 
 
-@rows("program", {"fori_loop": by_fori_loop, "sequential": by_sequential})
+@rows("program", {"scan": by_scan, "sequential": by_sequential})
 def test_loops_of_known_length_are_compiled(program):
     def gradients(loops, w, x):
         return torch.autograd.grad(scalar(program(loops, w, x)), (w, x))
@@ -152,6 +152,7 @@ def test_a_while_loop_is_refused_in_compiled_code():
         compiled(leaves_of(X)[0])
 
 
+@pytest.mark.slow
 def test_decoder_layers_of_transformers():
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     config = llama.LlamaConfig(

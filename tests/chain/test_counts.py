@@ -1,5 +1,6 @@
 """How often steps run, and how many carries exist: what the schedule says."""
 
+import functools
 import gc
 import itertools
 import sys
@@ -8,9 +9,13 @@ import weakref
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from support.loops import Plain
+from support.letting_go import Held
+from support.loops import Plain, of_backward
 from support.tables import rows
+from support.transforms import some
+from support.zoo import V, scalar
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import chain
 from remat.chain import schedules
@@ -78,8 +83,10 @@ def runs_of(schedule, length):
 def test_steps_run_as_often_as_predicted(schedule, length):
     forward, backward, again = runs_of(schedule, length)
     assert (forward, backward) == schedule.evaluations(length)
-    # A second backward finds no checkpoints: it runs the way to the last one again.
-    assert backward <= again < backward + length
+    # A second backward finds no checkpoints: it runs the way to the last one again. The
+    # result is known, so the steps after it do not run.
+    *_, last = schedule.forward(length)
+    assert again == backward + length - (last.stop - last.start)
 
 
 @settings(max_examples=10, deadline=None)
@@ -260,3 +267,87 @@ def test_a_plan_of_rotor_is_followed():
     recorded = sum(isinstance(part, int) for part in plan.parts)
     assert ops["tanh"] == sum(plan.evaluations(8)) + recorded
     assert ops["tanh"] >= 16
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+@pytest.mark.parametrize("unroll", [2, 5])
+@pytest.mark.parametrize("schedule", [EveryStep, functools.partial(Binomial, 2)])
+def test_units_of_several_steps(schedule, unroll, length):
+    schedule = schedule(unroll=unroll)
+    got, runs = counted(
+        lambda: torch.func.grad(lambda x: loop(schedule, length, x).sum())(X)
+    )
+    plain = Plain.fori_loop
+    want = torch.func.grad(lambda x: plain(0, length, body, x).sum())(X)
+    assert_same(got, want, reassociated=True)
+    assert runs == sum(schedule.evaluations(length))
+
+
+# --- What is alive ---
+
+
+def by_fori_loop(loops, x, length, schedule):
+    return loops.fori_loop(0, length, lambda i, h: h.tanh(), x, checkpoints=schedule)
+
+
+class Carries(TorchDispatchMode):
+    """Notes how many results of tanh are alive whenever the next one is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.results, self.alive = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.tanh.default:
+            return func(*args, **(kwargs or {}))
+        self.alive.append(sum(map(bool, self.results)))
+        out = func(*args)
+        self.results.append(Held(out))
+        return out
+
+
+LOOPS = {
+    "fori_loop": by_fori_loop,
+    "while_loop": lambda loops, x, length, checkpoints: loops.while_loop(
+        lambda c: c[1] < length,
+        lambda c: (c[0].tanh(), c[1] + 1),
+        (x, 0),
+        checkpoints=checkpoints,
+    )[0],
+    "sequential": lambda loops, x, length, checkpoints: loops.sequential(
+        [torch.tanh] * length, x, checkpoints=checkpoints
+    ),
+}
+
+
+@pytest.mark.parametrize("checkpoints", [1, 3])
+@rows("loop", LOOPS)
+@rows("transform", some("backward", "grad", "vmap_grad"))
+def test_live_carries_do_not_exceed_the_checkpoints(transform, loop, checkpoints):
+    """The initial carry is a checkpoint, and no result; but the live carry is one."""
+    with Carries() as carries:
+        transform(lambda x: scalar(loop(chain, x, 20, checkpoints)), V)
+    assert max(carries.alive) <= checkpoints
+    assert len(carries.alive) > 40
+    with Carries() as carries:
+        transform(lambda x: scalar(loop(Plain, x, 20, checkpoints)), V)
+    assert max(carries.alive) == 19
+
+
+def test_the_starts_of_segments_and_the_steps_of_one_are_alive():
+    with Carries() as carries:
+        of_backward(lambda x: by_fori_loop(chain, x, 100, None), V)
+    forward, backward = carries.alive[:100], carries.alive[100:]
+    assert max(forward) == 10
+    # Nine starts, nine steps before this one.
+    assert max(backward) == 9 + 9
+
+
+def test_a_graph_holds_its_checkpoints_and_no_other_carry():
+    x = V.clone().requires_grad_()
+    with Carries() as carries:
+        y = by_fori_loop(chain, x, 20, 4)
+        # The initial carry is x. The result is another tensor than the last carry.
+        assert sum(map(bool, carries.results)) == 3
+        y.sum().backward()
+        assert sum(map(bool, carries.results)) == 0

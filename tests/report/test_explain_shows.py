@@ -286,15 +286,6 @@ def test_no_label_of_a_plot_collides_with_another(pyplot, style):
         assert not collisions(compare(fn, *args, policies=MANY).plot())
 
 
-def test_labels_that_collide_are_found(pyplot):
-    axes = pyplot.figure().add_subplot()
-    axes.plot([0, 1], label="a line")
-    axes.legend(loc="center", bbox_to_anchor=(0.5, -0.05))
-    assert any(pair[0] == "a line" for pair in collisions(axes))
-    axes.set_title("a title that is too long for the figure" * 9, loc="left")
-    assert axes.get_title(loc="left") in collisions(axes)
-
-
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
     without(monkeypatch, "matplotlib")
     for report in reports():

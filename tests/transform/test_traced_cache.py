@@ -15,7 +15,7 @@ import torch
 from remat import policies, remat
 from remat._transform import traced
 from remat.policies import Decision
-from remat.policies._identity import identity_of
+from remat.policies._data import identity_of
 
 
 PRELUDE = """
@@ -183,7 +183,7 @@ def known():
 IDENTITIES = """
 import torch
 from remat import policies
-from remat.policies._identity import identity_of
+from remat.policies._data import identity_of
 for policy in POLICIES:
     print(identity_of(policy))
 """

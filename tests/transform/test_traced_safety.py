@@ -107,7 +107,7 @@ CHANGES = {
 
 
 @rows("transform", BOTH, fast=["backward"])
-@rows("policy", KEEPING, fast=["dots", "everything"])
+@rows("policy", KEEPING, fast=["everything"])
 @rows("program", CHANGES)
 def test_what_is_kept_may_be_changed_later(program, policy, transform):
     def run(wrap):
@@ -178,7 +178,7 @@ def overwritten(wrap):
 MUTATIONS = {fn.__name__: fn for fn in (running_sum, differentiable_sum, overwritten)}
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@rows("backend", {k: k for k in ("eager", "aot_eager")}, fast=["aot_eager"])
 @rows("program", MUTATIONS)
 def test_an_input_may_be_changed_in_place(program, backend):
     assert_traced(program, TRANSFORMS["backward"], backend)

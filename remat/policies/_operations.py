@@ -1,9 +1,14 @@
-"""Which operators are dots: contractions, whose results are expensive to compute.
+"""Policies by the operation: dots, collectives, and the size of a result.
 
 Invariant: a dot sums over a dimension, and its cost per byte of output grows with that
-dimension. So convolution and attention are dots, and outer products are not.
-Rejected: torch's FLOP registry. It lacks mv, dot and quantized products. It has a
-custom operator only if its author registered a formula. (All operators in it are dots.)
+dimension. So convolution and attention are dots, and outer products are not. Of a
+collective the tensor is saved that it fills, and not what waits for it. Sizes are in
+bytes, like memory.
+Rejected: torch's FLOP registry for dots. It lacks mv, dot and quantized products. It
+has a custom operator only if its author registered a formula. To save what
+`wait_tensor` returns: it returns its argument, and a recompute would run the collective
+to have one. And sizes in elements: a policy would save twice as many bytes in float32
+as in half precision.
 """
 
 from collections.abc import Callable
@@ -11,9 +16,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
+from typing_extensions import override
+
 from remat._base.op import Op
 from remat.policies._decision import check_offload
-from remat.policies._operators import checked, family
+from remat.policies._functions import checked, family
 from remat.policies._policy import Policy
 
 
@@ -229,3 +236,118 @@ def offload_dot_with_no_batch_dims(
     """
     check_offload(offload_src, offload_dst, "offload_dot_with_no_batch_dims")
     return dots_with_no_batch_dims_saveable.but_offload(to=offload_dst)
+
+
+_SPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d"})
+# Of these spaces, what returns nothing that another process sent.
+_OTHERS = {"wait_tensor", "_wrap_tensor_autograd", "isend", "send", "barrier"}
+
+
+@dataclass(frozen=True)
+class Collectives(Policy):
+    """Saves what collectives return, which are the operators of some namespaces."""
+
+    spaces: frozenset[str]
+
+    @override
+    def decide(self, op: Op) -> bool:
+        """Say whether the operation is a collective."""
+        space, _, base = family(op.func).partition(".")
+        return space in self.spaces and base not in _OTHERS
+
+    def __repr__(self) -> str:
+        return "save_collectives"
+
+
+save_collectives = Collectives(_SPACES)
+"""Saves what collectives return, so that no backward repeats one.
+
+Collectives are the operations of ``torch.distributed``: functional ones, those of a
+DTensor that is redistributed, and those that write in place, such as ``all_reduce``.
+
+Source: JAX has no such policy. There, names are given to what collectives return.
+
+Example:
+    >>> import torch
+    >>> from remat.policies import Op, dots_saveable, save_collectives
+    >>> save_collectives(Op(torch.ops._c10d_functional.all_reduce.default))
+    <Decision.SAVE: 3>
+    >>> save_collectives(Op(torch.ops._c10d_functional.wait_tensor.default))
+    <Decision.RECOMPUTE: 0>
+    >>> dots_saveable | save_collectives
+    (dots_saveable | save_collectives)
+"""
+
+
+@dataclass(frozen=True)
+class Size(Policy):
+    """Saves results by the total bytes of an operation's outputs."""
+
+    larger: bool
+    than: float
+
+    def decide(self, op: Op) -> bool:
+        """Compare the bytes."""
+        return op.nbytes > self.than if self.larger else op.nbytes < self.than
+
+    def __repr__(self) -> str:
+        return f"save_{'larg' if self.larger else 'small'}er_than({self.than!r})"
+
+
+def save_larger_than(nbytes: float) -> Policy:
+    """Save the results of operations whose outputs have more than `nbytes` bytes.
+
+    Args:
+        nbytes: the total bytes of all outputs of one operation.
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: `nbytes` is not a number.
+        ValueError: `nbytes` is negative.
+
+    Source: Keras' `RematScope(mode="larger_than")`, which counts elements.
+
+    Example:
+        >>> import torch
+        >>> from remat.policies import Value
+        >>> out = Value((256,), torch.float32, torch.device("cpu"))
+        >>> save_larger_than(1000)(Op(torch.ops.aten.sin.default, outputs=(out,)))
+        <Decision.SAVE: 3>
+    """
+    return Size(True, _checked_bytes(nbytes, "save_larger_than"))
+
+
+def save_smaller_than(nbytes: float) -> Policy:
+    """Save the results of operations whose outputs have fewer than `nbytes` bytes.
+
+    Args:
+        nbytes: the total bytes of all outputs of one operation.
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: `nbytes` is not a number.
+        ValueError: `nbytes` is negative.
+
+    Example:
+        >>> from remat.policies import dots_saveable
+        >>> dots_saveable & save_smaller_than(2**20)
+        (dots_saveable & save_smaller_than(1048576))
+    """
+    return Size(False, _checked_bytes(nbytes, "save_smaller_than"))
+
+
+def _checked_bytes(nbytes: object, taker: str) -> float:
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int | float):
+        raise TypeError(
+            f"remat: {taker} takes a number of bytes; got {nbytes!r}, a "
+            f"{type(nbytes).__name__}"
+        )
+    if not nbytes >= 0:
+        raise ValueError(
+            f"remat: {taker} takes a number of bytes, at least 0; got {nbytes!r}"
+        )
+    return nbytes

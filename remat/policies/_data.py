@@ -1,12 +1,18 @@
-"""Takes policies apart and puts them together again, for compiled code.
+"""Policies as data, for compiled code: a text that tells one, and its parts.
 
-Dynamo calls a function of ours as it traces. An object that the trace itself has made
-has no attributes by then, so a policy is passed as its class and its fields.
+The text is part of the key of a node in Dynamo's graph, for caches on disk. Dynamo
+calls a function of ours as it traces. An object that the trace itself has made has no
+attributes by then, so a policy is passed as its class and its fields.
 
-Invariant: `whole(*parts_of(policy))` equals the policy.
-Rejected: constructors that Dynamo calls. It cannot guard what they would return.
+Invariant: policies of equal identity decide alike. A policy that asks a user's
+function, or is of a user's class, has none: nobody can tell what its code reads. And
+`whole(*parts_of(policy))` equals the policy.
+Rejected: `repr` and pickles. The first may be a user's own, and the second hold the
+order of sets, which differs between processes. And constructors that Dynamo calls: it
+cannot guard what they would return.
 """
 
+import re
 import types
 from typing import Any
 
@@ -14,6 +20,32 @@ from remat._torch import constant_in_traces
 from remat.policies._decision import Decision
 from remat.policies._functions import asked
 from remat.policies._policy import Function, Policy
+
+
+def identity_of(policy: Any) -> str | None:
+    """Return a text that tells a policy, or a part of one; None if there is none."""
+    if policy is None or type(policy) in (bool, int, float, str):
+        return repr(policy)
+    if isinstance(policy, Decision):
+        return str(policy)
+    if isinstance(policy, re.Pattern):
+        return f"{policy.pattern!r} {policy.flags}"
+    if isinstance(policy, frozenset):
+        return _joined("set", sorted(map(repr, policy)))
+    kind = type(policy)
+    fields = getattr(kind, "__dataclass_fields__", None)
+    if fields is None or not kind.__module__.startswith(_OURS):
+        return None
+    parts = [identity_of(getattr(policy, name)) for name in fields]
+    known = [part for part in parts if part is not None]
+    return _joined(kind.__qualname__, known) if len(known) == len(parts) else None
+
+
+_OURS = f"{__name__.rpartition('.')[0]}."
+
+
+def _joined(name: str, parts: list[str]) -> str:
+    return f"{name}({', '.join(parts)})"
 
 
 def parts_of(policy: Any) -> tuple[Any, Any]:
