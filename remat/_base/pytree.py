@@ -20,7 +20,7 @@ import optree
 from torch import Tensor, nn
 
 from remat._base.types import CONSTANTS, INERT, TENSORS, Leaf
-from remat._torch import TORCH_NODES, register_torch_class, register_torch_node
+from remat._torch import TORCH_NODES, register_torch_node
 
 
 _NAMESPACE = "remat"
@@ -159,7 +159,8 @@ def register_attributes(
         return unflatten_node(subtrees, context)
 
     _register(cls, flatten_named, unflatten_named, namespace=_NAMESPACE)
-    register_torch_node(cls, name, children, flatten_node, unflatten_node)
+    named: Any = {"name": name, "children": children}
+    register_torch_node(cls, flatten_node, unflatten_node, **named)
 
 
 class Registered(NamedTuple):
@@ -267,7 +268,7 @@ def _register_everywhere(cls: type, how: Registered) -> None:
     def unflatten_torch(children: Iterable[Any], context: Any) -> Any:
         return how.unflatten(context, children)
 
-    register_torch_class(cls, flatten_node, unflatten_torch)
+    register_torch_node(cls, flatten_node, unflatten_torch)
     if cls in _ADOPTED:
         _unregister(cls, namespace=_NAMESPACE)
         _ADOPTED.remove(cls)

@@ -169,7 +169,6 @@ from remat._torch.operators import (
     kernel_of as kernel_of,
     native_random as native_random,
     overload_of as overload_of,
-    register_torch_class as register_torch_class,
     register_torch_node as register_torch_node,
 )
 from remat._torch.process import (

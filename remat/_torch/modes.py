@@ -235,12 +235,9 @@ if hasattr(_higher_order, "_hop_compile_and_call"):  # else it is of another tor
 def leave_dispatch_mode(mode: LeanDispatchMode) -> None:
     """Leave a mode, also if others that were entered inside of it are still active."""
     stack = _python_dispatch._get_current_dispatch_mode_stack()
-    inside = stack[[*map(id, stack)].index(id(mode)) + 1 :]
-    for _ in inside:
-        _python_dispatch._pop_mode()
-    mode.__exit__(None, None, None)
-    for other in inside:
-        _python_dispatch._push_mode(other)
+    inside = len(stack) - 1 - [*map(id, stack)].index(id(mode))
+    with _popped(inside):
+        mode.__exit__(None, None, None)
     for name in _FLAGS if inside else ():
         setattr(_dispatch, name, True)
 

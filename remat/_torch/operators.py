@@ -80,32 +80,27 @@ TORCH_NODES: dict[type, Any] = _pytree.SUPPORTED_NODES
 # Deleted by: a public torch.utils.pytree in which a class can be registered.
 def register_torch_node(
     cls: type,
-    name: str,
-    children: Sequence[str],
     flatten: Callable[[Any], tuple[list[Any], Any]],
     unflatten: Callable[[Iterable[Any], Any], Any],
+    *,
+    name: str | None = None,
+    children: Sequence[str] = (),
 ) -> None:
-    """Register a class whose children are attributes with torch's own pytrees."""
+    """Register a class with torch's own pytrees.
+
+    If its children are attributes, it has a name for saved programs, too.
+    """
 
     def flatten_with_keys(instance: Any) -> tuple[list[tuple[Any, Any]], Any]:
         leaves, context = flatten(instance)
         keys = map(_pytree.GetAttrKey, children)
         return list(zip(keys, leaves, strict=True)), context
 
+    keyed = flatten_with_keys if children else None
     _pytree.register_pytree_node(
         cls,
         flatten,
         unflatten,
         serialized_type_name=name,
-        flatten_with_keys_fn=flatten_with_keys,
+        flatten_with_keys_fn=keyed,
     )
-
-
-# Deleted by: as above.
-def register_torch_class(
-    cls: type,
-    flatten: Callable[[Any], tuple[list[Any], Any]],
-    unflatten: Callable[[Iterable[Any], Any], Any],
-) -> None:
-    """Register a class with torch's own pytrees."""
-    _pytree.register_pytree_node(cls, flatten, unflatten)

@@ -140,7 +140,7 @@ def _unflatten(*_):
     return _Node()
 
 
-@expects("TORCH_NODES", "register_torch_node", "register_torch_class")
+@expects("TORCH_NODES", "register_torch_node")
 def test_classes_of_pytrees_are_listed():
     assert {dict, list, tuple} <= operators.TORCH_NODES.keys()
     takes = inspect.signature(_pytree.register_pytree_node)
@@ -154,8 +154,9 @@ def test_classes_of_pytrees_are_listed():
 
     # Not registered, which could not be undone.
     with replaced(vars(_pytree), "register_pytree_node", note):
-        operators.register_torch_node(_Node, "name", ["a"], flatten, _unflatten)
-        operators.register_torch_class(_Node, flatten, _unflatten)
+        register = operators.register_torch_node
+        register(_Node, flatten, _unflatten, name="name", children=["a"])
+        register(_Node, flatten, _unflatten)
     assert len(given) == 2
     keyed, _ = given[0].arguments["flatten_with_keys_fn"](None)
     assert keyed == [(_pytree.GetAttrKey("a"), 3)]
