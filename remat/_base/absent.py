@@ -67,12 +67,7 @@ class MismatchError(RuntimeError):
 
 
 class Trouble:
-    """What a replay met that its plan did not expect.
-
-    Attributes:
-        missed: the storages that were read and are not there.
-        differs: how the operations differ.
-    """
+    """What a replay met: storages that are missed, and how operations differ."""
 
     __slots__ = ("differs", "missed")
 

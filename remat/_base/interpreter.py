@@ -46,16 +46,10 @@ _FREE_THREADED = (
 
 
 class NamesUsed(NamedTuple):
-    """Names in code, and in code nested in it.
-
-    Attributes:
-        loaded: global names that it loads.
-        stored: global names that it assigns or deletes.
-        called: global names, and names of methods, that it calls.
-    """
+    """Names in code, and in code nested in it: global ones, and methods it calls."""
 
     loaded: tuple[str, ...]
-    stored: tuple[str, ...]
+    stored: tuple[str, ...]  # or deleted
     called: frozenset[str]
 
 

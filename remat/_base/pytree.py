@@ -60,11 +60,7 @@ def map_leaves(fn: Callable[[Leaf], Leaf], tree: Any) -> Any:
 
 
 def flatten_up_to(treedef: Treedef, tree: Any) -> list[Any]:
-    """Return the parts of a tree where a treedef has leaves.
-
-    Raises:
-        ValueError: it is built otherwise.
-    """
+    """Return the parts of a tree where a treedef has leaves, or raise a ValueError."""
     return treedef.flatten_up_to(tree)
 
 

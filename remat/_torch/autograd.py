@@ -100,10 +100,7 @@ def hooks_here() -> list[Any]:
 
 
 def without_hooks(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn`, whose graph is dropped at once, without the user's saved-tensor hooks.
-
-    The hooks would offload or copy every intermediate value in vain.
-    """
+    """Call `fn`, whose graph is dropped at once, without hooks for saved tensors."""
     if top_hooks(True) is None:
         return fn(*args)
     suspended = suspend_hooks()
@@ -171,11 +168,7 @@ def are_hooks_left_on() -> bool:
 
 # Deleted by: saved tensors that tell which of them changed.
 def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
-    """Return what was saved, changed in place or not: the caller checks that.
-
-    Raises:
-        RuntimeError: torch's own; something changed, and this torch does not give it.
-    """
+    """Return what was saved, changed in place or not: the caller checks that."""
     try:
         return ctx.saved_tensors
     except RuntimeError as error:

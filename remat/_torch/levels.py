@@ -77,11 +77,7 @@ JVP: int = _kinds.Jvp.value
 
 
 def kind_of(layer: CInterpreter) -> int:
-    """Return what transform a level of torch.func is of.
-
-    Raises:
-        NotImplementedError: it is none that remat knows.
-    """
+    """Return what transform a level of torch.func is of; refuse unknown ones."""
     key: Any = layer.key()
     kind: int = key.value
     if kind not in (VMAP, GRAD, JVP):
@@ -350,10 +346,7 @@ def leaf_at(level: int, tensor: Tensor, *, requires_grad: bool) -> Tensor:
 
 # Deleted by: a public way to ask a vmap for its `randomness`, and what it batches.
 def is_shared_by_examples(tensor: Tensor) -> bool:
-    """Say whether the innermost level is a vmap that wants different random numbers.
-
-    And `tensor` is the same for all of its examples.
-    """
+    """Say whether examples of the innermost vmap share a tensor, and are to differ."""
     layer: Any = peek_interpreter_stack()
     if layer is None or layer.key().value != VMAP:
         return False
@@ -372,14 +365,7 @@ def push_forward(
 ) -> tuple[list[Any], list[Any]]:
     """Call `fn` on dual numbers of a new jvp level; return its results, taken apart.
 
-    Args:
-        fn: to call.
-        primals: its arguments.
-        given: those that have tangents.
-        tangents: of those.
-
-    Returns:
-        The values of the results, and their tangents, None where there is none.
+    The arguments with the indices `given` have tangents. What has none has None.
     """
     with (
         eager_transforms.jvp_increment_nesting() as level,

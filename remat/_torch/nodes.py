@@ -218,11 +218,7 @@ def inputs_of_body(body: Any) -> list[Any]:
 
 
 def run_body(body: Any, *args: Any) -> Any:
-    """Run what Dynamo traced for a node, and hold on to nothing of it.
-
-    Raises:
-        UnknownLevelError: it uses a level of torch.func that it did not open.
-    """
+    """Run what Dynamo traced for a node, and hold on to nothing of it."""
     run = _BodyRun(body)
     try:
         return run.run(*args)

@@ -25,13 +25,7 @@ from remat._torch.storages import storage_id
 
 
 class Renorm(NamedTuple):
-    """One change of a weight.
-
-    Attributes:
-        storage: the number of the storage of the weight.
-        rows: the indices of the rows that changed.
-        before: what these rows held.
-    """
+    """One change of a weight: which rows of which storage, and what these held."""
 
     storage: int
     rows: Tensor

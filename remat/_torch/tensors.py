@@ -80,13 +80,7 @@ def empty_in(mode: Any, tensor: Tensor) -> Tensor:
 
 # Deleted by: a public way to copy a module as fake tensors.
 def copied_as_fake(value: T, mode: Any, device: torch.device) -> T:
-    """Return a deep copy whose tensors are fake.
-
-    Args:
-        value: any object that can be copied, or a container of such objects.
-        mode: that of the fake tensors.
-        device: of what is copied from a tensor on the meta device.
-    """
+    """Return a deep copy whose tensors are fake, on `device` if they are on meta."""
     with _Copying(mode, device):
         return copy.deepcopy(value)
 
