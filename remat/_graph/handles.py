@@ -122,9 +122,17 @@ _CHEAP = (Handle, VersionedTensor, PackedOutside)
 
 def unpack(packed: Any) -> Tensor:
     """Be the hook that gives a saved tensor back."""
-    if type(packed) is Handle and packed.value is not None and not keeps_graph():
-        return packed.value  # most often: here at once
-    if not hasattr(type(packed), "unpacked"):
+    kind = type(packed)
+    # Here at once, as most are: this is called for each tensor of a graph.
+    if kind is Handle and packed.value is not None and not keeps_graph():
+        return packed.value
+    if (
+        kind is VersionedTensor
+        and packed.version is not None
+        and packed.tensor._version == packed.version
+    ):
+        return packed.tensor
+    if not hasattr(kind, "unpacked"):
         return packed
     try:
         return packed.unpacked()

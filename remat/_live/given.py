@@ -256,6 +256,9 @@ def structure_of(values: Sequence[Any]) -> list[Any]:
     return found
 
 
+_PUT_ASIDE = Ref, Box, Copied
+
+
 class Building:
     """What was given, made again for one run.
 
@@ -287,7 +290,11 @@ class Building:
         if type(kept) is range:
             return [*tensors[kept.start : kept.stop]]
         for k in kept:
-            found.append(tensors[k.number] if type(k) is At else self.value(k))
+            kind = type(k)
+            if kind is At:
+                found.append(tensors[k.number])
+            else:
+                found.append(self.value(k) if kind in _PUT_ASIDE else k)
         return found
 
     def _make(self, root: Box) -> Any:

@@ -403,11 +403,6 @@ CLASSES, SLOTS, VARIABLES = Classes(), Slots(), Variables()
 PART, SCRIPTED = Parts(), Scripted()
 
 
-def is_variable(value: Any) -> bool:
-    """Say whether a value is a context variable."""
-    return type(value) is ContextVar
-
-
 def dict_of(value: Any) -> dict[str, Any] | None:
     """Return the dict of an object; None if it has none, or pretends not to."""
     if issubclass(type(value), threading.local):

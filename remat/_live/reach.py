@@ -419,7 +419,7 @@ class Running:
                 self._write(how, hooks, kept, [hooks[key] for key in kept])
 
     def _hooks_of_modules(self) -> list[Any]:
-        dicts = [held for root in self._roots for held in root.module_dicts()]
+        dicts = [held for root in self._roots for held in root.layout.modules()]
         return [held[n] for held in dicts for n in HOOKS if held.get(n)]
 
 

@@ -67,21 +67,18 @@ class Root:
         self.buffers: list[Any] = []
         self.large: dict[int, Large] = {}
         for p, name in layout.special.items():
-            self._note_special(p, taken.values[p], name)
+            value = taken.values[p]
+            if is_buffer(type(value)):
+                self.buffers.append(value)
+            elif container_kind(type(value)) is not None:
+                self.large[p] = Large(value, name)
+            else:
+                self._iterators[p] = Iterated(value, name)
         # As long as the call, as its caller would have held it.
         self._held = owners[layout.scripted]
         if layout.odd or contents.opaque:
             self._held += map(owners.__getitem__, layout.odd)
             self._held += map(taken.values.__getitem__, contents.opaque)
-
-    def _note_special(self, place: int, value: Any, name: str) -> None:
-        kind = type(value)
-        if is_buffer(kind):
-            self.buffers.append(value)
-        elif container_kind(kind) is not None:
-            self.large[place] = Large(value, name)
-        else:
-            self._iterators[place] = Iterated(value, name)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the root reaches, each once, before the forward."""
@@ -102,7 +99,7 @@ class Root:
     @property
     def signature(self) -> tuple[Any, ...]:
         """What is the same in each call of the same code, before the forward."""
-        modes = [held.get("training") for held in self.module_dicts()]
+        modes = [held.get("training") for held in self.layout.modules()]
         return (*self.numbers, *modes, *self.layout.signature)
 
     def forward_done(self) -> None:
@@ -154,10 +151,6 @@ class Root:
             made,
             exchanges=exchanges,
         )
-
-    def module_dicts(self) -> list[dict[str, Any]]:
-        """Return the dicts of the modules that the root reaches."""
-        return self.layout.modules()
 
 
 # --- Roots ---
@@ -320,14 +313,7 @@ _OF_GENERATORS = {*dir(types.GeneratorType)}
 
 
 class Large:
-    """A container of many numbers, words and tensors: not copied, only compared.
-
-    Attributes:
-        value: the container.
-        kind: how it is read.
-        keys: what it held.
-        values: what it held.
-    """
+    """A container of many numbers, words and tensors: not copied, only compared."""
 
     __slots__ = ("_name", "_versions", "keys", "kind", "value", "values")
 

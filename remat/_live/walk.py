@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -48,7 +48,6 @@ from remat._live.holders import (
     SLOTS,
     Kind,
     dict_of,
-    is_variable,
     parts_of,
     value_of,
 )
@@ -66,10 +65,7 @@ _MAKING = {
 
 
 class Walk:
-    """A walk over what a root reaches, each value once.
-
-    Args:
-        root: a function, a module or another object.
+    """A walk over what a function, a module or another object reaches, each value once.
 
     Attributes:
         objects: those that have a dict and weak references.
@@ -143,7 +139,7 @@ class Walk:
             self._reach_class(value)
         elif is_stream(kind):
             self.streams.add(value)
-        elif is_variable(value):
+        elif kind is ContextVar:
             self.variables.append(value)
             self._todo.append(value_of(value))
         else:
@@ -160,9 +156,11 @@ class Walk:
                 self._hold(value, PART)
                 self._todo += parts_of(value)
         elif is_spent_by_use(kind) or kind in COPIED_ITERATORS:
-            self._reach_iterator(value)
+            self.streams.walk(value)
+            self.special.add(id(value))
         elif is_buffer(kind):
-            if size_of(value) <= _LARGE and not has_objects(value):
+            size = value.size if hasattr(value, "size") else len(value)
+            if size <= _LARGE and not has_objects(value):
                 self.special.add(id(value))
         elif kind is types.CellType:
             self._hold(value, CELLS)
@@ -181,10 +179,6 @@ class Walk:
             new = [n for n in held if n in self._attributes and n not in names]
             names.update(dict.fromkeys(new))
             self._todo += map(held.__getitem__, new)
-
-    def _reach_iterator(self, value: Any) -> None:
-        self.streams.walk(value)
-        self.special.add(id(value))
 
     def _reach_container(self, value: Any, how: Kind) -> None:
         items = [*how.values([value])]
@@ -316,9 +310,8 @@ def names_in(code: types.CodeType) -> set[str]:
     return {name for here in nested(code) for name in here.co_names}
 
 
-def _are_plain(items: Iterable[Any]) -> bool:
+def _are_plain(items: Sequence[Any]) -> bool:
     """Say whether all items are numbers, words, and tensors without gradients."""
-    items = [*items]
     kinds = {*map(type, items)} - INERT
     return kinds <= TENSORS and not any(
         type(v) in TENSORS and v.requires_grad for v in items
@@ -326,11 +319,6 @@ def _are_plain(items: Iterable[Any]) -> bool:
 
 
 # --- How a value is treated, by its class ---
-
-
-def size_of(buffer: Any) -> int:
-    """Return how many numbers a buffer holds."""
-    return buffer.size if hasattr(buffer, "size") else len(buffer)
 
 
 def has_objects(buffer: Any) -> bool:

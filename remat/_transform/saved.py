@@ -342,8 +342,9 @@ class Saved:
                 following.finish([None if ref is None else ref() for ref in refs])
         changed = self.inputs.note_changes(inputs, renorms)
         if changed is not None:
-            run = functools.partial(_run_again, self)
-            changes = changes_of(self.reach, inputs, run)
+            changes = changes_of(
+                self.reach, inputs, lambda copies: _run_again(self, *copies)
+            )
             raise changed_inside(self.reach, changed, changes)
         if following is not None:
             # After their changes were noted: what is absent has none.
@@ -480,7 +481,10 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
     fill = _fill_fully if call.following is None else _fill_or_follow
     try:
         with torch_functions():  # those of a loss may have called the backward
-            outside_inference_mode(below_all_levels, fill, call, handles)
+            if torch.is_inference_mode_enabled():
+                outside_inference_mode(below_all_levels, fill, call, handles)
+            else:
+                below_all_levels(fill, call, handles)
     except Exception as error:
         note(error, f"remat: raised while recomputing {call.label}.")
         describe = call.options.describe
@@ -524,7 +528,8 @@ def _fill_fully(call: Saved, handles: Sequence[Handle], check: Any = None) -> No
     stops = stops or not call.is_done
     filling = Filling(handles, call, stops=stops, compares=call.options.compares)
     recompute(call, filling, call.inputs.to_run_on(call.effects), check)
-    filling.end()
+    if filling.left or not stops:
+        filling.end()
 
 
 def _fill_along_plan(
@@ -568,6 +573,7 @@ def recompute(
         context.inside = (*inside, call)
     # The hooks and the grad mode of the backward do not count.
     suspended, grad_mode = suspend_hooks(), torch.is_grad_enabled()
+    run = _run_again if call.vmaps or call.inputs.copied else _run
     set_grad_enabled(True)
     push_hooks(filling.pack, unpack)
     try:
@@ -575,10 +581,10 @@ def recompute(
         with _restored(call, tensors):
             try:
                 if mode is None:
-                    _run_again(call, tensors)
+                    run(call, *tensors)
                 else:
                     with within(call.policy, followed=True), mode:
-                        _run_again(call, tensors)
+                        run(call, *tensors)
                         mode.end()
             except Stop:
                 pass
@@ -596,11 +602,8 @@ def recompute(
             resume_hooks(suspended)
 
 
-def _run_again(call: Saved, tensors: Sequence[Tensor]) -> None:
-    """Call the function of a call on other tensors, with its objects as they were."""
-    if not (call.vmaps or call.inputs.copied):
-        _run(call, *tensors)
-        return
+def _run_again(call: Saved, *tensors: Tensor) -> None:
+    """Call the function again, under the levels of vmap and on buffers of the call."""
     run = functools.partial(_run, call)
     if call.vmaps:
         run = batched_again(run, call.vmaps)
@@ -609,6 +612,7 @@ def _run_again(call: Saved, tensors: Sequence[Tensor]) -> None:
 
 
 def _run(call: Saved, *tensors: Tensor) -> tuple[()]:
+    """Call the function again on tensors, with its objects as they were."""
     noted = Noted(call.seeds)
     with call.reach.restored(tensors, call.inputs.values) as running:
         noted.start()

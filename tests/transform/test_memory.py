@@ -126,7 +126,13 @@ def assert_peak(derivative, wrap, most, share, *, reassociated):
     assert peak <= share * plain_peak
 
 
-@pytest.mark.parametrize("how", PEAKS)
+# These are of the same parts as the others.
+SLOW = "vmap(grad(grad))", "vmap(grad)", "grad(vmap)", "backward(grad)", "jvp(grad)"
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(h, marks=[pytest.mark.slow] * (h in SLOW)) for h in PEAKS]
+)
 def test_the_peak_of_eight_blocks_of_eight_sines(how):
     # A second derivative sums contributions in another order (promise 1).
     derivative, most, share = PEAKS[how]

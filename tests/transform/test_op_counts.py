@@ -1,5 +1,6 @@
 """The operations of a derivative are those of plain, and those recomputed."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -198,3 +199,26 @@ def test_calls_side_by_side_within_a_call_run_again_up_to_what_is_read():
     # The outer call runs again up to what the second one saves: its input, the result
     # of the first. Then each runs again up to the input of its last sine.
     assert ops["sin"] == 6 + 3 + 2 + 2
+
+
+def test_a_call_of_four_operations_is_few_calls_in_python():
+    def python_calls(run):
+        found = []
+        sys.setprofile(lambda frame, event, _: event == "call" and found.append(frame))
+        try:
+            result = run()
+        finally:
+            sys.setprofile(None)
+        return len(found), result
+
+    def four(w, x):
+        return (w @ (w @ x).tanh()).tanh()
+
+    fn = remat(four)
+    with count_ops() as ops:
+        fn(*leaves_of(W, X)).sum().backward()
+    assert ops["tanh"] == 2 * 2
+    forward, y = python_calls(partial(fn, *leaves_of(W, X)))
+    backward, _ = python_calls(partial(y.backward, torch.ones_like(y)))
+    assert forward <= 70
+    assert backward <= 70
