@@ -18,7 +18,13 @@ from torch import Tensor
 from remat._base.types import INERT
 from remat._capture.callables import CellNode
 from remat._capture.containers import DictNode, SequenceNode
-from remat._capture.handing_on import ForwardRun, assign, named_change, state_of
+from remat._capture.handing_on import (
+    ChangedObject,
+    ForwardRun,
+    assign,
+    named_change,
+    state_of,
+)
 from remat._capture.modules import ViewNode
 from remat._capture.nodes import Composite, Node, ObjectNode, TensorNode
 from remat._capture.objects import members_of, set_attributes
@@ -59,28 +65,8 @@ class Unnoted(Exception):  # noqa: N818
     """What changed cannot be noted; its text is what a message calls it."""
 
 
-class ChangedObject(NamedTuple):
-    """An object that differs from what it was at the call.
-
-    Attributes:
-        node: that it was found as.
-        value: the object, or its replica.
-        before: what it held.
-        now: what it holds.
-    """
-
-    node: Composite
-    value: Any
-    before: dict[Any, Any]
-    now: dict[Any, Any]
-
-
 def noted(changes: Iterable[ChangedObject], known: Mapping[int, Node]) -> Between:
-    """Note what objects hold.
-
-    Args:
-        changes: the objects.
-        known: the nodes of what a run was given, by identity.
+    """Note what objects hold. `known` are nodes of what a run was given, by identity.
 
     Raises:
         Unnoted: one holds what cannot be put back.
@@ -100,7 +86,7 @@ def in_forward(run: ForwardRun) -> Between:
     Raises:
         Unnoted: something cannot be put back.
     """
-    changes = [ChangedObject(*change) for change in run.changes()]
+    changes = [*run.changes()]
     if not changes:
         return NOTHING
     known = {id(value): node for node, value in run.given()}

@@ -48,6 +48,22 @@ class _HeldBefore(NamedTuple):
     state: dict[Any, Any]
 
 
+class ChangedObject(NamedTuple):
+    """An object that differs from what it was at the call.
+
+    Attributes:
+        node: that it was found as.
+        value: the object, or its replica.
+        before: what it held.
+        now: what it holds.
+    """
+
+    node: Composite
+    value: Any
+    before: dict[Any, Any]
+    now: dict[Any, Any]
+
+
 class ForwardRun(SnapshotRun):
     """The first run of a call.
 
@@ -101,7 +117,7 @@ class ForwardRun(SnapshotRun):
 
     def hand_on(self) -> None:
         """Assign what the function changed to the user's objects."""
-        changes = [(was.node, now) for was, now in _changed(self._noted)]
+        changes = [(change.node, change.now) for change in _changed(self._noted)]
         if not changes:
             return
         # What was assigned may be a replica, or a tensor that stands for the user's.
@@ -117,21 +133,13 @@ class ForwardRun(SnapshotRun):
 
         Also what leads to no tensor, of which there is no replica.
         """
-        for _, value, before, now in self.changes():
-            return named_change(value, before, now)
-        return ""
+        return next((named_change(*change[1:]) for change in self.changes()), "")
 
     def changes(
         self, since: Sequence[_HeldBefore] | None = None
-    ) -> Iterator[tuple[Any, Any, Any, Any]]:
-        """Yield what changed: its node, its value, what it held, and what it holds.
-
-        Args:
-            since: what `noted_now` returned; None for the call.
-        """
-        noted = [*self._noted, *self._plain] if since is None else since
-        for was, now in _changed(noted):
-            yield was.node, was.value, was.state, now
+    ) -> Iterator[ChangedObject]:
+        """Yield what changed since `noted_now` returned that, or since the call."""
+        return _changed([*self._noted, *self._plain] if since is None else since)
 
     def noted_now(self) -> Sequence[_HeldBefore]:
         """Note what each value holds now."""
@@ -160,14 +168,12 @@ def _noted(pairs: Iterable[tuple[Any, Any]]) -> list[_HeldBefore]:
     return [_HeldBefore(node, value, state_of(node, value)) for node, value in telling]
 
 
-def _changed(
-    noted: Iterable[_HeldBefore],
-) -> Iterator[tuple[_HeldBefore, dict[Any, Any]]]:
+def _changed(noted: Iterable[_HeldBefore]) -> Iterator[ChangedObject]:
     """Yield what was noted of each value that changed, with what it holds now."""
-    for was in noted:
-        now = state_of(was.node, was.value)
-        if now.keys() != was.state.keys() or differing(now, was.state):
-            yield was, now
+    for node, value, before in noted:
+        now = state_of(node, value)
+        if now.keys() != before.keys() or differing(now, before):
+            yield ChangedObject(node, value, before, now)
 
 
 def _owned(value: Any, owners: dict[int, Any]) -> Any:

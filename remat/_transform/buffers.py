@@ -22,10 +22,8 @@ def copy_buffers(
 ) -> dict[int, Tensor]:
     """Put copies in place of inputs that may be updated; return the copies by index.
 
-    Args:
-        inner: the tensors that the forward is to run on, changed here.
-        needs: which of them require grad, and so cannot be updated.
-        buffers: those captured, and whether registered as a module's buffer.
+    Inputs that require grad cannot be. `buffers` are those captured, and whether
+    registered as a module's buffer.
     """
     copies: dict[int, Tensor] = {}
     if not buffers and False not in needs:

@@ -326,11 +326,11 @@ def dispatch(
         return batched(inputs, below_vmap)
     if kind == JVP:
         return _dispatch_at_jvp(layer, program, inputs, request)
-    if layer is not None and dual_level_active():
-        inputs = lifted(layer, kind, inputs)
-    if saved is None and _are_dual():
-        duals = Duals.here(inputs)
-        if duals.given:
+    if layer is None or dual_level_active():
+        if layer is not None:  # before they are taken apart, which is done at a level
+            inputs = lifted(layer, kind, inputs)
+        duals = Duals.here(inputs) if saved is None and _are_dual() else None
+        if duals is not None and duals.given:
             return _dispatch_dual(program, inputs, duals, request)
     ends: Sequence[Tensor] = inputs
     if layer is None:

@@ -74,13 +74,7 @@ class CallState(NamedTuple):
     def restored(
         self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
     ) -> AbstractContextManager[Any]:
-        """Return a context in which it is restored, and changed inputs are not read.
-
-        Args:
-            snapshot: of the call.
-            inputs: of the recompute.
-            mode: that it runs under.
-        """
+        """Return a context in which it is restored, and changed inputs are not read."""
         ambient = self.ambient.restored()
         if current_layer() is not None:
             inputs = [*map(base_tensor, inputs)]

@@ -81,14 +81,7 @@ def call_in_graph(
     """Call a function whose lowering is `TRACED`.
 
     Dynamo traces this, for each call: what is asked here costs time to compile.
-
-    Args:
-        fn: the function.
-        name: of it, for messages.
-        where: it was rematerialized.
-        options: of `remat`.
-        *args: its arguments.
-        **kwargs: its keyword arguments.
+    Messages say the name of the function, and where it was rematerialized.
     """
     if torch.compiler.is_dynamo_compiling():
         policy = parts_of(options.policy)
@@ -101,14 +94,7 @@ def call_in_graph(
 
 
 def call_as_node(key: str, fn: Fn, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function as one node of the graph that Dynamo makes.
-
-    Args:
-        key: what `key_of` returned.
-        fn: the function.
-        *args: its arguments.
-        **kwargs: its keyword arguments.
-    """
+    """Call a function as one node of the graph that Dynamo makes, with that key."""
     return as_node(functools.partial(_lower, key), fn, *args, **kwargs)
 
 

@@ -172,6 +172,7 @@ def test_a_python_that_differs_is_one_warning_at_import():
     )
 
 
+@pytest.mark.slow
 def test_a_python_that_was_run_is_no_warning():
     assert imported("") == [""]
 

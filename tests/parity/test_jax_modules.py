@@ -32,6 +32,11 @@ class Self(First):
         return self.inner(x, x, x)[0]
 
 
+class Fused(First):
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
 class Indexed(First):
     def forward(self, x):
         return self.inner(torch.tensor([[1, 2, 3, 1], [4, 0, 1, 1]])) * x[..., None]
@@ -40,6 +45,10 @@ class Indexed(First):
 class Sine(nn.Module):
     def forward(self, x):
         return x.sin()
+
+
+def linear_then(layer):
+    return nn.Sequential(nn.Linear(4, 4), layer)
 
 
 def mlp():
@@ -59,20 +68,34 @@ LAYERS = {
     "InstanceNorm1d": (lambda: nn.InstanceNorm1d(4, affine=True), (2, 4, 5)),
     "PReLU": (nn.PReLU, (2, 4)),
     "GELU MLP": (mlp, (2, 4)),
-    "Dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), (2, 4)),
+    "Dropout": (lambda: linear_then(nn.Dropout(0.5)), (8, 4)),
+    "Dropout in place": (lambda: linear_then(nn.Dropout(0.5, True)), (8, 4)),
+    "AlphaDropout": (lambda: linear_then(nn.AlphaDropout(0.5)), (8, 4)),
+    "Dropout2d": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Dropout2d(0.5)),
+        (2, 2, 6, 6),
+    ),
     "GRU": (lambda: First(nn.GRU(4, 3, num_layers=2)), (5, 2, 4)),
-    "LSTM": (lambda: First(nn.LSTM(4, 3)), (5, 2, 4)),
+    "LSTM": (lambda: First(nn.LSTM(4, 3, 2, dropout=0.5)), (5, 2, 4)),
     "GRUCell": (lambda: nn.GRUCell(4, 3), (2, 4)),
     "MultiheadAttention": (
         lambda: Self(nn.MultiheadAttention(4, 2, batch_first=True)),
         (2, 3, 4),
     ),
+    "MultiheadAttention, fused": (
+        lambda: Fused(nn.MultiheadAttention(4, 2, batch_first=True)),
+        (2, 3, 4),
+    ),
     "TransformerEncoderLayer": (
-        lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.5, batch_first=True),
         (2, 3, 4),
     ),
     "weight_norm": (
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+        (2, 4),
+    ),
+    "orthogonal": (
+        lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
         (2, 4),
     ),
     "Embedding": (lambda: Indexed(nn.Embedding(5, 4)), (2, 4)),

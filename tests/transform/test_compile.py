@@ -8,7 +8,6 @@ import functools
 import pytest
 import torch
 from support.traced import (
-    STEP,
     TRANSFORMS,
     W,
     X,
@@ -86,11 +85,6 @@ def test_compiled_func_grad(backend):
     assert_recomputes(TRANSFORMS["grad"], backend)
 
 
-def test_compiled_step_with_backward_inside(backend):
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        assert_recomputes(STEP, backend)
-
-
 def test_compiled_step_that_accumulates(backend, weight):
     """Where Dynamo breaks the graph at `.backward()`."""
 
@@ -102,39 +96,6 @@ def test_compiled_step_that_accumulates(backend, weight):
     torch.testing.assert_close(weight.grad, gradient(body, weight))
     _, ops = ran(lambda: compiled(weight))
     assert again(ops, backend)
-
-
-def test_remat_may_be_applied_inside_compiled_code(backend):
-    x = torch.linspace(-1, 1, 4, requires_grad=True)
-    step = torch.compile(
-        lambda x: remat(torch.sin)(x).exp(), backend=backend, fullgraph=True
-    )
-    value = step(x).sum()
-    (got,), ops = ran(lambda: torch.autograd.grad(value, x))
-    (want,) = torch.autograd.grad(x.sin().exp().sum(), x)
-    assert_same(got, want, reassociated=True)
-    assert begins_again(ops) or backend == "eager"  # which has nothing to run again
-
-
-class Decorated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    @remat
-    def forward(self, x):
-        return self.linear(x).sin()
-
-
-def test_a_decorated_method_is_compiled(backend):
-    module = Decorated()
-    (want,) = torch.autograd.grad(module(x).sum(), module.linear.weight)
-    for compiled in (lambda x: module(x), module):
-        compiled = torch.compile(compiled, backend=backend, fullgraph=True)
-        gradient = functools.partial(torch.autograd.grad, inputs=module.linear.weight)
-        (got,), ops = ran(functools.partial(gradient, compiled(x).sum()))
-        torch.testing.assert_close(got, want)
-        assert again(ops, backend, "addmm")
 
 
 def test_after_a_graph_break_within_grad_the_function_runs_uncompiled(backend):
@@ -159,18 +120,6 @@ def test_after_a_graph_break_within_grad_the_function_runs_uncompiled(backend):
 
 
 # --- Remat calls what is compiled ---
-
-
-def test_a_compiled_dropout_inside_draws_the_same_mask_again(backend, weight):
-    def dropped(w):
-        return torch.nn.functional.dropout(x @ w, 0.5)
-
-    compiled = torch.compile(dropped, backend=backend)
-    out = remat(lambda w: (compiled(w) ** 2).sum())(weight)
-    out.backward()
-    # Homogeneous of degree 2: this is 1 if both passes drew the same mask.
-    euler = (weight * weight.grad).sum() / (2 * out)
-    torch.testing.assert_close(euler, torch.ones(()))
 
 
 def test_the_compiled_part_is_recomputed(weight):

@@ -105,6 +105,7 @@ def written(losses):
     return f"dict([{', '.join(f'({name!r}, {of})' for name, of in losses.items())}])"
 
 
+@pytest.mark.slow
 def test_a_second_process_takes_what_the_first_has_compiled(tmp_path):
     dots, names = "policies.dots_saveable", "policies.save_only_these_names('inner')"
     losses = {
@@ -137,6 +138,7 @@ def test_a_second_process_takes_what_the_first_has_compiled(tmp_path):
     assert found(tmp_path, written({"none": "rows(None)"}), newer) == {"none": MISS}
 
 
+@pytest.mark.slow
 def test_what_a_graph_only_names_is_not_stored(tmp_path):
     losses = {"once": "with_a_name_alone()", "nested": "with_a_name_inside()"}
     for _ in range(2):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from support.tables import rows
 from support.traced import begins_again, operations, ran
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -83,7 +84,7 @@ def refusal(program):
     return run.stderr
 
 
-@pytest.mark.parametrize("program", [COUNTED, STREAM], ids=["counted", "stream"])
+@rows("program", {"counted": COUNTED, "stream": STREAM}, fast=["stream"])
 def test_an_input_that_changes_before_the_backward_is_refused(program):
     """As outside of graphs."""
     said = refusal(program)
@@ -91,6 +92,7 @@ def test_an_input_that_changes_before_the_backward_is_refused(program):
     assert "was changed in place between the forward" in said
 
 
+@pytest.mark.slow
 def test_a_draw_is_refused_also_where_nothing_is_recomputed():
     """The result is the input that is changed."""
     draws = "lambda x: x.mul_(2).add_(torch.rand_like(x))"
@@ -158,7 +160,7 @@ class Centred(nn.Module):
         return self.linear(z)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@rows("backend", {k: k for k in ("aot_eager", "inductor")}, fast=["aot_eager"])
 def test_a_recompute_reads_what_a_buffer_was_before_its_update(backend):
     x = torch.linspace(0, 1, 32, dtype=torch.double).reshape(4, 8)
 
