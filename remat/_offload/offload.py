@@ -126,12 +126,6 @@ def in_host_memory(tensor: Tensor) -> Tensor:
     device is synchronized. If memory cannot be pinned, it is in pageable memory. No
     mode, transform or default of the user sees or changes the copy; nor does autograd.
 
-    Args:
-        tensor: of strided layout. A meta or fake tensor is returned as it is.
-
-    Returns:
-        A tensor of the same shape and dtype, without gaps.
-
     Raises:
         OffloadError: it is not a plain strided tensor.
     """
@@ -153,13 +147,6 @@ def in_file(tensor: Tensor) -> Tensor:
     freed with the tensor. If the folder is on a disk, the kernel may write its
     pages out and drop them when memory is short. No mode, transform or default of the
     user sees or changes the tensor; nor does autograd.
-
-    Args:
-        tensor: of strided layout, on any device. A meta or fake tensor is returned as
-            it is.
-
-    Returns:
-        A tensor on the CPU of the same shape and dtype, without gaps.
 
     Raises:
         OffloadError: there is no room for it, or it is not a plain strided tensor.
@@ -223,12 +210,8 @@ class Fetched:
     taken, on a stream beside that of the computation. It holds at most one copy. A
     tensor that was never moved is returned itself, and so is a mapped file, which the
     kernel is told to read meanwhile: neither may be written to. No mode or transform of
-    the user sees the copies.
-
-    Args:
-        stored: the offloaded tensors, in the order in which they will be used. Another
-            order works too, but waits longer for copies.
-        origins: what each of them was.
+    the user sees the copies. They are stored in the order in which they will be used;
+    another order works too, but waits longer for copies.
     """
 
     def __init__(self, stored: Sequence[Tensor], origins: Sequence[Origin]) -> None:
