@@ -247,21 +247,21 @@ def test_the_device_context_of_the_forward_is_in_force_again(checkpoint, inside)
 
 
 @both
-def test_two_thousand_small_nets_in_one_graph(checkpoint):
+def test_two_hundred_small_nets_in_one_graph(checkpoint):
     """12."""
 
     def program(wrap, counting):
         net = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1))
         fn = wrap(counting(net))
-        sum(fn(row) for row in leaf(2000, 4)).sum().backward()
+        sum(fn(row) for row in leaf(200, 4)).sum().backward()
         return {k: p.grad for k, p in net.named_parameters()}
 
-    assert_compared(program, 4000, plain=2000, wrap=wrapped(checkpoint))
+    assert_compared(program, 400, plain=200, wrap=wrapped(checkpoint))
 
 
 @both
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
 def test_the_recompute_autocasts_as_the_forward_did(checkpoint, dtype, enabled):
     """13: whatever is on when the backward runs."""
     dtypes = Evaluations()

@@ -1,6 +1,7 @@
 """What recomputes which module: `remat.nn.applied`, `print`, and who refuses whom."""
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -8,6 +9,7 @@ import weakref
 import pytest
 import torch
 from support.switches import MODELS, Newer, Stacked, switch_off, switch_on
+from support.tables import rows
 from torch import nn
 
 import remat
@@ -23,10 +25,12 @@ def loss(out):
     return out.square().sum()
 
 
+@functools.cache  # a plan may be applied to any of these models
 def by_blocks():
     return remat.fit(Newer(), X, loss=loss, budget=22_000, over="blocks")
 
 
+@functools.cache
 def of_a_step():
     return remat.fit(Newer(), X, loss=loss, budget=22_000)
 
@@ -168,7 +172,7 @@ def test_a_second_one_is_refused_by_name(first, second):
     assert (tanhs(model), remat.nn.applied(model)) == before
 
 
-@pytest.mark.parametrize("kind", MODELS.values(), ids=[*MODELS])
+@rows("kind", MODELS, fast=("stacked",))
 @pytest.mark.parametrize("first", ["remat.nn.apply", "remat.fit"])
 def test_a_switch_that_comes_later_is_refused_in_the_forward(first, kind):
     model = kind()

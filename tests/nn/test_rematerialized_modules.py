@@ -246,29 +246,21 @@ def test_a_lazy_module_stays_rematerialized_after_it_is_called():
     assert type(wrapped[0]) is not nn.Linear
 
 
-def test_a_module_whose_forward_was_replaced():
+@pytest.mark.parametrize(("later", "ran"), [(False, (2, 4)), (True, (2, 3))])
+def test_a_module_whose_forward_is_replaced(later, ran):
     def program(wrap):
         torch.manual_seed(0)
-        block = Block()
+        wrapped = block = Block()
+        if later:
+            wrapped = block = wrap(block)
         forward = block.forward
         block.forward = lambda x: forward(x).tanh()
-        wrapped = wrap(block)
+        if not later:
+            wrapped = wrap(block)
         wrapped(X).sum().backward()
         return [p.grad for p in block.parameters()]
 
-    assert_replayed(program, tanh=(2, 4))
-
-
-def test_a_forward_that_is_replaced_later():
-    def program(wrap):
-        torch.manual_seed(0)
-        wrapped = wrap(Block())
-        forward = wrapped.forward
-        wrapped.forward = lambda x: forward(x).tanh()
-        wrapped(X).sum().backward()
-        return [p.grad for p in wrapped.parameters()]
-
-    assert_replayed(program, tanh=(2, 3))
+    assert_replayed(program, tanh=ran)
 
 
 def test_a_class_that_gets_another_forward(monkeypatch):
@@ -318,25 +310,16 @@ def test_compiled_code_with_it_inside():
     assert tanhs(model, X) == 5
 
 
-def test_a_parametrization_of_it():
+@pytest.mark.parametrize("first", ["wrap", "parametrize"])
+def test_a_parametrization(first):
     def program(wrap):
         torch.manual_seed(0)
         block = Block()
-        block.up = wrap(block.up)
+        if first == "wrap":
+            block.up = wrap(block.up)
         parametrize.register_parametrization(block.up, "weight", nn.Tanh())
-        block(X).sum().backward()
-        return [p.grad for p in block.parameters()]
-
-    # One more where the parametrization is registered.
-    assert_replayed(program, tanh=(3, 4))
-
-
-def test_it_of_a_parametrized_module():
-    def program(wrap):
-        torch.manual_seed(0)
-        block = Block()
-        parametrize.register_parametrization(block.up, "weight", nn.Tanh())
-        block.up = wrap(block.up)
+        if first == "parametrize":
+            block.up = wrap(block.up)
         block(X).sum().backward()
         return [p.grad for p in block.parameters()]
 
@@ -371,8 +354,9 @@ def test_a_replica_has_parameters_of_its_own(wrap):
     assert replica.up.weight.grad is not None
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("wrap", IN_PLACE.values(), ids=IN_PLACE.keys())
+@pytest.mark.parametrize(
+    ("wrap", "strict"), [(remat, False), (IN_PLACE["in place"], True)]
+)
 def test_it_is_exported(wrap, strict):
     wrapped = wrap(Block())
     exported = torch.export.export(wrapped, (X,), strict=strict).module()

@@ -109,17 +109,6 @@ def test_a_generator_or_a_coroutine_function_is_refused(fn):
         bind(key(0))(fn)
 
 
-def test_an_inner_block_draws_from_its_own_key_and_the_outer_goes_on_after_it():
-    with bind(key(1)):
-        a = torch.rand(3)
-        with bind(key(2)):
-            inner = torch.rand(3)
-        b = torch.rand(3)
-    assert torch.equal(a, uniform(1, 0))
-    assert torch.equal(inner, uniform(2, 0))
-    assert torch.equal(b, uniform(1, 1))
-
-
 def test_a_raw_key_binds_as_a_typed_one():
     assert torch.equal(bind(key(3).data)(torch.rand)(4), uniform(3, 0, 4))
 
@@ -248,11 +237,6 @@ def test_a_draw_in_a_fake_tensor_mode_has_a_shape_and_no_numbers():
         assert torch.randn(3).shape == (3,)
 
 
-def test_seeding_inside_moves_the_stream_that_is_seeded():
-    bound(1, torch.manual_seed, 11)
-    assert torch.initial_seed() == 11
-
-
 def test_rules_run_without_the_guard_and_before_modes_that_look_on(monkeypatch):
     guarded = []
     real = Guard.__torch_dispatch__
@@ -320,10 +304,3 @@ def test_a_thread_that_is_started_in_a_block_is_not_in_it():
     with unmoved():
         drawn = bound(1, threaded, bind(key(2))(lambda: torch.rand(3)))
     assert torch.equal(drawn, bound(2, torch.rand, 3))
-
-
-def test_threads_have_blocks_of_their_own():
-    with ThreadPoolExecutor(4) as pool:
-        drawn = [*pool.map(lambda i: bound(i, F.dropout, X), range(16))]
-    for i, y in enumerate(drawn):
-        assert torch.equal(y, bound(i, F.dropout, X))

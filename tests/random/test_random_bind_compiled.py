@@ -33,10 +33,11 @@ COMPILED = {
     "a transformer": per_example(lambda x: ENCODER(x[None])),
     "normal_": per_example(lambda x: torch.empty(4).normal_()),
 }
+backends = rows("backend", {"eager": "eager", "aot": "aot_eager"}, fast=("aot",))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@rows("fn", COMPILED)
+@backends
+@rows("fn", COMPILED, fast=("several", "normal_"))
 def test_bind_is_compiled_into_one_graph(fn, backend):
     torch._dynamo.reset()
     x = XS[0].clone().requires_grad_()
@@ -45,7 +46,7 @@ def test_bind_is_compiled_into_one_graph(fn, backend):
         torch.testing.assert_close(compiled(k, x), fn(k, x))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@backends
 def test_transforms_of_bind_are_compiled_into_one_graph(backend):
     torch._dynamo.reset()
     fn = per_example(lambda x: F.dropout(x).square().sum())
@@ -93,17 +94,33 @@ def assert_compiled_as_eager(one, x, **options):
             torch.testing.assert_close(compiled(k, x), one(k, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_draw_is_compiled_to_that_of_the_key(name):
     one = per_example(lambda x: FUNCTIONS[name]())
     assert_compiled_as_eager(one, ONES, fullgraph=name not in UNTRACED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_is_compiled_to_that_of_the_key(name):
     x, fn = LAYERS[name]
     one = per_example(lambda x: first(fn(x)))
     assert_compiled_as_eager(one, x, fullgraph=name not in UNTRACED)
+
+
+SAMPLE = {
+    **{name: FUNCTIONS[name] for name in [*FUNCTIONS][::9] if name not in UNTRACED},
+    "rrelu": lambda: F.rrelu(X, training=True),
+    "dropout2d": lambda: F.dropout2d(X),
+}
+
+
+def test_some_draws_are_compiled_to_those_of_the_key():
+    """All at once: each of them alone takes a compilation."""
+    draws = [*SAMPLE.values()]
+    one = per_example(lambda x: [first(draw()) for draw in draws])
+    assert_compiled_as_eager(one, ONES, fullgraph=True)
 
 
 # Those of torch that the above are made of, where functions of torch.nn have rules.
@@ -119,6 +136,7 @@ def kernel(name):
     return lambda x: getattr(torch, name)(x * 1, *more, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel_is_compiled_to_that_of_the_key(name):
     assert_compiled_as_eager(per_example(kernel(name)), X, fullgraph=True)
@@ -157,7 +175,7 @@ for name in ("noisy", "quiet"):
 
 # Of Dynamo, about how torch.distributions calls torch.autograd.Function.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@rows("draw", UNSUPPORTED)
+@rows("draw", UNSUPPORTED, fast=("poisson", "rand", "a tagged operation"))
 def test_a_draw_without_a_rule_is_refused_when_compiled(draw):
     torch._dynamo.reset()
     one = per_example(lambda x: draw())
@@ -185,19 +203,6 @@ def test_draws_go_on_where_they_were_after_a_graph_break():
     torch._dynamo.reset()
     with unmoved():
         assert torch.equal(torch.compile(one, backend="eager")(XS), one(XS))
-
-
-def test_a_block_is_entered_again_in_one_graph():
-    def one(x):
-        block = bind(key(3))
-        with block:
-            a = F.dropout(x)
-        with block:
-            return a, F.dropout(x), block(torch.randn_like)(x)
-
-    torch._dynamo.reset()
-    got = torch.compile(one, backend="eager", fullgraph=True)(XS)
-    assert all(map(torch.equal, got, one(XS)))
 
 
 def test_a_poisson_draw_is_refused_when_compiled():

@@ -13,7 +13,7 @@ from remat.random import key
 from remat.random._rerouted import _wide_integers
 
 
-N = 40_000
+N = 20_000
 # Mean and standard deviation of a draw, where they exist; else quartiles.
 MOMENTS = {
     "rand": (lambda: torch.rand(N), 0.5, 12**-0.5),

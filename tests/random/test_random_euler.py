@@ -129,7 +129,7 @@ def evaluations(path, f):
     return ops["relu"]
 
 
-wraps = rows("wrap", {"remat": remat, "nested": nested})
+wraps = rows("wrap", {"remat": remat, "nested": nested}, fast=("remat",))
 
 
 @wraps

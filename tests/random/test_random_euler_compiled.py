@@ -84,12 +84,17 @@ def assert_euler_compiled(path, f, compile):
 
 
 # Dynamo and inductor warn of their own deprecations and of slow numerics.
+backends = rows("backend", {"eager": "eager", "aot": "aot_eager"}, fast=("aot",))
+FAST = (
+    *("step-a key", "step-the global stream", "loss-bound inside"),
+    *("grad-dropout by a key", "vmap of grad-bound outside"),
+)
 compiles = pytest.mark.filterwarnings("default")
 
 
 @compiles
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@rows("path, source", COMPILATIONS)
+@backends
+@rows("path, source", COMPILATIONS, fast=FAST)
 def test_both_passes_of_compiled_code_have_the_same_masks(
     path, source, backend, compiler
 ):
@@ -97,8 +102,8 @@ def test_both_passes_of_compiled_code_have_the_same_masks(
 
 
 @compiles
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@rows("path, source", BREAKS)
+@backends
+@rows("path, source", BREAKS, fast=("loss-a generator", "step-NumPy"))
 def test_a_call_that_breaks_the_graph_recomputes_with_the_same_masks(
     path, source, backend, compiler
 ):
@@ -106,6 +111,6 @@ def test_a_call_that_breaks_the_graph_recomputes_with_the_same_masks(
 
 
 @compiles
-@rows("path, source", BY_INDUCTOR)
+@rows("path, source", BY_INDUCTOR, fast=("step-the global stream",))
 def test_both_passes_of_inductors_code_have_the_same_masks(path, source, compiler):
     assert_euler_compiled(path, source(remat), compiler("inductor"))

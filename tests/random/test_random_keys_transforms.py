@@ -149,7 +149,7 @@ def test_make_fx_takes_and_returns_keys():
     assert_same(fake(K)[1], fn(K)[1])
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_functions_take_and_return_keys(backend):
     torch._dynamo.reset()
 
@@ -191,7 +191,7 @@ COMPILED = {
 }
 
 
-@rows("make, numbers, graphs", COMPILED)
+@rows("make, numbers, graphs", COMPILED, fast=("fold_in", "key, large"))
 def test_a_number_that_varies_is_compiled_for_all_at_once(make, numbers, graphs):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

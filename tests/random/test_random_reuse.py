@@ -278,17 +278,6 @@ def checked():
     assert not _reuse._open
 
 
-@pytest.mark.usefixtures("checked")
-def test_the_program_is_checked_from_the_statement_on():
-    random.normal(K)  # the program's first line
-    with pytest.raises(KeyReuseError, match="consumed twice") as caught:
-        random.split(K)  # the program's second line
-    message = str(caught.value)
-    first, again = line_of("# the program's first line\n"), "program's second line\n"
-    assert re.search("first: " + re.escape(first), message)
-    assert re.search("again: " + re.escape(line_of("# the " + again)), message)
-
-
 def test_the_program_is_not_checked_by_default_nor_after_the_block():
     use(K, K)
     with debug_key_reuse(True):
@@ -338,13 +327,6 @@ def test_a_block_in_a_checked_program_counts_together_with_it():
 
 
 @pytest.mark.usefixtures("checked")
-def test_other_threads_of_a_checked_program_are_checked():
-    use(K)
-    with ThreadPoolExecutor(1) as pool, is_reuse():
-        pool.submit(use, K).result()
-
-
-@pytest.mark.usefixtures("checked")
 def test_of_many_threads_that_draw_from_one_key_one_may():
     def draw(_):
         try:
@@ -355,13 +337,6 @@ def test_of_many_threads_that_draw_from_one_key_one_may():
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(draw, range(64))) == 1
-
-
-@pytest.mark.usefixtures("checked")
-def test_a_clone_may_be_consumed_in_a_checked_program():
-    use(K, random.clone(K))
-    with is_reuse():
-        use(K)
 
 
 def test_the_block_of_a_checked_program_is_left_by_an_exception():
@@ -394,7 +369,7 @@ CHECKS = {"block": check_key_reuse, "program": lambda: debug_key_reuse(True)}
 
 
 @rows("transform", some("backward", "grad", "hessian", "jvp", "vmap_grad"))
-@rows("wrap", WRAPS)
+@rows("wrap", WRAPS, fast=("plain", "remat"))
 @rows("check", CHECKS)
 def test_no_derivative_and_no_recomputation_is_a_reuse(transform, wrap, check):
     with check(), count_ops() as ops:

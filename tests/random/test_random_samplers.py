@@ -68,12 +68,13 @@ def test_a_trace_by_make_fx_draws_the_same(draw):
     assert_same(make_fx(vmap(draw))(KEYS[0])(KEYS[1]), vmap(draw)(KEYS[1]))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@samplers
-def test_a_compiled_function_draws_the_same(draw, backend):
+def test_a_compiled_function_draws_the_same():
+    """One of all samplers: each alone takes a compilation."""
     torch._dynamo.reset()
-    compiled = torch.compile(draw, backend=backend, fullgraph=True)
-    assert_same(compiled(K), draw(K))
+    draws = [draw for _, draw in SAMPLERS.values()]
+    all_of = lambda key: [draw(key) for draw in draws]
+    compiled = torch.compile(all_of, backend="aot_eager", fullgraph=True)
+    assert_same(compiled(K), all_of(K))
 
 
 # Draws whose size or bounds are those of an input: its values, its rows, and a number.
@@ -100,7 +101,10 @@ SIZED = {
 }
 
 
-@rows("draw", SIZED)
+FEW = "shape", "choice", "categorical without", "split"
+
+
+@rows("draw", SIZED, fast=FEW)
 def test_a_compiled_function_of_any_size_draws_the_same(draw):
     torch._dynamo.reset()
     fn = lambda k, x, a: draw(k, x, x.shape[0], a)
@@ -110,7 +114,7 @@ def test_a_compiled_function_of_any_size_draws_the_same(draw):
         assert_same(compiled(K, x, n / 2), fn(K, x, n / 2))
 
 
-@rows("draw", SIZED)
+@rows("draw", SIZED, fast=FEW)
 def test_a_size_of_a_trace_stays_a_symbol(draw):
     fn = lambda x, data: draw(data, x, x.shape[0], 1.5)
     args = torch.rand(4), K.data
@@ -136,7 +140,7 @@ VARYING = {
 }
 
 
-@rows("draw", VARYING)
+@rows("draw", VARYING, fast=("normal", "dropout"))
 def test_a_parameter_that_varies_is_compiled_twice_at_most(draw):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

@@ -23,14 +23,10 @@ from remat.random import _draw, _ops
 
 
 KINDS = [
-    (_ops.uniform, torch.float32),
-    (_ops.uniform, torch.float64),
-    (_ops.normal, torch.bfloat16),
-    (_ops.normal, torch.float64),
-    (_ops.bits, 64),
-    (_ops.bits, 8),
+    *((_ops.uniform, torch.float32), (_ops.normal, torch.float64)),
+    *((_ops.bits, 64), (_ops.bits, 8)),
 ]
-SHAPES = [(7,), (3, 5), (4, 8), (2, 3, 7), (5, 1, 3), (40, 70)]
+SHAPES = [(7,), (3, 5), (2, 3, 7), (5, 1, 3), (40, 70)]
 
 
 def blocks(shape):
@@ -42,7 +38,7 @@ def blocks(shape):
 
 @pytest.mark.parametrize(("op", "kind"), KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("keys", [(), (2,), (0,)], ids=str)
+@pytest.mark.parametrize("keys", [(), (2,)], ids=str)
 def test_a_block_has_the_numbers_of_the_whole(op, kind, shape, keys):
     data = random.key(3).data
     if keys:
@@ -187,14 +183,20 @@ def draw_all(rank):
     return found
 
 
-needs_gloo = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
-)
+def everything(rank):
+    """What all tests of two processes need: to start them takes longest."""
+    return draw_all(rank), by_rank(rank), counted(rank)
 
 
-@needs_gloo
-def test_draws_of_dtensors_are_those_of_full_tensors(tmp_path, subtests):
-    for rank, found in enumerate(in_two_processes(tmp_path, draw_all)):
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("needs gloo")
+    return in_two_processes(tmp_path_factory.mktemp("ranks"), everything)
+
+
+def test_draws_of_dtensors_are_those_of_full_tensors(ranks, subtests):
+    for rank, (found, _, _) in enumerate(ranks):
         for case, result in found.items():
             with subtests.test(case, rank=rank):
                 if isinstance(result, str):
@@ -228,10 +230,8 @@ def counted(rank):
     return drawn
 
 
-@needs_gloo
-def test_each_process_draws_its_own_numbers_and_no_others(tmp_path):
-    for drawn in in_two_processes(tmp_path, counted):
-        rows, columns, each = drawn
+def test_each_process_draws_its_own_numbers_and_no_others(ranks):
+    for _, _, (rows, columns, each) in ranks:
         assert rows == each == 10 * 100
         # A row begins in the middle of a block.
         assert 20 * 50 <= columns <= 20 * (51 + 3)
@@ -243,9 +243,8 @@ def by_rank(rank):
     return random.normal(KEY, (4,)), random.normal(own, (4,))
 
 
-@needs_gloo
-def test_a_key_draws_the_same_on_every_rank(tmp_path):
-    (same, first), (again, second) = in_two_processes(tmp_path, by_rank)
+def test_a_key_draws_the_same_on_every_rank(ranks):
+    (_, (same, first), _), (_, (again, second), _) = ranks
     assert torch.equal(same, again)
     assert torch.equal(first, random.normal(random.fold_in(KEY, 0), (4,)))
     assert not (first == second).any()
